@@ -1,0 +1,18 @@
+"""White-box evaluation at serving speed: capture, steer and probe inside vLLM, from Inspect.
+
+Importing this package loads neither torch nor vllm nor inspect_ai.
+"""
+
+from . import errors
+from .spec import CaptureSpec, LensRequest, Receipt, SteeringVector
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureSpec",
+    "LensRequest",
+    "Receipt",
+    "SteeringVector",
+    "__version__",
+    "errors",
+]

@@ -1,0 +1,93 @@
+"""Every `INSPECT_LENS_*` environment variable: name, type, default, meaning. Read here only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+
+__all__ = ["Settings", "settings_table"]
+
+
+def _setting(default: object, doc: str) -> object:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What can be configured from the environment; `Settings.load()` reads it."""
+
+    disable: bool = _setting(  # type: ignore[assignment]
+        False, "Make the vLLM plug-in a complete no-op in this process."
+    )
+    layers: str = _setting(  # type: ignore[assignment]
+        "all",
+        "Layers that get a tap, as `all` or a comma-separated list such as `10,20`. "
+        "Requests for other layers are refused.",
+    )
+    ring_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30, "Upper bound, in bytes, of the buffer that captured rows are written to."
+    )
+    bank_bytes: int = _setting(  # type: ignore[assignment]
+        128 << 20, "Upper bound, in bytes, of the table of steering rows."
+    )
+    result_timeout_s: float = _setting(  # type: ignore[assignment]
+        60.0,
+        "Seconds the front-end waits for the last captured rows of a finished request "
+        "before the request fails.",
+    )
+    self_check: bool = _setting(  # type: ignore[assignment]
+        True, "Prove at start-up that every tap fires; refuse to start when one does not."
+    )
+    dir: str = _setting(  # type: ignore[assignment]
+        "", "Directory or fsspec URL for activation sidecars; empty means beside the log."
+    )
+    memory_bytes: int = _setting(  # type: ignore[assignment]
+        4 << 30, "Bytes of activations that the Inspect process keeps in memory."
+    )
+
+    @classmethod
+    def load(cls) -> Settings:
+        """Read the settings from the environment.
+
+        Returns:
+            The settings, with defaults where a variable is not set.
+
+        Raises:
+            ValueError: a variable does not parse; the message names it.
+        """
+        values: dict[str, object] = {}
+        for item in fields(cls):
+            name = variable(item.name)
+            raw = os.environ.get(name)
+            if raw is not None:
+                values[item.name] = _parse(name, raw, item.default)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def variable(field_name: str) -> str:
+    """Name of the environment variable behind a field of `Settings`."""
+    return f"INSPECT_LENS_{field_name.upper()}"
+
+
+def settings_table() -> list[tuple[str, str, str, str]]:
+    """Rows of (variable, type, default, meaning) for the documentation."""
+    return [
+        (variable(f.name), type(f.default).__name__, repr(f.default), f.metadata["doc"])
+        for f in fields(Settings)
+    ]
+
+
+def _parse(name: str, raw: str, default: object) -> object:
+    try:
+        if isinstance(default, bool):
+            return {"1": True, "true": True, "0": False, "false": False, "": False}[raw.lower()]
+        if isinstance(default, int):
+            return int(raw)
+        if isinstance(default, float):
+            return float(raw)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{name}={raw!r} is not a {type(default).__name__}; unset it or give a value "
+            f"like {default!r}"
+        ) from None
+    return raw

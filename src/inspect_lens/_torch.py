@@ -1,0 +1,41 @@
+"""The one door to torch for client code: imported when a tensor is read, never before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import LensError
+from .spec import TensorData
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["to_torch"]
+
+
+def to_torch(tensor: TensorData) -> torch.Tensor:
+    """Make a torch tensor with the values and the dtype of a `TensorData`.
+
+    Args:
+        tensor: any shape, float32, float16 or bfloat16.
+
+    Returns:
+        A tensor on the CPU that owns its memory.
+
+    Raises:
+        LensError: torch is not installed.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        raise LensError(
+            "reading activations as torch tensors needs torch; install it, or use "
+            "`.numpy(name)` for float32 arrays"
+        ) from None
+    if tensor.dtype == "bfloat16":
+        bits = torch.from_numpy(tensor.storage.view(np.int16).copy())
+        return bits.view(torch.bfloat16)  # type: ignore[no-any-return]
+    return torch.from_numpy(tensor.storage.copy())  # type: ignore[no-any-return]

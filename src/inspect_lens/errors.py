@@ -1,0 +1,63 @@
+"""Every error of inspect_lens.
+
+```text
+LensError
+├─ SpecError (ValueError)         400  the request is wrong; front-end, before any GPU work
+├─ UnsupportedError (ValueError)  400  this model or engine cannot; front-end
+├─ CapacityError                  429  rows, ring or bytes are full; a retry may help
+├─ CaptureError                   500  a result is incomplete; the request fails as a whole
+├─ CompatError (RuntimeError)     -    vLLM is not the one we know; refuses to start
+└─ ArtifactError (ValueError)     -    a probe, log or sidecar is wrong; at load time
+```
+
+A message says which field, what came, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArtifactError",
+    "CapacityError",
+    "CaptureError",
+    "CompatError",
+    "LensError",
+    "SpecError",
+    "UnsupportedError",
+]
+
+
+class LensError(Exception):
+    """Base class of every error that inspect_lens raises on purpose."""
+
+    status: int = 500
+    """HTTP status that a server answers with when this error ends a request."""
+
+
+class SpecError(LensError, ValueError):
+    """The request is wrong: unknown key, wrong shape, NaN, layer out of range."""
+
+    status = 400
+
+
+class UnsupportedError(LensError, ValueError):
+    """The request is well formed, and this model, engine or version cannot do it."""
+
+    status = 400
+
+
+class CapacityError(LensError):
+    """A fixed-size buffer of the engine is full; trying again later may help."""
+
+    status = 429
+
+
+class CompatError(LensError, RuntimeError):
+    """The vLLM that is installed is not one that this release knows how to extend."""
+
+
+class CaptureError(LensError):
+    """A result did not arrive whole. The request fails; there is no partial success."""
+
+
+class ArtifactError(LensError, ValueError):
+    """A probe file, card, log or sidecar is missing, damaged or made for another model."""

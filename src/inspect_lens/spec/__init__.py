@@ -1,0 +1,41 @@
+"""The vocabulary: sites, positions, what may be asked, what comes back, and its encoding.
+
+Owns every type that the Inspect process and the vLLM processes share.
+May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
+"""
+
+from ._capture import CaptureSpec, Layers
+from ._facts import EngineFacts
+from ._positions import PositionName, Positions, parse_positions, resolve_positions
+from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
+from ._request import ENVELOPE_KEY, LENS_KEYS, LensRequest, check_request, parse_extra_args
+from ._sites import RESID_POST, Site
+from ._steer import SteeringVector
+from ._tensor import DType, TensorData, as_tensor_data, decode_tensor, encode_tensor
+
+__all__ = [
+    "ENVELOPE_KEY",
+    "LENS_KEYS",
+    "RESID_POST",
+    "CaptureReceipt",
+    "CaptureSpec",
+    "DType",
+    "EngineFacts",
+    "EnginePath",
+    "Layers",
+    "LensRequest",
+    "PositionName",
+    "Positions",
+    "Receipt",
+    "Site",
+    "SteerReceipt",
+    "SteeringVector",
+    "TensorData",
+    "as_tensor_data",
+    "check_request",
+    "decode_tensor",
+    "encode_tensor",
+    "parse_extra_args",
+    "parse_positions",
+    "resolve_positions",
+]

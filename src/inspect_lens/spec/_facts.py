@@ -1,0 +1,31 @@
+"""What the front-end has to know of the engine to judge a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineFacts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """Facts of one engine; equal in the front-end and in its workers."""
+
+    model: str
+    """Model name or path that the engine was started with."""
+    n_layers: int
+    """Decoder layers of the model."""
+    hidden: int
+    """Width of the residual stream."""
+    dtype: str
+    """dtype of the residual stream, as `float32`, `float16` or `bfloat16`."""
+    layers: tuple[int, ...]
+    """Layers that have a tap, ascending."""
+    max_step_tokens: int
+    """Tokens that one step of the engine can hold."""
+    ring_rows: int
+    """Rows (one token at one layer) that the capture buffer holds."""
+    bank_rows: int
+    """Vectors that the steering table holds for all running requests together."""
+    vllm_version: str
+    """Version of vLLM."""

@@ -1,0 +1,71 @@
+"""The receipt: what the engine really did for a request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ._sites import RESID_POST, Site
+
+__all__ = ["CaptureReceipt", "EnginePath", "Receipt", "SteerReceipt"]
+
+EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
+"""How the forward passes of a request ran."""
+
+
+class CaptureReceipt(BaseModel):
+    """What was captured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: Site = RESID_POST
+    layers: tuple[int, ...]
+    """Layers, ascending: the first axis of the tensor."""
+    n_positions: int
+    """Tokens: the second axis of the tensor."""
+    first_position: int | None = None
+    """Position of the first row when the rows are consecutive."""
+    positions: tuple[int, ...] | None = None
+    """Positions of the rows when they are not consecutive."""
+    dtype: str
+    """dtype of the tensor."""
+    rows: int
+    """Rows that the engine delivered for these positions, layers times tokens."""
+
+
+class SteerReceipt(BaseModel):
+    """What was steered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    """Layers that were edited, ascending."""
+    n_tokens: int
+    """Tokens whose residual stream was edited at least at one layer, counted once each."""
+    cached_tokens: int = 0
+    """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
+    vectors: tuple[str, ...]
+    """sha256 of each vector's dtype, shape and content."""
+
+
+class Receipt(BaseModel):
+    """Attached to every response of a request that used the lens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_prompt: int
+    """Prompt tokens."""
+    n_completion: int
+    """Sampled tokens, the last of which is never fed to the model."""
+    capture: CaptureReceipt | None = None
+    steer: SteerReceipt | None = None
+    cache_salted: bool
+    """Whether the prefix cache was isolated for this request."""
+    paths: tuple[EnginePath, ...]
+    """Ways in which the steps of this request ran, sorted."""
+    engine: str
+    """`inspect_lens` or another backend's name."""
+    version: str
+    """Version of that backend."""
+    vllm_version: str

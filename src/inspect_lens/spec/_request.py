@@ -1,0 +1,229 @@
+"""One typed request, and the one place where other spellings are read into it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from inspect_lens.errors import SpecError, UnsupportedError
+
+from ._capture import CaptureSpec
+from ._facts import EngineFacts
+from ._steer import SteeringVector
+
+__all__ = ["ENVELOPE_KEY", "LENS_KEYS", "LensRequest", "check_request", "parse_extra_args"]
+
+NATIVE_KEY = "inspect_lens"
+ENVELOPE_KEY = "_inspect_lens"
+"""Where the front-end puts what the worker reads; users may not set it."""
+LENS_KEYS = (
+    NATIVE_KEY,
+    "output_residual_stream",
+    "apply_steering_vectors",
+    "skip_reading_prefix_cache",
+    "activations_transport",
+)
+_NOT_YET = {
+    "output_qk": "query/key capture",
+    "apply_hooks": "custom hooks",
+}
+_VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
+
+
+class LensRequest(BaseModel):
+    """Everything a request can ask of the lens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    capture: CaptureSpec | None = None
+    """Activations to return."""
+
+    steer: tuple[SteeringVector, ...] = ()
+    """Vectors to add to the residual stream."""
+
+    skip_reading_prefix_cache: bool | None = None
+    """Recompute the whole prompt. None means: where captured prompt tokens need it."""
+
+
+def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None:
+    """Read a lens request out of vLLM's `SamplingParams.extra_args` (or `vllm_xargs`).
+
+    Understood are the keys of vllm-lens (`output_residual_stream`,
+    `apply_steering_vectors`, `skip_reading_prefix_cache`, `activations_transport`), each as
+    Python objects or as JSON text, and `inspect_lens`, a `LensRequest` as an object or JSON.
+
+    Args:
+        extra_args: the mapping, or None.
+
+    Returns:
+        The request, or None when no key of the lens is there.
+
+    Raises:
+        SpecError: a value is wrong, a key is unknown next to lens keys, or a key looks like
+            a misspelled lens key.
+        UnsupportedError: a key of vllm-lens that this release does not serve.
+    """
+    if not extra_args:
+        return None
+    keys = [key for key in extra_args if key in LENS_KEYS]
+    _check_keys(extra_args, has_lens=bool(keys))
+    if not keys:
+        return None
+    values: dict[str, Any] = {}
+    if (native := extra_args.get(NATIVE_KEY)) is not None:
+        if len(keys) > 1:
+            raise SpecError(f"extra_args: give {NATIVE_KEY!r} or the keys of vllm-lens, not both")
+        loaded = _load(NATIVE_KEY, native)
+        if isinstance(loaded, LensRequest):
+            return _none_if_empty(loaded)
+        if not isinstance(loaded, Mapping):
+            raise SpecError(f"{NATIVE_KEY}={native!r}; it has to be an object")
+        values = dict(cast("Mapping[str, Any]", loaded))
+        if isinstance(values.get("steer"), Mapping | SteeringVector):
+            values["steer"] = [values["steer"]]
+    else:
+        values = _from_vllm_lens(extra_args)
+    try:
+        return _none_if_empty(LensRequest.model_validate(values))
+    except ValidationError as error:
+        raise SpecError(_explain(error)) from None
+
+
+def _none_if_empty(request: LensRequest) -> LensRequest | None:
+    return request if request != LensRequest() else None
+
+
+def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
+    if ENVELOPE_KEY in extra_args:
+        raise SpecError(f"extra_args: {ENVELOPE_KEY!r} is reserved for the engine")
+    for key in extra_args:
+        if key in _NOT_YET:
+            raise UnsupportedError(
+                f"extra_args.{key}: {_NOT_YET[key]} is not served by this release; "
+                f"served are {', '.join(LENS_KEYS)}"
+            )
+        if key in LENS_KEYS or key in _VLLM_KEYS:
+            continue
+        near = difflib.get_close_matches(str(key), LENS_KEYS, n=1, cutoff=0.75)
+        if near:
+            raise SpecError(f"extra_args: unknown key {key!r}; did you mean {near[0]!r}?")
+        if has_lens:
+            raise SpecError(
+                f"extra_args: unknown key {key!r} beside lens keys; known are "
+                f"{', '.join(LENS_KEYS + _VLLM_KEYS)}"
+            )
+
+
+def _from_vllm_lens(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    capture = _load("output_residual_stream", extra_args.get("output_residual_stream"))
+    if capture is not None and capture is not False:
+        if capture is not True and not isinstance(capture, list | tuple | int):
+            raise SpecError(
+                f"output_residual_stream={capture!r}; allowed are true or a list of layers"
+            )
+        transport = extra_args.get("activations_transport") or "inline"
+        values["capture"] = {
+            "layers": "all" if capture is True else capture,
+            "transport": "inline" if transport == "base64" else transport,
+        }
+    steer = _load("apply_steering_vectors", extra_args.get("apply_steering_vectors"))
+    if steer is not None:
+        if isinstance(steer, Mapping | SteeringVector):
+            steer = [steer]
+        if not isinstance(steer, Sequence):
+            raise SpecError(
+                f"apply_steering_vectors={type(steer).__name__}; it has to be a list of "
+                "SteeringVector or of their JSON form"
+            )
+        values["steer"] = [_load(f"apply_steering_vectors[{i}]", v) for i, v in enumerate(steer)]
+    skip = _load("skip_reading_prefix_cache", extra_args.get("skip_reading_prefix_cache"))
+    if skip is not None:
+        if skip not in (True, False):
+            raise SpecError(f"skip_reading_prefix_cache={skip!r}; allowed are true and false")
+        values["skip_reading_prefix_cache"] = bool(skip)
+    return values
+
+
+def _load(field: str, value: Any) -> Any:
+    """Parse text as JSON: HTTP's `vllm_xargs` cannot nest, so objects come as strings."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise SpecError(f"{field}: {value[:80]!r} is not JSON") from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = [
+        f"{'.'.join(str(part) for part in item['loc']) or 'inspect_lens'}: "
+        f"{item['msg'].removeprefix('Value error, ')}"
+        for item in error.errors(include_url=False, include_input=False)
+    ]
+    return "; ".join(lines)
+
+
+def check_request(request: LensRequest, facts: EngineFacts) -> None:
+    """Judge a request against the engine it is meant for.
+
+    Args:
+        request: the parsed request.
+        facts: of the engine.
+
+    Raises:
+        SpecError: a layer or a width that the model does not have.
+        UnsupportedError: a layer without a tap, or more rows than the buffers hold.
+    """
+    rows = 0
+    if request.capture is not None:
+        layers = request.capture.layers
+        if layers != "all":
+            _check_layers(layers, facts, "capture.layers")
+        count = len(facts.layers) if layers == "all" else len(layers)
+        if layers == "all" and len(facts.layers) != facts.n_layers:
+            raise UnsupportedError(
+                f"capture.layers: 'all' needs a tap at each of {facts.n_layers} layers; this "
+                f"engine has them at {list(facts.layers)} (INSPECT_LENS_LAYERS)"
+            )
+        if count * facts.max_step_tokens > facts.ring_rows:
+            raise UnsupportedError(
+                f"capture.layers: {count} layers times {facts.max_step_tokens} tokens a step "
+                f"need {count * facts.max_step_tokens} rows and the capture buffer has "
+                f"{facts.ring_rows}; ask for fewer layers, lower max_num_batched_tokens or "
+                "raise INSPECT_LENS_RING_BYTES"
+            )
+    for i, vector in enumerate(request.steer):
+        field = f"steer[{i}]"
+        _check_layers(vector.layer_indices, facts, f"{field}.layer_indices")
+        shape = vector.activations.shape
+        if shape[-1] != facts.hidden:
+            raise SpecError(
+                f"{field}.activations: width {shape[-1]} in shape {shape}; the residual "
+                f"stream of {facts.model} is {facts.hidden} wide"
+            )
+        # One row to add and one to norm-match with, at worst.
+        rows += math.prod(shape[:-1])
+    if rows > facts.bank_rows:
+        raise UnsupportedError(
+            f"steer: {rows} vectors and the steering table has {facts.bank_rows} rows; "
+            "steer fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
+        )
+
+
+def _check_layers(layers: tuple[int, ...], facts: EngineFacts, field: str) -> None:
+    for layer in layers:
+        if not 0 <= layer < facts.n_layers:
+            raise SpecError(
+                f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
+            )
+        if layer not in facts.layers:
+            raise UnsupportedError(
+                f"{field}: layer {layer} has no tap in this engine, which has them at "
+                f"{list(facts.layers)} (INSPECT_LENS_LAYERS)"
+            )

@@ -1,0 +1,109 @@
+"""Steering vectors: what is added to the residual stream, where, and how strongly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    InstanceOf,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from ._tensor import TensorData, as_tensor_data, encode_tensor
+
+__all__ = ["SteeringVector"]
+
+
+class SteeringVector(BaseModel):
+    """A vector added to the residual stream after chosen decoder blocks.
+
+    Without `norm_match` the stream `h` becomes `h + scale * v`; with it,
+    `h + scale * ||h|| * v / ||v||`, where `||h||` is the norm of the whole residual stream
+    of that token before any edit of the request at that layer.
+
+    Several vectors of one request at one layer add up; each norm-matched one measures the
+    same unedited stream, so their order does not matter.
+
+    Source:
+        The fields are those of vllm-lens 1.3.0; norm matching is arXiv:2512.15674.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    activations: InstanceOf[TensorData]
+    """(layers, hidden): one vector per layer, or (layers, positions, hidden): one per layer
+    and position. Give a torch tensor, a numpy array, lists, or the JSON tensor form."""
+
+    layer_indices: tuple[int, ...]
+    """Layer of each row of `activations`, 0-based."""
+
+    scale: float = 1.0
+    """Factor on the vector."""
+
+    norm_match: bool = False
+    """Scale each vector to the norm of the residual stream of the token it is added to."""
+
+    position_indices: tuple[int, ...] | None = None
+    """Absolute positions to steer; negative ones count from the end of the prompt. None
+    means every token, prompt and completion, for (layers, hidden), and positions 0, 1, … for
+    (layers, positions, hidden)."""
+
+    @field_validator("activations", mode="before")
+    @classmethod
+    def _activations(cls, value: Any) -> TensorData:
+        return as_tensor_data(value, field="activations")
+
+    @field_validator("layer_indices", "position_indices", mode="before")
+    @classmethod
+    def _one_int(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_serializer("activations")
+    def _dump_activations(self, value: TensorData) -> dict[str, Any]:
+        return encode_tensor(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        shape = self.activations.shape
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise ValueError(
+                f"activations has shape {shape}; allowed are (layers, hidden) and "
+                "(layers, positions, hidden), none of them 0"
+            )
+        if shape[0] != len(self.layer_indices):
+            raise ValueError(
+                f"activations has {shape[0]} layers and layer_indices names "
+                f"{len(self.layer_indices)}; give one row per layer"
+            )
+        if len(set(self.layer_indices)) != len(self.layer_indices):
+            raise ValueError(f"layer_indices {self.layer_indices} names a layer twice")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}; it has to be finite")
+        values = self.activations.to_float32()
+        if not np.isfinite(values).all():
+            raise ValueError("activations holds NaN or infinity; every value has to be finite")
+        if self.norm_match and not np.linalg.norm(values, axis=-1).all():
+            raise ValueError("norm_match needs a direction, and a vector of activations is zero")
+        self._check_positions(shape)
+        return self
+
+    def _check_positions(self, shape: tuple[int, ...]) -> None:
+        positions = self.position_indices
+        if positions is None:
+            return
+        if not positions or len(set(positions)) != len(positions):
+            raise ValueError(
+                f"position_indices {positions} is empty or names a position twice; "
+                "leave it out to steer every token"
+            )
+        if len(shape) == 3 and len(positions) != shape[1]:
+            raise ValueError(
+                f"activations has {shape[1]} positions and position_indices names "
+                f"{len(positions)}; give one vector per position"
+            )
