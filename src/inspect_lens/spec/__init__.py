@@ -5,18 +5,27 @@ May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and In
 """
 
 from ._capture import CaptureSpec, Layers
+from ._encode import to_extra_args, to_wire_args
 from ._facts import EngineFacts
 from ._positions import PositionName, Positions, parse_positions, resolve_positions
 from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
 from ._request import ENVELOPE_KEY, LENS_KEYS, LensRequest, check_request, parse_extra_args
 from ._sites import RESID_POST, Site
-from ._steer import SteeringVector
-from ._tensor import DType, TensorData, as_tensor_data, decode_tensor, encode_tensor
+from ._steer import STEERING_REFERENCE, SteeringVector
+from ._tensor import (
+    DType,
+    TensorData,
+    as_tensor_data,
+    decode_tensor,
+    encode_tensor,
+    freeze_tensor,
+)
 
 __all__ = [
     "ENVELOPE_KEY",
     "LENS_KEYS",
     "RESID_POST",
+    "STEERING_REFERENCE",
     "CaptureReceipt",
     "CaptureSpec",
     "DType",
@@ -35,7 +44,10 @@ __all__ = [
     "check_request",
     "decode_tensor",
     "encode_tensor",
+    "freeze_tensor",
     "parse_extra_args",
     "parse_positions",
     "resolve_positions",
+    "to_extra_args",
+    "to_wire_args",
 ]

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
 from ._capture import CaptureSpec
+from ._dump import WireModel
 from ._facts import EngineFacts
 from ._steer import SteeringVector
 
@@ -35,7 +36,7 @@ _NOT_YET = {
 _VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
-class LensRequest(BaseModel):
+class LensRequest(WireModel):
     """Everything a request can ask of the lens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

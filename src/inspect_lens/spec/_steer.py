@@ -7,20 +7,26 @@ from typing import Any, Self
 
 import numpy as np
 from pydantic import (
-    BaseModel,
     ConfigDict,
     InstanceOf,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     field_serializer,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
-from ._tensor import TensorData, as_tensor_data, encode_tensor
+from ._dump import WireModel, is_wire
+from ._tensor import TensorData, as_tensor_data, encode_tensor, freeze_tensor
 
-__all__ = ["SteeringVector"]
+__all__ = ["STEERING_REFERENCE", "SteeringVector"]
+
+STEERING_REFERENCE = "steering/1"
+"""`$lens` of the short form in which a vector stands in logs."""
 
 
-class SteeringVector(BaseModel):
+class SteeringVector(WireModel):
     """A vector added to the residual stream after chosen decoder blocks.
 
     Without `norm_match` the stream `h` becomes `h + scale * v`; with it,
@@ -29,6 +35,10 @@ class SteeringVector(BaseModel):
 
     Several vectors of one request at one layer add up; each norm-matched one measures the
     same unedited stream, so their order does not matter.
+
+    `vector.model_dump()` and `model_dump_json()` are the wire form, tensor included. Where a
+    vector is dumped as part of something else (Inspect's logs and cache keys), it dumps as
+    `reference()`: a few hundred bytes that name the content by its hash.
 
     Source:
         The fields are those of vllm-lens 1.3.0; norm matching is arXiv:2512.15674.
@@ -57,7 +67,7 @@ class SteeringVector(BaseModel):
     @field_validator("activations", mode="before")
     @classmethod
     def _activations(cls, value: Any) -> TensorData:
-        return as_tensor_data(value, field="activations")
+        return freeze_tensor(as_tensor_data(value, field="activations"))
 
     @field_validator("layer_indices", "position_indices", mode="before")
     @classmethod
@@ -67,6 +77,28 @@ class SteeringVector(BaseModel):
     @field_serializer("activations")
     def _dump_activations(self, value: TensorData) -> dict[str, Any]:
         return encode_tensor(value)
+
+    @model_serializer(mode="wrap")
+    def _dump(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self) if is_wire(info) else self.reference()
+        return form
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs: everything but the tensor, which its hash stands for."""
+        digest = self.activations.sha256
+        return {
+            "$lens": STEERING_REFERENCE,
+            "sha256": digest,
+            "shape": list(self.activations.shape),
+            "dtype": self.activations.dtype,
+            "layer_indices": list(self.layer_indices),
+            "scale": self.scale,
+            "norm_match": self.norm_match,
+            "position_indices": self.position_indices and list(self.position_indices),
+            "uri": f"lens-vectors/{digest[:32]}.safetensors",
+        }
 
     @model_validator(mode="after")
     def _check(self) -> Self:

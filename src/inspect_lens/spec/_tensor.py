@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -22,7 +23,14 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["DType", "TensorData", "as_tensor_data", "decode_tensor", "encode_tensor"]
+__all__ = [
+    "DType",
+    "TensorData",
+    "as_tensor_data",
+    "decode_tensor",
+    "encode_tensor",
+    "freeze_tensor",
+]
 
 DType = Literal["float32", "float16", "bfloat16"]
 
@@ -59,11 +67,12 @@ class TensorData:
         """Bytes of the uncompressed tensor."""
         return int(self.storage.nbytes)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Hash over dtype, shape and content, as lower-case hex."""
-        head = f"{self.dtype}:{self.shape}:".encode()
-        return hashlib.sha256(head + np.ascontiguousarray(self.storage).tobytes()).hexdigest()
+        digest = hashlib.sha256(f"{self.dtype}:{self.shape}:".encode())
+        digest.update(np.ascontiguousarray(self.storage).data)
+        return digest.hexdigest()
 
     def to_float32(self) -> NDArray[np.float32]:
         """The values as float32; exact for all three dtypes."""
@@ -111,6 +120,22 @@ def as_tensor_data(value: object, *, field: str = "tensor") -> TensorData:
             "allowed are a torch tensor, a float ndarray, nested lists or the JSON tensor form"
         )
     return TensorData(np.ascontiguousarray(array, dtype=np.float32), "float32")
+
+
+def freeze_tensor(tensor: TensorData) -> TensorData:
+    """Cut a tensor loose from the array or torch tensor that the caller may go on to edit.
+
+    Args:
+        tensor: any.
+
+    Returns:
+        The same tensor where its memory is read-only, else a read-only copy.
+    """
+    if not tensor.storage.flags.writeable:
+        return tensor
+    storage = tensor.storage.copy()
+    storage.setflags(write=False)
+    return TensorData(storage, tensor.dtype)
 
 
 def _from_torch(tensor: Any, field: str) -> TensorData:

@@ -1,0 +1,237 @@
+"""What the front-end tells the workers about one request: plain data that msgpack carries.
+
+Written once, in the front-end, from a request that was already judged; the worker trusts it.
+Positions are resolved here, so the worker never has to know how long a prompt is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import LensError
+from inspect_lens.spec import (
+    DType,
+    EngineFacts,
+    LensRequest,
+    SteeringVector,
+    TensorData,
+    resolve_positions,
+)
+
+__all__ = ["CaptureEnvelope", "Envelope", "SteerEnvelope", "seal"]
+
+VERSION = 1
+EVERY = 1 << 62
+
+
+@dataclass(frozen=True)
+class CaptureEnvelope:
+    """Rows to send back."""
+
+    layers: tuple[int, ...]
+    """Global layer numbers, ascending."""
+    lo: int
+    """First position of the range; with `positions`, the smallest of them."""
+    hi: int
+    """End of the range, exclusive; with `positions`, one past the largest."""
+    positions: tuple[int, ...] | None
+    """Sorted explicit positions, or None for the whole range."""
+    hidden: int
+    """Width of a row."""
+    dtype: DType
+    """dtype of a row."""
+
+
+@dataclass(frozen=True)
+class SteerEnvelope:
+    """One steering vector."""
+
+    layers: tuple[int, ...]
+    scale: float
+    norm_match: bool
+    positions: tuple[int, ...] | None
+    """None: every token."""
+    vectors: TensorData
+    """(layers, hidden) for every token or shared by the positions, else
+    (layers, positions, hidden)."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Everything that a worker reads of one request."""
+
+    reply: str
+    """ZMQ address of the front-end process that owns the request."""
+    capture: CaptureEnvelope | None
+    steer: tuple[SteerEnvelope, ...]
+    steer_hash: str | None
+    """Content hash over the steering, for the prefix cache."""
+
+    @property
+    def steer_until(self) -> int:
+        """One past the last position that is steered; `EVERY` when every token is."""
+        last = 0
+        for s in self.steer:
+            last = max(last, EVERY if s.positions is None else max(s.positions) + 1)
+        return last
+
+    def pack(self) -> dict[str, Any]:
+        """As msgpack-able data; tensors become bytes."""
+        return {
+            "v": VERSION,
+            "reply": self.reply,
+            "hash": self.steer_hash,
+            "capture": None
+            if self.capture is None
+            else {
+                "layers": list(self.capture.layers),
+                "lo": self.capture.lo,
+                "hi": self.capture.hi,
+                "positions": _listed(self.capture.positions),
+                "hidden": self.capture.hidden,
+                "dtype": self.capture.dtype,
+            },
+            "steer": [
+                {
+                    "layers": list(s.layers),
+                    "scale": s.scale,
+                    "norm_match": s.norm_match,
+                    "positions": _listed(s.positions),
+                    "dtype": s.vectors.dtype,
+                    "shape": list(s.vectors.shape),
+                    "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
+                }
+                for s in self.steer
+            ],
+        }
+
+    @classmethod
+    def unpack(cls, value: Mapping[str, Any]) -> Envelope:
+        """Read what `pack` made.
+
+        Raises:
+            LensError: the front-end and the worker run different releases.
+        """
+        if value.get("v") != VERSION:
+            raise LensError(
+                f"the front-end wrote envelope version {value.get('v')!r} and this worker reads "
+                f"{VERSION}; install one release of inspect_lens in all processes"
+            )
+        capture = value["capture"]
+        return cls(
+            reply=value["reply"],
+            capture=None
+            if capture is None
+            else CaptureEnvelope(
+                tuple(capture["layers"]),
+                capture["lo"],
+                capture["hi"],
+                _tupled(capture["positions"]),
+                capture["hidden"],
+                capture["dtype"],
+            ),
+            steer=tuple(
+                SteerEnvelope(
+                    tuple(s["layers"]),
+                    s["scale"],
+                    s["norm_match"],
+                    _tupled(s["positions"]),
+                    _tensor(s),
+                )
+                for s in value["steer"]
+            ),
+            steer_hash=value["hash"],
+        )
+
+
+def seal(
+    request: LensRequest, facts: EngineFacts, *, reply: str, n_prompt: int, max_tokens: int
+) -> Envelope:
+    """Resolve a judged request against its prompt.
+
+    Args:
+        request: the request, already checked against `facts`.
+        facts: of the engine.
+        reply: address for results.
+        n_prompt: prompt tokens.
+        max_tokens: tokens that may be sampled.
+
+    Returns:
+        The envelope for the workers.
+
+    Raises:
+        SpecError: a position lies outside the request.
+    """
+    # The last sampled token is never fed to the model, so it has no row.
+    n_max = n_prompt + max(max_tokens, 1) - 1
+    steer = tuple(
+        _seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
+    )
+    return Envelope(
+        reply=reply,
+        capture=_seal_capture(request, facts, n_prompt, n_max),
+        steer=steer,
+        steer_hash=_steer_hash(steer) if steer else None,
+    )
+
+
+def _seal_capture(
+    request: LensRequest, facts: EngineFacts, n_prompt: int, n_max: int
+) -> CaptureEnvelope | None:
+    capture = request.capture
+    if capture is None:
+        return None
+    layers = facts.layers if capture.layers == "all" else capture.layers
+    where = resolve_positions(
+        capture.positions, n_prompt=n_prompt, n_max=n_max, field="capture.positions"
+    )
+    dtype = cast("DType", facts.dtype)
+    if isinstance(where, range):
+        stop = max(where.start, where.stop)
+        return CaptureEnvelope(layers, where.start, stop, None, facts.hidden, dtype)
+    ordered = tuple(sorted(where))
+    return CaptureEnvelope(layers, ordered[0], ordered[-1] + 1, ordered, facts.hidden, dtype)
+
+
+def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:
+    positions = vector.position_indices
+    data = vector.activations
+    if positions is None and len(data.shape) == 3:
+        positions = tuple(range(data.shape[1]))
+    if positions is not None:
+        resolved = resolve_positions(
+            positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.position_indices"
+        )
+        positions = tuple(resolved)
+    return SteerEnvelope(vector.layer_indices, vector.scale, vector.norm_match, positions, data)
+
+
+def _steer_hash(steer: tuple[SteerEnvelope, ...]) -> str:
+    digest = hashlib.sha256()
+    for s in steer:
+        digest.update(
+            repr((s.layers, s.scale, s.norm_match, s.positions, s.vectors.sha256)).encode()
+        )
+    return digest.hexdigest()
+
+
+def _listed(positions: tuple[int, ...] | None) -> list[int] | None:
+    return None if positions is None else list(positions)
+
+
+def _tupled(positions: list[int] | None) -> tuple[int, ...] | None:
+    return None if positions is None else tuple(positions)
+
+
+def _tensor(value: Mapping[str, Any]) -> TensorData:
+    dtype = cast("DType", value["dtype"])
+    storage: NDArray[Any] = np.frombuffer(
+        value["data"], dtype={"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]
+    ).reshape(value["shape"])
+    return TensorData(storage, dtype)

@@ -1,0 +1,223 @@
+"""The worker's side of the lens: which requests use it, and what each step does for them.
+
+Runs in the worker process. No method that the step loop calls raises: a fault fails the
+requests it concerns, clears their rows, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from inspect_lens.spec import EnginePath
+
+from . import _state
+from ._bank import Bank
+from ._envelope import Envelope
+from ._exporter import Exporter
+from ._message import BlockHeader, FailureHeader, Span, StepHeader
+from ._plan import (
+    Batch,
+    CaptureRule,
+    GroupBlock,
+    RequestRows,
+    SteerRule,
+    StepPlan,
+    plan_step,
+)
+from ._state import TapState
+
+__all__ = ["Stepper"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+
+@dataclass
+class _Request:
+    reply: str
+    rows: list[int] = field(default_factory=list)
+
+
+class Stepper:
+    """Tracks requests and drives the taps of one worker."""
+
+    def __init__(self, state: TapState, exporter: Exporter, *, is_exporting: bool = True) -> None:
+        """Store what the steps need.
+
+        Args:
+            state: the worker's buffers.
+            exporter: where rows go.
+            is_exporting: whether this rank sends rows; the residual stream is the same on
+                all tensor-parallel ranks, so one of them does.
+        """
+        self.state = state
+        self._exporter = exporter
+        self._is_exporting = is_exporting
+        self._bank = Bank(state.bank)
+        self._site_of_layer = {layer: i for i, layer in enumerate(state.layers)}
+        self._requests: dict[str, _Request] = {}
+        self._capture: dict[str, CaptureRule] = {}
+        self._steer: dict[str, SteerRule] = {}
+        self._plan: StepPlan | None = None
+        self._fed: dict[str, int] = {}
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether any live request uses the lens."""
+        return bool(self._requests)
+
+    @property
+    def keys(self) -> Mapping[str, object]:
+        """Live requests that use the lens, by key."""
+        return self._requests
+
+    def add(self, key: str, packed: Mapping[str, Any]) -> None:
+        """Take up a request; one that is known under the key is replaced."""
+        self.remove(key)
+        try:
+            envelope = Envelope.unpack(packed)
+            self._requests[key] = request = _Request(envelope.reply)
+            if envelope.steer:
+                rule, request.rows = self._bank.admit(envelope, self._site_of_layer)
+                self._steer[key] = rule
+            if (capture := envelope.capture) is not None and self._is_exporting:
+                # With pipeline parallelism a stage serves the layers it has.
+                sites = [self._site_of_layer[i] for i in capture.layers if i in self._site_of_layer]
+                positions = (
+                    None
+                    if capture.positions is None
+                    else np.asarray(capture.positions, dtype=np.int64)
+                )
+                self._capture[key] = CaptureRule(tuple(sites), capture.lo, capture.hi, positions)
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own request
+            self._fail(key, error, reply=str(packed.get("reply", "")))
+
+    def remove(self, key: str) -> None:
+        """Forget a request; one that is not known is fine."""
+        request = self._requests.pop(key, None)
+        if request is None:
+            return
+        self._capture.pop(key, None)
+        self._steer.pop(key, None)
+        self._bank.release(request.rows)
+
+    def begin_step(self, batch: Batch) -> None:
+        """Fill the maps for the step that is about to run.
+
+        Args:
+            batch: layout of the requests of this step that use the lens.
+        """
+        self._clear()
+        try:
+            plan = plan_step(batch, self._capture, self._steer, ring_rows=self.state.ring.shape[0])
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+            for key in batch.keys:
+                self._fail(key, error)
+            return
+        state = self.state
+        for site, index, rows in plan.steer:
+            state.steer_rows[site, torch.from_numpy(index)] = torch.from_numpy(rows)
+            state.steering[site] = True
+        for site, tokens, slot in plan.capture:
+            slots = torch.arange(slot, slot + len(tokens), dtype=torch.int32)
+            state.slots[site, torch.from_numpy(tokens)] = slots
+            state.capturing[site] = True
+        if plan.steered or plan.capture:
+            self._plan = plan
+            self._fed = {
+                key: int(batch.position[i] + batch.n_tokens[i]) for i, key in enumerate(batch.keys)
+            }
+            state.is_active = bool(plan.steer or plan.capture)
+            # Two engines may live in one process; the one that steps is the current one.
+            _state.install(state)
+
+    def end_step(self, path: EnginePath) -> None:
+        """Send what the step captured, and leave the taps idle.
+
+        Args:
+            path: how the forward pass ran.
+        """
+        plan = self._plan
+        if plan is None:
+            return
+        try:
+            if self._is_exporting:
+                self._export(plan, path)
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+            for key in {r.key for b in plan.blocks for r in b.requests} | set(plan.steered):
+                self._fail(key, error)
+        finally:
+            self._clear()
+
+    def close(self) -> None:
+        """Free sockets and the process-global state."""
+        self._exporter.close()
+        _state.uninstall(self.state)
+
+    def _export(self, plan: StepPlan, path: EnginePath) -> None:
+        replies = {self._requests[k].reply for k in plan.steered}
+        replies |= {self._requests[r.key].reply for b in plan.blocks for r in b.requests}
+        for reply in replies:
+            headers: list[BlockHeader] = []
+            tensors: list[torch.Tensor] = []
+            for block in plan.blocks:
+                mine = [r for r in block.requests if self._requests[r.key].reply == reply]
+                if mine:
+                    header, tensor = self._block(block, mine)
+                    headers.append(header)
+                    tensors.append(tensor)
+            steered = {
+                key: (self._fed[key], Span.of(where) if len(where) else None)
+                for key, where in plan.steered.items()
+                if self._requests[key].reply == reply
+            }
+            if not self._exporter.send_step(reply, StepHeader(path, headers, steered), tensors):
+                gone = [k for k, r in self._requests.items() if r.reply == reply]
+                logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
+                for key in gone:
+                    self.remove(key)
+
+    def _block(
+        self, block: GroupBlock, mine: list[RequestRows]
+    ) -> tuple[BlockHeader, torch.Tensor]:
+        sites, n = len(block.sites), block.n_tokens
+        rows = self.state.ring[block.base : block.base + sites * n].view(sites, n, -1)
+        if len(mine) != len(block.requests):
+            # Several front-ends share the block: each gets its own requests' rows only.
+            index = np.concatenate([np.arange(r.start, r.start + len(r.positions)) for r in mine])
+            rows = rows[:, torch.from_numpy(index)]
+        header = BlockHeader(
+            layers=tuple(self.state.layers[s] for s in block.sites),
+            n_tokens=sum(len(r.positions) for r in mine),
+            hidden=int(rows.shape[-1]),
+            dtype=str(rows.dtype).removeprefix("torch."),
+            requests=[(r.key, Span.of(r.positions)) for r in mine],
+        )
+        return header, rows
+
+    def _clear(self) -> None:
+        state, plan = self.state, self._plan
+        self._plan = None
+        if plan is None:
+            return
+        state.is_active = False
+        for site, index, _ in plan.steer:
+            state.steer_rows[site, torch.from_numpy(index)] = 0
+            state.steering[site] = False
+        for site, tokens, _ in plan.capture:
+            state.slots[site, torch.from_numpy(tokens)] = -1
+            state.capturing[site] = False
+
+    def _fail(self, key: str, error: Exception, *, reply: str = "") -> None:
+        request = self._requests.get(key)
+        self.remove(key)
+        logger.error("inspect_lens: request %s failed: %s", key, error)
+        address = request.reply if request is not None else reply
+        if address:
+            header = FailureHeader(key, type(error).__name__, str(error))
+            self._exporter.send_failure(address, header)

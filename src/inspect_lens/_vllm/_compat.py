@@ -1,0 +1,225 @@
+"""The seams to vLLM: every private name that inspect_lens wraps, in one table.
+
+`verify` checks the whole table before anything is changed, `wrap` replaces one target and
+marks it, so that loading the plug-in twice changes nothing. A vLLM that does not have a name,
+or has it with other parameters, is refused at start-up by name instead of failing later in
+silence.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from inspect_lens.errors import CompatError
+
+__all__ = ["SEAMS", "Seam", "resolve", "seam", "verify", "vllm_version", "wrap"]
+
+Process = Literal["front-end", "worker", "api-server"]
+_MARK = "__inspect_lens_original__"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One name of vLLM that is wrapped."""
+
+    name: str
+    """How the code here calls it."""
+    target: str
+    """`module:Class.method`."""
+    parameters: tuple[str, ...]
+    """Leading parameters that the wrapper relies on."""
+    process: Process
+    reason: str
+    """Why it is needed, and so when it may go."""
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "load_model",
+        "vllm.v1.worker.gpu_worker:Worker.load_model",
+        ("self",),
+        "worker",
+        "taps must be in the model when the profile run traces it; inherited by CPU workers",
+    ),
+    Seam(
+        "verify_args",
+        "vllm.sampling_params:SamplingParams._verify_args",
+        ("self",),
+        "front-end",
+        "refuses a bad request before a stream has started, so that HTTP answers 400",
+    ),
+    Seam(
+        "input_processor_init",
+        "vllm.v1.engine.input_processor:InputProcessor.__init__",
+        ("self", "vllm_config"),
+        "front-end",
+        "the one place where every front-end learns its engine's configuration",
+    ),
+    Seam(
+        "process_inputs",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        ("self", "request_id", "prompt", "params"),
+        "front-end",
+        "knows the prompt's length; sets the cache salt and the reply address",
+    ),
+    Seam(
+        "add_request",
+        "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+        ("self", "request", "prompt", "parent_req", "request_index", "queue"),
+        "front-end",
+        "the internal id of each choice, before the engine can answer",
+    ),
+    Seam(
+        "abort_requests",
+        "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+        ("self", "request_ids", "internal"),
+        "front-end",
+        "an aborted request takes no results",
+    ),
+    Seam(
+        "new_completion_output",
+        "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+        ("self", "token_ids", "finish_reason", "stop_reason"),
+        "front-end",
+        "ties a choice to its internal id and its number of sampled tokens",
+    ),
+    Seam(
+        "engine_step",
+        "vllm.v1.engine.llm_engine:LLMEngine.step",
+        ("self",),
+        "front-end",
+        "offline results",
+    ),
+    Seam(
+        "run_engine",
+        "vllm.entrypoints.llm:LLM._run_engine",
+        ("self",),
+        "front-end",
+        "raises a failed request's error once the batch is done, so that no request is left",
+    ),
+    Seam(
+        "async_generate",
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        ("self", "prompt", "sampling_params", "request_id"),
+        "front-end",
+        "online results",
+    ),
+)
+
+
+def vllm_version() -> str:
+    """Version of the vLLM that is imported."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def seam(name: str) -> Seam:
+    """Look a seam up by its name here."""
+    for item in SEAMS + SERVE_SEAMS:
+        if item.name == name:
+            return item
+    raise KeyError(name)
+
+
+def resolve(item: Seam) -> tuple[Any, str, Callable[..., Any]]:
+    """Import a seam's target.
+
+    Returns:
+        The class that holds it, the attribute's name, and the original function.
+
+    Raises:
+        CompatError: it is not there.
+    """
+    module, _, path = item.target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+        *parents, attribute = path.split(".")
+        for part in parents:
+            owner = getattr(owner, part)
+        current = getattr(owner, attribute)
+    except (ImportError, AttributeError) as error:
+        raise CompatError(
+            f"vLLM {vllm_version()} has no {item.target} ({error}), which inspect_lens needs: "
+            f"{item.reason}. Install a vLLM that docs/reference/compatibility.md lists, or set "
+            "INSPECT_LENS_DISABLE=1 to run without the lens"
+        ) from error
+    return owner, attribute, getattr(current, _MARK, current)
+
+
+def verify(items: tuple[Seam, ...]) -> None:
+    """Check that every seam exists with the parameters that its wrapper relies on.
+
+    Raises:
+        CompatError: one does not; the message names it.
+    """
+    for item in items:
+        _, _, original = resolve(item)
+        found = tuple(inspect.signature(original).parameters)[: len(item.parameters)]
+        if found != item.parameters:
+            raise CompatError(
+                f"vLLM {vllm_version()}: {item.target} takes {found} and inspect_lens knows it "
+                f"with {item.parameters}. Install a vLLM that docs/reference/compatibility.md "
+                "lists, or set INSPECT_LENS_DISABLE=1 to run without the lens"
+            )
+
+
+def wrap(item: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a seam's target by `make(original)`, once.
+
+    Args:
+        item: the seam.
+        make: gets the original function and returns the wrapper.
+    """
+    owner, attribute, original = resolve(item)
+    if hasattr(getattr(owner, attribute), _MARK):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, _MARK, original)
+    setattr(owner, attribute, wrapper)
+
+
+SERVE_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "chat_full",
+        "vllm.entrypoints.openai.chat_completion.serving:"
+        "OpenAIServingChat.chat_completion_full_generator",
+        ("self", "request", "result_generator"),
+        "api-server",
+        "puts activations and receipt into a chat response",
+    ),
+    Seam(
+        "chat_stream",
+        "vllm.entrypoints.openai.chat_completion.serving:"
+        "OpenAIServingChat.chat_completion_stream_generator",
+        ("self", "request", "result_generator"),
+        "api-server",
+        "sends activations and receipt before [DONE]",
+    ),
+    Seam(
+        "completion_full",
+        "vllm.entrypoints.openai.completion.serving:"
+        "OpenAIServingCompletion.request_output_to_completion_response",
+        ("self", "final_res_batch"),
+        "api-server",
+        "puts activations and receipt into a completion response",
+    ),
+    Seam(
+        "completion_stream",
+        "vllm.entrypoints.openai.completion.serving:"
+        "OpenAIServingCompletion.completion_stream_generator",
+        ("self", "request", "engine_inputs", "result_generator"),
+        "api-server",
+        "sends activations and receipt before [DONE]",
+    ),
+    Seam(
+        "routers",
+        "vllm.entrypoints.serve:register_vllm_serve_api_routers",
+        ("app",),
+        "api-server",
+        "adds the route that serves binary activations",
+    ),
+)

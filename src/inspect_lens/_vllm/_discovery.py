@@ -1,0 +1,90 @@
+"""Finding a model's decoder layers and reading their outputs; refuses what it does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from inspect_lens.errors import UnsupportedError
+
+__all__ = ["decoder_layers", "split_output"]
+
+_HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
+
+
+def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
+    """Find the decoder layers of a loaded model.
+
+    They are the one list of modules with `n_layers` entries in which every entry of this
+    pipeline stage holds an attention or state-space layer.
+
+    Args:
+        model: the model as the runner holds it.
+        n_layers: decoder layers that its configuration names.
+
+    Returns:
+        One entry per layer, in order; None for a layer of another pipeline stage.
+
+    Raises:
+        UnsupportedError: no list fits, or more than one does.
+    """
+    found: dict[str, list[nn.Module | None]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            layers = [None if _is_elsewhere(layer) else layer for layer in module]
+            if any(layers) and all(layer is None or _has_mixer(layer) for layer in layers):
+                found[name] = layers
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"inspect_lens cannot tell the decoder layers of {type(model).__name__}: "
+            f"{len(found)} lists of {n_layers} layers with attention ({sorted(found)}); {_HINT}"
+        )
+    return next(iter(found.values()))
+
+
+def _is_elsewhere(layer: nn.Module) -> bool:
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    return isinstance(layer, PPMissingLayer)
+
+
+def _has_mixer(layer: nn.Module) -> bool:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return any(isinstance(module, AttentionLayerBase) for module in layer.modules())
+
+
+def split_output(layer: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Read a decoder layer's output as the two halves of the residual stream.
+
+    Args:
+        layer: the layer, for the message.
+        output: what its forward returned.
+
+    Returns:
+        `(hidden, residual)`: the stream is their sum, or `hidden` alone when residual is None.
+
+    Raises:
+        UnsupportedError: another layout. This happens while the engine starts, when the first
+            forward pass is traced.
+    """
+    if isinstance(output, torch.Tensor):
+        return output, None
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], torch.Tensor):
+        hidden, residual = output
+        if residual is None:
+            return hidden, None
+        if isinstance(residual, torch.Tensor):
+            return hidden, residual
+    raise UnsupportedError(
+        f"inspect_lens does not know the output of {type(layer).__name__}: "
+        f"{_describe(output)}; known are a tensor, (hidden, residual) and (hidden, None); {_HINT}"
+    )
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, tuple):
+        return "(" + ", ".join(type(item).__name__ for item in output) + ")"
+    return type(output).__name__

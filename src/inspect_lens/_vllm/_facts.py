@@ -1,0 +1,73 @@
+"""Facts of an engine, worked out from its configuration alike in every process.
+
+The front-end judges requests by them and the worker sizes its buffers by them, so neither has
+to ask the other. The worker checks them against the model that it really loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inspect_lens._settings import Settings
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import EngineFacts
+
+from ._compat import vllm_version
+
+__all__ = ["facts_of", "serves_lens"]
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_MAX_BANK_ROWS = 65536
+
+
+def serves_lens(vllm_config: Any) -> bool:
+    """Whether an engine is one that the lens can serve: it generates text."""
+    return bool(vllm_config.model_config.runner_type == "generate")
+
+
+def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
+    """Work the facts out.
+
+    Args:
+        vllm_config: vLLM's configuration of the engine.
+        settings: of this process; the same environment reaches all processes of an engine.
+
+    Returns:
+        The facts.
+
+    Raises:
+        SpecError: `INSPECT_LENS_LAYERS` names a layer that the model does not have.
+    """
+    model = vllm_config.model_config
+    n_layers = int(model.hf_text_config.num_hidden_layers)
+    hidden = int(model.get_hidden_size())
+    dtype = str(model.dtype).removeprefix("torch.")
+    layers = _tapped(settings.layers, n_layers)
+    step = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    fit = settings.ring_bytes // (hidden * _ITEM_BYTES.get(dtype, 4))
+    return EngineFacts(
+        model=str(model.model),
+        n_layers=n_layers,
+        hidden=hidden,
+        dtype=dtype,
+        layers=layers,
+        max_step_tokens=step,
+        ring_rows=min(len(layers) * step, fit),
+        bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
+        vllm_version=vllm_version(),
+    )
+
+
+def _tapped(text: str, n_layers: int) -> tuple[int, ...]:
+    if text.strip() == "all":
+        return tuple(range(n_layers))
+    try:
+        layers = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        layers = []
+    if not layers or layers[0] < 0 or layers[-1] >= n_layers:
+        raise SpecError(
+            f"INSPECT_LENS_LAYERS={text!r}; allowed are 'all' or a comma-separated list of "
+            f"layers from 0 to {n_layers - 1}"
+        )
+    return tuple(layers)

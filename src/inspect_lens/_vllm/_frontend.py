@@ -1,0 +1,248 @@
+"""In the front-end process: judges requests, isolates their cache, attaches their results.
+
+The front-end is the API server, or the user's own process with offline `LLM` or `AsyncLLM`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from inspect_lens._engine._envelope import Envelope, seal
+from inspect_lens._settings import Settings
+from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens.spec import (
+    ENVELOPE_KEY,
+    LENS_KEYS,
+    EngineFacts,
+    LensRequest,
+    check_request,
+    parse_extra_args,
+)
+
+from ._facts import facts_of, serves_lens
+from ._results import Results, Ticket
+
+__all__ = ["FRONT_END_WRAPPERS", "front_end"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+
+class FrontEnd:
+    """What this process knows: its engines' facts, and the results it waits for."""
+
+    def __init__(self) -> None:
+        self.settings = Settings.load()
+        self.engines: list[EngineFacts] = []
+        self.results = Results(self.settings.result_timeout_s)
+
+    def learn(self, processor: Any, vllm_config: Any) -> None:
+        """Take note of an engine; called when its input processor is made."""
+        facts = facts_of(vllm_config, self.settings) if serves_lens(vllm_config) else None
+        processor.inspect_lens_facts = facts
+        if facts is not None:
+            self.engines.append(facts)
+
+    def judge(self, extra_args: dict[str, Any]) -> None:
+        """Refuse a bad request as early as its parameters are known.
+
+        With one engine in the process its facts are used; with several it is not known yet
+        which one is meant, and `process_inputs` judges again.
+        """
+        request = parse_extra_args(extra_args)
+        if request is not None and len(self.engines) == 1:
+            check_request(request, self.engines[0])
+
+
+class _Holder:
+    front_end: FrontEnd | None = None
+
+
+def front_end() -> FrontEnd:
+    """The front-end state of this process, made when first needed."""
+    if _Holder.front_end is None:
+        _Holder.front_end = FrontEnd()
+    return _Holder.front_end
+
+
+def _verify_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def verify_args(self: Any) -> None:
+        original(self)
+        # Runs for every request, also when the engine core decodes one: cheap when idle, and
+        # a sealed request was judged before.
+        extra = self.extra_args
+        if extra and ENVELOPE_KEY not in extra:
+            front_end().judge(extra)
+
+    return verify_args
+
+
+def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        front_end().learn(self, vllm_config)
+
+    return init
+
+
+def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        extra = getattr(params, "extra_args", None)
+        request = parse_extra_args(extra)
+        if request is None or extra is None:
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        facts: EngineFacts | None = self.inspect_lens_facts
+        if facts is None:
+            raise UnsupportedError(
+                "this engine does not generate text; the lens needs one that does"
+            )
+        check_request(request, facts)
+        # The caller's parameters stay as they are; vectors travel once, in the envelope.
+        plain = copy.copy(params)
+        plain.extra_args = {k: v for k, v in extra.items() if k not in LENS_KEYS} or None
+        core = original(self, request_id, prompt, plain, *args, **kwargs)
+        _seal(core, request, facts)
+        return core
+
+    return process_inputs
+
+
+def _seal(core: Any, request: LensRequest, facts: EngineFacts) -> None:
+    """Put the sealed request where the worker finds it, and keep its cache blocks apart."""
+    sampling = core.sampling_params
+    if core.prompt_token_ids is None:
+        raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
+    if request.capture is not None and sampling.n > 1 and request.capture.transport == "binary":
+        raise SpecError("activations_transport='binary' with n > 1; use n=1 or inline transport")
+    n_prompt = len(core.prompt_token_ids)
+    envelope = seal(
+        request,
+        facts,
+        reply=front_end().results.address,
+        n_prompt=n_prompt,
+        max_tokens=sampling.max_tokens,
+    )
+    sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: envelope.pack()}
+    if envelope.steer_hash is not None:
+        # Equal steering shares blocks; nobody else reads them.
+        core.cache_salt = f"{core.cache_salt or ''}|inspect_lens:{envelope.steer_hash}"
+    if request.skip_reading_prefix_cache or _needs_whole_prompt(envelope, n_prompt):
+        sampling.skip_reading_prefix_cache = True
+
+
+def _needs_whole_prompt(envelope: Envelope, n_prompt: int) -> bool:
+    """Whether rows are wanted of prompt tokens that a cache hit would not compute.
+
+    vLLM always computes the last prompt token.
+    """
+    return envelope.capture is not None and envelope.capture.lo < n_prompt - 1
+
+
+def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        params = getattr(request, "sampling_params", None)
+        extra = params.extra_args if params is not None else None
+        if extra and ENVELOPE_KEY in extra:
+            front_end().results.expect(
+                request.request_id,
+                extra[ENVELOPE_KEY],
+                n_prompt=len(request.prompt_token_ids),
+            )
+        return original(self, request, *args, **kwargs)
+
+    return add_request
+
+
+def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def abort_requests(self: Any, request_ids: Any, internal: bool, *args: Any, **kw: Any) -> Any:
+        aborted = original(self, request_ids, internal, *args, **kw)
+        for key in aborted:
+            front_end().results.discard(key)
+        return aborted
+
+    return abort_requests
+
+
+def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_completion_output(
+        self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kw: Any
+    ) -> Any:
+        completion = original(self, token_ids, finish_reason, stop_reason, *args, **kw)
+        results = front_end().results
+        if finish_reason is not None and results.is_expected(self.request_id):
+            completion.inspect_lens_ticket = Ticket(
+                self.request_id, n_completion=self.detokenizer.num_output_tokens()
+            )
+        return completion
+
+    return new_completion_output
+
+
+def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        for output in outputs:
+            if output.finished and has_tickets(output):
+                try:
+                    front_end().results.attach(output)
+                except LensError as error:
+                    # Raised by `run_engine` once the batch is done: raising here would leave
+                    # the batch's other requests in the engine for the next call.
+                    output.inspect_lens_error = error
+        return outputs
+
+    return step
+
+
+def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        for output in outputs:
+            error = getattr(output, "inspect_lens_error", None)
+            if error is not None:
+                raise error
+        return outputs
+
+    return run_engine
+
+
+def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        # With n > 1 and streaming, choices finish in different outputs of one request.
+        async for output in original(self, *args, **kwargs):
+            if has_tickets(output):
+                results = front_end().results
+                if results.is_ready(output):
+                    results.attach(output)
+                else:
+                    await asyncio.to_thread(results.attach, output)
+            yield output
+
+    return generate
+
+
+def has_tickets(output: Any) -> bool:
+    """Whether an output holds finished choices that used the lens."""
+    return any(
+        hasattr(completion, "inspect_lens_ticket")
+        for completion in getattr(output, "outputs", None) or ()
+    )
+
+
+FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "verify_args": _verify_args,
+    "input_processor_init": _input_processor_init,
+    "process_inputs": _process_inputs,
+    "add_request": _add_request,
+    "abort_requests": _abort_requests,
+    "new_completion_output": _new_completion_output,
+    "engine_step": _engine_step,
+    "run_engine": _run_engine,
+    "async_generate": _async_generate,
+}
+"""Wrapper by seam name."""

@@ -1,0 +1,28 @@
+"""What vLLM loads in every process: checks the seams, then installs the wrappers, once."""
+
+from __future__ import annotations
+
+from inspect_lens._settings import Settings
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`.
+
+    Raises:
+        CompatError: this vLLM is not one that the lens knows; nothing was changed.
+    """
+    if Settings.load().disable:
+        return
+    # Imported here: the entry point itself has to stay light.
+    from ._compat import SEAMS, seam, verify, wrap
+    from ._frontend import FRONT_END_WRAPPERS
+    from ._serve import install_when_serving
+    from ._worker import wrap_load_model
+
+    verify(SEAMS)
+    wrap(seam("load_model"), wrap_load_model)
+    for name, make in FRONT_END_WRAPPERS.items():
+        wrap(seam(name), make)
+    install_when_serving()

@@ -1,0 +1,201 @@
+"""Results that this front-end waits for: from a finished output to tensors and a receipt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import inspect_lens
+from inspect_lens._engine._collector import STORAGE, Collected, Collector
+from inspect_lens._engine._envelope import CaptureEnvelope, Envelope
+from inspect_lens._torch import to_torch
+from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData
+
+from ._compat import vllm_version
+
+__all__ = ["Results", "Ticket"]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Put on a finished choice: what to collect for it."""
+
+    key: str
+    """Internal id of the choice."""
+    n_completion: int
+    """Sampled tokens."""
+
+
+@dataclass(frozen=True)
+class _Expected:
+    envelope: Envelope
+    n_prompt: int
+
+    def positions(self, n_fed: int) -> NDArray[np.int64]:
+        """Captured positions of a request that fed `n_fed` tokens to the model."""
+        capture = self.envelope.capture
+        if capture is None:
+            return np.zeros(0, dtype=np.int64)
+        if capture.positions is not None:
+            wanted = np.asarray(capture.positions, dtype=np.int64)
+            return wanted[wanted < n_fed]
+        return np.arange(capture.lo, max(capture.lo, min(capture.hi, n_fed)), dtype=np.int64)
+
+    @staticmethod
+    def no_rows(capture: CaptureEnvelope) -> TensorData:
+        """The result where no token was fed at the positions asked for."""
+        shape = (len(capture.layers), 0, capture.hidden)
+        return TensorData(np.zeros(shape, dtype=STORAGE[capture.dtype]), capture.dtype)
+
+
+class Results:
+    """Owns the collector, and the envelopes of requests in flight."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._expected: dict[str, _Expected] = {}
+        self._collector: Collector | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """Where workers send rows; opens the socket when first asked."""
+        with self._lock:
+            if self._collector is None:
+                self._collector = Collector()
+            return self._collector.address
+
+    @property
+    def n_open(self) -> int:
+        """Requests in flight."""
+        return len(self._expected)
+
+    def expect(self, key: str, packed: Mapping[str, Any], *, n_prompt: int) -> None:
+        """Take note of a request before the engine sees it."""
+        envelope = Envelope.unpack(packed)
+        capture = envelope.capture
+        self._expected[key] = _Expected(envelope, n_prompt)
+        self._the_collector().open(
+            key,
+            layers=capture.layers if capture is not None else (),
+            steer_until=envelope.steer_until,
+        )
+
+    def is_expected(self, key: str) -> bool:
+        """Whether a request uses the lens."""
+        return key in self._expected
+
+    def discard(self, key: str) -> None:
+        """Forget an aborted request."""
+        if self._expected.pop(key, None) is not None:
+            self._the_collector().discard(key)
+
+    def is_ready(self, output: Any) -> bool:
+        """Whether `attach` would not have to wait."""
+        for completion in output.outputs:
+            ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
+            expected = self._expected.get(ticket.key) if ticket is not None else None
+            if ticket is None or expected is None:
+                continue
+            n_fed = expected.n_prompt + ticket.n_completion - 1
+            positions = expected.positions(n_fed)
+            if not self._the_collector().is_ready(ticket.key, positions, n_fed):
+                return False
+        return True
+
+    def attach(self, output: Any) -> None:
+        """Put tensors and receipts on an output and on each of its finished choices.
+
+        `activations` is `{"residual_stream": tensor}` where something was captured, and
+        `inspect_lens` the receipt; on the output they are those of the first choice.
+
+        Args:
+            output: vLLM's `RequestOutput`.
+
+        Raises:
+            LensError: a result is not whole, or the worker failed the request.
+        """
+        for completion in output.outputs:
+            ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
+            expected = self._expected.pop(ticket.key, None) if ticket is not None else None
+            if ticket is None or expected is None:
+                continue
+            n_fed = expected.n_prompt + ticket.n_completion - 1
+            positions = expected.positions(n_fed)
+            collected = self._the_collector().take(
+                ticket.key, positions=positions, n_fed=n_fed, timeout_s=self._timeout_s
+            )
+            tensor = collected.tensor
+            if tensor is None and expected.envelope.capture is not None:
+                tensor = expected.no_rows(expected.envelope.capture)
+            completion.inspect_lens = _receipt(
+                expected, ticket, positions, tensor, collected, output.num_cached_tokens or 0
+            )
+            completion.inspect_lens_tensor = tensor
+            if tensor is not None:
+                completion.activations = {"residual_stream": to_torch(tensor)}
+        first = output.outputs[0]
+        if hasattr(first, "inspect_lens"):
+            output.inspect_lens = first.inspect_lens
+        if hasattr(first, "activations"):
+            output.activations = first.activations
+
+    def _the_collector(self) -> Collector:
+        if self._collector is None:
+            self.address  # noqa: B018 - opens the socket
+        assert self._collector is not None
+        return self._collector
+
+
+def _receipt(
+    expected: _Expected,
+    ticket: Ticket,
+    positions: NDArray[np.int64],
+    tensor: TensorData | None,
+    collected: Collected,
+    cached_tokens: int,
+) -> Receipt:
+    envelope = expected.envelope
+    capture = steer = None
+    if envelope.capture is not None and tensor is not None:
+        capture = _capture_receipt(envelope.capture.layers, positions, tensor, collected)
+    if envelope.steer:
+        steer = SteerReceipt(
+            layers=tuple(sorted({layer for s in envelope.steer for layer in s.layers})),
+            n_tokens=collected.n_steered,
+            cached_tokens=cached_tokens,
+            vectors=tuple(s.vectors.sha256 for s in envelope.steer),
+        )
+    return Receipt(
+        n_prompt=expected.n_prompt,
+        n_completion=ticket.n_completion,
+        capture=capture,
+        steer=steer,
+        cache_salted=envelope.steer_hash is not None,
+        paths=collected.paths,
+        engine="inspect_lens",
+        version=inspect_lens.__version__,
+        vllm_version=vllm_version(),
+    )
+
+
+def _capture_receipt(
+    layers: tuple[int, ...],
+    positions: NDArray[np.int64],
+    tensor: TensorData,
+    collected: Collected,
+) -> CaptureReceipt:
+    is_run = bool(len(positions)) and int(positions[-1] - positions[0]) + 1 == len(positions)
+    return CaptureReceipt(
+        layers=layers,
+        n_positions=len(positions),
+        first_position=int(positions[0]) if is_run else None,
+        positions=None if is_run else tuple(positions.tolist()),
+        dtype=tensor.dtype,
+        rows=collected.rows,
+    )

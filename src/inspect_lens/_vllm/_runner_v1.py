@@ -1,0 +1,95 @@
+"""The V1 model runner: where a request begins and ends, how a step is laid out, and when it ran."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from inspect_lens._engine._plan import Batch
+from inspect_lens._engine._stepper import Stepper
+from inspect_lens.spec import ENVELOPE_KEY, EnginePath
+
+__all__ = ["RunnerV1"]
+
+
+class RunnerV1:
+    """Wraps three methods of one runner object.
+
+    Dummy and profile runs call the model directly and never pass here, so they find the taps
+    idle.
+    """
+
+    def __init__(self, runner: Any, stepper: Stepper) -> None:
+        self._runner = runner
+        self._stepper = stepper
+
+    def attach(self) -> None:
+        """Wrap the runner."""
+        runner = self._runner
+        update, prepare, forward = (
+            runner._update_states,
+            runner._prepare_inputs,
+            runner._model_forward,
+        )
+
+        @functools.wraps(update)
+        def update_states(scheduler_output: Any) -> Any:
+            result = update(scheduler_output)
+            self._follow(scheduler_output)
+            return result
+
+        @functools.wraps(prepare)
+        def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+            result = prepare(scheduler_output, num_scheduled_tokens)
+            if self._stepper.is_watching:
+                self._stepper.begin_step(self._batch(num_scheduled_tokens))
+            return result
+
+        @functools.wraps(forward)
+        def model_forward(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            if self._stepper.is_watching:
+                self._stepper.end_step(self._path())
+            return result
+
+        runner._update_states = update_states
+        runner._prepare_inputs = prepare_inputs
+        runner._model_forward = model_forward
+
+    def _follow(self, scheduler_output: Any) -> None:
+        stepper = self._stepper
+        if stepper.is_watching:
+            for key in scheduler_output.finished_req_ids:
+                stepper.remove(key)
+        for new in scheduler_output.scheduled_new_reqs:
+            params = new.sampling_params
+            extra = params.extra_args if params is not None else None
+            if extra and ENVELOPE_KEY in extra:
+                stepper.add(new.req_id, extra[ENVELOPE_KEY])
+
+    def _batch(self, num_scheduled_tokens: Any) -> Batch:
+        batch = self._runner.input_batch
+        counts = np.asarray(num_scheduled_tokens, dtype=np.int64)
+        offsets = np.cumsum(counts) - counts
+        known = self._stepper.keys
+        index = [i for i, key in enumerate(batch.req_ids) if key in known]
+        return Batch(
+            keys=[batch.req_ids[i] for i in index],
+            offset=offsets[index],
+            n_tokens=counts[index],
+            position=batch.num_computed_tokens_cpu[index].astype(np.int64),
+        )
+
+    def _path(self) -> EnginePath:
+        from vllm.forward_context import get_forward_context
+
+        mode = get_forward_context().cudagraph_runtime_mode.name
+        if mode == "FULL":
+            return "graph"
+        if mode == "PIECEWISE":
+            return "piecewise"
+        compilation = self._runner.vllm_config.compilation_config.mode
+        is_compiled = compilation is not None and getattr(compilation, "name", "NONE") != "NONE"
+        return "compiled" if is_compiled else "eager"

@@ -1,0 +1,162 @@
+"""In the worker process: puts taps into the model once it is loaded, and proves they fire."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from inspect_lens._engine._exporter import ZmqExporter
+from inspect_lens._engine._state import TapState, install
+from inspect_lens._engine._stepper import Stepper
+from inspect_lens._engine._tap import tap
+from inspect_lens._settings import Settings
+from inspect_lens.errors import CompatError
+from inspect_lens.spec import EngineFacts
+
+from ._discovery import decoder_layers, split_output
+from ._facts import facts_of, serves_lens
+from ._runner_v1 import RunnerV1
+
+__all__ = ["wrap_load_model"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+ABI = 1
+"""Part of the compile-cache key: raise it when the op or its place in the graph changes."""
+
+
+def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Install the lens when the model is there and nothing has been compiled yet."""
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if serves_lens(self.vllm_config):
+            _install(self, Settings.load())
+        return result
+
+    return load_model
+
+
+def _install(worker: Any, settings: Settings) -> None:
+    config = worker.vllm_config
+    runner = worker.model_runner
+    if getattr(runner, "inspect_lens", None) is not None:
+        return
+    facts = facts_of(config, settings)
+    layers = decoder_layers(runner.get_model(), facts.n_layers)
+    here = tuple(i for i in facts.layers if layers[i] is not None)
+    state = TapState.allocate(
+        layers=here,
+        hidden=facts.hidden,
+        dtype=config.model_config.dtype,
+        max_tokens=_max_tokens(config, facts),
+        ring_rows=facts.ring_rows,
+        bank_rows=facts.bank_rows,
+        device=worker.device,
+    )
+    for site, index in enumerate(here):
+        layer = layers[index]
+        assert layer is not None
+        add_tap(layer, state.new_ctl(site))
+    # Without this a compiled graph that was cached without taps would be loaded, and nothing
+    # would fire. The value is hashed, so it must not change between runs.
+    config.additional_config = {
+        **(config.additional_config or {}),
+        "inspect_lens": {"abi": ABI, "layers": list(here)},
+    }
+    # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += state.nbytes
+    stepper = Stepper(state, ZmqExporter())
+    runner.inspect_lens = stepper
+    RunnerV1(runner, stepper).attach()
+    if settings.self_check:
+        _check_after_warm_up(worker, stepper)
+    install(state)
+    logger.info(
+        "inspect_lens: taps at %d of %d layers, capture buffer of %d rows, %d steering rows, "
+        "%.1f MiB",
+        len(here),
+        facts.n_layers,
+        facts.ring_rows,
+        facts.bank_rows,
+        state.nbytes / 2**20,
+    )
+
+
+def add_tap(layer: nn.Module, ctl: torch.Tensor) -> None:
+    """Put a tap behind a layer. A forward hook is traced into the compiled graph."""
+    # A buffer, so that tracing lifts it to an input of the graph; not saved with the model.
+    layer.register_buffer("_inspect_lens_ctl", ctl, persistent=False)
+
+    def hook(module: nn.Module, _args: Any, output: Any) -> None:
+        hidden, residual = split_output(module, output)
+        tap(hidden, residual, module._inspect_lens_ctl)
+
+    layer.register_forward_hook(hook)
+
+
+def _max_tokens(config: Any, facts: EngineFacts) -> int:
+    """Tokens of the largest forward pass, padding included."""
+    sizes: list[int] = getattr(config.compilation_config, "cudagraph_capture_sizes", None) or []
+    return max([facts.max_step_tokens, *sizes])
+
+
+def _check_after_warm_up(worker: Any, stepper: Stepper) -> None:
+    original = worker.compile_or_warm_up_model
+
+    @functools.wraps(original)
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self_check(worker.model_runner, stepper)
+        return result
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def self_check(runner: Any, stepper: Stepper) -> None:
+    """Run one pass in which every tap must write a row.
+
+    Args:
+        runner: the model runner, compiled and warm.
+        stepper: of this worker.
+
+    Raises:
+        CompatError: a tap did not fire, so the engine must not start.
+    """
+    state = stepper.state
+    n = len(state.layers)
+    marker = _marker(state.ring)
+    state.ring[:n].copy_(marker)
+    for site in range(n):
+        state.slots[site, 0] = site
+        state.capturing[site] = True
+    state.is_active = True
+    install(state)
+    try:
+        runner._dummy_run(1)
+    finally:
+        state.is_active = False
+        state.capturing[:] = [False] * n
+        state.slots[:, 0] = -1
+    # Compared as bits: a dummy pass may well compute NaN.
+    same = state.ring[:n].view(torch.uint8) == marker.expand(n, -1).contiguous().view(torch.uint8)
+    silent = [state.layers[i] for i in range(n) if bool(same[i].all())]
+    state.ring[:n].zero_()
+    if silent:
+        raise CompatError(
+            f"inspect_lens: the taps of layers {silent} did not fire in the start-up check. A "
+            "compiled graph without taps may have been loaded: clear vLLM's compile cache, or "
+            "set INSPECT_LENS_DISABLE=1 to run without the lens"
+        )
+    logger.info("inspect_lens: start-up check passed, %d of %d taps fired", n, n)
+
+
+def _marker(ring: torch.Tensor) -> torch.Tensor:
+    """A row that no forward pass writes."""
+    return torch.arange(1, ring.shape[1] + 1, device=ring.device).to(ring.dtype).mul_(-3)

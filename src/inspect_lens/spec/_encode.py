@@ -1,0 +1,73 @@
+"""The way back from a request to the keys that carry it: in Python, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from ._request import NATIVE_KEY, LensRequest
+from ._sites import RESID_POST
+from ._steer import SteeringVector
+
+__all__ = ["to_extra_args", "to_wire_args"]
+
+
+def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
+    """Spell a request as `extra_args`; `parse_extra_args` reads it back.
+
+    The keys of vllm-lens are used for all that they can say, so that either server
+    understands; the rest needs the native key.
+
+    Args:
+        request: the request, or None.
+
+    Returns:
+        The keys with typed values; empty without a request.
+    """
+    if request is None:
+        return {}
+    capture = request.capture
+    chosen = capture is not None and (capture.positions != "all" or capture.site != RESID_POST)
+    if chosen or request.skip_reading_prefix_cache is False:
+        return {NATIVE_KEY: request}
+    args: dict[str, Any] = {}
+    if capture is not None:
+        layers = capture.layers
+        args["output_residual_stream"] = True if layers == "all" else list(layers)
+        if capture.transport == "binary":
+            args["activations_transport"] = "binary"
+    if request.steer:
+        args["apply_steering_vectors"] = list(request.steer)
+    if request.skip_reading_prefix_cache:
+        args["skip_reading_prefix_cache"] = True
+    return args
+
+
+def to_wire_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn `extra_args` into vLLM's `vllm_xargs`, whose values are text or numbers.
+
+    Args:
+        extra_args: what `to_extra_args` returned, and other keys.
+
+    Returns:
+        The same keys; everything but text and numbers as JSON text.
+    """
+    return {
+        key: value
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+        else json.dumps(_plain(value))
+        for key, value in extra_args.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, LensRequest | SteeringVector):
+        return value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
