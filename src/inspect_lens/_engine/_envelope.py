@@ -46,6 +46,8 @@ class CaptureEnvelope:
     """Width of a row."""
     dtype: DType
     """dtype of a row."""
+    transport: str
+    """How the response carries the tensor; the worker does not care."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Envelope:
                 "positions": _listed(self.capture.positions),
                 "hidden": self.capture.hidden,
                 "dtype": self.capture.dtype,
+                "transport": self.capture.transport,
             },
             "steer": [
                 {
@@ -135,6 +138,7 @@ class Envelope:
                 _tupled(capture["positions"]),
                 capture["hidden"],
                 capture["dtype"],
+                capture["transport"],
             ),
             steer=tuple(
                 SteerEnvelope(
@@ -194,9 +198,13 @@ def _seal_capture(
     dtype = cast("DType", facts.dtype)
     if isinstance(where, range):
         stop = max(where.start, where.stop)
-        return CaptureEnvelope(layers, where.start, stop, None, facts.hidden, dtype)
+        return CaptureEnvelope(
+            layers, where.start, stop, None, facts.hidden, dtype, capture.transport
+        )
     ordered = tuple(sorted(where))
-    return CaptureEnvelope(layers, ordered[0], ordered[-1] + 1, ordered, facts.hidden, dtype)
+    return CaptureEnvelope(
+        layers, ordered[0], ordered[-1] + 1, ordered, facts.hidden, dtype, capture.transport
+    )
 
 
 def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:

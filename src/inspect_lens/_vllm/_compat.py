@@ -17,7 +17,17 @@ from typing import Any, Literal
 
 from inspect_lens.errors import CompatError
 
-__all__ = ["SEAMS", "Seam", "resolve", "seam", "verify", "vllm_version", "wrap"]
+__all__ = [
+    "SEAMS",
+    "SERVE_SEAMS",
+    "Seam",
+    "busy",
+    "resolve",
+    "seam",
+    "verify",
+    "vllm_version",
+    "wrap",
+]
 
 Process = Literal["front-end", "worker", "api-server"]
 _MARK = "__inspect_lens_original__"
@@ -117,6 +127,16 @@ def vllm_version() -> str:
     return str(importlib.import_module("vllm").__version__)
 
 
+def busy(message: str) -> Exception:
+    """VLLM's own error for "not now": HTTP 429."""
+    from http import HTTPStatus
+
+    from vllm.exceptions import GracefulHTTPError
+
+    error: Exception = GracefulHTTPError(message, HTTPStatus.TOO_MANY_REQUESTS)
+    return error
+
+
 def seam(name: str) -> Seam:
     """Look a seam up by its name here."""
     for item in SEAMS + SERVE_SEAMS:
@@ -214,6 +234,50 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         ("self", "request", "engine_inputs", "result_generator"),
         "api-server",
         "sends activations and receipt before [DONE]",
+    ),
+    Seam(
+        "chat_batch",
+        "vllm.entrypoints.openai.chat_completion.batch_serving:"
+        "OpenAIServingChatBatch.chat_completion_full_generator_batch",
+        ("self", "request", "generators"),
+        "api-server",
+        "puts activations and receipts into a batched chat response",
+    ),
+    Seam(
+        "chat_params",
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
+        ("self",),
+        "api-server",
+        "reads lens requests that stand in the body and not in vllm_xargs",
+    ),
+    Seam(
+        "completion_params",
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
+        ("self",),
+        "api-server",
+        "reads lens requests that stand in the body and not in vllm_xargs",
+    ),
+    Seam(
+        "chat_beam",
+        "vllm.entrypoints.openai.chat_completion.protocol:"
+        "ChatCompletionRequest.to_beam_search_params",
+        ("self",),
+        "api-server",
+        "beam search drops extra arguments; a lens request must be refused there",
+    ),
+    Seam(
+        "completion_beam",
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
+        ("self",),
+        "api-server",
+        "beam search drops extra arguments; a lens request must be refused there",
+    ),
+    Seam(
+        "responses_params",
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
+        ("self",),
+        "api-server",
+        "responses there have no place for results; a lens request must be refused",
     ),
     Seam(
         "routers",

@@ -46,7 +46,8 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     fit = settings.ring_bytes // (hidden * _ITEM_BYTES.get(dtype, 4))
     return EngineFacts(
-        model=str(model.model),
+        # The last part only: messages that name it are sent to HTTP clients.
+        model=str(model.model).rstrip("/").rpartition("/")[2],
         n_layers=n_layers,
         hidden=hidden,
         dtype=dtype,

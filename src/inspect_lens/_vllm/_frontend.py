@@ -13,7 +13,7 @@ from typing import Any
 
 from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._settings import Settings
-from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
@@ -23,8 +23,10 @@ from inspect_lens.spec import (
     parse_extra_args,
 )
 
+from ._compat import busy
 from ._facts import facts_of, serves_lens
 from ._results import Results, Ticket
+from ._serve import as_json, install_when_serving, is_serving
 
 __all__ = ["FRONT_END_WRAPPERS", "front_end"]
 
@@ -45,6 +47,8 @@ class FrontEnd:
         processor.inspect_lens_facts = facts
         if facts is not None:
             self.engines.append(facts)
+        # The server's modules may not have been imported when the plug-in was loaded.
+        install_when_serving()
 
     def judge(self, extra_args: dict[str, Any]) -> None:
         """Refuse a bad request as early as its parameters are known.
@@ -96,6 +100,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         request = parse_extra_args(extra)
         if request is None or extra is None:
             return original(self, request_id, prompt, params, *args, **kwargs)
+        if kwargs.get("resumable"):
+            raise UnsupportedError("streaming input sessions cannot be captured or steered")
         facts: EngineFacts | None = self.inspect_lens_facts
         if facts is None:
             raise UnsupportedError(
@@ -216,14 +222,24 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         async for output in original(self, *args, **kwargs):
             if has_tickets(output):
-                results = front_end().results
-                if results.is_ready(output):
-                    results.attach(output)
-                else:
-                    await asyncio.to_thread(results.attach, output)
+                # In a thread: it may wait for rows, and it compresses tensors for HTTP.
+                try:
+                    await asyncio.to_thread(_attach_for_http, output)
+                except CapacityError as error:
+                    raise busy(str(error)) from error
             yield output
 
     return generate
+
+
+def _attach_for_http(output: Any) -> None:
+    front_end().results.attach(output)
+    if not is_serving():
+        return
+    for completion in output.outputs:
+        receipt = getattr(completion, "inspect_lens", None)
+        if receipt is not None:
+            completion.inspect_lens_json = as_json(completion)
 
 
 def has_tickets(output: Any) -> bool:

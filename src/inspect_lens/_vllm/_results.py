@@ -137,6 +137,8 @@ class Results:
                 expected, ticket, positions, tensor, collected, output.num_cached_tokens or 0
             )
             completion.inspect_lens_tensor = tensor
+            capture = expected.envelope.capture
+            completion.inspect_lens_transport = capture.transport if capture else "inline"
             if tensor is not None:
                 completion.activations = {"residual_stream": to_torch(tensor)}
         first = output.outputs[0]

@@ -1,7 +1,296 @@
-"""In the API server: results into HTTP responses, streams and the binary route."""
+"""In the API server: results into responses and streams, requests out of bodies, one route."""
 
 from __future__ import annotations
 
+import base64
+import json
+import secrets
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inspect_lens.errors import UnsupportedError
+from inspect_lens.spec import LENS_KEYS, TensorData, encode_tensor, parse_extra_args
+
+from ._compat import SERVE_SEAMS, seam, verify, wrap
+
+__all__ = ["PayloadStore", "as_json", "install_when_serving", "is_serving", "payloads"]
+
+_SERVER_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server",
+    "vllm.entrypoints.openai.chat_completion.serving",
+)
+_TTL_S = 300.0
+_MAX_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class _Payload:
+    data: bytes
+    expires: float
+
+
+class PayloadStore:
+    """Compressed tensors waiting to be fetched: bounded in bytes and in time."""
+
+    def __init__(self, *, max_bytes: int = _MAX_BYTES, ttl_s: float = _TTL_S) -> None:
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._items: OrderedDict[str, _Payload] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, data: bytes) -> str:
+        """Keep a payload; returns its handle, which cannot be guessed.
+
+        Raises:
+            UnsupportedError: the payload alone is larger than the store.
+        """
+        if len(data) > self._max_bytes:
+            raise UnsupportedError(
+                f"activations of {len(data)} bytes exceed the binary store of {self._max_bytes}; "
+                "capture fewer layers or tokens"
+            )
+        handle = secrets.token_urlsafe(24)
+        now = time.monotonic()
+        with self._lock:
+            self._drop(now, room_for=len(data))
+            self._items[handle] = _Payload(data, now + self._ttl_s)
+        return handle
+
+    def get(self, handle: str) -> bytes | None:
+        """The payload, or None when the handle is unknown or has expired."""
+        with self._lock:
+            self._drop(time.monotonic(), room_for=0)
+            item = self._items.get(handle)
+        return item.data if item is not None else None
+
+    def _drop(self, now: float, *, room_for: int) -> None:
+        used = sum(len(item.data) for item in self._items.values())
+        for handle, item in list(self._items.items()):
+            if item.expires > now and used + room_for <= self._max_bytes:
+                break
+            del self._items[handle]
+            used -= len(item.data)
+
+
+payloads = PayloadStore()
+"""The store of this process; a handle is valid at the process that made it."""
+
+
+def is_serving() -> bool:
+    """Whether this process is an API server."""
+    main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", None)
+    return any(name in sys.modules or name == main for name in _SERVER_MODULES)
+
 
 def install_when_serving() -> None:
-    return None
+    """Wrap the HTTP layer where this process is an API server, or becomes one."""
+    if not is_serving():
+        return
+    verify(SERVE_SEAMS)
+    for name, make in _WRAPPERS.items():
+        wrap(seam(name), make)
+
+
+def as_json(completion: Any) -> dict[str, Any]:
+    """A choice's result as it stands in a response: `activations` and `inspect_lens`."""
+    result: dict[str, Any] = {"inspect_lens": completion.inspect_lens.model_dump(mode="json")}
+    tensor: TensorData | None = completion.inspect_lens_tensor
+    if tensor is not None:
+        encoded = encode_tensor(tensor)
+        if completion.inspect_lens_transport == "binary":
+            frame = base64.b64decode(encoded.pop("data"))
+            encoded |= {
+                "handle": payloads.put(frame),
+                "nbytes": len(frame),
+                "transport": "binary",
+            }
+        result["activations"] = {"residual_stream": encoded}
+    return result
+
+
+def results_of(outputs: Iterable[Any]) -> list[dict[str, Any]]:
+    """JSON of each finished choice, in order; empty dicts for choices without a result."""
+    return [
+        getattr(completion, "inspect_lens_json", {})
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+def decorate(response: Any, outputs: Sequence[Any]) -> Any:
+    """Put results into a response: the first choice's at the top, each one's on its choice."""
+    found = results_of(outputs)
+    if not any(found) or not hasattr(response, "choices"):
+        return response
+    for key, value in found[0].items():
+        setattr(response, key, value)
+    if len(found) > 1:
+        for choice, result in zip(response.choices, found, strict=True):
+            for key, value in result.items():
+                setattr(choice, key, value)
+    return response
+
+
+def _chat_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def full(self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any) -> Any:
+        last: dict[int, Any] = {}
+        watched = _watch(result_generator, last)
+        response = await original(self, request, watched, *args, **kw)
+        return decorate(response, list(last.values()))
+
+    return full
+
+
+def _chat_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def batch(self: Any, request: Any, generators: Any, *args: Any, **kw: Any) -> Any:
+        lasts: list[dict[int, Any]] = [{} for _ in generators]
+        watched = [_watch(g, last) for g, last in zip(generators, lasts, strict=True)]
+        response = await original(self, request, watched, *args, **kw)
+        return decorate(response, [last[0] for last in lasts if last])
+
+    return batch
+
+
+def _completion_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    def full(self: Any, final_res_batch: Any, *args: Any, **kw: Any) -> Any:
+        return decorate(original(self, final_res_batch, *args, **kw), final_res_batch)
+
+    return full
+
+
+def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def stream(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any
+    ) -> AsyncGenerator[str, None]:
+        seen: dict[int, dict[str, Any]] = {}
+        chunks = original(self, request, _collect(result_generator, seen, 1), *args, **kw)
+        async for chunk in _with_results(chunks, seen, "chat.completion.chunk"):
+            yield chunk
+
+    return stream
+
+
+def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def stream(
+        self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kw: Any
+    ) -> AsyncGenerator[str, None]:
+        seen: dict[int, dict[str, Any]] = {}
+        watched = _collect(result_generator, seen, request.n or 1)
+        chunks = original(self, request, engine_inputs, watched, *args, **kw)
+        async for chunk in _with_results(chunks, seen, "text_completion"):
+            yield chunk
+
+    return stream
+
+
+async def _watch(outputs: AsyncIterator[Any], last: dict[int, Any]) -> AsyncGenerator[Any, None]:
+    async for output in outputs:
+        last[0] = output
+        yield output
+
+
+async def _collect(
+    outputs: AsyncIterator[Any], seen: dict[int, dict[str, Any]], per_prompt: int
+) -> AsyncGenerator[Any, None]:
+    """Pass outputs through, keeping results by the index of their choice."""
+    async for item in outputs:
+        prompt, output = item if isinstance(item, tuple) else (0, item)
+        for completion in output.outputs:
+            result = getattr(completion, "inspect_lens_json", None)
+            if result:
+                seen[prompt * per_prompt + completion.index] = result
+        yield item
+
+
+async def _with_results(
+    chunks: AsyncIterator[str], seen: dict[int, dict[str, Any]], kind: str
+) -> AsyncGenerator[str, None]:
+    """Send one event with the results before the stream ends."""
+    async for chunk in chunks:
+        if seen and chunk.startswith("data: [DONE]"):
+            yield f"data: {json.dumps(_event(seen, kind))}\n\n"
+        yield chunk
+
+
+def _event(seen: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
+    first = seen[min(seen)]
+    event: dict[str, Any] = {"object": kind, "choices": [], **first}
+    if len(seen) > 1:
+        event["inspect_lens_choices"] = [{"index": i, **seen[i]} for i in sorted(seen)]
+    return event
+
+
+def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # `vllm_xargs` cannot nest, and vLLM ignores fields of the body that it does not know:
+        # what is meant for the lens there must not be lost in silence.
+        body = self.model_extra or {}
+        extra = dict(body.get("extra_args") or {})
+        if "inspect_lens" in body:
+            extra["inspect_lens"] = body["inspect_lens"]
+        if extra:
+            self.vllm_xargs = {**extra, **(self.vllm_xargs or {})}
+        return original(self, *args, **kwargs)
+
+    return to_sampling_params
+
+
+def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a wrapper that refuses lens requests where no result could be returned."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            body = self.model_extra or {}
+            extra = {**(self.vllm_xargs or {}), **(body.get("extra_args") or {})}
+            if "inspect_lens" in body or parse_extra_args(extra) is not None:
+                raise UnsupportedError(
+                    f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling through "
+                    "/v1/chat/completions or /v1/completions"
+                )
+            return original(self, *args, **kwargs)
+
+        return refusing
+
+    return make
+
+
+def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register(app: Any) -> None:
+        original(app)
+
+        from fastapi import Response
+
+        async def fetch_activations(handle: str) -> Response:
+            data = payloads.get(handle)
+            if data is None:
+                return Response(
+                    status_code=404,
+                    content=f"handle {handle!r} is unknown at this server process, or has "
+                    f"expired after {_TTL_S:g} s",
+                )
+            return Response(content=data, media_type="application/octet-stream")
+
+        app.get("/v1/activations/{handle}")(fetch_activations)
+
+    return register
+
+
+_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "chat_full": _chat_full,
+    "chat_batch": _chat_batch,
+    "chat_stream": _chat_stream,
+    "completion_full": _completion_full,
+    "completion_stream": _completion_stream,
+    "chat_params": _to_sampling_params,
+    "completion_params": _to_sampling_params,
+    "chat_beam": _refuse("beam search"),
+    "completion_beam": _refuse("beam search"),
+    "responses_params": _refuse("/v1/responses"),
+    "routers": _routers,
+}

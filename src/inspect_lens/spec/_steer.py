@@ -97,7 +97,7 @@ class SteeringVector(WireModel):
             "scale": self.scale,
             "norm_match": self.norm_match,
             "position_indices": self.position_indices and list(self.position_indices),
-            "uri": f"lens-vectors/{digest[:32]}.safetensors",
+            "uri": f"lens-vectors/{digest[:16]}.safetensors",
         }
 
     @model_validator(mode="after")
