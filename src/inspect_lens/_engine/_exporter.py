@@ -17,6 +17,8 @@ from ._message import FailureHeader, StepHeader, encode_header
 __all__ = ["Exporter", "ZmqExporter"]
 
 _SEND_TIMEOUT_S = 30.0
+SEND_QUEUE = 256
+"""Messages that may wait for a front-end before the step loop does."""
 
 
 class Exporter(Protocol):
@@ -73,7 +75,7 @@ class ZmqExporter:
         if socket is None:
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 256)
+            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             socket.connect(reply)
             self._sockets[reply] = socket
         # Back-pressure: wait for a slow front-end, but not for one that has died, since

@@ -76,6 +76,11 @@ class Stepper:
         """Live requests that use the lens, by key."""
         return self._requests
 
+    @property
+    def rows_in_use(self) -> int:
+        """Steering rows that live requests hold."""
+        return self._bank.rows_in_use
+
     def add(self, key: str, packed: Mapping[str, Any]) -> None:
         """Take up a request; one that is known under the key is replaced."""
         self.remove(key)

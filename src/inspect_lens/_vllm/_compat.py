@@ -202,6 +202,12 @@ def wrap(item: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     setattr(owner, attribute, wrapper)
 
 
+def add_method(item: Seam, name: str, function: Callable[..., Any]) -> None:
+    """Add a method of ours to the class that holds a seam; RPCs find it by name."""
+    owner, _, _ = resolve(item)
+    setattr(owner, name, function)
+
+
 SERVE_SEAMS: tuple[Seam, ...] = (
     Seam(
         "chat_full",

@@ -16,13 +16,14 @@ def register() -> None:
     if Settings.load().disable:
         return
     # Imported here: the entry point itself has to stay light.
-    from ._compat import SEAMS, seam, verify, wrap
+    from ._compat import SEAMS, add_method, seam, verify, wrap
     from ._frontend import FRONT_END_WRAPPERS
     from ._serve import install_when_serving
-    from ._worker import wrap_load_model
+    from ._worker import stats, wrap_load_model
 
     verify(SEAMS)
     wrap(seam("load_model"), wrap_load_model)
+    add_method(seam("load_model"), "inspect_lens_stats", stats)
     for name, make in FRONT_END_WRAPPERS.items():
         wrap(seam(name), make)
     install_when_serving()

@@ -22,7 +22,7 @@ from ._discovery import decoder_layers, split_output
 from ._facts import facts_of, serves_lens
 from ._runner_v1 import RunnerV1
 
-__all__ = ["wrap_load_model"]
+__all__ = ["stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -40,6 +40,18 @@ def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_model
+
+
+def stats(worker: Any) -> dict[str, int]:
+    """What the lens holds in this worker; `collective_rpc("inspect_lens_stats")` calls it.
+
+    Returns:
+        `requests`: live requests that use the lens; `steering_rows`: rows they hold.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    if stepper is None:
+        return {"requests": 0, "steering_rows": 0}
+    return {"requests": len(stepper.keys), "steering_rows": stepper.rows_in_use}
 
 
 def _install(worker: Any, settings: Settings) -> None:

@@ -1,0 +1,139 @@
+"""Engines that tests share: a start costs a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.reference import HuggingFace
+from tests.kit.tiny_models import tiny_llama
+
+LAYERS = 4
+HIDDEN = 128
+BLOCK = 32
+STEP_TOKENS = 64
+"""Tokens of one step: prompts of more are prefilled in chunks."""
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"), layers=LAYERS, hidden=HIDDEN)
+
+
+@pytest.fixture(scope="session")
+def hugging_face(tiny_folder: Path) -> HuggingFace:
+    return HuggingFace(tiny_folder)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    """A prompt of `n` token ids."""
+    return [(i * i * 31 + i * (7 + 2 * seed) + 11 * seed) % 300 + 3 for i in range(n)]
+
+
+@dataclass
+class Engine:
+    """An offline engine and how the tests talk to it."""
+
+    llm: Any
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        extra_args: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+        *,
+        max_tokens: int = 8,
+        logprobs: int | None = None,
+        n: int = 1,
+        temperature: float = 0.0,
+    ) -> list[Any]:
+        from vllm import SamplingParams
+
+        each = (
+            list(extra_args)
+            if isinstance(extra_args, list | tuple)
+            else [extra_args] * len(prompts)
+        )
+        params = [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=logprobs,
+                n=n,
+                extra_args=extra,
+            )
+            for extra in each
+        ]
+        inputs = [{"prompt_token_ids": list(p)} for p in prompts]
+        return list(self.llm.generate(inputs, params, use_tqdm=False))
+
+    def stats(self) -> dict[str, int]:
+        return dict(self.llm.collective_rpc("inspect_lens_stats")[0])
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def start(folder: Path, **overrides: Any) -> Engine:
+    """Start an engine with vLLM's defaults, small buffers apart."""
+    from vllm import LLM
+
+    options: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": 8,
+        "block_size": BLOCK,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "disable_log_stats": False,
+    }
+    return Engine(LLM(**(options | overrides)))
+
+
+@dataclass
+class Fresh:
+    """What a fresh engine answered to its first request."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    rows: Any
+
+
+def answer(engine: Engine, prompt: list[int]) -> Fresh:
+    """Greedy tokens, their log-probabilities and all rows of one plain request."""
+    plain = engine.run([prompt], logprobs=5)[0].outputs[0]
+    return Fresh(
+        prompt=prompt,
+        token_ids=list(plain.token_ids),
+        logprobs=[{k: v.logprob for k, v in step.items()} for step in plain.logprobs],
+        rows=None,
+    )
+
+
+@pytest.fixture(scope="session")
+def _compiled(tiny_folder: Path) -> Iterator[tuple[Engine, Fresh]]:
+    engine = start(tiny_folder)
+    fresh = answer(engine, tokens(200, seed=9))
+    yield engine, fresh
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def engine(_compiled: tuple[Engine, Fresh]) -> Engine:
+    """A compiled engine: chunked prefill at 64 tokens, prefix cache on."""
+    return _compiled[0]
+
+
+@pytest.fixture(scope="session")
+def fresh(_compiled: tuple[Engine, Fresh]) -> Fresh:
+    """What `engine` answered to its very first request."""
+    return _compiled[1]

@@ -1,0 +1,308 @@
+"""Worker and front-end together over a real socket: what goes in comes out, whole or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine._collector import Collector
+from inspect_lens._engine._envelope import Envelope, seal
+from inspect_lens._engine._exporter import ZmqExporter
+from inspect_lens._engine._message import FailureHeader, StepHeader
+from inspect_lens._engine._plan import Batch
+from inspect_lens._engine._state import TapState
+from inspect_lens._engine._stepper import Stepper
+from inspect_lens._engine._tap import tap
+from inspect_lens.errors import CapacityError, CaptureError, SpecError
+from inspect_lens.spec import EngineFacts
+
+HIDDEN = 8
+LAYERS = (0, 2, 5)
+FACTS = EngineFacts(
+    model="m",
+    n_layers=6,
+    hidden=HIDDEN,
+    dtype="float32",
+    layers=LAYERS,
+    max_step_tokens=32,
+    ring_rows=96,
+    bank_rows=12,
+    vllm_version="0",
+)
+
+
+class Worker:
+    """A worker without vLLM: three taps in a row over rows that say who they are."""
+
+    def __init__(self, exporter: Any) -> None:
+        self.state = TapState.allocate(
+            layers=LAYERS,
+            hidden=HIDDEN,
+            dtype=torch.float32,
+            max_tokens=32,
+            ring_rows=96,
+            bank_rows=12,
+            device=torch.device("cpu"),
+        )
+        self.ctls = [self.state.new_ctl(i) for i in range(len(LAYERS))]
+        self.stepper = Stepper(self.state, exporter)
+
+    def step(self, parts: list[tuple[str, int, int, int]]) -> None:
+        """Run one step of (key, number of the request, first position, tokens)."""
+        offset = np.cumsum([0] + [p[3] for p in parts])[:-1]
+        known = [i for i, p in enumerate(parts) if p[0] in self.stepper.keys]
+        self.stepper.begin_step(
+            Batch(
+                keys=[parts[i][0] for i in known],
+                offset=offset[known],
+                n_tokens=np.asarray([parts[i][3] for i in known], dtype=np.int64),
+                position=np.asarray([parts[i][2] for i in known], dtype=np.int64),
+            )
+        )
+        for site, layer in enumerate(LAYERS):
+            hidden = torch.cat([rows(number, layer, p, n) for _, number, p, n in parts])
+            tap(hidden, None, self.ctls[site])
+        self.stepper.end_step("eager")
+
+
+def rows(number: int, layer: int, first: int, count: int) -> torch.Tensor:
+    """Rows that name request, layer and position."""
+    out = torch.zeros(count, HIDDEN)
+    out[:, 0], out[:, 1] = number, layer
+    out[:, 2] = torch.arange(first, first + count)
+    return out
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(ZmqExporter())
+    yield made
+    made.stepper.close()
+
+
+def sealed(collector: Collector, request: LensRequest, n_prompt: int, max_tokens: int) -> Envelope:
+    return seal(request, FACTS, reply=collector.address, n_prompt=n_prompt, max_tokens=max_tokens)
+
+
+def begin(worker: Worker, collector: Collector, key: str, envelope: Envelope) -> None:
+    capture = envelope.capture
+    collector.open(
+        key,
+        layers=capture.layers if capture else (),
+        steer_until=envelope.steer_until,
+    )
+    worker.stepper.add(key, envelope.pack())
+
+
+CAPTURE = LensRequest(capture=CaptureSpec(layers=(0, 5)))
+
+
+def test_chunks_overlaps_and_surplus_rows_are_placed_by_position(
+    worker: Worker, collector: Collector
+) -> None:
+    begin(worker, collector, "a", sealed(collector, CAPTURE, 10, 6))
+    worker.step([("x", 9, 0, 3), ("a", 1, 0, 6)])
+    worker.step([("a", 1, 6, 4)])
+    worker.step([("a", 1, 0, 12)])  # computed again after a pre-emption
+    worker.step([("a", 1, 12, 1), ("x", 9, 3, 1)])
+    worker.step([("a", 1, 13, 1)])  # past the stop
+    got = collector.take("a", positions=np.arange(13), n_fed=13, timeout_s=5)
+    assert got.tensor is not None
+    expected = torch.stack([rows(1, 0, 0, 13), rows(1, 5, 0, 13)])
+    np.testing.assert_array_equal(got.tensor.storage, expected.numpy())
+    assert got.rows == 26
+    assert got.paths == ("eager",)
+
+
+def test_missing_rows_fail_the_request_with_their_number(
+    worker: Worker, collector: Collector
+) -> None:
+    begin(worker, collector, "b", sealed(collector, CAPTURE, 4, 4))
+    worker.step([("b", 1, 0, 4)])
+    with pytest.raises(CaptureError, match="2 of 10 captured rows"):
+        collector.take("b", positions=np.arange(5), n_fed=5, timeout_s=0.2)
+    assert not collector.is_open("b")
+
+
+def test_unreported_steering_fails_the_request(worker: Worker, collector: Collector) -> None:
+    vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
+    begin(worker, collector, "c", sealed(collector, LensRequest(steer=(vector,)), 4, 4))
+    worker.step([("c", 1, 0, 4)])
+    with pytest.raises(CaptureError, match="must not be used"):
+        collector.take("c", positions=np.zeros(0, np.int64), n_fed=6, timeout_s=0.2)
+
+
+def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -> None:
+    vector = SteeringVector(
+        activations=np.ones((1, 2, HIDDEN)), layer_indices=[2], position_indices=[0, 3]
+    )
+    begin(worker, collector, "d", sealed(collector, LensRequest(steer=(vector,)), 4, 4))
+    worker.step([("d", 1, 0, 2)])
+    worker.step([("d", 1, 0, 4)])
+    worker.step([("d", 1, 4, 1)])
+    got = collector.take("d", positions=np.zeros(0, np.int64), n_fed=5, timeout_s=5)
+    assert got.n_steered == 2
+
+
+def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: Collector) -> None:
+    def many(seed: int) -> LensRequest:
+        values = np.random.default_rng(seed).normal(size=(1, 8, HIDDEN))
+        return LensRequest(steer=(SteeringVector(activations=values, layer_indices=[0]),))
+
+    begin(worker, collector, "e", sealed(collector, many(0), 8, 2))
+    held = worker.stepper.rows_in_use
+    begin(worker, collector, "f", sealed(collector, many(1), 8, 2))
+    assert worker.stepper.rows_in_use == held
+    with pytest.raises(CapacityError, match="12 rows"):
+        collector.take("f", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5)
+    worker.step([("e", 1, 0, 8)])
+    assert collector.take("e", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5).n_steered == 8
+    worker.stepper.remove("e")
+    assert worker.stepper.rows_in_use == 0
+
+
+def test_equal_vectors_share_rows(worker: Worker, collector: Collector) -> None:
+    vector = SteeringVector(activations=np.ones((2, HIDDEN)), layer_indices=[0, 5], scale=2)
+    for key in "ghi":
+        begin(worker, collector, key, sealed(collector, LensRequest(steer=(vector,)), 4, 2))
+    assert worker.stepper.rows_in_use == 1
+    for key in "gh":
+        worker.stepper.remove(key)
+    assert worker.stepper.rows_in_use == 1
+    worker.stepper.remove("i")
+    assert worker.stepper.rows_in_use == 0
+
+
+class BrokenExporter:
+    def __init__(self) -> None:
+        self.failures: list[FailureHeader] = []
+
+    def send_step(self, reply: str, header: StepHeader, blocks: list[torch.Tensor]) -> bool:
+        raise RuntimeError("the wire is cut")
+
+    def send_failure(self, reply: str, header: FailureHeader) -> None:
+        self.failures.append(header)
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_fault_in_a_step_fails_its_requests_and_raises_nothing(collector: Collector) -> None:
+    exporter = BrokenExporter()
+    worker = Worker(exporter)
+    worker.stepper.add("j", sealed(collector, CAPTURE, 4, 2).pack())
+    worker.step([("j", 1, 0, 4)])
+    assert [(f.key, f.message) for f in exporter.failures] == [("j", "the wire is cut")]
+    assert not worker.stepper.is_watching
+    assert not worker.state.is_active
+    assert bool((worker.state.slots == -1).all())
+
+
+def test_an_envelope_of_another_release_fails_its_request() -> None:
+    exporter = BrokenExporter()
+    worker = Worker(exporter)
+    worker.stepper.add("k", {"v": 99, "reply": "ipc:///nowhere"})
+    assert "99" in exporter.failures[0].message
+
+
+def test_a_dead_front_end_does_not_stop_the_worker(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inspect_lens._engine._exporter._SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("inspect_lens._engine._exporter.SEND_QUEUE", 1)
+    worker = Worker(ZmqExporter())
+    packed = sealed(collector, CAPTURE, 30, 2).pack() | {"reply": "ipc:///nowhere-at-all"}
+    worker.stepper.add("l", packed)
+    started = time.monotonic()
+    for i in range(4):
+        worker.step([("l", 1, i, 1)])
+    assert time.monotonic() - started < 5
+    assert not worker.stepper.is_watching
+    worker.stepper.close()
+
+
+@pytest.mark.parametrize(("positions", "message"), [([12], "position 12"), ([-5], "position -5")])
+def test_positions_outside_the_request_are_refused(
+    collector: Collector, positions: list[int], message: str
+) -> None:
+    request = LensRequest(capture=CaptureSpec(layers=(0,), positions=tuple(positions)))
+    with pytest.raises(SpecError, match=message):
+        sealed(collector, request, 4, 8)
+
+
+def test_the_cache_key_depends_on_everything_that_changes_the_stream(
+    collector: Collector,
+) -> None:
+    base: dict[str, Any] = {"activations": np.ones((1, HIDDEN)), "layer_indices": [0]}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"scale": 2.0},
+        {"norm_match": True},
+        {"layer_indices": [2]},
+        {"activations": np.full((1, HIDDEN), 2.0)},
+        {"position_indices": [1]},
+    ]
+    hashes = [
+        sealed(collector, LensRequest(steer=(SteeringVector(**(base | c)),)), 4, 8).steer_hash
+        for c in changes
+    ]
+    assert len(set(hashes)) == len(changes)
+    again = sealed(collector, LensRequest(steer=(SteeringVector(**base),)), 9, 3)
+    assert again.steer_hash == hashes[0]
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["add", "step", "remove"]), st.integers(0, 4)), max_size=30
+)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(OPERATIONS)
+def test_any_order_of_events_leaves_nothing_behind(
+    worker: Worker, collector: Collector, operations: list[tuple[str, int]]
+) -> None:
+    open_before = collector.n_open
+    fed: dict[str, int] = {}
+    for operation, number in operations:
+        key = f"r{number}"
+        if operation == "add":
+            values = np.random.default_rng(number).normal(size=(1, HIDDEN))
+            vector = SteeringVector(activations=values, layer_indices=[2], norm_match=True)
+            request = LensRequest(
+                capture=CaptureSpec(layers=(0,)) if number % 2 else None,
+                steer=(vector,) if number != 1 else (),
+            )
+            begin(worker, collector, key, sealed(collector, request, 3, 20))
+            fed[key] = 0
+        elif operation == "step" and fed:
+            worker.step([(k, int(k[1:]), fed[k], 2) for k in fed])
+            fed = {k: n + 2 for k, n in fed.items() if n < 18}
+        elif operation == "remove":
+            worker.stepper.remove(key)
+            collector.discard(key)
+            fed.pop(key, None)
+        assert not worker.state.is_active
+        assert not worker.state.steer_rows.any()
+        assert bool((worker.state.slots == -1).all())
+    for number in range(5):
+        worker.stepper.remove(f"r{number}")
+        collector.discard(f"r{number}")
+    assert worker.stepper.rows_in_use == 0
+    assert collector.n_open == open_before

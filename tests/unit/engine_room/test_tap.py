@@ -1,0 +1,138 @@
+"""The op: against its definition, in eager mode and inside a compiled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inspect_lens._engine import _state
+from inspect_lens._engine._state import TapState
+from inspect_lens._engine._tap import tap
+from inspect_lens.errors import LensError
+
+HIDDEN = 16
+TOKENS = 12
+
+
+@pytest.fixture
+def state() -> Iterator[TapState]:
+    made = TapState.allocate(
+        layers=(3, 7),
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        max_tokens=TOKENS + 4,
+        ring_rows=40,
+        bank_rows=6,
+        device=torch.device("cpu"),
+    )
+    _state.install(made)
+    yield made
+    _state.uninstall(made)
+
+
+def fill(state: TapState, *, site: int) -> None:
+    """Row 1 adds, row 2 is scaled by the norm, row 3 adds and links to row 2."""
+    torch.manual_seed(0)
+    state.bank.vectors[1:4] = torch.randn(3, HIDDEN)
+    state.bank.norm[2] = 1
+    state.bank.link[3] = 2
+    state.steer_rows[site, :4] = torch.tensor([1, 2, 3, 0], dtype=torch.int32)
+    state.slots[site, 2:6] = torch.arange(10, 14, dtype=torch.int32)
+    state.steering[site] = state.capturing[site] = True
+    state.is_active = True
+
+
+def expected(hidden: torch.Tensor, residual: torch.Tensor | None, bank: Any) -> torch.Tensor:
+    stream = hidden if residual is None else hidden + residual
+    norm = stream.norm(dim=-1, keepdim=True)
+    out = hidden.clone()
+    out[0] += bank.vectors[1]
+    out[1] += bank.vectors[2] * norm[1]
+    out[2] += bank.vectors[3] + bank.vectors[2] * norm[2]
+    return out
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_rows_are_edited_and_captured(state: TapState, is_fused: bool) -> None:
+    fill(state, site=1)
+    ctl = state.new_ctl(1)
+    hidden = torch.randn(TOKENS, HIDDEN)
+    residual = torch.randn(TOKENS, HIDDEN) if is_fused else None
+    before = hidden.clone()
+    tap(hidden, residual, ctl)
+    torch.testing.assert_close(hidden, expected(before, residual, state.bank))
+    assert torch.equal(hidden[3:], before[3:]), "tokens without a row keep their bits"
+    stream = hidden if residual is None else hidden + residual
+    torch.testing.assert_close(state.ring[10:14], stream[2:6])
+    assert not state.ring[14:].any()
+    assert not state.ring[:10].any()
+
+
+def test_another_site_and_an_idle_step_do_nothing(state: TapState) -> None:
+    fill(state, site=1)
+    hidden = torch.randn(TOKENS, HIDDEN)
+    before = hidden.clone()
+    tap(hidden, None, state.new_ctl(0))
+    assert torch.equal(hidden, before)
+    state.is_active = False
+    tap(hidden, None, state.new_ctl(1))
+    assert torch.equal(hidden, before)
+    assert not state.ring.any()
+
+
+def test_bfloat16_is_rounded_once(state: TapState) -> None:
+    fill(state, site=0)
+    hidden = torch.randn(TOKENS, HIDDEN).bfloat16()
+    before = hidden.clone()
+    tap(hidden, None, state.new_ctl(0))
+    assert torch.equal(hidden[0], (before[0].float() + state.bank.vectors[1]).bfloat16())
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, ctls: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in ctls)
+        for i, ctl in enumerate(ctls):
+            self.register_buffer(f"ctl{i}", ctl, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual = torch.zeros_like(x)
+        for i, linear in enumerate(self.linears):
+            residual = residual + x
+            x = linear(x)
+            tap(x, residual, getattr(self, f"ctl{i}"))
+        return x + residual
+
+
+def test_a_compiled_graph_keeps_the_taps_and_equals_eager(state: TapState) -> None:
+    model = Stack([state.new_ctl(0), state.new_ctl(1)])
+    x = torch.randn(TOKENS, HIDDEN)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        idle = compiled(x)
+        torch.testing.assert_close(idle, model(x))
+        for site in (0, 1):
+            fill(state, site=site)
+        eager = model(x)
+        rows = state.ring.clone()
+        state.ring.zero_()
+        # The maps changed after compilation and nothing was traced again.
+        found = compiled(x)
+    torch.testing.assert_close(found, eager)
+    torch.testing.assert_close(state.ring, rows)
+    assert not torch.allclose(found, idle)
+
+
+def test_a_moved_control_tensor_is_an_error_and_not_a_silent_no(state: TapState) -> None:
+    fill(state, site=0)
+    with pytest.raises(LensError, match="control tensor"):
+        tap(torch.zeros(2, HIDDEN), None, state.new_ctl(0).clone())
+
+
+def test_without_an_engine_a_tap_does_nothing() -> None:
+    hidden = torch.ones(2, HIDDEN)
+    tap(hidden, None, torch.zeros(1, dtype=torch.int32))
+    assert torch.equal(hidden, torch.ones(2, HIDDEN))

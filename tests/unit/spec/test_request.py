@@ -1,0 +1,159 @@
+"""Every spelling of a request, and every way to get one wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import EngineFacts, check_request, parse_extra_args, resolve_positions
+
+FACTS = EngineFacts(
+    model="m",
+    n_layers=4,
+    hidden=8,
+    dtype="float32",
+    layers=(0, 1, 3),
+    max_step_tokens=16,
+    ring_rows=32,
+    bank_rows=5,
+    vllm_version="0",
+)
+
+
+def vector(**changes: Any) -> SteeringVector:
+    values: dict[str, Any] = {"activations": np.ones((1, 8)), "layer_indices": [1]}
+    return SteeringVector(**(values | changes))
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"kv_transfer_params": {}}, {"mine": 1}])
+def test_requests_of_others_are_left_alone(extra: Any) -> None:
+    assert parse_extra_args(extra) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [(True, "all"), ("true", "all"), ([2, 1, 1], (1, 2)), ("[2]", (2,)), (3, (3,))],
+)
+def test_capture_keys_of_vllm_lens(value: Any, layers: Any) -> None:
+    request = parse_extra_args({"output_residual_stream": value})
+    assert request is not None
+    assert request.capture == CaptureSpec(layers=layers)
+
+
+@pytest.mark.parametrize("value", [False, None, "false"])
+def test_a_false_capture_asks_for_nothing(value: Any) -> None:
+    assert parse_extra_args({"output_residual_stream": value}) is None
+
+
+def test_steering_as_objects_json_text_and_one_alone() -> None:
+    v = vector()
+    wire = v.model_dump(mode="json")
+    forms: list[Any] = [[v], [wire], json.dumps([wire]), [json.dumps(wire)], v, wire]
+    hashes = set()
+    for form in forms:
+        request = parse_extra_args({"apply_steering_vectors": form})
+        assert request is not None
+        hashes.add(request.steer[0].activations.sha256)
+    assert len(hashes) == 1
+
+
+def test_the_native_key_takes_objects_and_json() -> None:
+    native = {"capture": {"layers": [1], "positions": "prompt"}, "steer": [vector()]}
+    request = parse_extra_args({"inspect_lens": native})
+    assert request is not None
+    assert request.capture == CaptureSpec(layers=(1,), positions="prompt")
+    again = parse_extra_args({"inspect_lens": request.model_dump_json()})
+    assert again is not None
+    assert again.capture == request.capture
+    assert again.steer[0].activations.sha256 == request.steer[0].activations.sha256
+    assert parse_extra_args({"inspect_lens": request}) is request
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({"output_residual_stream": [1], "oops": 1}, SpecError, "unknown key 'oops'"),
+        ({"output_residual_stram": [1]}, SpecError, "did you mean 'output_residual_stream'"),
+        ({"inspect_lens": {}, "output_residual_stream": [1]}, SpecError, "not both"),
+        ({"inspect_lens": 7}, SpecError, "object"),
+        ({"inspect_lens": {"capture": {"layers": ["a"]}}}, SpecError, "not an integer"),
+        ({"inspect_lens": {"capture": {"positions": "middle"}}}, SpecError, "middle"),
+        ({"inspect_lens": {"capture": {"positions": [1, 1]}}}, SpecError, "twice"),
+        ({"output_residual_stream": {"a": 1}}, SpecError, "list of layers"),
+        ({"apply_steering_vectors": 3}, SpecError, "list of SteeringVector"),
+        ({"apply_steering_vectors": ["{"]}, SpecError, "not JSON"),
+        ({"skip_reading_prefix_cache": "7"}, SpecError, "true and false"),
+        ({"activations_transport": "pigeon", "output_residual_stream": [1]}, SpecError, "inline"),
+        ({"apply_hooks": []}, UnsupportedError, "custom hooks"),
+        ({"_inspect_lens": {}}, SpecError, "reserved"),
+    ],
+)
+def test_a_wrong_request_is_named(extra: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        parse_extra_args(extra)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activations": np.ones(8)}, "shape"),
+        ({"activations": np.ones((2, 8))}, "one row per layer"),
+        ({"layer_indices": [1, 1], "activations": np.ones((2, 8))}, "twice"),
+        ({"scale": float("nan")}, "finite"),
+        ({"activations": np.full((1, 8), np.inf)}, "infinity"),
+        ({"activations": np.zeros((1, 8)), "norm_match": True}, "zero"),
+        ({"position_indices": []}, "empty"),
+        ({"position_indices": [0, 0]}, "twice"),
+        ({"activations": np.ones((1, 3, 8)), "position_indices": [0]}, "one vector per position"),
+        ({"speed": 3}, "speed"),
+    ],
+)
+def test_a_wrong_vector_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vector(**changes)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (LensRequest(capture=CaptureSpec(layers=(4,))), SpecError, "layers 0 to 3"),
+        (LensRequest(capture=CaptureSpec(layers=(2,))), UnsupportedError, "no tap"),
+        (LensRequest(capture=CaptureSpec()), UnsupportedError, "'all' needs a tap"),
+        (LensRequest(capture=CaptureSpec(layers=(0, 1, 3))), UnsupportedError, "48 rows"),
+        (LensRequest(steer=(vector(activations=np.ones((1, 9))),)), SpecError, "width 9"),
+        (LensRequest(steer=(vector(layer_indices=[-1]),)), SpecError, "layer -1"),
+        (
+            LensRequest(steer=(vector(activations=np.ones((1, 6, 8))),)),
+            UnsupportedError,
+            "6 vectors",
+        ),
+    ],
+)
+def test_a_request_is_judged_by_the_engines_facts(
+    request_: LensRequest, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check_request(request_, FACTS)
+
+
+def test_a_request_that_fits_passes() -> None:
+    check_request(LensRequest(capture=CaptureSpec(layers=(0, 3)), steer=(vector(),)), FACTS)
+
+
+def test_positions_resolve_against_the_prompt() -> None:
+    def resolve(positions: Any) -> Any:
+        return resolve_positions(positions, n_prompt=10, n_max=14, field="f")
+
+    assert resolve("all") == range(14)
+    assert resolve("prompt") == range(10)
+    assert resolve("completion") == range(10, 14)
+    assert resolve("last_prompt") == range(9, 10)
+    assert resolve((-1, 0, 13)) == (9, 0, 13)
+    for wrong in ((14,), (-11,), (9, -1)):
+        with pytest.raises(SpecError):
+            resolve(wrong)
