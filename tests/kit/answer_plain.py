@@ -1,0 +1,40 @@
+"""A script: start an engine, answer plain prompts greedily, print what came out as JSON.
+
+`python -m tests.kit.answer_plain FOLDER [--capture]`; run in a process of its own, so that the
+environment decides whether the lens is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    from tests.engine.conftest import start, tokens
+
+    engine = start(Path(sys.argv[1]))
+    try:
+        outputs = engine.run([tokens(n, seed=n) for n in (5, 70, 130)], logprobs=3)
+        answers = [
+            {
+                "token_ids": list(o.outputs[0].token_ids),
+                "logprobs": [
+                    {str(k): v.logprob for k, v in step.items()} for step in o.outputs[0].logprobs
+                ],
+            }
+            for o in outputs
+        ]
+        captured = None
+        if "--capture" in sys.argv:
+            output = engine.run([tokens(20)], {"output_residual_stream": True})[0]
+            rows = output.activations["residual_stream"]
+            captured = bool((rows.abs().sum(dim=-1) > 0).all())
+    finally:
+        engine.close()
+    sys.stdout.write("\n" + json.dumps({"answers": answers, "captured": captured}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

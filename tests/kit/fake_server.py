@@ -1,0 +1,358 @@
+"""A small HTTP server that speaks the lens protocol, for tests of everything above it.
+
+No model runs. A prompt's tokens are its words; the row of a token at a layer is a formula
+(`residual`), so that a test can say which number has to be where. It answers as one of three
+servers: `inspect_lens`, `vllm_lens` (no receipt, only its own keys, one choice captured) and
+`plain` vLLM, which ignores what it does not know.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+
+from inspect_lens.errors import LensError, SpecError
+from inspect_lens.spec import (
+    CaptureReceipt,
+    LensRequest,
+    Receipt,
+    SteerReceipt,
+    TensorData,
+    as_tensor_data,
+    encode_tensor,
+    parse_extra_args,
+    resolve_positions,
+)
+
+__all__ = ["FakeLensServer", "residual", "tokens_of"]
+
+Dialect = Literal["inspect_lens", "vllm_lens", "plain"]
+JSON = dict[str, Any]
+
+
+def tokens_of(text: str) -> list[int]:
+    """One token per word, the same in every process."""
+    return [zlib.crc32(word.encode()) % 1000 for word in text.split()]
+
+
+def residual(
+    tokens: list[int], layers: tuple[int, ...], positions: list[int], hidden: int = 8
+) -> TensorData:
+    """What the server captures: (layers, positions, hidden) bfloat16.
+
+    A row is `token + layer / 8` in every component but the first, which holds the position.
+    """
+    rows = np.zeros((len(layers), len(positions), hidden), dtype=np.float32)
+    for i, layer in enumerate(layers):
+        for j, position in enumerate(positions):
+            rows[i, j] = tokens[position] % 16 + layer / 8
+            rows[i, j, 0] = position
+    # Every value above is exact in bfloat16, so cutting the low half loses nothing.
+    return TensorData((rows.view(np.uint32) >> 16).astype(np.uint16), "bfloat16")
+
+
+class FakeLensServer:
+    """The server, as a context manager; `requests` holds the bodies that were posted.
+
+    Args:
+        model: name that `/v1/models` lists.
+        dialect: which server to be.
+        n_layers: decoder layers.
+        hidden: width of the residual stream.
+        delay_s: time that a completion takes, so that calls overlap.
+        expire_handles: answer 404 to every handle of the binary transport.
+        api_key: to ask for; None asks for nothing.
+        port: to listen on; 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "org/tiny",
+        dialect: Dialect = "inspect_lens",
+        n_layers: int = 4,
+        hidden: int = 8,
+        delay_s: float = 0.0,
+        expire_handles: bool = False,
+        api_key: str | None = None,
+        port: int = 0,
+    ) -> None:
+        self.model = model
+        self.dialect = dialect
+        self.n_layers = n_layers
+        self.hidden = hidden
+        self.delay_s = delay_s
+        self.expire_handles = expire_handles
+        self.api_key = api_key
+        self.requests: list[JSON] = []
+        self.paths: list[str] = []
+        self.adapters: dict[str, str] = {}
+        self.handles: dict[str, bytes] = {}
+        self.fail_next: list[tuple[int, JSON]] = []
+        """Statuses and bodies that the next completions answer with."""
+        owner = self
+
+        class Handler(_Handler):
+            server_owner = owner
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
+
+    @property
+    def url(self) -> str:
+        """Root URL, without `/v1`."""
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    # -- answers -----------------------------------------------------------------
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Answer a GET with a status and JSON, or bytes."""
+        if path == "/v1/models":
+            names = [self.model, *self.adapters]
+            return 200, {"data": [{"id": name, "max_model_len": 4096} for name in names]}
+        if path == "/openapi.json":
+            own = {"vllm_lens": ["/v1/hooks/register"], "inspect_lens": ["/v1/activations/{h}"]}
+            return 200, {"paths": {p: {} for p in ["/v1/models", *own.get(self.dialect, [])]}}
+        if path.startswith("/v1/activations/"):
+            data = self.handles.get(path.rpartition("/")[2])
+            if data is None or self.expire_handles:
+                return 404, {"detail": "unknown or expired handle"}
+            return 200, data
+        return 404, {"detail": "Not Found"}
+
+    def post(self, path: str, body: JSON) -> tuple[int, Any]:
+        """Answer a POST with a status and JSON, or an iterator of server-sent events."""
+        self.paths.append(path)
+        if path == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return 200, {}
+        if path == "/tokenize":
+            return 200, {"tokens": tokens_of(body.get("prompt") or _chat_text(body))}
+        if path not in ("/v1/chat/completions", "/v1/completions"):
+            return 404, {"detail": "Not Found"}
+        self.requests.append(body)
+        time.sleep(self.delay_s)
+        if self.fail_next:
+            return self.fail_next.pop(0)
+        if body["model"] not in (self.model, *self.adapters):
+            return 404, _error(f"The model {body['model']} does not exist.", "NotFoundError", 404)
+        try:
+            answer = self._complete(path, body)
+        except LensError as error:
+            return error.status, _error(str(error), type(error).__name__, error.status)
+        if body.get("stream"):
+            return 200, self._stream(answer)
+        return 200, answer
+
+    def _complete(self, path: str, body: JSON) -> JSON:
+        chat = path == "/v1/chat/completions"
+        prompt = tokens_of(_chat_text(body)) if chat else _prompt_tokens(body["prompt"])
+        request = None if self.dialect == "plain" else parse_extra_args(body.get("vllm_xargs"))
+        if self.dialect == "vllm_lens" and "inspect_lens" in (body.get("vllm_xargs") or {}):
+            request = None
+        steered = request is not None and bool(request.steer)
+        choices, activations, receipts = [], [], []
+        for index in range(body.get("n") or 1):
+            words = [f"word{index}{i}" for i in range(min(body.get("max_tokens") or 9, 3 + index))]
+            text = " ".join((["steered"] if steered else []) + words)
+            done = tokens_of(text)
+            choice: JSON = {"index": index, "finish_reason": "stop", "logprobs": None}
+            choice |= (
+                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            )
+            if body.get("return_token_ids"):
+                choice["token_ids"] = done
+                if not chat:
+                    choice["prompt_token_ids"] = prompt
+            choices.append(choice)
+            tensors, receipt = self._capture(request, prompt, done)
+            activations.append(tensors)
+            receipts.append(receipt)
+        answer: JSON = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": body["model"],
+            "choices": choices,
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": 9},
+        }
+        if body.get("return_token_ids") and chat:
+            answer["prompt_token_ids"] = prompt
+        if activations[0] is not None:
+            answer["activations"] = activations[0]
+        if receipts[0] is not None:
+            answer["inspect_lens"] = receipts[0]
+        if self.dialect == "inspect_lens":
+            for choice, tensors, receipt in list(zip(choices, activations, receipts, strict=True))[
+                1:
+            ]:
+                choice |= {"activations": tensors} if tensors else {}
+                choice |= {"inspect_lens": receipt} if receipt else {}
+        return answer
+
+    def _capture(
+        self, request: LensRequest | None, prompt: list[int], done: list[int]
+    ) -> tuple[JSON | None, JSON | None]:
+        if request is None:
+            return None, None
+        tokens = prompt + done
+        n_fed = len(tokens) - 1
+        captured, receipt = None, None
+        if request.capture is not None:
+            wanted = request.capture.layers
+            layers = tuple(range(self.n_layers)) if wanted == "all" else wanted
+            if max(layers) >= self.n_layers:
+                raise SpecError(
+                    f"capture.layers: layer {max(layers)}; {self.model} has layers 0 to "
+                    f"{self.n_layers - 1}"
+                )
+            chosen = resolve_positions(
+                request.capture.positions, n_prompt=len(prompt), n_max=n_fed, field="positions"
+            )
+            tensor = residual(tokens, layers, list(chosen), self.hidden)
+            captured = {"residual_stream": self._encode(tensor, request.capture.transport)}
+            receipt = CaptureReceipt(
+                layers=layers,
+                n_positions=len(chosen),
+                first_position=chosen[0] if isinstance(chosen, range) and len(chosen) else None,
+                positions=None if isinstance(chosen, range) else chosen,
+                dtype="bfloat16",
+                rows=len(layers) * len(chosen),
+            )
+        if self.dialect == "vllm_lens":
+            return captured, None
+        steer = None
+        if request.steer:
+            steer = SteerReceipt(
+                layers=tuple(sorted({i for v in request.steer for i in v.layer_indices})),
+                n_tokens=n_fed,
+                vectors=tuple(v.activations.sha256 for v in request.steer),
+            )
+        whole = Receipt(
+            n_prompt=len(prompt),
+            n_completion=len(done),
+            capture=receipt,
+            steer=steer,
+            cache_salted=bool(request.steer),
+            paths=("eager",),
+            engine="inspect_lens",
+            version="0",
+            vllm_version="0",
+        )
+        return captured, whole.model_dump(mode="json", exclude_none=True)
+
+    def _encode(self, tensor: TensorData, transport: str) -> JSON:
+        entry = encode_tensor(as_tensor_data(tensor))
+        if transport != "binary":
+            return entry
+        data = base64.b64decode(entry.pop("data"))
+        handle = uuid.uuid4().hex
+        self.handles[handle] = data
+        return entry | {"handle": handle, "nbytes": len(data), "transport": "binary"}
+
+    def _stream(self, answer: JSON) -> Iterator[JSON]:
+        base = {key: answer[key] for key in ("id", "created", "model")}
+        base["object"] = "chat.completion.chunk"
+        for choice in answer["choices"]:
+            for i, word in enumerate(choice["message"]["content"].split(" ")):
+                delta = {"role": "assistant", "content": word if i == 0 else f" {word}"}
+                chunk: JSON = base | {"choices": [{"index": choice["index"], "delta": delta}]}
+                if "token_ids" in choice:
+                    chunk["choices"][0]["token_ids"] = choice["token_ids"][i : i + 1]
+                    chunk["prompt_token_ids"] = answer["prompt_token_ids"] if i == 0 else None
+                yield chunk
+            end = {"index": choice["index"], "delta": {}, "finish_reason": "stop"}
+            yield base | {"choices": [end]}
+        yield base | {"choices": [], "usage": answer["usage"]}
+        names = ("activations", "inspect_lens")
+        extra: JSON = {k: answer[k] for k in names if k in answer}
+        if extra and len(answer["choices"]) > 1:
+            own = [{k: c[k] for k in ("index", *names) if k in c} for c in answer["choices"]]
+            extra["inspect_lens_choices"] = [own[0] | extra, *own[1:]]
+        if extra:
+            # vllm-lens sends a bare object here.
+            yield extra if self.dialect == "vllm_lens" else base | {"choices": []} | extra
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_owner: FakeLensServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(*self._guard() or self.server_owner.get(self.path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        self._answer(*self._guard() or self.server_owner.post(self.path, body))
+
+    def _guard(self) -> tuple[int, Any] | None:
+        key = self.server_owner.api_key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return None
+        return 401, {"error": "Unauthorized"}
+
+    def _answer(self, status: int, content: Any) -> None:
+        if isinstance(content, Iterator):
+            events = [f"data: {json.dumps(event)}\n\n" for event in content]
+            self._write(
+                status, "".join([*events, "data: [DONE]\n\n"]).encode(), "text/event-stream"
+            )
+        elif isinstance(content, bytes):
+            self._write(status, content, "application/octet-stream")
+        else:
+            self._write(status, json.dumps(content).encode(), "application/json")
+
+    def _write(self, status: int, data: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+def _chat_text(body: JSON) -> str:
+    parts = []
+    for message in body["messages"]:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = " ".join(part.get("text", "") for part in cast("list[JSON]", content))
+        parts.append(f"<{message['role']}> {content}")
+    thinking = (body.get("chat_template_kwargs") or {}).get("enable_thinking")
+    return " ".join(parts + (["<think>"] if thinking else []))
+
+
+def _prompt_tokens(prompt: str | list[int]) -> list[int]:
+    return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def _error(message: str, kind: str, code: int) -> JSON:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,92 @@
+"""Files that are made from the code: the tables of settings and seams, and the schema snapshots.
+
+`python -m tests.kit.generated` writes them; a contract test compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import IsInstanceSchema
+
+from inspect_lens import LensRequest, Receipt
+from inspect_lens._settings import settings_table
+from inspect_lens._vllm._compat import SEAMS, SERVE_SEAMS
+
+from .repository import ROOT
+
+COMMAND = "python -m tests.kit.generated"
+
+
+class _Schema(GenerateJsonSchema):
+    """JSON schema that shows a foreign class, such as an array, by its name."""
+
+    def is_instance_schema(self, schema: IsInstanceSchema) -> JsonSchemaValue:
+        """An instance of a class that pydantic cannot describe."""
+        return {"type": "object", "title": schema["cls"].__name__}
+
+
+def settings_markdown() -> str:
+    """The table of settings."""
+    rows = ["| variable | type | default | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{name}` | {kind} | `{default}` | {meaning} |"
+        for name, kind, default, meaning in settings_table()
+    ]
+    return "\n".join(rows)
+
+
+def seams_markdown() -> str:
+    """The table of vLLM's names that are wrapped."""
+    rows = ["| name in vLLM | process | why |", "|---|---|---|"]
+    rows += [
+        f"| `{seam.target.replace(':', '.')}` | {seam.process} | {seam.reason} |"
+        for seam in (*SEAMS, *SERVE_SEAMS)
+    ]
+    return "\n".join(rows)
+
+
+def generated_files() -> dict[str, str]:
+    """What each generated file should hold, by path from the root."""
+    content = dict(
+        [
+            _page("docs/how-to/settings.md", "settings", settings_markdown()),
+            _page("docs/reference/compatibility.md", "seams", seams_markdown()),
+        ]
+    )
+    for model in (LensRequest, Receipt):
+        schema = json.dumps(
+            model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
+        )
+        content[f"tests/contracts/schema/{model.__name__}.json"] = schema + "\n"
+    return content
+
+
+def _page(path: str, part: str, text: str) -> tuple[str, str]:
+    """The page with what stands between `<!-- part: … -->` and `<!-- /part -->` replaced."""
+    page = (ROOT / path).read_text(encoding="utf-8")
+    made, n = re.subn(
+        rf"(<!-- {part}: [^\n]*-->\n).*?(<!-- /{part} -->)",
+        lambda match: f"{match[1]}{text}\n{match[2]}",
+        page,
+        flags=re.DOTALL,
+    )
+    if n != 1:
+        raise ValueError(f"{path}: the marks around the generated part {part!r} are gone")
+    return path, made
+
+
+def main() -> None:
+    """Write what is not current."""
+    for path, content in generated_files().items():
+        target = ROOT / path
+        if not target.exists() or target.read_text(encoding="utf-8") != content:
+            target.write_text(content, encoding="utf-8")
+            sys.stdout.write(f"wrote {path}\n")
+
+
+if __name__ == "__main__":
+    main()

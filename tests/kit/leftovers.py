@@ -1,0 +1,79 @@
+"""A pytest plug-in: a run that leaves a process behind fails.
+
+Engines and servers are process trees, and a child that outlives its parent belongs to nobody.
+So every process that the run starts inherits a mark in its environment, and the marks are
+looked for when the last fixture has been torn down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+
+import psutil
+import pytest
+
+MARK = "INSPECT_LENS_TEST_RUN"
+GRACE_S = 20.0
+# Helpers of Python's multiprocessing that end with this process and not before.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A run that is told to end tears its fixtures down first, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # xdist's workers inherit the mark of their controller and leave the check to it.
+    if not hasattr(config, "workerinput"):
+        os.environ[MARK] = uuid.uuid4().hex  # noqa: TID251 (children have to inherit it)
+
+
+@pytest.hookimpl(trylast=True)  # after the teardown of session fixtures, before the summary
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    deadline = time.monotonic() + GRACE_S
+    while (left := _marked()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if not left:
+        return
+    text = "killed at the end of the run:\n" + "\n".join(_describe(process) for process in left)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    if session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        # As an error of the run, so that the closing line counts it.
+        reporter.stats.setdefault("error", []).append(
+            pytest.TestReport(
+                nodeid="processes left behind", location=("", None, "processes left behind"),
+                keywords={}, outcome="failed", longrepr=text, when="teardown",
+            )
+        )  # fmt: skip
+
+
+def _marked() -> list[psutil.Process]:
+    mark = os.environ[MARK]  # noqa: TID251 (set above)
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.pid != os.getpid() and process.environ().get(MARK) == mark
+            if not ours or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            helper = any(name in " ".join(process.cmdline()) for name in HELPERS)
+            if not (helper and process.ppid() == os.getpid()):
+                found.append(process)
+        except psutil.Error:  # it ended meanwhile, or belongs to somebody else
+            continue
+    return found
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{process.pid} (ended)"

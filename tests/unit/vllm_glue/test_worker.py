@@ -1,0 +1,148 @@
+"""The worker's glue without an engine: discovery, layouts, the start-up check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine import _state
+from inspect_lens._engine._state import TapState
+from inspect_lens._engine._stepper import Stepper
+from inspect_lens._vllm._discovery import decoder_layers, split_output
+from inspect_lens._vllm._worker import add_tap, self_check
+from inspect_lens.errors import CompatError, UnsupportedError
+
+HIDDEN = 8
+
+
+class Mixer(nn.Module):
+    """Passes for an attention layer."""
+
+
+@pytest.fixture(autouse=True)
+def _mixers_count_as_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Imported first: its own classes derive from the base that is replaced here.
+    import vllm.model_executor.models.utils  # noqa: F401
+    from vllm.model_executor.layers import attention_layer_base
+
+    monkeypatch.setattr(attention_layer_base, "AttentionLayerBase", Mixer)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Mixer()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self, n: int, *, twice: bool = False, mixers: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() if mixers else nn.Linear(1, 1) for _ in range(n))
+        if twice:
+            self.more = nn.ModuleList(Layer() for _ in range(n))
+        self.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(n))
+
+
+def test_the_list_with_attention_is_found() -> None:
+    model = Model(3)
+    assert decoder_layers(model, 3) == list(model.layers)
+
+
+def test_layers_of_another_stage_are_none() -> None:
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    model = Model(3)
+    model.layers[0] = PPMissingLayer()
+    assert decoder_layers(model, 3)[0] is None
+
+
+@pytest.mark.parametrize(
+    "model", [Model(2), Model(3, twice=True), Model(3, mixers=False)], ids=["few", "two", "none"]
+)
+def test_an_unknown_structure_is_refused_by_name(model: nn.Module) -> None:
+    with pytest.raises(UnsupportedError, match=r"Model.*INSPECT_LENS_DISABLE"):
+        decoder_layers(model, 3)
+
+
+H, R = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"), [(H, (H, None)), ((H, R), (H, R)), ((H, None), (H, None))]
+)
+def test_known_layouts(output: Any, expected: Any) -> None:
+    hidden, residual = split_output(Layer(), output)
+    assert hidden is expected[0]
+    assert residual is expected[1]
+
+
+@pytest.mark.parametrize("output", [(H, R, R), [H, R], {"h": H}, (None, H), None])
+def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
+    with pytest.raises(UnsupportedError, match="output of Layer"):
+        split_output(Layer(), output)
+
+
+class Silent:
+    def send_step(self, *_: Any) -> bool:
+        return True
+
+    def send_failure(self, *_: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Runner:
+    """Runs its layers, as a compiled model would; one of them may have lost its tap."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+
+    def _dummy_run(self, n: int) -> None:
+        x = torch.full((n, HIDDEN), float("nan"))
+        for layer in self.layers:
+            x = layer(x)
+
+
+@pytest.fixture
+def tapped() -> Iterator[tuple[Runner, Stepper]]:
+    state = TapState.allocate(
+        layers=(0, 1, 2),
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        max_tokens=4,
+        ring_rows=12,
+        bank_rows=2,
+        device=torch.device("cpu"),
+    )
+    layers: list[nn.Module] = [Layer() for _ in range(3)]
+    for site, layer in enumerate(layers):
+        add_tap(layer, state.new_ctl(site))
+    yield Runner(layers), Stepper(state, Silent())
+    _state.uninstall(state)
+
+
+def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Stepper]) -> None:
+    runner, stepper = tapped
+    self_check(runner, stepper)
+    assert not stepper.state.is_active
+    assert not stepper.state.ring.any()
+    assert bool((stepper.state.slots == -1).all())
+
+
+def test_the_start_up_check_names_the_taps_that_are_silent(
+    tapped: tuple[Runner, Stepper],
+) -> None:
+    runner, stepper = tapped
+    runner.layers[1] = Layer()
+    with pytest.raises(CompatError, match=r"layers \[1\] did not fire"):
+        self_check(runner, stepper)
