@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # xdist's workers inherit the mark of their controller and leave the check to it.
     if not hasattr(config, "workerinput"):
-        os.environ[MARK] = uuid.uuid4().hex  # noqa: TID251 (children have to inherit it)
+        os.environ[MARK] = uuid.uuid4().hex
 
 
 @pytest.hookimpl(trylast=True)  # after the teardown of session fixtures, before the summary
@@ -57,7 +57,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _marked() -> list[psutil.Process]:
-    mark = os.environ[MARK]  # noqa: TID251 (set above)
+    mark = os.environ[MARK]
     found = []
     for process in psutil.process_iter():
         try:

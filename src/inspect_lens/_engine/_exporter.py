@@ -41,6 +41,14 @@ class Exporter(Protocol):
         """Tell a front-end that a request failed; does nothing when nobody listens."""
         ...
 
+    def wait_for_region(self, region: int) -> None:
+        """Order the step that will fill a region of the ring behind the region's last copy."""
+        ...
+
+    def release_region(self, region: int) -> None:
+        """Note that all copies out of a region have been asked for."""
+        ...
+
     def close(self) -> None:
         """Free sockets."""
         ...
@@ -62,6 +70,12 @@ class ZmqExporter:
     def send_failure(self, reply: str, header: FailureHeader) -> None:
         """See `Exporter.send_failure`."""
         self._send(reply, [encode_header(header)])
+
+    def wait_for_region(self, region: int) -> None:
+        """See `Exporter.wait_for_region`; rows have left when `send_step` returns."""
+
+    def release_region(self, region: int) -> None:
+        """See `Exporter.release_region`."""
 
     def close(self) -> None:
         """See `Exporter.close`."""

@@ -113,6 +113,7 @@ def plan_step(
     steer: dict[str, SteerRule],
     *,
     ring_rows: int,
+    first_row: int = 0,
 ) -> StepPlan:
     """Work out one step.
 
@@ -120,7 +121,8 @@ def plan_step(
         batch: the requests of the step that use the lens.
         capture: rules by request key.
         steer: rules by request key.
-        ring_rows: rows that the ring holds.
+        ring_rows: ring rows that the step may fill.
+        first_row: the first of them.
 
     Returns:
         The plan.
@@ -144,7 +146,7 @@ def plan_step(
             positions = _captured_positions(wanted, position, count)
             if len(positions):
                 groups.setdefault(wanted.sites, []).append((key, offset - position, positions))
-    capture_writes, blocks, used = _plan_groups(groups)
+    capture_writes, blocks, used = _plan_groups(groups, first_row)
     if used > ring_rows:
         raise OverflowError(f"a step needs {used} ring rows and there are {ring_rows}")
     return StepPlan(steer_writes, capture_writes, blocks, steered, used)
@@ -180,10 +182,11 @@ def _captured_positions(rule: CaptureRule, position: int, count: int) -> Longs:
 
 def _plan_groups(
     groups: dict[tuple[int, ...], list[tuple[str, int, Longs]]],
+    first_row: int,
 ) -> tuple[list[tuple[int, Longs, int]], list[GroupBlock], int]:
     writes: list[tuple[int, Longs, int]] = []
     blocks: list[GroupBlock] = []
-    base = 0
+    base = first_row
     for sites, members in groups.items():
         tokens = np.concatenate([positions + shift for _, shift, positions in members])
         requests: list[RequestRows] = []
@@ -195,4 +198,4 @@ def _plan_groups(
             writes.append((site, tokens, base + rank * start))
         blocks.append(GroupBlock(sites, base, start, tuple(requests)))
         base += len(sites) * start
-    return writes, blocks, base
+    return writes, blocks, base - first_row

@@ -25,7 +25,10 @@ class TapState:
         steer_rows: (sites, tokens) int32; bank row of each token, 0 for none.
         slots: (sites, tokens) int32; ring slot of each token, -1 for none.
         bank: steering rows.
-        ring: (rows, hidden) in the dtype of the residual stream.
+        ring: (regions * region rows, hidden) in the dtype of the residual stream.
+        flags: (sites,) int32; what a tap does in this step, where the host cannot tell it.
+        regions: equal parts of the ring that steps use in turn, so that one can be copied out
+            while the next step fills another.
         site_of: site index by address of the site's `ctl` tensor.
         steering: per site, whether this step steers there.
         capturing: per site, whether this step captures there.
@@ -38,6 +41,8 @@ class TapState:
     slots: torch.Tensor
     bank: BankTensors
     ring: torch.Tensor
+    flags: torch.Tensor
+    regions: int = 1
     site_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
     capturing: list[bool] = field(default_factory=list)
@@ -57,13 +62,16 @@ class TapState:
     ) -> TapState:
         """Allocate all buffers of a worker."""
         sites = len(layers)
+        regions = 2 if device.type == "cuda" else 1
         return cls(
             layers=layers,
             steer_rows=torch.zeros(sites, max_tokens, dtype=torch.int32, device=device),
             slots=torch.full((sites, max_tokens), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
             bank=BankTensors.allocate(bank_rows + 1, hidden, device),
-            ring=torch.zeros(ring_rows, hidden, dtype=dtype, device=device),
+            ring=torch.zeros(regions * ring_rows, hidden, dtype=dtype, device=device),
+            flags=torch.zeros(sites, dtype=torch.int32, device=device),
+            regions=regions,
             steering=[False] * sites,
             capturing=[False] * sites,
         )
@@ -73,6 +81,11 @@ class TapState:
         ctl = torch.full((1,), site, dtype=torch.int32, device=self.ring.device)
         self.site_of[ctl.data_ptr()] = site
         return ctl
+
+    @property
+    def region_rows(self) -> int:
+        """Ring rows that one step may fill."""
+        return self.ring.shape[0] // self.regions
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from . import _state
 from ._bank import Bank
 from ._envelope import Envelope
 from ._exporter import Exporter
+from ._maps import maps_for
 from ._message import BlockHeader, FailureHeader, Span, StepHeader
 from ._plan import (
     Batch,
@@ -63,6 +64,8 @@ class Stepper:
         self._requests: dict[str, _Request] = {}
         self._capture: dict[str, CaptureRule] = {}
         self._steer: dict[str, SteerRule] = {}
+        self._maps = maps_for(state)
+        self._region = 0
         self._plan: StepPlan | None = None
         self._fed: dict[str, int] = {}
 
@@ -124,22 +127,14 @@ class Stepper:
             for key in batch.keys:
                 self._fail(key, error)
             return
-        state = self.state
-        for site, index, rows in plan.steer:
-            state.steer_rows[site, torch.from_numpy(index)] = torch.from_numpy(rows)
-            state.steering[site] = True
-        for site, tokens, slot in plan.capture:
-            slots = torch.arange(slot, slot + len(tokens), dtype=torch.int32)
-            state.slots[site, torch.from_numpy(tokens)] = slots
-            state.capturing[site] = True
         if plan.steered or plan.capture:
             self._plan = plan
             self._fed = {
                 key: int(batch.position[i] + batch.n_tokens[i]) for i, key in enumerate(batch.keys)
             }
-            state.is_active = bool(plan.steer or plan.capture)
+            self.state.is_active = bool(plan.steer or plan.capture)
             # Two engines may live in one process; the one that steps is the current one.
-            _state.install(state)
+            _state.install(self.state)
 
     def end_step(self, path: EnginePath) -> None:
         """Send what the step captured, and leave the taps idle.
@@ -153,6 +148,9 @@ class Stepper:
         try:
             if self._is_exporting:
                 self._export(plan, path)
+            if plan.capture:
+                self._exporter.release_region(self._region)
+                self._region = (self._region + 1) % self.state.regions
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             for key in {r.key for b in plan.blocks for r in b.requests} | set(plan.steered):
                 self._fail(key, error)
@@ -210,13 +208,9 @@ class Stepper:
         self._plan = None
         if plan is None:
             return
-        state.is_active = False
-        for site, index, _ in plan.steer:
-            state.steer_rows[site, torch.from_numpy(index)] = 0
-            state.steering[site] = False
-        for site, tokens, _ in plan.capture:
-            state.slots[site, torch.from_numpy(tokens)] = -1
-            state.capturing[site] = False
+        if state.is_active:
+            state.is_active = False
+            self._maps.clear(plan)
 
     def _fail(self, key: str, error: Exception, *, reply: str = "") -> None:
         request = self._requests.get(key)

@@ -18,7 +18,7 @@ from inspect_lens.errors import LensError
 from . import _state
 from ._kernels.tap_reference import capture_rows, steer_rows
 
-__all__ = ["tap"]
+__all__ = ["tap", "warm_up"]
 
 _LIBRARY: Any = torch.library.Library(  # type: ignore[no-untyped-call]
     "inspect_lens", "FRAGMENT"
@@ -30,12 +30,7 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
     state = _state.current()
     if state is None or not state.is_active:
         return
-    site = state.site_of.get(ctl.data_ptr())
-    if site is None:
-        raise LensError(
-            "a tap ran with a control tensor that this worker did not make: the model's buffers "
-            "were moved or copied after loading; restart the engine"
-        )
+    site = _site(state, ctl)
     n = hidden.shape[0]
     if state.steering[site]:
         steer_rows(hidden, residual, state.steer_rows[site, :n], state.bank)
@@ -43,11 +38,65 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
         capture_rows(hidden, residual, state.slots[site, :n], state.ring)
 
 
+def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:
+    state = _state.current()
+    if state is None:
+        return
+    # Outside a graph the host knows whether anything is asked, and saves the launch. While a
+    # graph is being captured the launch must be in it: its replays read the flags.
+    if not state.is_active and not torch.cuda.is_current_stream_capturing():
+        return
+    # Imported here: Triton is not there on a CPU-only machine.
+    from ._kernels.tap_triton import launch
+
+    launch(
+        hidden,
+        residual,
+        site=_site(state, ctl),
+        flags=state.flags,
+        steer_rows=state.steer_rows,
+        slots=state.slots,
+        bank=state.bank,
+        ring=state.ring,
+    )
+
+
+def warm_up(state: _state.TapState) -> None:
+    """Compile the kernel for both layouts: a graph capture must not be the first launch."""
+    if not state.ring.is_cuda:
+        return
+    from ._kernels.tap_triton import launch
+
+    rows = torch.zeros(1, state.ring.shape[1], dtype=state.ring.dtype, device=state.ring.device)
+    for residual in (None, rows):
+        launch(
+            rows,
+            residual,
+            site=0,
+            flags=state.flags,
+            steer_rows=state.steer_rows,
+            slots=state.slots,
+            bank=state.bank,
+            ring=state.ring,
+        )
+
+
+def _site(state: _state.TapState, ctl: torch.Tensor) -> int:
+    site = state.site_of.get(ctl.data_ptr())
+    if site is None:
+        raise LensError(
+            "a tap ran with a control tensor that this worker did not make: the model's buffers "
+            "were moved or copied after loading; restart the engine"
+        )
+    return site
+
+
 def _tap_fake(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:
     return None
 
 
 _LIBRARY.impl("tap", _tap_cpu, "CPU")
+_LIBRARY.impl("tap", _tap_cuda, "CUDA")
 torch.library.register_fake("inspect_lens::tap", _tap_fake, lib=_LIBRARY)
 
 tap: Any = torch.ops.inspect_lens.tap.default

@@ -14,15 +14,38 @@ from inspect_lens.spec import EngineFacts
 
 from ._compat import vllm_version
 
-__all__ = ["facts_of", "serves_lens"]
+__all__ = ["facts_of", "is_compiled", "refusal"]
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MAX_BANK_ROWS = 65536
 
 
-def serves_lens(vllm_config: Any) -> bool:
-    """Whether an engine is one that the lens can serve: it generates text."""
-    return bool(vllm_config.model_config.runner_type == "generate")
+def refusal(vllm_config: Any) -> str | None:
+    """Why the lens cannot serve an engine, or None when it can.
+
+    Such an engine runs as if the plug-in were not installed, and refuses lens requests with
+    this reason. What stands here has not been shown to keep rows and tokens together.
+    """
+    parallel = vllm_config.parallel_config
+    found = {
+        "it does not generate text": vllm_config.model_config.runner_type != "generate",
+        "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
+        "speculative decoding is not served": vllm_config.speculative_config is not None,
+        "KV connectors may not honour the cache salt": vllm_config.kv_transfer_config is not None,
+        "dual-batch overlap moves tokens": getattr(parallel, "enable_dbo", False),
+        "prefill context parallelism splits prompts": getattr(
+            parallel, "prefill_context_parallel_size", 1
+        )
+        > 1,
+        "pipeline parallelism is not served": parallel.pipeline_parallel_size > 1,
+    }
+    return next((reason for reason, applies in found.items() if applies), None)
+
+
+def is_compiled(vllm_config: Any) -> bool:
+    """Whether the engine compiles its model."""
+    mode = vllm_config.compilation_config.mode
+    return mode is not None and getattr(mode, "name", "NONE") != "NONE"
 
 
 def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
@@ -44,7 +67,9 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     dtype = str(model.dtype).removeprefix("torch.")
     layers = _tapped(settings.layers, n_layers)
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
-    fit = settings.ring_bytes // (hidden * _ITEM_BYTES.get(dtype, 4))
+    # A GPU fills one half of the buffer while the other is copied out.
+    regions = 1 if vllm_config.device_config.device_type == "cpu" else 2
+    fit = settings.ring_bytes // (regions * hidden * _ITEM_BYTES.get(dtype, 4))
     return EngineFacts(
         # The last part only: messages that name it are sent to HTTP clients.
         model=str(model.model).rstrip("/").rpartition("/")[2],

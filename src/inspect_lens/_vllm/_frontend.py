@@ -9,11 +9,13 @@ import asyncio
 import copy
 import logging
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
 from typing import Any
 
+import inspect_lens
 from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._settings import Settings
-from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
+from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
@@ -24,7 +26,7 @@ from inspect_lens.spec import (
 )
 
 from ._compat import busy
-from ._facts import facts_of, serves_lens
+from ._facts import facts_of, refusal
 from ._results import Results, Ticket
 from ._serve import as_json, install_when_serving, is_serving
 
@@ -38,17 +40,29 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.settings = Settings.load()
-        self.engines: list[EngineFacts] = []
+        self.engines: list[EngineFacts | str] = []
+        """Facts of each engine of this process, or why the lens does not serve it."""
         self.results = Results(self.settings.result_timeout_s)
 
     def learn(self, processor: Any, vllm_config: Any) -> None:
         """Take note of an engine; called when its input processor is made."""
-        facts = facts_of(vllm_config, self.settings) if serves_lens(vllm_config) else None
+        reason = refusal(vllm_config)
+        facts = facts_of(vllm_config, self.settings) if reason is None else None
         processor.inspect_lens_facts = facts
-        if facts is not None:
-            self.engines.append(facts)
+        processor.inspect_lens_refusal = reason
+        self.engines.append(facts if facts is not None else str(reason))
         # The server's modules may not have been imported when the plug-in was loaded.
-        install_when_serving()
+        install_when_serving(self.describe)
+
+    def describe(self) -> dict[str, Any]:
+        """What an operator wants to know: versions, engines, and what is in flight."""
+        return {
+            "version": inspect_lens.__version__,
+            "engines": [
+                {"not_served": e} if isinstance(e, str) else asdict(e) for e in self.engines
+            ],
+            "open_requests": self.results.n_open,
+        }
 
     def judge(self, extra_args: dict[str, Any]) -> None:
         """Refuse a bad request as early as its parameters are known.
@@ -58,7 +72,15 @@ class FrontEnd:
         """
         request = parse_extra_args(extra_args)
         if request is not None and len(self.engines) == 1:
-            check_request(request, self.engines[0])
+            facts = self.engines[0]
+            if isinstance(facts, str):
+                raise not_served(facts)
+            check_request(request, facts)
+
+
+def not_served(reason: str) -> UnsupportedError:
+    """The error for a lens request to an engine that the lens does not serve."""
+    return UnsupportedError(f"the lens does not serve this engine: {reason}")
 
 
 class _Holder:
@@ -104,9 +126,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError("streaming input sessions cannot be captured or steered")
         facts: EngineFacts | None = self.inspect_lens_facts
         if facts is None:
-            raise UnsupportedError(
-                "this engine does not generate text; the lens needs one that does"
-            )
+            raise not_served(self.inspect_lens_refusal)
         check_request(request, facts)
         # The caller's parameters stay as they are; vectors travel once, in the envelope.
         plain = copy.copy(params)
@@ -233,7 +253,11 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attach_for_http(output: Any) -> None:
-    front_end().results.attach(output)
+    try:
+        front_end().results.attach(output)
+    except CaptureError as error:
+        # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
+        raise CaptureError(f"{CaptureError.__name__}: {error}") from error
     if not is_serving():
         return
     for completion in output.outputs:

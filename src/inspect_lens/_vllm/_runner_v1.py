@@ -11,6 +11,8 @@ from inspect_lens._engine._plan import Batch
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens.spec import ENVELOPE_KEY, EnginePath
 
+from ._facts import is_compiled
+
 __all__ = ["RunnerV1"]
 
 
@@ -90,6 +92,4 @@ class RunnerV1:
             return "graph"
         if mode == "PIECEWISE":
             return "piecewise"
-        compilation = self._runner.vllm_config.compilation_config.mode
-        is_compiled = compilation is not None and getattr(compilation, "name", "NONE") != "NONE"
-        return "compiled" if is_compiled else "eager"
+        return "compiled" if is_compiled(self._runner.vllm_config) else "eager"

@@ -69,6 +69,12 @@ class PayloadStore:
             item = self._items.get(handle)
         return item.data if item is not None else None
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that wait to be fetched."""
+        with self._lock:
+            return sum(len(item.data) for item in self._items.values())
+
     def _drop(self, now: float, *, room_for: int) -> None:
         used = sum(len(item.data) for item in self._items.values())
         for handle, item in list(self._items.items()):
@@ -76,6 +82,12 @@ class PayloadStore:
                 break
             del self._items[handle]
             used -= len(item.data)
+
+
+class _About:
+    """What `GET /v1/inspect_lens` answers, once the front-end has an engine."""
+
+    describe: Callable[[], dict[str, Any]] = staticmethod(dict)
 
 
 payloads = PayloadStore()
@@ -88,8 +100,14 @@ def is_serving() -> bool:
     return any(name in sys.modules or name == main for name in _SERVER_MODULES)
 
 
-def install_when_serving() -> None:
-    """Wrap the HTTP layer where this process is an API server, or becomes one."""
+def install_when_serving(describe: Callable[[], dict[str, Any]] | None = None) -> None:
+    """Wrap the HTTP layer where this process is an API server, or becomes one.
+
+    Args:
+        describe: what `GET /v1/inspect_lens` answers.
+    """
+    if describe is not None:
+        _About.describe = staticmethod(describe)
     if not is_serving():
         return
     verify(SERVE_SEAMS)
@@ -276,7 +294,11 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             return Response(content=data, media_type="application/octet-stream")
 
+        async def about() -> dict[str, Any]:
+            return {**_About.describe(), "stored_bytes": payloads.n_bytes}
+
         app.get("/v1/activations/{handle}")(fetch_activations)
+        app.get("/v1/inspect_lens")(about)
 
     return register
 

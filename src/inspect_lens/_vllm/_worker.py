@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from inspect_lens._engine._exporter import ZmqExporter
+from inspect_lens._engine._exporter import Exporter, ZmqExporter
+from inspect_lens._engine._maps import CAPTURE
+from inspect_lens._engine._side_stream import SideStreamExporter
 from inspect_lens._engine._state import TapState, install
 from inspect_lens._engine._stepper import Stepper
-from inspect_lens._engine._tap import tap
+from inspect_lens._engine._tap import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CompatError
 from inspect_lens.spec import EngineFacts
 
 from ._discovery import decoder_layers, split_output
-from ._facts import facts_of, serves_lens
+from ._facts import facts_of, refusal
 from ._runner_v1 import RunnerV1
+from ._runner_v2 import RunnerV2
 
 __all__ = ["stats", "wrap_load_model"]
 
@@ -35,8 +38,11 @@ def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if serves_lens(self.vllm_config):
+        reason = refusal(self.vllm_config)
+        if reason is None:
             _install(self, Settings.load())
+        else:
+            logger.info("inspect_lens: not active in this engine: %s", reason)
         return result
 
     return load_model
@@ -84,9 +90,15 @@ def _install(worker: Any, settings: Settings) -> None:
     # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
-    stepper = Stepper(state, ZmqExporter())
+    warm_up(state)
+    exporter: Exporter = ZmqExporter()
+    if worker.device.type == "cuda":
+        exporter = SideStreamExporter(exporter, worker.device, regions=state.regions)
+    stepper = Stepper(state, exporter, is_exporting=is_exporting_rank())
     runner.inspect_lens = stepper
-    RunnerV1(runner, stepper).attach()
+    # The two model runners of vLLM; the newer one keeps per-model state in an object.
+    adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
+    adapter(runner, stepper).attach()
     if settings.self_check:
         _check_after_warm_up(worker, stepper)
     install(state)
@@ -99,6 +111,13 @@ def _install(worker: Any, settings: Settings) -> None:
         facts.bank_rows,
         state.nbytes / 2**20,
     )
+
+
+def is_exporting_rank() -> bool:
+    """Whether this rank sends rows: the stream is the same on all tensor-parallel ranks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 0)
 
 
 def add_tap(layer: nn.Module, ctl: torch.Tensor) -> None:
@@ -148,12 +167,14 @@ def self_check(runner: Any, stepper: Stepper) -> None:
     for site in range(n):
         state.slots[site, 0] = site
         state.capturing[site] = True
+    state.flags.fill_(CAPTURE)
     state.is_active = True
     install(state)
     try:
         runner._dummy_run(1)
     finally:
         state.is_active = False
+        state.flags.zero_()
         state.capturing[:] = [False] * n
         state.slots[:, 0] = -1
     # Compared as bits: a dummy pass may well compute NaN.

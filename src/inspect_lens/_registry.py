@@ -1,0 +1,60 @@
+"""What Inspect loads: names and factories only, so that neither torch nor vllm is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from inspect_ai.model import ModelAPI, modelapi
+
+from .scorer import (
+    auroc,
+    deception_probe,
+    probe_score,
+    realised_fpr,
+    recall_at_fpr,
+    threshold_accuracy,
+)
+from .solver import with_capture
+
+__all__ = [
+    "auroc",
+    "deception_probe",
+    "lens",
+    "probe_score",
+    "realised_fpr",
+    "recall_at_fpr",
+    "threshold_accuracy",
+    "vllm_lens",
+    "with_capture",
+]
+
+if importlib.util.find_spec("vllm_lens") is not None:
+    logging.getLogger(__name__).warning(
+        "inspect-lens and vllm-lens are both installed and both register the provider "
+        "'vllm-lens'; whichever Inspect loads first wins. Use 'lens/<model>' for this one, or "
+        "uninstall vllm-lens."
+    )
+
+
+@modelapi(name="vllm-lens")
+def vllm_lens() -> type[ModelAPI]:
+    """`vllm-lens/<model>`: the name that vllm-lens uses, so that nothing has to be renamed."""
+    return _provider()
+
+
+@modelapi(name="lens")
+def lens() -> type[ModelAPI]:
+    """`lens/<model>`: the same provider under a name that nobody else registers."""
+    return _provider()
+
+
+def _provider() -> type[ModelAPI]:
+    if importlib.util.find_spec("openai") is None:
+        from .model._host import pip_dependency_error
+
+        # Inspect talks to vLLM through the OpenAI client, which it does not install by itself.
+        raise pip_dependency_error("vllm-lens models", ["openai"])
+    from .model._hook import LensAPI
+
+    return LensAPI

@@ -1,0 +1,108 @@
+"""The V2 model runner: where a request begins and ends, how a step is laid out, and when it ran."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from inspect_lens._engine._plan import Batch
+from inspect_lens._engine._stepper import Stepper
+from inspect_lens.spec import ENVELOPE_KEY, EnginePath
+
+from ._facts import is_compiled
+
+__all__ = ["RunnerV2"]
+
+
+class RunnerV2:
+    """Wraps three methods of the runner's model state, and `execute_model`.
+
+    `preprocess_state` runs for real batches only, before the forward pass and before a graph is
+    replayed; dummy runs never pass there and find the taps idle.
+    """
+
+    def __init__(self, runner: Any, stepper: Stepper) -> None:
+        self._runner = runner
+        self._stepper = stepper
+        self._graph: EnginePath | None = None
+        self._watched: Any = None
+
+    def attach(self) -> None:
+        """Wrap the runner."""
+        state = self._runner.model_state
+        add, remove, preprocess = (
+            state.add_request,
+            state.remove_request,
+            state.preprocess_state,
+        )
+        execute = self._runner.execute_model
+
+        @functools.wraps(add)
+        def add_request(req_index: int, new_req_data: Any, *args: Any, **kwargs: Any) -> Any:
+            params = new_req_data.sampling_params
+            extra = params.extra_args if params is not None else None
+            if extra and ENVELOPE_KEY in extra:
+                self._stepper.add(new_req_data.req_id, extra[ENVELOPE_KEY])
+            return add(req_index, new_req_data, *args, **kwargs)
+
+        @functools.wraps(remove)
+        def remove_request(req_id: str, *args: Any, **kwargs: Any) -> Any:
+            # Also called before every add and on pre-emption; a pre-empted request is added
+            # again with its parameters.
+            if self._stepper.is_watching:
+                self._stepper.remove(req_id)
+            return remove(req_id, *args, **kwargs)
+
+        @functools.wraps(preprocess)
+        def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = preprocess(input_batch, *args, **kwargs)
+            if self._stepper.is_watching:
+                self._watch_graphs()
+                self._stepper.begin_step(self._batch(input_batch))
+            return result
+
+        @functools.wraps(execute)
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            result = execute(*args, **kwargs)
+            if self._stepper.is_watching and not kwargs.get("dummy_run"):
+                self._stepper.end_step(self._path())
+            return result
+
+        state.add_request = add_request
+        state.remove_request = remove_request
+        state.preprocess_state = preprocess_state
+        self._runner.execute_model = execute_model
+
+    def _batch(self, batch: Any) -> Batch:
+        known = self._stepper.keys
+        index = [i for i, key in enumerate(batch.req_ids) if key in known]
+        return Batch(
+            keys=[batch.req_ids[i] for i in index],
+            offset=batch.query_start_loc_np[:-1][index].astype(np.int64),
+            n_tokens=batch.num_scheduled_tokens[index].astype(np.int64),
+            position=batch.num_computed_tokens_np[index].astype(np.int64),
+        )
+
+    def _watch_graphs(self) -> None:
+        """Learn which kind of graph a step replays; the manager is made after loading."""
+        self._graph = None
+        manager = getattr(self._runner, "cudagraph_manager", None)
+        if manager is None or manager is self._watched:
+            return
+        self._watched = manager
+        kinds: dict[str, EnginePath] = {"run_fullgraph": "graph", "run_pw_graph": "piecewise"}
+        for name, kind in kinds.items():
+            setattr(manager, name, self._noting(getattr(manager, name), kind))
+
+    def _noting(self, original: Any, kind: EnginePath) -> Any:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._graph = kind
+            return original(*args, **kwargs)
+
+        return run
+
+    def _path(self) -> EnginePath:
+        return self._graph or ("compiled" if is_compiled(self._runner.vllm_config) else "eager")

@@ -1,0 +1,36 @@
+"""The Inspect provider: request out, result attached.
+
+Owns the providers `vllm-lens` and `lens`, the handle in `output.metadata["activations"]`, and
+the files beside a log. May import inspect_ai, `spec`, `probe`, `errors`, `_settings`, `_torch`;
+keeps out torch, vLLM, `_engine` and `_vllm`. Only `_host.py` names private Inspect modules.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ._config import lens_config
+from ._handle import Activations, TensorInfo
+from ._read import CapturedCall, activations, activations_for, read_activations, receipt
+
+if TYPE_CHECKING:
+    from ._recapture import recapture
+
+__all__ = [
+    "Activations",
+    "CapturedCall",
+    "TensorInfo",
+    "activations",
+    "activations_for",
+    "lens_config",
+    "read_activations",
+    "recapture",
+    "receipt",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Its module loads the provider, which everything else here does without.
+    if name == "recapture":
+        from ._recapture import recapture
+
+        return recapture
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,115 @@
+"""From the fields of a response to `output.metadata`: handles in place, files written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+
+import anyio.to_thread
+from inspect_ai.model import ModelOutput
+
+from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.spec import LensRequest
+
+from ._files import join, write_file
+from ._handle import Activations
+from ._host import active_call
+from ._metadata import LensMetadata
+from ._payload import Payload, encode_file
+from ._places import Place
+from ._response import FetchBytes, LensFields, fetch_payloads
+from ._store import MESSAGES
+
+__all__ = ["Keep", "Mode", "attach"]
+
+Mode = Literal["sidecar", "memory", "drop"]
+
+
+class Keep(NamedTuple):
+    """What happens to activations."""
+
+    mode: Mode | None
+    """None: a file where there is a place for one, else memory."""
+    place: Place | None
+
+
+async def attach(
+    output: ModelOutput,
+    fields: LensFields,
+    request: LensRequest | None,
+    *,
+    keep: Keep,
+    fetch: FetchBytes,
+) -> None:
+    """Put what a response brought into the output that Inspect made of it.
+
+    The first choice's activations are in `output.metadata["activations"]`, those of further
+    choices in the metadata of their messages; all are found by message id.
+
+    Args:
+        output: changed in place.
+        fields: taken from the response.
+        request: that was sent.
+        keep: whether activations go to files.
+        fetch: gets the bytes behind a handle of the binary transport.
+
+    Raises:
+        CaptureError: something is missing, or a file could not be written.
+    """
+    first = fields.choices[0]
+    metadata = LensMetadata(fields.prompt_token_ids, first.token_ids)
+    metadata.update(output.metadata or {})
+    output.metadata = metadata
+    if request is not None and request.capture is not None:
+        if len(fields.choices) != len(output.choices):
+            raise CaptureError(
+                f"activations: the response has {len(fields.choices)} choices and Inspect made "
+                f"{len(output.choices)} of them; use num_choices=1"
+            )
+        payloads = await fetch_payloads(fields, request, fetch)
+        for index, (choice, payload) in enumerate(zip(output.choices, payloads, strict=True)):
+            message = choice.message
+            payload = payload.with_origin(_origin(output.model, message.id))
+            handle = await anyio.to_thread.run_sync(_keep, payload, keep, message.id or uuid4().hex)
+            if message.id:
+                MESSAGES.put(message.id, handle)
+            if index == 0:
+                metadata["activations"] = handle
+            else:
+                message.metadata = {**(message.metadata or {}), "activations": handle}
+    elif first.receipt is not None:
+        # With a capture the receipt is in its file, and the log stays small.
+        metadata["inspect_lens"] = dict(first.receipt)
+
+
+def _keep(payload: Payload, keep: Keep, name: str) -> Activations:
+    mode = keep.mode or ("sidecar" if keep.place else "memory")
+    if mode == "sidecar":
+        if keep.place is None:
+            raise SpecError(
+                "activations='sidecar': this call is outside an eval, so there is no log to write "
+                "beside; set activations_dir= or INSPECT_LENS_DIR, or use activations='memory'"
+            )
+        root, folder = keep.place
+        # Ids are random; 12 characters of one are enough inside a folder, and short in the log.
+        uri = f"{folder}/{name[:12]}.safetensors"
+        write_file(join(root, uri), encode_file(payload))
+        handle = Activations.of(payload, uri=uri, root=root)
+    else:
+        handle = Activations.of(payload)
+    if mode != "drop":
+        handle.remember(payload)
+    return handle
+
+
+def _origin(model: str, message_id: str | None) -> Mapping[str, Any]:
+    call = active_call()
+    origin: dict[str, Any] = {"model": model, "message_id": message_id}
+    if call is not None:
+        origin |= {
+            "sample_uuid": call.sample_uuid,
+            "sample_id": call.sample_id,
+            "epoch": call.epoch,
+        }
+    return origin

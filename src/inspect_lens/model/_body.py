@@ -1,0 +1,131 @@
+"""`extra_body` as a user writes it, read once into a typed request and spelled in one way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from pydantic import ValidationError
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    LENS_KEYS,
+    CaptureSpec,
+    LensRequest,
+    parse_extra_args,
+    to_extra_args,
+)
+
+from ._vectors import resolve_references
+
+__all__ = ["Body", "is_lens_call", "parse_capture", "read_body"]
+
+CAPTURE_KEY = "output_residual_stream"
+
+
+class Body(NamedTuple):
+    """An `extra_body` and the request in it."""
+
+    extra_body: dict[str, Any]
+    """The same content; lens keys typed and spelled in one way, so equal requests have equal
+    cache keys, and no tensor is there that Inspect would hash by its `repr`."""
+    request: LensRequest | None
+
+
+def read_body(extra_body: Mapping[str, Any] | None, default: CaptureSpec | None = None) -> Body:
+    """Read the lens request of a call; reading what this returned changes nothing.
+
+    Args:
+        extra_body: `GenerateConfig.extra_body`; the request is in `extra_args` (or
+            `vllm_xargs`), in any spelling, also with references out of a log.
+        default: capture for calls that do not say; `output_residual_stream: false` says no.
+
+    Returns:
+        The normalised body and the request, None when the call does not use the lens.
+
+    Raises:
+        SpecError: a value is wrong; nothing was sent.
+        UnsupportedError: a key that this release does not serve.
+        ArtifactError: a referenced steering vector cannot be found.
+    """
+    body = dict(extra_body or {})
+    args: dict[str, Any] = {}
+    for name in ("vllm_xargs", "extra_args"):
+        part = body.pop(name, None)
+        if part is not None and not isinstance(part, Mapping):
+            raise SpecError(
+                f"extra_body.{name}={part!r}; it has to be a mapping such as "
+                f'{{"{CAPTURE_KEY}": [10]}}'
+            )
+        args |= dict(cast("Mapping[str, Any]", part or {}))
+    args = resolve_references({key: _loads(key, value) for key, value in args.items()})
+    request = parse_extra_args(args)
+    declined = args.get(CAPTURE_KEY) is False
+    if default is not None and not declined and (request is None or request.capture is None):
+        request = (request or LensRequest()).model_copy(update={"capture": default})
+    typed = {key: value for key, value in args.items() if key not in LENS_KEYS}
+    typed |= to_extra_args(request)
+    if declined:
+        typed[CAPTURE_KEY] = False
+    if typed:
+        body["extra_args"] = typed
+    return Body(body, request)
+
+
+def is_lens_call(extra_body: Mapping[str, Any] | None) -> bool:
+    """Whether a body, raw or normalised, asks the lens for something."""
+    body = extra_body or {}
+    args = {**(body.get("vllm_xargs") or {}), **(body.get("extra_args") or {})}
+    return any(args.get(key) not in (None, False) for key in LENS_KEYS)
+
+
+def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
+    """Read a capture as Python, JSON or the command line spells it.
+
+    Args:
+        value: None, `all`, a layer, layers as a list or as `3,5`, a `CaptureSpec`, or its fields
+            as a mapping or JSON.
+        field: name of the argument, for error messages.
+
+    Returns:
+        The capture, or None.
+
+    Raises:
+        SpecError: anything else.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text in ("", "none"):
+            return None
+        try:
+            value = "all" if text == "all" else json.loads(text if text[0] in "[{" else f"[{text}]")
+        except ValueError:
+            raise SpecError(f"{field}={text!r}; {_ALLOWED}") from None
+    if value is None or isinstance(value, CaptureSpec):
+        return value
+    if isinstance(value, list | tuple):
+        # `-M capture=3,5` reaches us as ["3", "5"].
+        value = [int(v) if isinstance(v, str) and v.strip().isdigit() else v for v in value]
+    fields = value if isinstance(value, Mapping) else {"layers": value}
+    try:
+        return CaptureSpec.model_validate(fields)
+    except (SpecError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise SpecError(f"{field}={value!r}: {reason}; {_ALLOWED}") from None
+
+
+_ALLOWED = (
+    'allowed are all, layers such as 3,5 or [3, 5], and an object such as {"layers": [3], '
+    '"positions": "completion"}'
+)
+
+
+def _loads(key: str, value: Any) -> Any:
+    """Text under a lens key is JSON, and a reference may be inside it."""
+    if key in LENS_KEYS and isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value  # parse_extra_args says what is wrong with it
+    return {"false": False}.get(value, value) if key == CAPTURE_KEY and value == "false" else value

@@ -1,0 +1,109 @@
+"""`lens_config`: a GenerateConfig that adds to `extra_body` instead of replacing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inspect_ai.model import GenerateConfig
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    LENS_KEYS,
+    CaptureSpec,
+    LensRequest,
+    SteeringVector,
+    parse_extra_args,
+    to_extra_args,
+)
+
+from ._body import parse_capture, read_body
+from ._host import active_generate_config
+from ._vectors import resolve_references
+
+__all__ = ["lens_config"]
+
+
+def lens_config(
+    *,
+    capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
+    steer: SteeringVector | Mapping[str, Any] | Sequence[Any] | None = None,
+    lora: str | Mapping[str, Any] | None = None,
+    base: GenerateConfig | None = None,
+    **generate: Any,
+) -> GenerateConfig:
+    """Build the config of a call that uses the lens.
+
+    Inspect merges configs by replacing `extra_body` as a whole, so a scorer that asks for
+    activations would drop the task's `chat_template_kwargs` and see another prompt than the
+    one that was answered. This merges key by key.
+
+    Args:
+        capture: `all`, layers, or a `CaptureSpec`; None keeps what `base` asks for.
+        steer: vectors, which replace those of `base`; an empty list removes them.
+        lora: adapter of this call: a path, a Hugging Face repository, the name of one that the
+            server has loaded, or vLLM's `lora_request` fields.
+        base: config to build on, all of it. None means only the `extra_body` of the task that
+            is running, which Inspect would otherwise lose.
+        **generate: other fields of GenerateConfig; `extra_body` is merged too.
+
+    Returns:
+        A new config.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    start = GenerateConfig() if base is None else base
+    inherited = (active_generate_config() if base is None else base).extra_body
+    merged = _merge(inherited or {}, generate.pop("extra_body", None) or {})
+    body, request = read_body(merged)
+    changes: dict[str, Any] = {}
+    if capture is not None:
+        changes["capture"] = parse_capture(capture)
+    if steer is not None:
+        changes["steer"] = _vectors(steer)
+    if changes:
+        request = (request or LensRequest()).model_copy(update=changes)
+        kept = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}
+        args = kept | to_extra_args(request)
+        body = {key: value for key, value in body.items() if key != "extra_args"}
+        if args:
+            body["extra_args"] = args
+    if lora is not None:
+        body["lora_request"] = _lora(lora)
+    config = start.merge(GenerateConfig(**generate))
+    config.extra_body = body or None
+    return config
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merge(old, value)
+        merged[key] = value
+    return merged
+
+
+def _vectors(steer: Any) -> tuple[SteeringVector, ...]:
+    vectors = [steer] if isinstance(steer, SteeringVector | Mapping) else list(steer)
+    if not vectors:
+        return ()
+    request = parse_extra_args({"apply_steering_vectors": resolve_references(vectors)})
+    return request.steer if request else ()
+
+
+def _lora(lora: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(lora, Mapping):
+        if not lora.get("lora_name"):
+            raise SpecError(
+                f"lora={dict(lora)!r}; lora_name is needed, lora_path and lora_int_id may follow"
+            )
+        return dict(lora)
+    request: dict[str, Any] = {"lora_name": lora, "lora_int_id": 1}
+    # A bare name is an adapter that the server has already; anything else has to be loaded.
+    if "/" in lora or Path(lora).exists():
+        request["lora_path"] = lora
+    return request

@@ -1,0 +1,298 @@
+"""The handle in `output.metadata["activations"]`: tensors while live, a reference in the log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
+
+from inspect_lens._torch import to_torch
+from inspect_lens.errors import ArtifactError
+from inspect_lens.spec import Receipt, TensorData
+
+from ._files import join
+from ._payload import Payload, decode_file, encode_file
+from ._places import find
+from ._store import MEMORY
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["REFERENCE", "Activations", "TensorInfo"]
+
+REFERENCE = "activations/1"
+"""`$lens` of the logged form."""
+
+RESIDUAL_STREAM = "residual_stream"
+
+
+class TensorInfo(BaseModel):
+    """Facts about one captured tensor that are known without reading it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shape: tuple[int, ...]
+    """(layers, tokens, hidden)."""
+    dtype: str
+    layers: tuple[int, ...]
+    """Layers of the first axis, ascending."""
+
+
+class Activations(BaseModel):
+    """Captured activations of one model call.
+
+    `acts["residual_stream"]` is a torch tensor in the captured dtype, of shape
+    (layers ascending, tokens, hidden); where all tokens were asked for there are
+    n_prompt + n_completion - 1 of them, because the last sampled token is never fed to the
+    model. `acts.numpy("residual_stream")` needs no torch.
+
+    The handle is small. What it stands for is held in memory up to INSPECT_LENS_MEMORY_BYTES
+    and, inside an eval, in a file beside the log; in the log the handle is a reference to it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    tensors: dict[str, TensorInfo]
+    """What there is, by name."""
+    sha256: str
+    """Hash over names, dtypes, shapes and contents of the tensors, 16 hex digits."""
+    n_prompt: int
+    """Prompt tokens."""
+    n_completion: int
+    """Sampled tokens."""
+    uri: str | None = None
+    """The file, relative to the folder of the log; None when it is only in memory."""
+    root: str | None = None
+    """That folder when the file was written."""
+
+    _key: str = PrivateAttr(default_factory=lambda: uuid4().hex)
+
+    @classmethod
+    def of(
+        cls, payload: Payload, *, uri: str | None = None, root: str | None = None
+    ) -> Activations:
+        """Make a handle for a payload; see `remember`."""
+        return cls(
+            tensors={
+                name: TensorInfo(
+                    shape=tensor.shape, dtype=tensor.dtype, layers=payload.layers[name]
+                )
+                for name, tensor in payload.tensors.items()
+            },
+            sha256=payload.sha256,
+            n_prompt=len(payload.prompt_token_ids),
+            n_completion=len(payload.token_ids),
+            uri=uri,
+            root=root,
+        )
+
+    @classmethod
+    def from_reference(cls, reference: Mapping[str, Any]) -> Activations:
+        """Make a handle from its logged form.
+
+        Args:
+            reference: the mapping that stands in the log.
+
+        Returns:
+            The handle; nothing is read yet.
+
+        Raises:
+            ArtifactError: the mapping is not such a reference.
+        """
+        fields = {name: value for name, value in reference.items() if name != "$lens"}
+        try:
+            if reference.get("$lens") != REFERENCE:
+                raise ValueError(f"$lens is {reference.get('$lens')!r}")
+            fields["tensors"] = {
+                name: {**info, "layers": _read_layers(info["layers"])}
+                for name, info in fields["tensors"].items()
+            }
+            return cls.model_validate(fields)
+        except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
+            raise ArtifactError(
+                f"not a logged reference to activations ({error}); wanted is the mapping with "
+                f'"$lens": "{REFERENCE}" from output.metadata["activations"]'
+            ) from None
+
+    def remember(self, payload: Payload) -> None:
+        """Hold the payload of this handle in memory."""
+        MEMORY.put(self._key, payload)
+
+    # -- tensors ---------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One tensor in the captured dtype, on the CPU, owning its memory."""
+        return to_torch(self.data(name))
+
+    def numpy(self, name: str = RESIDUAL_STREAM) -> NDArray[np.float32]:
+        """One tensor as float32 (exact), of the same shape."""
+        return self.data(name).to_float32()
+
+    def data(self, name: str = RESIDUAL_STREAM) -> TensorData:
+        """One tensor as numpy storage plus dtype, without a copy.
+
+        Raises:
+            KeyError: there is no tensor of that name.
+            ArtifactError: it is neither in memory nor in a file that can be found.
+        """
+        if name not in self.tensors:
+            raise KeyError(f"{name!r} was not captured; there is {', '.join(self.tensors)}")
+        return self._load().tensors[name]
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(self.tensors)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor, or `default` when it was not captured."""
+        return self[name] if name in self.tensors else default
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors."""
+        return ((name, self[name]) for name in self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        return iter(self.tensors)
+
+    def __bool__(self) -> bool:
+        return True
+
+    # -- facts -----------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the first axis, ascending."""
+        info = self.tensors.get(RESIDUAL_STREAM) or next(iter(self.tensors.values()))
+        return info.layers
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """What the engine says it did; None from a server that gives no receipts."""
+        return self._load().receipt
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Absolute position of each token of the second axis, over prompt and completion."""
+        receipt = self.receipt
+        capture = receipt.capture if receipt else None
+        if capture is not None and capture.positions is not None:
+            return capture.positions
+        info = self.tensors.get(RESIDUAL_STREAM) or next(iter(self.tensors.values()))
+        first = (capture.first_position if capture else None) or 0
+        return tuple(range(first, first + info.shape[1]))
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Token ids of the prompt as the engine saw it."""
+        return self._load().prompt_token_ids
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids that were sampled."""
+        return self._load().token_ids
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Model, sample, epoch and message that these belong to, as far as known."""
+        return self._load().origin
+
+    def _load(self) -> Payload:
+        payload = MEMORY.get(self._key)
+        if payload is None:
+            payload = self._read()
+            MEMORY.put(self._key, payload)
+        return payload
+
+    def _read(self) -> Payload:
+        if self.uri is None:
+            raise ArtifactError(
+                "activations: the tensors are not in memory any more (or -M activations=drop "
+                "never kept them) and there is no file; raise INSPECT_LENS_MEMORY_BYTES, or write "
+                "files with -M activations_dir= or INSPECT_LENS_DIR"
+            )
+        where, data = find(self.uri, self.root)
+        payload = decode_file(data, where=where)
+        if payload.sha256 != self.sha256:
+            raise ArtifactError(
+                f"{where}: holds other activations than the log refers to (sha256 "
+                f"{payload.sha256}…, wanted {self.sha256}…); restore the file that was "
+                "written with this log"
+            )
+        return payload
+
+    # -- copies, logs, caches --------------------------------------------------
+
+    @model_serializer(mode="plain")
+    def _reference(self) -> dict[str, Any]:
+        reference: dict[str, Any] = {"$lens": REFERENCE}
+        if self.uri is not None:
+            reference |= {"uri": self.uri, "root": self.root}
+        return reference | {
+            "tensors": {
+                name: {
+                    "shape": list(info.shape),
+                    "dtype": info.dtype,
+                    "layers": _write_layers(info.layers),
+                }
+                for name, info in self.tensors.items()
+            },
+            "sha256": self.sha256,
+            "n_prompt": self.n_prompt,
+            "n_completion": self.n_completion,
+        }
+
+    def __copy__(self) -> Activations:
+        return self
+
+    def __deepcopy__(self, memo: object = None) -> Activations:
+        """Immutable, so a deep copy (Inspect makes many) is the same object."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Activations) and self._reference() == other._reference()
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
+        if self.uri is not None:
+            moved = {"uri": join(self.root or "", self.uri), "root": None}
+            return _unpickle, (self.model_dump() | moved, None)
+        return _unpickle, (self.model_dump(), b"".join(encode_file(self._load())))
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{n}: {i.shape} {i.dtype}" for n, i in self.tensors.items())
+        return f"Activations({facts})"
+
+    __str__ = __repr__
+
+
+def _unpickle(reference: dict[str, Any], data: bytes | None) -> Activations:
+    handle = Activations.from_reference(reference)
+    if data is not None:
+        handle.remember(decode_file(data, where="cached activations"))
+    return handle
+
+
+def _write_layers(layers: tuple[int, ...]) -> list[int] | str:
+    """Long runs of layers as `0-79`, because a log has hundreds of these."""
+    run = len(layers) > 2 and layers == tuple(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]}-{layers[-1]}" if run else list(layers)
+
+
+def _read_layers(value: object) -> tuple[int, ...]:
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+)-(\d+)", value)):
+        return tuple(range(int(match[1]), int(match[2]) + 1))
+    return tuple(cast("list[int]", value))

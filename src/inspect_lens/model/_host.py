@@ -1,0 +1,190 @@
+"""The one file that names private modules of inspect_ai, and what it relies on in each.
+
+`SEAMS` is checked against the installed release by `tests/contracts/test_inspect_seam.py`, so
+an upgrade that moves something fails there, by name, and not in the middle of an eval.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from inspect_ai._util.error import PrerequisiteError, pip_dependency_error
+from inspect_ai.log._samples import sample_active
+from inspect_ai.model._generate_config import active_generate_config
+
+if TYPE_CHECKING:
+    from inspect_ai._util.local_server import (
+        configure_devices,
+        start_local_server,
+        terminate_process,
+    )
+    from inspect_ai.model._providers._vllm_lora import (
+        LoRAAdapter,
+        VLLMServer,
+        _vllm_servers,
+        ensure_adapter_loaded,
+        get_adapter_rank,
+    )
+    from inspect_ai.model._providers.vllm import VLLMAPI
+
+__all__ = [
+    "SEAMS",
+    "VLLMAPI",
+    "ActiveCall",
+    "LoRAAdapter",
+    "PrerequisiteError",
+    "Seam",
+    "VLLMServer",
+    "_vllm_servers",
+    "active_call",
+    "active_generate_config",
+    "configure_devices",
+    "ensure_adapter_loaded",
+    "get_adapter_rank",
+    "pip_dependency_error",
+    "start_local_server",
+    "terminate_process",
+]
+
+_VLLM = "inspect_ai.model._providers.vllm"
+_LORA = "inspect_ai.model._providers._vllm_lora"
+_COMPAT = "inspect_ai.model._providers.openai_compatible"
+_SERVER = "inspect_ai._util.local_server"
+
+# Loaded on first use: these import the OpenAI client, and whoever reads a log needs none.
+_LAZY = {
+    "configure_devices": _SERVER,
+    "start_local_server": _SERVER,
+    "terminate_process": _SERVER,
+    "LoRAAdapter": _LORA,
+    "VLLMServer": _LORA,
+    "_vllm_servers": _LORA,
+    "ensure_adapter_loaded": _LORA,
+    "get_adapter_rank": _LORA,
+    "VLLMAPI": _VLLM,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Seam(NamedTuple):
+    """One private name of inspect_ai and what we expect of it."""
+
+    module: str
+    name: str
+    """Attribute path inside the module."""
+    parameters: tuple[str, ...] | None
+    """Parameters that we pass or override with; None for what is not called."""
+    reason: str
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam("inspect_ai._util.error", "PrerequisiteError", ("message",), "a clean error at start"),
+    Seam(
+        "inspect_ai._util.error",
+        "pip_dependency_error",
+        ("feature", "dependencies"),
+        "Inspect's words for a missing package",
+    ),
+    Seam(
+        _SERVER,
+        "configure_devices",
+        ("server_args", "parallel_size_param"),
+        "-M device= means what it means for Inspect's own vLLM provider",
+    ),
+    Seam(
+        _SERVER,
+        "start_local_server",
+        ("base_cmd", "host", "port", "api_key", "server_type", "timeout", "server_args", "env"),
+        "start vLLM through `python -m`: the `vllm` script is missing from some wheels",
+    ),
+    Seam(_SERVER, "terminate_process", ("process",), "release the port that was reserved"),
+    Seam("inspect_ai.log._samples", "sample_active", (), "where the log of this eval is"),
+    Seam(
+        "inspect_ai.log._samples",
+        "ActiveSample.__init__",
+        ("self", "log_location", "sample", "epoch", "sample_uuid"),
+        "fields that name a sidecar file",
+    ),
+    Seam(
+        "inspect_ai.model._generate_config",
+        "active_generate_config",
+        (),
+        "lens_config adds to the task's extra_body, which Inspect would replace",
+    ),
+    Seam(
+        _VLLM,
+        "VLLMAPI.__init__",
+        ("self", "model_name", "base_url", "port", "api_key", "config", "lazy_init"),
+        "the provider that ours extends",
+    ),
+    Seam(_VLLM, "VLLMAPI._resolve_server", ("self",), "keep the public base_url port-free"),
+    Seam(
+        _VLLM,
+        "VLLMAPI._start_server",
+        ("self", "model_path", "port"),
+        "replaced: another command, loopback only",
+    ),
+    Seam(_VLLM, "VLLMAPI._ensure_server_started", ("self",), "before an adapter is loaded"),
+    Seam(_VLLM, "VLLMAPI._server_root", ("self",), "replaced: reads our own server record"),
+    Seam(_VLLM, "VLLMAPI.close", ("self",), "extended: no child process is left behind"),
+    Seam(_VLLM, "VLLMAPI.connection_key", ("self",), "extended: tells the hook who is calling"),
+    Seam(
+        _COMPAT,
+        "OpenAICompatibleAPI._generate_completion",
+        ("self", "request", "config"),
+        "after the request is logged and before the response is dumped",
+    ),
+    Seam(
+        _COMPAT,
+        "OpenAICompatibleAPI.completion_params",
+        ("self", "config", "tools"),
+        "the request as it is logged",
+    ),
+    Seam(
+        _COMPAT,
+        "OpenAICompatibleAPI.stream_completion",
+        ("self", "stream"),
+        "the stream accumulator drops our chunk",
+    ),
+    Seam(_COMPAT, "OpenAICompatibleAPI.resolve_stream", ("self", "config"), "lens calls decline"),
+    Seam(_COMPAT, "OpenAICompatibleAPI._create_client", ("self",), "a client of our base_url"),
+    Seam(_COMPAT, "OpenAICompatibleAPI.should_retry", ("self", "ex"), "an incomplete capture"),
+    Seam(
+        _LORA,
+        "VLLMServer",
+        ("enable_lora", "max_lora_rank", "base_url", "api_key", "port", "process"),
+        "the record of a server",
+    ),
+    Seam(_LORA, "_vllm_servers", None, "our servers are not registered there"),
+    Seam(_LORA, "LoRAAdapter", ("path", "revision", "is_preloaded"), "an adapter of one call"),
+    Seam(_LORA, "ensure_adapter_loaded", ("server", "adapter"), "load an adapter once"),
+    Seam(_LORA, "get_adapter_rank", ("adapter",), "rank for a server that is not started yet"),
+)
+
+
+class ActiveCall(NamedTuple):
+    """Where in an eval a model call happens."""
+
+    log_location: str
+    sample_uuid: str
+    sample_id: str | int | None
+    epoch: int
+
+
+def active_call() -> ActiveCall | None:
+    """The sample that this task is running, or None outside an eval."""
+    sample = sample_active()
+    if sample is None or not sample.log_location:
+        return None
+    return ActiveCall(
+        log_location=sample.log_location,
+        sample_uuid=sample.sample_uuid,
+        sample_id=sample.sample.id,
+        epoch=sample.epoch,
+    )

@@ -1,0 +1,343 @@
+"""The provider `vllm-lens` (also `lens`): Inspect's vLLM provider that speaks lens.
+
+Order of one call: the hook in `_hook.py` spells the config in one way (before the cache is
+asked), `generate` reads the request out of it, Inspect logs the request, and only then
+`_generate_completion` puts the tensors on the wire and takes the answer's out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from subprocess import Popen
+from typing import Any, cast, get_args
+from urllib.parse import quote
+
+import anyio.to_thread
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
+from inspect_ai.tool import ToolChoice, ToolInfo
+from openai import APIStatusError, AsyncOpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from typing_extensions import override
+
+from inspect_lens.errors import CaptureError, LensError
+from inspect_lens.spec import LensRequest, to_wire_args
+
+from ._attach import Keep, Mode, attach
+from ._body import is_lens_call, parse_capture, read_body
+from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers, ensure_adapter_loaded
+from ._lora import adapter_of, announce
+from ._places import place_for
+from ._response import LensFields, take_fields
+from ._server import children_of, normalise_url, reap, server_for, start_server
+from ._stream import StreamFields
+from ._vectors import save_vectors
+
+__all__ = ["CALLER", "LensAPI"]
+
+FETCH_TIMEOUT_S = 600.0
+MAX_CONNECTIONS = 64
+
+CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
+"""The provider that this task is about to call; see `LensAPI.connection_key`."""
+
+
+@dataclass
+class _Call:
+    """One mutable box per `generate`, filled by `_generate_completion` below it."""
+
+    request: LensRequest | None
+    fields: LensFields | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("inspect_lens_call", default=None)
+
+
+class LensAPI(VLLMAPI):
+    """Inspect's vLLM provider, with capture, steering and adapters per call.
+
+    ```text
+    inspect eval task.py --model vllm-lens/org/model -M capture=10,20
+    ```
+
+    ```python
+    model = get_model("vllm-lens/org/model")
+    output = await model.generate(messages, config=lens_config(capture=[10]))
+    output.metadata["activations"]["residual_stream"]  # torch, (1, tokens, hidden)
+    ```
+
+    Args:
+        model_name: as for `vllm/`, `base` or `base:adapter[@revision]`.
+        base_url: of a running server; `/v1` is added where the URL has no path.
+        port: of a running server on this machine.
+        api_key: that the server asks for.
+        config: generation config.
+        capture: what calls capture that do not say: layers, `all`, or a CaptureSpec.
+        activations: `sidecar` writes a file per call beside the log (the default inside an
+            eval), `memory` keeps them up to INSPECT_LENS_MEMORY_BYTES (the default outside),
+            `drop` keeps only shapes and hashes.
+        activations_dir: folder or fsspec URL for the files, instead of beside the log.
+        stream: force streaming on or off; None streams where Inspect asks for it and the call
+            does not use the lens.
+        **server_args: as for `vllm/`; the rest goes to the vLLM server that is started.
+
+    Raises:
+        PrerequisiteError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        port: int | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 Inspect's own signature
+        *,
+        capture: Any = None,
+        activations: Mode | None = None,
+        activations_dir: str | None = None,
+        stream: bool | None = None,
+        lazy_init: bool = True,
+        **server_args: Any,
+    ) -> None:
+        try:
+            self._capture = parse_capture(capture)
+        except LensError as error:
+            raise PrerequisiteError(f"vllm-lens: -M {error}") from None
+        if activations is not None and activations not in get_args(Mode):
+            raise PrerequisiteError(
+                f"vllm-lens: -M activations={activations!r}; allowed are "
+                f"{', '.join(get_args(Mode))}; leave it out for files beside the log"
+            )
+        self._mode = activations
+        self._directory = activations_dir
+        self._forced_stream = stream
+        self._has_routes: bool | None = None
+        base = model_name.partition(":")[0]
+        shared = base in _vllm_servers
+        super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)
+        self._server = self._own_server(self._server, shared=shared)
+        if not lazy_init:
+            self._resolve_server()
+
+    # -- server ----------------------------------------------------------------
+
+    def _own_server(self, theirs: VLLMServer, *, shared: bool) -> VLLMServer:
+        endpoint = super().connection_key()
+        if endpoint != self.base_model:
+            endpoint = self._init_base_url = normalise_url(endpoint)
+        server = server_for(self.base_model, endpoint)
+        if self.adapter:
+            server.enable_lora = True
+            server.max_lora_rank = max(server.max_lora_rank or 0, theirs.max_lora_rank or 0) or None
+        if not shared:
+            # Inspect's constructor made a record in its own table, which nobody uses.
+            _vllm_servers.pop(self.base_model, None)
+        self.base_url = self._init_base_url
+        return server
+
+    @override
+    def _resolve_server(self) -> None:
+        super()._resolve_server()
+        # Part of the cache key and of logged model roles: an explicit URL, or None for a server
+        # of ours, whose port is another one in each run.
+        self.base_url = self._init_base_url
+
+    @override
+    def _create_client(self) -> AsyncOpenAI:
+        self.base_url = self._server.base_url
+        try:
+            return super()._create_client()
+        finally:
+            self.base_url = self._init_base_url
+
+    @override
+    def _server_root(self) -> str:
+        return str(self._server.base_url).rstrip("/").removesuffix("/v1")
+
+    @override
+    def _start_server(
+        self, model_path: str, port: int | None = None
+    ) -> tuple[str, Popen[str], int]:
+        return start_server(
+            model_path,
+            port=port,
+            api_key=str(self.api_key),
+            server=self._server,
+            args=self.server_args,
+        )
+
+    @override
+    def close(self) -> None:
+        children = children_of(self._server.process)
+        super().close()
+        reap(children)
+
+    @override
+    def connection_key(self) -> str:
+        # Inspect asks for this in the task of a call, right before the hooks of that call run;
+        # hooks are told the model's name only, and two models may share one.
+        CALLER.set(self)
+        return super().connection_key()
+
+    @override
+    def max_connections(self) -> int:
+        return MAX_CONNECTIONS
+
+    @override
+    def should_retry(self, ex: BaseException) -> bool | RetryDecision:
+        if isinstance(ex, APIStatusError) and CaptureError.__name__ in str(ex.body):
+            return RetryDecision.no()  # it would be incomplete again, and Inspect never gives up
+        return super().should_retry(ex)
+
+    # -- a call ----------------------------------------------------------------
+
+    def typed_body(self, config: GenerateConfig) -> dict[str, Any] | None:
+        """The config's `extra_body` with the default capture, spelled in one way."""
+        return read_body(config.extra_body, self._capture).extra_body or None
+
+    @override
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        body, request = read_body(config.extra_body, self._capture)
+        config = config.model_copy(update={"extra_body": body})
+        await self._load_adapter(body.get("lora_request"))
+        place = place_for(self._directory)
+        if request is not None and request.steer:
+            kept = place if self._mode in (None, "sidecar") else None
+            await anyio.to_thread.run_sync(save_vectors, request.steer, kept)
+        call = _Call(request)
+        token = _call.set(call)
+        try:
+            result = await super().generate(input, tools, tool_choice, config)
+        finally:
+            _call.reset(token)
+        output = result[0] if isinstance(result, tuple) else result
+        if isinstance(output, ModelOutput) and call.fields is not None and call.fields.choices:
+            await self._check_steered(request, call.fields)
+            keep = Keep(self._mode, place)
+            await attach(output, call.fields, request, keep=keep, fetch=self._fetch)
+        return result
+
+    @override
+    def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
+        params = super().completion_params(config, tools)
+        body = dict(params.get("extra_body") or {})
+        args = body.pop("extra_args", None)
+        if args:
+            # Typed, so that the logged request has references; text only on the wire.
+            body["vllm_xargs"] = args
+        adapter = adapter_of(body.pop("lora_request", None))
+        if adapter is not None:
+            params["model"] = adapter.name
+        return params | {"extra_body": body}
+
+    @override
+    async def _generate_completion(
+        self, request: dict[str, Any], config: GenerateConfig
+    ) -> ChatCompletion:
+        body: dict[str, Any] = {"return_token_ids": True, **(request.get("extra_body") or {})}
+        if "vllm_xargs" in body:
+            # Compressing megabytes of vectors is not for the event loop.
+            args: Any = body["vllm_xargs"]
+            body["vllm_xargs"] = await anyio.to_thread.run_sync(to_wire_args, args)
+        completion = await super()._generate_completion(request | {"extra_body": body}, config)
+        call = _call.get()
+        if isinstance(completion, ChatCompletion):
+            fields = take_fields(completion)
+            if call is not None:
+                call.fields = fields
+        return completion
+
+    # -- streaming ---------------------------------------------------------------
+
+    @override
+    def resolve_stream(self, config: GenerateConfig) -> bool:
+        if self._forced_stream is not None:
+            return self._forced_stream
+        return super().resolve_stream(config)
+
+    @override
+    def auto_streamable(self, config: GenerateConfig) -> bool:
+        # Large results would arrive as one last chunk: nothing to show, and nothing to gain.
+        return not is_lens_call(config.extra_body) and super().auto_streamable(config)
+
+    @override
+    async def stream_completion(self, stream: AsyncIterable[ChatCompletionChunk]) -> ChatCompletion:
+        fields = StreamFields()
+        return fields.attach(await super().stream_completion(fields.strip(stream)))
+
+    # -- what else the server has to say -------------------------------------------
+
+    async def _load_adapter(self, lora_request: Any) -> None:
+        adapter = adapter_of(lora_request)
+        if adapter is not None:
+            if self._init_base_url is None:
+                await anyio.to_thread.run_sync(announce, adapter, self._server)
+            await self._ensure_server_started()
+            await anyio.to_thread.run_sync(ensure_adapter_loaded, self._server, adapter)
+
+    async def _get(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return await self.http_client.get(
+            f"{self._server_root()}{path}", headers=headers, timeout=FETCH_TIMEOUT_S
+        )
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Send JSON to the server, which is started where needed; returns its JSON.
+
+        Raises:
+            CaptureError: the server answered with an error.
+        """
+        await self._ensure_server_started()
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        response = await self.http_client.post(
+            f"{self._server_root()}{path}",
+            json={"model": self.service_model_name(), **body},
+            headers=headers,
+            timeout=FETCH_TIMEOUT_S,
+        )
+        if response.status_code != 200:
+            raise CaptureError(
+                f"{path} answered HTTP {response.status_code}: {response.text[:500]}"
+            )
+        return response.json()
+
+    async def _fetch(self, handle: str) -> bytes:
+        response = await self._get(f"/v1/activations/{quote(handle, safe='')}")
+        if response.status_code != 200:
+            raise CaptureError(
+                f"activations: handle {handle!r} answered HTTP {response.status_code}; it expired, "
+                "was evicted, or belongs to another API-server process (binary transport needs "
+                "--api-server-count 1); use activations_transport='base64'"
+            )
+        return cast("bytes", response.content)
+
+    async def _check_steered(self, request: LensRequest | None, fields: LensFields) -> None:
+        """Refuse an answer that a server gave without steering it."""
+        if request is None or not request.steer:
+            return
+        receipt = fields.choices[0].receipt
+        if receipt is not None:
+            if receipt.get("steer"):
+                return
+        else:
+            # vllm-lens gives no receipts. It is known by its routes; plain vLLM ignores what it
+            # is asked for.
+            if self._has_routes is None:
+                routes = await self._get("/openapi.json")
+                # Servers may hide their routes; then there is nothing to go by.
+                self._has_routes = routes.status_code != 200 or "/v1/hooks/" in routes.text
+            if self._has_routes:
+                return
+        raise CaptureError(
+            "apply_steering_vectors: the server answered without steering; it runs without the "
+            "inspect-lens plug-in (install inspect-lens in the server's environment, and see "
+            "that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
+        )

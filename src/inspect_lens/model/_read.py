@@ -1,0 +1,153 @@
+"""From what a scorer or an analyst has in hand to the activations behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inspect_ai.event import ModelEvent
+from inspect_ai.log import EvalLog, EvalSample, read_eval_log, transcript
+from inspect_ai.model import ChatMessage, ModelOutput
+
+from inspect_lens.errors import ArtifactError
+from inspect_lens.spec import Receipt
+
+from ._files import absolute, parent
+from ._handle import REFERENCE, Activations
+from ._places import know_root
+from ._store import MESSAGES
+
+__all__ = ["CapturedCall", "activations", "activations_for", "read_activations", "receipt"]
+
+KEY = "activations"
+
+
+class CapturedCall(NamedTuple):
+    """One call of a log that captured something."""
+
+    sample_id: str | int | None
+    epoch: int | None
+    message_id: str | None
+    activations: Activations
+
+
+def activations(
+    source: Activations | ModelOutput | ModelEvent | Mapping[str, Any] | None,
+) -> Activations | None:
+    """Get the activations of one model call, live or out of a log.
+
+    Args:
+        source: the output, its model event, its metadata, or any of these as plain data.
+
+    Returns:
+        The handle, or None when the call captured nothing.
+
+    Raises:
+        ArtifactError: what stands there is not a reference of ours.
+    """
+    found: Any = source
+    if isinstance(found, ModelEvent):
+        found = found.output
+    if isinstance(found, ModelOutput):
+        found = found.metadata
+    if isinstance(found, Mapping) and found.get("$lens") != REFERENCE:
+        # An event, an output or metadata as plain data: one level down, until there is none.
+        inner = next((name for name in (KEY, "output", "metadata") if name in found), None)
+        return None if inner is None else activations(found[inner])
+    if found is None or isinstance(found, Activations):
+        return found
+    return Activations.from_reference(found)
+
+
+def activations_for(message: ChatMessage | str) -> Activations | None:
+    """Get the activations of the call that produced a message.
+
+    Works where only messages are at hand: agents, monitors, and scorers of a reloaded log.
+
+    Args:
+        message: assistant message, or its id.
+
+    Returns:
+        The handle, or None when the message's call captured nothing or is not known here.
+    """
+    message_id = message if isinstance(message, str) else message.id
+    if not isinstance(message, str) and message.metadata and KEY in message.metadata:
+        return activations(message.metadata)
+    if message_id is None:
+        return None
+    handle = MESSAGES.get(message_id)
+    if handle is not None:
+        return handle
+    # A fresh process that scores a log has its events, and no memory of the calls.
+    for call in _calls_of(transcript().events):
+        if call.message_id == message_id:
+            return call.activations
+    return None
+
+
+def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | None:
+    """Get what the engine says it did for one call, captured, steered or both.
+
+    Args:
+        source: as for `activations`.
+
+    Returns:
+        The receipt, or None for a call without the lens or a server that gives none.
+    """
+    handle = activations(source)
+    if handle is not None:
+        return handle.receipt
+    if isinstance(source, ModelEvent):
+        source = source.output
+    metadata = source.metadata if isinstance(source, ModelOutput) else source
+    found = (metadata or {}).get("inspect_lens")
+    return None if found is None else Receipt.model_validate(found)
+
+
+def read_activations(
+    source: EvalLog | EvalSample | ModelOutput | str | Path,
+) -> list[CapturedCall]:
+    """List every captured call of a log, in the order of samples and calls.
+
+    Nothing large is read until a tensor is. A log (or its path) also says where its files are,
+    so that later `activations(output)` finds them after the folder was moved.
+
+    Args:
+        source: a log, its path, one of its samples, or one output.
+
+    Returns:
+        The calls.
+
+    Raises:
+        ArtifactError: the log was read without its samples.
+    """
+    if isinstance(source, str | Path):
+        source = read_eval_log(str(source))
+    if isinstance(source, ModelOutput):
+        handle = activations(source)
+        message_id = source.message.id if source.choices else None
+        return [] if handle is None else [CapturedCall(None, None, message_id, handle)]
+    if isinstance(source, EvalSample):
+        return list(_calls_of(source.events, source))
+    if source.location:
+        know_root(parent(absolute(source.location)))
+    if source.samples is None:
+        raise ArtifactError(
+            f"{source.location or 'log'}: was read without its samples; read it again with "
+            "header_only=False"
+        )
+    return [call for sample in source.samples for call in _calls_of(sample.events, sample)]
+
+
+def _calls_of(events: Iterable[Any], sample: EvalSample | None = None) -> Iterator[CapturedCall]:
+    sample_id = sample.id if sample else None
+    epoch = sample.epoch if sample else None
+    for event in events:
+        if not isinstance(event, ModelEvent):
+            continue
+        first = activations(event.output)
+        for index, choice in enumerate(event.output.choices):
+            handle = first if index == 0 else activations(choice.message.metadata)
+            if handle is not None:
+                yield CapturedCall(sample_id, epoch, choice.message.id, handle)

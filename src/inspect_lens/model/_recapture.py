@@ -1,0 +1,79 @@
+"""Feeding known tokens again to capture what was not captured while they were generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+from inspect_ai.model import Model
+
+from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
+from inspect_lens.spec import CaptureSpec, LensRequest, to_extra_args, to_wire_args
+
+from ._handle import Activations
+from ._provider import LensAPI
+from ._response import ChoiceFields, decode_payload
+
+__all__ = ["recapture"]
+
+
+async def recapture(
+    model: Model,
+    *,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    layers: Sequence[int],
+) -> Activations:
+    """Capture a finished generation by feeding exactly its tokens again.
+
+    Token ids go through `/v1/completions`, so no chat template is rendered a second time. The
+    last sampled token is left out, as it was while generating, and the rows are those that a
+    capture would have had: `(layers, n_prompt + n_completion - 1, hidden)`. They differ from
+    those by the engine's rounding, and in substance where the generation was steered.
+
+    Args:
+        model: a `vllm-lens/` model.
+        prompt_token_ids: the prompt as the model saw it.
+        token_ids: the sampled tokens, at least one.
+        layers: layers to capture.
+
+    Returns:
+        The handle, kept in memory.
+
+    Raises:
+        UnsupportedError: the model's provider cannot capture.
+        SpecError: there are no tokens.
+        CaptureError: the server refused, or returned something else.
+    """
+    api = model.api
+    if not isinstance(api, LensAPI):
+        raise UnsupportedError(
+            f"recomputing activations needs a vllm-lens/ model, and the active model is {model}; "
+            "pass --model vllm-lens/… , or capture while generating"
+        )
+    if not prompt_token_ids or not token_ids:
+        raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
+    capture = CaptureSpec(layers=tuple(layers))
+    args = to_extra_args(LensRequest(capture=capture))
+    answer: Any = await api.post(
+        "/v1/completions",
+        {
+            "prompt": [*prompt_token_ids, *token_ids[:-1]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "vllm_xargs": to_wire_args(args),
+        },
+    )
+    fields = ChoiceFields(activations=answer.get("activations"), token_ids=list(token_ids))
+    if not fields.activations:
+        raise CaptureError(
+            "recapture: the server returned no activations; it runs without the inspect-lens "
+            "plug-in, or with INSPECT_LENS_DISABLE set"
+        )
+    payload = await anyio.to_thread.run_sync(
+        decode_payload, fields, list(prompt_token_ids), capture, {}
+    )
+    handle = Activations.of(payload)
+    handle.remember(payload)
+    return handle

@@ -1,0 +1,185 @@
+"""What a lens server adds to a response: taken out before Inspect dumps it, then decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio.to_thread
+from pydantic import BaseModel, ValidationError
+
+from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.spec import CaptureSpec, LensRequest, Receipt, TensorData, decode_tensor
+
+from ._payload import Payload
+
+__all__ = [
+    "ChoiceFields",
+    "FetchBytes",
+    "LensFields",
+    "decode_payload",
+    "fetch_payloads",
+    "take_fields",
+]
+
+FetchBytes = Callable[[str], Awaitable[bytes]]
+
+
+@dataclass(kw_only=True)
+class ChoiceFields:
+    """Lens fields of one choice."""
+
+    activations: Mapping[str, Any] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    receipt: Mapping[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class LensFields:
+    """Lens fields of one response; there is one entry per choice, in order."""
+
+    prompt_token_ids: list[int] = field(default_factory=list)
+    choices: list[ChoiceFields] = field(default_factory=list)
+
+
+def take_fields(completion: BaseModel) -> LensFields:
+    """Remove the lens fields from a chat completion.
+
+    Args:
+        completion: of the OpenAI client; changed in place, so that neither the model event nor
+            the raw model call holds tensors or token ids.
+
+    Returns:
+        The fields; the first choice's are those at the top level.
+    """
+    top = completion.model_extra or {}
+    fields = LensFields(prompt_token_ids=list(top.pop("prompt_token_ids", None) or ()))
+    for choice in getattr(completion, "choices", None) or ():
+        extra = choice.model_extra or {}
+        fields.choices.append(
+            ChoiceFields(
+                activations=extra.pop("activations", None),
+                token_ids=list(extra.pop("token_ids", None) or ()),
+                receipt=extra.pop("inspect_lens", None),
+            )
+        )
+        fields.prompt_token_ids = fields.prompt_token_ids or list(
+            extra.pop("prompt_token_ids", None) or ()
+        )
+    activations, receipt = top.pop("activations", None), top.pop("inspect_lens", None)
+    if fields.choices:
+        first = fields.choices[0]
+        first.activations = activations or first.activations
+        # A receipt counts one choice's tokens, so the others bring their own or have none.
+        first.receipt = receipt or first.receipt
+    return fields
+
+
+async def fetch_payloads(
+    fields: LensFields, request: LensRequest, fetch: FetchBytes
+) -> list[Payload]:
+    """Decode the activations of every choice, off the event loop.
+
+    Args:
+        fields: of the response.
+        request: that was sent; it asked for a capture.
+        fetch: gets the bytes behind a handle of the binary transport.
+
+    Returns:
+        One payload per choice.
+
+    Raises:
+        CaptureError: something that was asked for did not come, or does not fit the tokens.
+    """
+    payloads = []
+    for index, choice in enumerate(fields.choices):
+        if not choice.activations:
+            raise CaptureError(_missing(index, len(fields.choices)))
+        raw = {
+            name: await fetch(str(entry["handle"]))
+            for name, entry in choice.activations.items()
+            if isinstance(entry, Mapping) and "handle" in entry
+        }
+        payloads.append(
+            await anyio.to_thread.run_sync(
+                decode_payload, choice, fields.prompt_token_ids, request.capture, raw
+            )
+        )
+        choice.activations = None  # the encoded form is as large as the tensors
+    return payloads
+
+
+def decode_payload(
+    choice: ChoiceFields,
+    prompt_token_ids: list[int],
+    capture: CaptureSpec | None,
+    raw: Mapping[str, bytes],
+) -> Payload:
+    """Decode one choice and check that its rows are the tokens that were asked for.
+
+    Raises:
+        CaptureError: a tensor is damaged, or its shape does not fit.
+    """
+    try:
+        tensors = {
+            name: decode_tensor(entry, field=f"activations.{name}", raw=raw.get(name))
+            for name, entry in (choice.activations or {}).items()
+        }
+        receipt = None if choice.receipt is None else Receipt.model_validate(choice.receipt)
+    except (SpecError, ValidationError, AttributeError) as error:
+        raise CaptureError(
+            f"activations: the server sent something that cannot be read ({error}); the versions "
+            "of client and server may differ"
+        ) from None
+    n_tokens = len(prompt_token_ids) + len(choice.token_ids)
+    layers = {
+        name: _check(name, tensor, capture, receipt, n_tokens) for name, tensor in tensors.items()
+    }
+    return Payload(
+        tensors=tensors,
+        layers=layers,
+        prompt_token_ids=tuple(prompt_token_ids),
+        token_ids=tuple(choice.token_ids),
+        receipt=receipt,
+    )
+
+
+def _check(
+    name: str,
+    tensor: TensorData,
+    capture: CaptureSpec | None,
+    receipt: Receipt | None,
+    n_tokens: int,
+) -> tuple[int, ...]:
+    """Layers of a tensor, once its shape is known to fit."""
+    shape = tensor.shape
+    if len(shape) != 3:
+        raise CaptureError(f"activations.{name}: shape {shape}; wanted is (layers, tokens, hidden)")
+    done = receipt.capture if receipt else None
+    asked = None if capture is None or capture.layers == "all" else capture.layers
+    layers = (done.layers if done else asked) or tuple(range(shape[0]))
+    rows = done.n_positions if done else shape[1]
+    if done is None and n_tokens and capture is not None and capture.positions == "all":
+        # Without a receipt the tokens are the only witness.
+        rows = n_tokens - 1
+    if (asked and layers != asked) or shape[:2] != (len(layers), rows):
+        raise CaptureError(
+            f"activations.{name}: shape {shape} for layers {list(layers)} and {rows} tokens; "
+            f"asked were {'all layers' if asked is None else list(asked)}. The server returned "
+            "something else than it was asked for"
+        )
+    return layers
+
+
+def _missing(index: int, count: int) -> str:
+    if index == 0:
+        return (
+            "activations: asked for, and the response has none; the server runs without the "
+            "inspect-lens plug-in (install inspect-lens in the server's environment, and see "
+            "that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
+        )
+    return (
+        f"activations: num_choices={count}, and the server returned none for choice {index}; use "
+        "num_choices=1 and call generate once per choice, or epochs"
+    )

@@ -1,0 +1,84 @@
+"""Steering vectors beside the log, by content: written once, found again from a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from inspect_lens.errors import ArtifactError
+from inspect_lens.spec import STEERING_REFERENCE, SteeringVector, TensorData
+
+from ._files import join, write_file
+from ._payload import Payload, encode_file, read_vector
+from ._places import Place, find
+
+__all__ = ["is_reference", "resolve_references", "resolve_vector", "save_vectors"]
+
+_live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
+_saved: set[tuple[str, str]] = set()
+
+
+def save_vectors(vectors: Iterable[SteeringVector], place: Place | None) -> None:
+    """Write the tensors that the log will refer to, those that are not written yet.
+
+    Args:
+        vectors: of one request.
+        place: where files of this call go; None writes nothing.
+
+    Raises:
+        CaptureError: a file could not be written.
+    """
+    for vector in vectors:
+        tensor = vector.activations
+        _live[tensor.sha256] = tensor
+        if place is not None and (place.root, tensor.sha256) not in _saved:
+            payload = Payload(tensors={"activations": tensor}, layers={})
+            write_file(join(place.root, vector.reference()["uri"]), encode_file(payload))
+            _saved.add((place.root, tensor.sha256))
+
+
+def is_reference(value: object) -> bool:
+    """Whether this is a steering vector as a log holds it."""
+    return isinstance(value, Mapping) and value.get("$lens") == STEERING_REFERENCE
+
+
+def resolve_vector(reference: Mapping[str, Any]) -> SteeringVector:
+    """Get the vector behind the reference that stands in a log.
+
+    Args:
+        reference: the mapping with `"$lens": "steering/1"`.
+
+    Returns:
+        The vector, tensor included.
+
+    Raises:
+        ArtifactError: the tensor is neither in this process nor in a file that can be found.
+    """
+    try:
+        digest, uri = str(reference["sha256"]), str(reference["uri"])
+    except KeyError as error:
+        raise ArtifactError(f"steering reference without {error}; it came from a log?") from None
+    tensor = _live.get(digest)
+    if tensor is None:
+        where, data = find(uri, None)
+        tensor = read_vector(data, where=where)
+        if tensor.sha256 != digest:
+            raise ArtifactError(
+                f"{where}: holds another vector (sha256 {tensor.sha256[:12]}…, the log refers to "
+                f"{digest[:12]}…); restore the file that was written with this log"
+            )
+    names = ("layer_indices", "scale", "norm_match", "position_indices")
+    fields = {name: reference[name] for name in names if reference.get(name) is not None}
+    return SteeringVector(activations=tensor, **fields)
+
+
+def resolve_references(value: Any) -> Any:
+    """Replace every steering reference inside lists and mappings by its vector."""
+    if is_reference(value):
+        return resolve_vector(value)
+    if isinstance(value, Mapping):
+        return {key: resolve_references(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_references(item) for item in value]
+    return value

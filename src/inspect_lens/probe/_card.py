@@ -1,0 +1,178 @@
+"""The card: what a probe is, where it comes from, and what it was measured to do."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
+
+from ._pool import parse_pool
+
+__all__ = [
+    "Evaluation",
+    "Interval",
+    "LayerScore",
+    "ModelRef",
+    "ProbeCard",
+    "Threshold",
+    "TrainingFacts",
+]
+
+
+def _package_version() -> str:
+    try:
+        return version("inspect-lens")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Interval(_Record):
+    """A two-sided interval and the method that made it."""
+
+    low: float
+    high: float
+    confidence: float = 0.95
+    method: str
+
+
+class ModelRef(_Record):
+    """The model whose activations the probe reads."""
+
+    name: str
+    """Model name or path as the provider was given it."""
+    sha256: str | None = None
+    """`fingerprint_model` of the weights; None when they were not at hand."""
+    revision: str | None = None
+    """Revision of a model from a hub."""
+
+
+class TrainingFacts(_Record):
+    """What the direction was fitted on."""
+
+    dataset: str
+    sha256: str
+    """Hash of the activation set, labels and groups included."""
+    n_positive: int
+    """Samples, not tokens."""
+    n_negative: int
+    n_tokens: int
+    """Rows that the estimator saw."""
+    n_groups: int
+    """Groups in the fit; none of them is in the selection set."""
+    group_key: str = "group"
+    """What a group is."""
+    selection_n: int = 0
+    """Samples that the layer was chosen on; they are in no other set."""
+    dropped: int = 0
+    """Samples left out before the fit, for the reason in `notes`."""
+    on_policy: bool = True
+    """Whether the model itself wrote the completions that were read."""
+
+
+class LayerScore(_Record):
+    """One layer of the sweep, measured on the selection set."""
+
+    layer: int
+    auroc: float
+    separation: float
+    """Distance of the class means over their pooled standard deviation; breaks ties."""
+
+
+class Threshold(_Record):
+    """Where scores begin to be flagged, and the control set that says so."""
+
+    value: float
+    """A score strictly above it is flagged."""
+    fpr: float
+    """False positive rate that it was set for."""
+    control: str
+    """Name of the control set."""
+    control_sha256: str | None = None
+    n_control: int
+    n_above: int
+    """Control samples above the threshold."""
+    interval: Interval
+    """Of the realised rate `n_above / n_control`; its upper bound is exact for new samples
+    that are exchangeable with the control set."""
+
+
+class Evaluation(_Record):
+    """Performance on a set that decided nothing."""
+
+    name: str
+    sha256: str
+    n_positive: int
+    n_negative: int
+    disjoint_by: str
+    """No value of this key is shared with the training or the selection set."""
+    auroc: float | None = None
+    """None when a class is missing."""
+    auroc_interval: Interval | None = None
+    auroc_bootstrap: Interval | None = None
+    recall: float | None = None
+    """Share of positives above the stored threshold."""
+    recall_interval: Interval | None = None
+    fpr: float | None = None
+    """Share of negatives above the stored threshold."""
+    fpr_interval: Interval | None = None
+
+
+class ProbeCard(_Record):
+    """Facts about a probe; saved as `card.json`, rendered as `card.md`."""
+
+    name: str = Field(min_length=1)
+    """`<model>/<name>`, its folder below `probes/`."""
+    description: str = ""
+    """What a large score means."""
+    method: str = ""
+    """How the direction was found, with its settings."""
+    source: str = ""
+    """Paper or code that the method comes from."""
+
+    layers: Annotated[tuple[int, ...], Field(min_length=1)]
+    """Layers that the probe reads, ascending; scores of several layers are averaged."""
+    hidden: int = Field(gt=0)
+    """Width of the residual stream."""
+    site: Site = RESID_POST
+    positions: Positions = "completion"
+    """Tokens that the probe reads; the last sampled token, which is never fed to the model,
+    is not among them."""
+    pool: str = "mean"
+    """How token scores become one score."""
+
+    model: ModelRef | None = None
+    training: TrainingFacts | None = None
+    sweep: tuple[LayerScore, ...] = ()
+    thresholds: tuple[Threshold, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+
+    notes: tuple[str, ...] = ()
+    inspect_lens_version: str = Field(default_factory=_package_version)
+    command: str = ""
+    """Command that made the probe."""
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+
+    @field_validator("layers")
+    @classmethod
+    def _layers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)) or value[0] < 0:
+            raise ValueError(f"{value} is not ascending, unique and 0-based; sort the layers")
+        return value
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return parse_positions(value, field="positions")
+
+    @field_validator("pool")
+    @classmethod
+    def _pool(cls, value: str) -> str:
+        return str(parse_pool(value))

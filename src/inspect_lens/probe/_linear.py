@@ -1,0 +1,300 @@
+"""A linear probe: one direction per layer, frozen, and scoring arrays with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.spec import Positions, Site
+
+from ._card import ProbeCard, Threshold
+from ._files import decode_probe, encode_probe, read_probe_files, write_probe_files
+from ._pool import pool_scores
+
+__all__ = ["Probe"]
+
+_CHUNK_TOKENS = 1024
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Probe:
+    """Scores tokens by `mean over layers of weight · (x - mean) / scale + bias`.
+
+    The scaler is kept apart from the weight, so that what was fitted can be read back. All
+    arithmetic is float64, row by row: a token's score does not depend on its neighbours.
+
+    Args:
+        weight: (layers, hidden) float32.
+        bias: (layers,) float32.
+        mean: (layers, hidden) float32; what the scaler subtracts.
+        scale: (layers, hidden) float32, positive; what the scaler divides by.
+        card: layers, positions, pool, thresholds and provenance.
+        path: folder that it was loaded from.
+
+    Raises:
+        SpecError: shapes disagree with the card, or a value is NaN, infinite or a scale <= 0.
+    """
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    mean: NDArray[np.float32]
+    scale: NDArray[np.float32]
+    card: ProbeCard
+    path: Path | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        n, hidden = len(self.card.layers), self.card.hidden
+        shapes = {"weight": (n, hidden), "bias": (n,), "mean": (n, hidden), "scale": (n, hidden)}
+        for name, shape in shapes.items():
+            given = getattr(self, name)
+            array = np.array(given, dtype=np.float32)
+            if array.shape != shape:
+                raise SpecError(
+                    f"{name}: shape {array.shape}; allowed is {shape} for layers "
+                    f"{self.card.layers} of width {hidden}; give one row per layer of the card"
+                )
+            if not np.isfinite(array).all():
+                raise SpecError(
+                    f"{name}: holds NaN or infinity; allowed are finite numbers; check the data "
+                    "that the probe was fitted on"
+                )
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if not (self.scale > 0).all():
+            raise SpecError(
+                "scale: holds values <= 0; allowed are positive numbers; use 1 for a constant "
+                "feature"
+            )
+
+    @classmethod
+    def from_direction(
+        cls, direction: ArrayLike, *, card: ProbeCard, bias: ArrayLike | None = None
+    ) -> Self:
+        """A probe that projects on a raw direction, without a scaler.
+
+        Args:
+            direction: (layers, hidden), or (hidden,) for one layer.
+            card: its layers and width have to agree with the direction.
+            bias: (layers,) or a number; 0 by default.
+
+        Returns:
+            The probe.
+
+        Raises:
+            SpecError: shapes disagree, or a value is not finite.
+        """
+        weight = np.atleast_2d(np.asarray(direction, dtype=np.float32))
+        offset = np.atleast_1d(np.asarray(0.0 if bias is None else bias, dtype=np.float32))
+        return cls(
+            weight=weight,
+            bias=np.broadcast_to(offset, (weight.shape[0],)) if offset.size == 1 else offset,
+            mean=np.zeros_like(weight),
+            scale=np.ones_like(weight),
+            card=card,
+        )
+
+    @property
+    def name(self) -> str:
+        """`<model>/<name>`."""
+        return self.card.name
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that the probe reads, ascending."""
+        return self.card.layers
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.card.hidden
+
+    @property
+    def site(self) -> Site:
+        """Place in the block."""
+        return self.card.site
+
+    @property
+    def positions(self) -> Positions:
+        """Tokens that the probe reads."""
+        return self.card.positions
+
+    @property
+    def pool(self) -> str:
+        """How token scores become one score."""
+        return self.card.pool
+
+    @property
+    def threshold(self) -> Threshold | None:
+        """The first stored threshold."""
+        return self.card.thresholds[0] if self.card.thresholds else None
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of `probe.safetensors`: weights, scaler and all that decides a score."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def direction(self) -> NDArray[np.float32]:
+        """Unit vectors (layers, hidden) float32 in the residual stream along which scores grow."""
+        raw = self.weight.astype(np.float64) / self.scale
+        norm = np.linalg.norm(raw, axis=1, keepdims=True)
+        unit: NDArray[np.float32] = (raw / np.where(norm > 0, norm, 1.0)).astype(np.float32)
+        return unit
+
+    def at(self, layer: int) -> Self:
+        """The probe of one of its layers; thresholds set for several layers are dropped.
+
+        Args:
+            layer: one of `layers`.
+
+        Returns:
+            A one-layer probe.
+
+        Raises:
+            ArtifactError: the probe has no direction at that layer.
+        """
+        if layer not in self.layers:
+            raise ArtifactError(
+                f"layer={layer}: probe {self.name!r} has directions at {list(self.layers)} only; "
+                "a direction of another layer means nothing there; choose one of these, or train "
+                "a probe at that layer"
+            )
+        if self.layers == (layer,):
+            return self
+        row = [self.layers.index(layer)]
+        card = self.card.model_copy(update={"layers": (layer,), "thresholds": ()})
+        return replace(
+            self, weight=self.weight[row], bias=self.bias[row], mean=self.mean[row],
+            scale=self.scale[row], card=card, path=None,
+        )  # fmt: skip
+
+    def score_tokens(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None
+    ) -> NDArray[np.float64]:
+        """Score every token; larger means more of the concept.
+
+        Args:
+            acts: (layers, tokens, hidden), or (tokens, hidden) for one layer; the raw residual
+                stream, unscaled.
+            layers: layer of each row of the first axis (one layer for two axes); by default
+                the layers of the probe, in order. More layers than the probe reads are fine.
+
+        Returns:
+            (tokens,) float64.
+
+        Raises:
+            SpecError: wrong number of axes, wrong width, a layer is missing, or NaN.
+        """
+        array = np.asarray(acts)
+        if array.ndim == 2:
+            array = array[None]
+        if array.ndim != 3 or array.shape[2] != self.hidden:
+            raise SpecError(
+                f"acts: shape {np.shape(acts)}; probe {self.name!r} allows (layers, tokens, "
+                f"{self.hidden}) or (tokens, {self.hidden}); use activations of "
+                f"{self.card.model.name if self.card.model else 'the model it was trained on'}"
+            )
+        rows = self._rows(array.shape[0], layers)
+        total = np.zeros(array.shape[1], dtype=np.float64)
+        for i, row in enumerate(rows):
+            weight = self.weight[i].astype(np.float64) / self.scale[i]
+            for start in range(0, total.size, _CHUNK_TOKENS):
+                stop = start + _CHUNK_TOKENS
+                centred = array[row, start:stop].astype(np.float64) - self.mean[i]
+                # Not a matrix product: BLAS sums in an order that depends on the batch.
+                total[start:stop] += (centred * weight).sum(axis=1) + float(self.bias[i])
+        total /= len(rows)
+        if not np.isfinite(total).all():
+            raise SpecError(
+                f"acts: {int((~np.isfinite(total)).sum())} of {total.size} tokens hold NaN or "
+                "infinity; allowed are finite numbers; rows that were not captured must be left "
+                "out, not filled"
+            )
+        return total
+
+    def score(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None
+    ) -> float:
+        """Score a sample: `score_tokens`, then the pool.
+
+        Args:
+            acts: as in `score_tokens`, already cut to the positions to read.
+            layers: as in `score_tokens`.
+            pool: another pool than the probe's own; its thresholds do not hold for that.
+
+        Returns:
+            One number.
+
+        Raises:
+            SpecError: as `score_tokens`, or there is no token.
+        """
+        return pool_scores(self.score_tokens(acts, layers), pool or self.pool)
+
+    def to_bytes(self) -> bytes:
+        """Content of `probe.safetensors`; equal probes give equal bytes."""
+        tensors = {
+            "weight": self.weight, "bias": self.bias, "mean": self.mean, "scale": self.scale
+        }  # fmt: skip
+        return encode_probe(tensors, self.card)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `probe.safetensors`, `card.json` and `card.md`, each whole or not at all.
+
+        Args:
+            folder: made when missing; `probes/<model>/<name>` by custom.
+
+        Returns:
+            The folder.
+        """
+        return write_probe_files(Path(folder), self.to_bytes(), self.card)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Load a probe and check its files against each other.
+
+        Args:
+            path: the folder, or `probe.safetensors` inside it.
+
+        Returns:
+            The probe, bit-equal to the one that was saved.
+
+        Raises:
+            ArtifactError: a file is missing or damaged, the content hash of the card is not
+                that of the tensors, or both disagree on what decides a score.
+        """
+        folder, content, card = read_probe_files(Path(path))
+        tensors = decode_probe(content, card, folder)
+        try:
+            return cls(**tensors, card=card, path=folder)
+        except SpecError as error:
+            raise ArtifactError(f"{folder}: {error}") from None
+
+    def _repr_params_(self) -> str | dict[str, str]:
+        """What Inspect logs for this object: a path that it can load again, else its identity."""
+        if self.path is not None:
+            return str(self.path)
+        return {"name": self.name, "sha256": self.sha256}
+
+    def _rows(self, n: int, layers: Sequence[int] | None) -> list[int]:
+        if layers is None and n == len(self.layers):
+            return list(range(n))
+        if layers is None or len(layers) != n:
+            raise SpecError(
+                f"layers={None if layers is None else list(layers)}: the activations have {n} "
+                f"layers and probe {self.name!r} reads {list(self.layers)}; allowed is one layer "
+                "number per row; pass layers="
+            )
+        missing = [layer for layer in self.layers if layer not in layers]
+        if missing:
+            raise SpecError(
+                f"layers={list(layers)}: layer {missing[0]} is missing; probe {self.name!r} reads "
+                f"{list(self.layers)}; capture these layers"
+            )
+        return [list(layers).index(layer) for layer in self.layers]

@@ -1,0 +1,95 @@
+"""Finding a probe by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from inspect_lens.errors import ArtifactError
+
+from ._files import CARD_FILE, PROBE_FILE
+from ._linear import Probe
+
+__all__ = ["load_probe", "register_probe_dir"]
+
+_registered: Final[list[Path]] = []
+
+
+def register_probe_dir(folder: str | Path) -> None:
+    """Add a folder to look for named probes in, before any other.
+
+    A package that ships probes calls this when it is imported.
+
+    Args:
+        folder: has `<model>/<name>/` below it.
+    """
+    path = Path(folder).resolve()
+    if path in _registered:
+        _registered.remove(path)
+    _registered.insert(0, path)
+
+
+def load_probe(probe: str | Path | Probe) -> Probe:
+    """Load a probe by path or by name.
+
+    A path that exists wins. Else it is looked up in the registered folders, then in the working
+    directory and each folder above it (Inspect loads a task in the task's own folder), as a name
+    below `probes/` and as a path, and in `probes/` of the source tree that this package was
+    installed from. The last part alone of a name such as `organism/deception-lr` is enough when
+    it is unique, which is all that Inspect logs of a `Path`.
+
+    Args:
+        probe: a folder, its `probe.safetensors`, a name, or a probe, which is returned.
+
+    Returns:
+        The probe.
+
+    Raises:
+        ArtifactError: nothing is found, a name is ambiguous, or the files are wrong.
+    """
+    if isinstance(probe, Probe):
+        return probe
+    if not isinstance(probe, str | Path):
+        raise ArtifactError(
+            f"probe={probe!r}: a {type(probe).__name__}; allowed are a name, a path or a Probe; a "
+            "log that shows this used a probe that was never saved: save it and pass its path"
+        )
+    path = Path(probe).expanduser()
+    if path.is_file() or (path / PROBE_FILE).exists() or (path / CARD_FILE).exists():
+        return Probe.load(path)
+    roots = _roots()
+    for root in roots:
+        found = _find(root, path)
+        if found is not None:
+            return Probe.load(found)
+    if len(path.parts) > 1 and ".." not in path.parts:
+        for folder in Path.cwd().parents:
+            if (folder / path / PROBE_FILE).is_file():
+                return Probe.load(folder / path)
+    raise ArtifactError(
+        f"probe={str(probe)!r} was not found; allowed are a folder with {PROBE_FILE}, or a name "
+        f"below one of {[str(r) for r in roots]}; check the spelling, or train the probe first"
+    )
+
+
+def _roots() -> list[Path]:
+    here = Path.cwd()
+    source = Path(__file__).resolve().parents[3]
+    candidates = [*_registered, *(p / "probes" for p in (here, *here.parents, source))]
+    return [p for p in dict.fromkeys(candidates) if p.is_dir()]
+
+
+def _find(root: Path, name: Path) -> Path | None:
+    if name.is_absolute() or ".." in name.parts:
+        return None
+    if (root / name / PROBE_FILE).is_file():
+        return root / name
+    if len(name.parts) != 1:
+        return None
+    found = sorted(p.parent for p in root.glob(f"*/*/{PROBE_FILE}") if p.parent.name == name.name)
+    if len(found) > 1:
+        raise ArtifactError(
+            f"probe={str(name)!r} is ambiguous: {[str(p) for p in found]}; allowed is one; give "
+            "the model as well, as in organism/deception-lr"
+        )
+    return found[0] if found else None

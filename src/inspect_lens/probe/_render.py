@@ -1,0 +1,109 @@
+"""A card as Markdown, for people."""
+
+from __future__ import annotations
+
+from ._card import Evaluation, Interval, LayerScore, ProbeCard, Threshold
+
+__all__ = ["render_card"]
+
+
+def render_card(card: ProbeCard, *, sha256: str) -> str:
+    """Render a card.
+
+    Args:
+        card: the facts.
+        sha256: hash of `probe.safetensors`.
+
+    Returns:
+        Markdown, ending in a newline. `card.json` is what programs read.
+    """
+    parts = [f"# {card.name}", card.description, _facts(card, sha256)]
+    if card.thresholds:
+        parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
+    if card.evaluations:
+        parts += ["## Evaluation", _evaluations(card.evaluations)]
+    if card.sweep:
+        parts += ["## Layer sweep (selection set)", _sweep(card.sweep, card.layers)]
+    if card.notes:
+        parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _facts(card: ProbeCard, sha256: str) -> str:
+    rows = [
+        ("method", card.method),
+        ("source", card.source),
+        ("layers", ", ".join(map(str, card.layers))),
+        ("site", card.site),
+        ("positions", str(card.positions)),
+        ("pool", card.pool),
+        ("hidden", str(card.hidden)),
+    ]
+    if card.model:
+        rows += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
+    if card.training:
+        t = card.training
+        rows += [
+            ("training set", f"{t.dataset} (sha256 {t.sha256})"),
+            ("training samples", f"{t.n_positive} positive, {t.n_negative} negative"),
+            ("training tokens", str(t.n_tokens)),
+            ("groups", f"{t.n_groups} by {t.group_key}; none shared with the selection set"),
+            ("selection samples", str(t.selection_n)),
+            ("dropped samples", str(t.dropped)),
+            ("on-policy", "yes" if t.on_policy else "no"),
+        ]
+    rows += [
+        ("probe sha256", sha256),
+        ("inspect_lens", card.inspect_lens_version),
+        ("command", f"`{card.command}`" if card.command else ""),
+        ("created", card.created.isoformat()),
+    ]
+    return _table(["fact", "value"], [[k, v] for k, v in rows if v])
+
+
+def _threshold(t: Threshold) -> str:
+    return (
+        f"- **{t.value:.6g}** for a false positive rate of {t.fpr:g}: {t.n_above} of "
+        f"{t.n_control} samples of `{t.control}` lie above it "
+        f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})."
+    )
+
+
+def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
+    head = ["set", "positive", "negative", "disjoint by", "AUROC", "recall at τ", "FPR at τ"]
+    rows = [
+        [
+            e.name,
+            str(e.n_positive),
+            str(e.n_negative),
+            e.disjoint_by,
+            _share(e.auroc, e.auroc_interval),
+            _share(e.recall, e.recall_interval),
+            _share(e.fpr, e.fpr_interval),
+        ]
+        for e in evaluations
+    ]
+    return _table(head, rows) + "\n\nIntervals are two-sided, 95% unless `card.json` says other."
+
+
+def _sweep(sweep: tuple[LayerScore, ...], chosen: tuple[int, ...]) -> str:
+    rows = [
+        [f"**{s.layer}**" if s.layer in chosen else str(s.layer), f"{s.auroc:.4f}",
+         f"{s.separation:.2f}"]
+        for s in sweep
+    ]  # fmt: skip
+    return _table(["layer", "AUROC", "separation"], rows)
+
+
+def _share(value: float | None, interval: Interval | None) -> str:
+    if value is None:
+        return "n/a"
+    text = f"{value:.3f}"
+    return text if interval is None else f"{text} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in lines
+    )

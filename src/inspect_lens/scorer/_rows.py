@@ -1,0 +1,166 @@
+"""The activations that a scorer reads: those of the generation, or recomputed from token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import anyio.to_thread
+import numpy as np
+from inspect_ai.model import Model, ModelOutput, get_model
+from numpy.typing import NDArray
+
+from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.model import Activations, activations, receipt
+from inspect_lens.spec import Positions, resolve_positions
+
+__all__ = ["Rows", "Source", "read_rows"]
+
+Source = Literal["auto", "captured", "recompute"]
+"""`captured`: of the generation; `recompute`: from the token ids; `auto`: the first, else the
+second."""
+
+
+class Rows(NamedTuple):
+    """Activations of the selected tokens of one output."""
+
+    acts: NDArray[np.float32]
+    """(layers, tokens, hidden)."""
+    layers: tuple[int, ...]
+    positions: range | tuple[int, ...]
+    """Absolute positions over prompt and completion, in the order of the tokens."""
+    source: Literal["captured", "recomputed"]
+
+
+async def read_rows(
+    output: ModelOutput, *, layers: tuple[int, ...], positions: Positions, source: Source
+) -> Rows | None:
+    """Get the activations of the selected tokens.
+
+    The last sampled token is never selected: the model that wrote it did not read it.
+
+    Args:
+        output: of the generation that is scored.
+        layers: that the probe reads.
+        positions: that it reads.
+        source: where to take them from.
+
+    Returns:
+        The rows, or None when no such token exists in this output.
+
+    Raises:
+        ArtifactError: they were not captured, and cannot be recomputed or may not be.
+        UnsupportedError: the model cannot recompute.
+    """
+    handle = activations(output)
+    problem = "this output has no activations"
+    if handle is not None and source != "recompute":
+        wanted = _select(positions, handle.n_prompt, handle.n_completion)
+        if wanted is None:
+            return None
+        try:
+            return await anyio.to_thread.run_sync(_pick, handle, layers, wanted, "captured")
+        except ArtifactError as error:
+            problem = str(error)
+    if source == "captured":
+        raise ArtifactError(_advice(problem, layers, "use source='auto' to recompute"))
+    prompt, completion = _token_ids(output, handle, problem, layers)
+    if source == "auto" and _was_steered(output):
+        raise ArtifactError(
+            _advice(
+                f"{problem}, and the generation was steered, which recomputing would not repeat",
+                layers,
+                "use source='recompute' to score the text on the plain model",
+            )
+        )
+    wanted = _select(positions, len(prompt), len(completion))
+    if wanted is None:
+        return None
+    replayed = await _recapture(get_model(), prompt, completion, layers, problem)
+    return await anyio.to_thread.run_sync(_pick, replayed, layers, wanted, "recomputed")
+
+
+def _select(
+    positions: Positions, n_prompt: int, n_completion: int
+) -> range | tuple[int, ...] | None:
+    """Positions of one output, or None when it has none of them."""
+    try:
+        selected = resolve_positions(
+            positions,
+            n_prompt=n_prompt,
+            n_max=n_prompt + max(n_completion - 1, 0),
+            field="positions",
+        )
+    except SpecError:
+        return None
+    return selected if len(selected) else None
+
+
+def _pick(
+    handle: Activations,
+    layers: tuple[int, ...],
+    wanted: range | tuple[int, ...],
+    source: Literal["captured", "recomputed"],
+) -> Rows:
+    missing = [layer for layer in layers if layer not in handle.layers]
+    if missing:
+        raise ArtifactError(f"layer {missing[0]} was not captured, only {list(handle.layers)}")
+    row = {position: i for i, position in enumerate(handle.positions)}
+    absent = [position for position in wanted if position not in row]
+    if absent:
+        raise ArtifactError(f"token position {absent[0]} was not captured")
+    captured = handle.numpy()
+    at = np.ix_([handle.layers.index(n) for n in layers], [row[p] for p in wanted])
+    return Rows(captured[at], layers, wanted, source)
+
+
+def _token_ids(
+    output: ModelOutput, handle: Activations | None, problem: str, layers: tuple[int, ...]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Token ids of prompt and completion, from the live metadata or the captured call."""
+    metadata = output.metadata or {}
+    prompt, completion = metadata.get("prompt_token_ids"), metadata.get("token_ids")
+    if not prompt and handle is not None:
+        prompt, completion = handle.prompt_token_ids, handle.token_ids
+    if not prompt or not completion:
+        raise ArtifactError(
+            _advice(
+                f"{problem}, and no token ids to recompute them from",
+                layers,
+                "text alone does not say which tokens the model saw",
+            )
+        )
+    return prompt, completion
+
+
+def _was_steered(output: ModelOutput) -> bool:
+    done = receipt(output)
+    return done is not None and done.steer is not None
+
+
+async def _recapture(
+    model: Model,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    layers: tuple[int, ...],
+    problem: str,
+) -> Activations:
+    """Recompute, saying also why that was needed where it cannot be done."""
+    # Imported here: it loads the provider, which scoring captured rows does without.
+    from inspect_lens.model import recapture
+
+    try:
+        return await recapture(
+            model, prompt_token_ids=prompt_token_ids, token_ids=token_ids, layers=layers
+        )
+    except UnsupportedError as error:
+        raise UnsupportedError(_advice(f"{problem}; {error}", layers, "")) from None
+
+
+def _advice(problem: str, layers: tuple[int, ...], otherwise: str) -> str:
+    wanted = list(layers)
+    return (
+        f"activations: {problem}; the probe needs layers {wanted} of every token it reads; "
+        f"run the eval with a vllm-lens/ model and -M capture={wanted}, or put "
+        f"with_capture({wanted}) into the solver" + (f"; {otherwise}" if otherwise else "")
+    )

@@ -1,0 +1,42 @@
+"""`with_capture`: generate, and keep activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inspect_ai.model import GenerateConfig
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+
+from inspect_lens.model import lens_config
+from inspect_lens.spec import Positions
+
+__all__ = ["with_capture"]
+
+
+@solver
+def with_capture(
+    layers: Sequence[int] | int | str = "all", positions: Positions | Sequence[int] = "all"
+) -> Solver:
+    """Generate with capture: what `generate()` is to a task without it.
+
+    For agents and other solvers that call the model themselves, start the eval with
+    `-M capture=…` instead.
+
+    Args:
+        layers: `all`, or layer numbers.
+        positions: tokens to keep, such as `completion`.
+
+    Returns:
+        The solver; activations are in `state.output.metadata["activations"]`.
+
+    Raises:
+        SpecError: layers or positions are wrong.
+    """
+    capture = {"layers": layers, "positions": positions}
+    lens_config(capture=capture, base=GenerateConfig())  # refuse a wrong spec before any sample
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        # Without a base it adds to the extra_body of the running task.
+        return await generate(state, extra_body=lens_config(capture=capture).extra_body)
+
+    return solve

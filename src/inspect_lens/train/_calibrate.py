@@ -1,0 +1,125 @@
+"""The threshold on a control set, and what a probe does on a held-out one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    Evaluation,
+    Probe,
+    Threshold,
+    auroc,
+    bootstrap_interval,
+    clopper_pearson,
+    conformal_threshold,
+    delong_interval,
+    required_negatives,
+)
+
+from ._dataset import ActivationSet
+
+__all__ = ["evaluate_probe", "fit_threshold"]
+
+
+def fit_threshold(
+    control_scores: ArrayLike,
+    fpr: float = 0.01,
+    *,
+    control: str = "control",
+    control_sha256: str | None = None,
+    allow_few: bool = False,
+) -> Threshold:
+    """Set a threshold that new control samples exceed with probability at most `fpr`.
+
+    Args:
+        control_scores: (samples,) scores of harmless samples, written by the same model.
+        fpr: false positive rate to allow.
+        control: name of the control set.
+        control_sha256: its hash.
+        allow_few: accept fewer than `required_negatives(fpr)` samples.
+
+    Returns:
+        The threshold, with the realised rate and its Clopper-Pearson interval.
+
+    Raises:
+        SpecError: too few samples, or a score is NaN.
+
+    Source:
+        Rule and limits: `conformal_threshold`, `required_negatives`.
+    """
+    scores = np.asarray(control_scores, dtype=np.float64).ravel()
+    need = required_negatives(fpr)
+    if scores.size < need and not allow_few:
+        raise SpecError(
+            f"control_scores: {scores.size} of {control!r} for a false positive rate of {fpr:g}; "
+            f"allowed are {need} or more, as fewer cannot show that rate; score more control "
+            "samples, ask for a larger rate, or pass allow_few=True and read the interval"
+        )
+    value = conformal_threshold(scores, fpr)
+    above = int((scores > value).sum())
+    return Threshold(
+        value=value,
+        fpr=fpr,
+        control=control,
+        control_sha256=control_sha256,
+        n_control=scores.size,
+        n_above=above,
+        interval=clopper_pearson(above, scores.size),
+    )
+
+
+def evaluate_probe(
+    probe: Probe,
+    data: ActivationSet,
+    *,
+    disjoint_by: str = "group",
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> Evaluation:
+    """Measure a probe on a set that decided nothing about it.
+
+    Args:
+        probe: with a threshold, if recall and false positive rate are wanted.
+        data: the set.
+        disjoint_by: key that keeps it apart from the training set; written down, not checked.
+        n_resamples: of the cluster bootstrap over groups; 0 leaves it out.
+        seed: of the bootstrap.
+
+    Returns:
+        AUROC with DeLong's and the bootstrap's interval, recall and false positive rate at the
+        first stored threshold with exact intervals; None where a class is missing.
+
+    Raises:
+        SpecError: layers or width do not fit.
+    """
+    scores = data.scores(probe)
+    area = auroc(data.labels, scores)
+    facts: dict[str, object] = {}
+    if not math.isnan(area):
+        facts["auroc"] = area
+        facts["auroc_interval"] = delong_interval(data.labels, scores)
+        if n_resamples:
+            facts["auroc_bootstrap"] = bootstrap_interval(
+                data.labels, scores, groups=data.groups, n_resamples=n_resamples, seed=seed
+            )
+    if probe.threshold is not None:
+        flagged = scores > probe.threshold.value
+        for key, of_class in (("recall", data.labels), ("fpr", ~data.labels)):
+            n, hits = int(of_class.sum()), int(flagged[of_class].sum())
+            if n:
+                facts[key] = hits / n
+                facts[f"{key}_interval"] = clopper_pearson(hits, n)
+    return Evaluation.model_validate(
+        {
+            "name": data.name,
+            "sha256": data.sha256,
+            "n_positive": data.n_positive,
+            "n_negative": data.n_negative,
+            "disjoint_by": disjoint_by,
+            **facts,
+        }
+    )

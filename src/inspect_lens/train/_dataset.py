@@ -1,0 +1,275 @@
+"""Activations with labels and groups: what a probe is trained and judged on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import Probe, write_atomic
+
+__all__ = ["ActivationSet"]
+
+_FORMAT = "inspect_lens.activations/1"
+_KEY = "inspect_lens"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ActivationSet:
+    """Activations of samples of one model, in the order given.
+
+    Args:
+        name: of the set, as cards show it.
+        model: name or path of the model.
+        layers: layers of the first axis, ascending.
+        acts: per sample (layers, tokens, hidden) float32, raw residual stream.
+        labels: (samples,) 0 and 1, or bools; 1 is what the probe should find.
+        groups: (samples,) what must not straddle a split, such as the scenario.
+        mask: per sample (tokens,) bool, the tokens that the probe reads; all by default.
+        ids: (samples,) names of the samples; numbers by default.
+        columns: more keys that sets can be disjoint by, each with (samples,) values.
+
+    Raises:
+        SpecError: lengths or shapes disagree, a value is NaN, or a sample has no token.
+    """
+
+    name: str
+    model: str
+    layers: tuple[int, ...]
+    acts: tuple[NDArray[np.float32], ...]
+    labels: NDArray[np.bool_]
+    groups: tuple[str, ...]
+    mask: tuple[NDArray[np.bool_], ...] = ()
+    ids: tuple[str, ...] = ()
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.acts)
+        acts = tuple(np.asarray(a, dtype=np.float32) for a in self.acts)
+        set_ = object.__setattr__
+        set_(self, "acts", acts)
+        set_(self, "layers", tuple(int(layer) for layer in self.layers))
+        set_(self, "labels", _labels(self.labels, self.name))
+        set_(self, "groups", tuple(map(str, self.groups)))
+        set_(self, "ids", tuple(map(str, self.ids or range(n))))
+        masks = self.mask or tuple(np.ones(a.shape[1], dtype=bool) for a in acts if a.ndim == 3)
+        set_(self, "mask", tuple(np.asarray(m, dtype=bool) for m in masks))
+        columns = {key: tuple(map(str, values)) for key, values in self.columns.items()}
+        set_(self, "columns", MappingProxyType(columns))
+        self._check(n)
+
+    def _check(self, n: int) -> None:
+        if list(self.layers) != sorted(set(self.layers)):
+            raise SpecError(
+                f"{self.name}.layers={self.layers}; allowed are unique layers in ascending order; "
+                "sort the layers and the first axis of acts"
+            )
+        lengths = {"labels": len(self.labels), "groups": len(self.groups), "ids": len(self.ids)}
+        lengths |= {key: len(values) for key, values in self.columns.items()}
+        for key, length in lengths.items():
+            if length != n:
+                raise SpecError(
+                    f"{self.name}.{key}: {length} values for {n} samples; allowed is one each; "
+                    "build all of them in one loop over the samples"
+                )
+        hidden = {a.shape[-1] for a in self.acts}
+        for i, (acts, name) in enumerate(zip(self.acts, self.ids, strict=True)):
+            if acts.ndim != 3 or acts.shape[0] != len(self.layers) or len(hidden) != 1:
+                raise SpecError(
+                    f"{self.name}.acts[{i}] ({name}): shape {acts.shape}; allowed is "
+                    f"({len(self.layers)}, tokens, hidden) with one width, widths here are "
+                    f"{sorted(hidden)}; capture the same layers for every sample"
+                )
+            if not np.isfinite(acts).all():
+                raise SpecError(
+                    f"{self.name}.acts[{i}] ({name}): holds NaN or infinity; allowed are finite "
+                    "numbers; leave the sample out"
+                )
+        for i, (acts, mask) in enumerate(zip(self.acts, self.mask, strict=True)):
+            if mask.shape != (acts.shape[1],) or not mask.any():
+                raise SpecError(
+                    f"{self.name}.mask[{i}] ({self.ids[i]}): shape {mask.shape} with "
+                    f"{int(mask.sum())} tokens selected for {acts.shape[1]} tokens; allowed is "
+                    "one bool per token, one of them true; leave out a sample without tokens"
+                )
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.acts)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream; 0 for an empty set."""
+        return int(self.acts[0].shape[2]) if self.acts else 0
+
+    @property
+    def n_positive(self) -> int:
+        """Samples with label 1."""
+        return int(self.labels.sum())
+
+    @property
+    def n_negative(self) -> int:
+        """Samples with label 0."""
+        return len(self) - self.n_positive
+
+    def key(self, name: str) -> tuple[str, ...]:
+        """Values (samples,) of `group`, `id` or one of the columns.
+
+        Raises:
+            SpecError: there is no such key.
+        """
+        known = {"group": self.groups, "id": self.ids, **self.columns}
+        if name not in known:
+            raise SpecError(
+                f"{self.name}: has no key {name!r}; allowed are {sorted(known)}; add it to columns="
+            )
+        return known[name]
+
+    def rows(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.str_]]:
+        """Selected tokens of all samples at one layer.
+
+        Args:
+            layer: one of `layers`.
+
+        Returns:
+            (tokens, hidden) float32, the label of each row, the group of each row.
+
+        Raises:
+            SpecError: the layer is not in the set.
+        """
+        index = self._index(layer)
+        x = np.concatenate([a[index, m] for a, m in zip(self.acts, self.mask, strict=True)])
+        lengths = [int(m.sum()) for m in self.mask]
+        return x, np.repeat(self.labels, lengths), np.repeat(np.array(self.groups), lengths)
+
+    def scores(self, probe: Probe) -> NDArray[np.float64]:
+        """Score (samples,) of every sample with a probe, over its selected tokens."""
+        return np.array(
+            [probe.score(a[:, m], self.layers) for a, m in zip(self.acts, self.mask, strict=True)],
+            dtype=np.float64,
+        )
+
+    def subset(self, index: ArrayLike, *, name: str | None = None) -> Self:
+        """The samples at the given indices, in that order."""
+        picks = [int(i) for i in np.asarray(index)]
+        return type(self)(
+            name=name or self.name,
+            model=self.model,
+            layers=self.layers,
+            acts=tuple(self.acts[i] for i in picks),
+            labels=self.labels[picks],
+            groups=tuple(self.groups[i] for i in picks),
+            mask=tuple(self.mask[i] for i in picks),
+            ids=tuple(self.ids[i] for i in picks),
+            columns={k: tuple(v[i] for i in picks) for k, v in self.columns.items()},
+        )
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of everything that is saved: values, labels, groups, names."""
+        return hashlib.sha256(self._to_bytes()).hexdigest()
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file, whole or not at all.
+
+        Args:
+            path: of the file; its folder is made when missing.
+
+        Returns:
+            The path.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, self._to_bytes())
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The set, bit-equal.
+
+        Raises:
+            ArtifactError: missing, damaged, or another format.
+        """
+        try:
+            content = Path(path).read_bytes()
+            tensors = load_tensors(content)
+            length = int.from_bytes(content[:8], "little")
+            facts: dict[str, Any] = json.loads(
+                json.loads(content[8 : 8 + length])["__metadata__"][_KEY]
+            )
+            if facts["format"] != _FORMAT:
+                raise ValueError(f"format {facts['format']!r}")
+            ends = np.cumsum(tensors["lengths"])[:-1]
+            return cls(
+                name=facts["name"],
+                model=facts["model"],
+                layers=tuple(facts["layers"]),
+                acts=tuple(np.split(tensors["acts"], ends, axis=1)),
+                labels=tensors["labels"].astype(bool),
+                groups=tuple(facts["groups"]),
+                mask=tuple(np.split(tensors["mask"].astype(bool), ends)),
+                ids=tuple(facts["ids"]),
+                columns={k: tuple(v) for k, v in facts["columns"].items()},
+            )
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(
+                f"{path}: not an activation set ({type(error).__name__}: {error}); allowed is what "
+                "ActivationSet.save writes; collect the activations again"
+            ) from None
+
+    def _to_bytes(self) -> bytes:
+        if not self.acts:
+            raise SpecError(f"{self.name}: is empty; allowed is one sample or more; check filters")
+        facts = {
+            "format": _FORMAT,
+            "name": self.name,
+            "model": self.model,
+            "layers": self.layers,
+            "groups": self.groups,
+            "ids": self.ids,
+            "columns": dict(self.columns),
+        }
+        tensors = {
+            "acts": np.ascontiguousarray(np.concatenate(self.acts, axis=1)),
+            "lengths": np.array([a.shape[1] for a in self.acts], dtype=np.int64),
+            "labels": self.labels.astype(np.uint8),
+            "mask": np.concatenate(self.mask).astype(np.uint8),
+        }
+        content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
+        return content
+
+    def _index(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise SpecError(
+                f"layer={layer}: {self.name} holds {list(self.layers)}; allowed is one of these; "
+                "capture that layer too"
+            )
+        return self.layers.index(layer)
+
+
+def _labels(values: ArrayLike, name: str) -> NDArray[np.bool_]:
+    labels = np.asarray(values)
+    if labels.ndim != 1 or (labels.size and not np.isin(labels, (0, 1)).all()):
+        raise SpecError(
+            f"{name}.labels: shape {labels.shape}; allowed is (samples,) of 0 and 1 or bools; map "
+            "your classes to them first"
+        )
+    return labels.astype(bool)

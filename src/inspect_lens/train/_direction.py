@@ -1,0 +1,156 @@
+"""Estimators that end in one direction: what they share, and the difference of means."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Probe, ProbeCard
+
+__all__ = ["DirectionEstimator", "MeanDifferenceProbe"]
+
+
+class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """Base of estimators with `decision = coef · (x - mean) / scale + intercept`.
+
+    Subclasses set `coef_`, `intercept_`, `mean_` and `scale_` in `_fit_rows`.
+
+    Attributes:
+        classes_: (2,) the two labels; the second is the positive one.
+        n_features_in_: hidden.
+        coef_: (hidden,).
+        intercept_: a number.
+        mean_: (hidden,) what is subtracted before the direction is applied.
+        scale_: (hidden,) what is divided by.
+    """
+
+    method: str = ""
+    """How the direction is found, for the card."""
+    source: str = ""
+    """Where the method comes from, for the card."""
+
+    classes_: NDArray[Any]
+    n_features_in_: int
+    coef_: NDArray[np.floating[Any]]
+    intercept_: float
+    mean_: NDArray[np.floating[Any]]
+    scale_: NDArray[np.floating[Any]]
+
+    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+        """Find the direction.
+
+        Args:
+            X: (rows, hidden) float; a row is a token or a pooled sample.
+            y: (rows,) two classes; the larger label is the positive one.
+            groups: (rows,) accepted by every estimator, so that those that pair rows within
+                a group can be swapped in; not used here.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: not two classes, NaN, or shapes disagree.
+        """
+        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        check_classification_targets(labels)
+        self.classes_ = np.unique(labels)
+        if self.classes_.size != 2:
+            classes = "class" if self.classes_.size == 1 else "classes"
+            raise ValueError(
+                f"y: {self.classes_.size} {classes} given; Only binary classification is "
+                "supported, so allowed are exactly two classes; check the labels of the set"
+            )
+        self._fit_rows(x, labels == self.classes_[1])
+        return self
+
+    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
+        raise NotImplementedError
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.floating[Any]]:
+        """Score rows (rows, hidden); larger means more of the positive class."""
+        check_is_fitted(self)
+        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        scores: NDArray[np.floating[Any]] = ((x - self.mean_) / self.scale_) @ self.coef_
+        return scores + self.intercept_
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """Class (rows,) of each row: the positive one where the decision is above 0."""
+        positive = self.decision_function(X) > 0
+        classes: NDArray[Any] = self.classes_[positive.astype(int)]
+        return classes
+
+    def describe(self) -> str:
+        """Method and settings, for the card."""
+        settings = ", ".join(f"{k}={v}" for k, v in sorted(self.get_params().items()))
+        return f"{self.method} ({type(self).__name__}: {settings})"
+
+    def to_probe(self, card: ProbeCard) -> Probe:
+        """Freeze the fitted direction.
+
+        Args:
+            card: of one layer; its width has to be that of the training rows. An empty
+                `method` or `source` is filled in.
+
+        Returns:
+            The probe; it scores rows as `decision_function` does, up to float32 rounding.
+
+        Raises:
+            SpecError: the card names several layers or another width.
+            sklearn.exceptions.NotFittedError: `fit` was not called.
+        """
+        check_is_fitted(self)
+        if len(card.layers) != 1 or card.hidden != self.n_features_in_:
+            raise SpecError(
+                f"card: layers {card.layers} of width {card.hidden}; allowed is one layer of width "
+                f"{self.n_features_in_}; an estimator learns the direction of one layer"
+            )
+        filled = {"method": card.method or self.describe(), "source": card.source or self.source}
+        return Probe(
+            weight=np.asarray(self.coef_, dtype=np.float32)[None],
+            bias=np.array([self.intercept_], dtype=np.float32),
+            mean=np.asarray(self.mean_, dtype=np.float32)[None],
+            scale=np.asarray(self.scale_, dtype=np.float32)[None],
+            card=card.model_copy(update=filled),
+        )
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+
+class MeanDifferenceProbe(DirectionEstimator):
+    """Difference of class means; a row at the midpoint scores 0.
+
+    Args:
+        normalize: make the direction unit length, so that scores are in units of the residual
+            stream.
+
+    Source:
+        arXiv:2310.06824 (mass-mean probing without the covariance), arXiv:2312.06681.
+    """
+
+    method = "difference of class means"
+    source = "arXiv:2310.06824"
+
+    def __init__(self, *, normalize: bool = False) -> None:
+        self.normalize = normalize
+
+    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
+        high = x[positive].mean(axis=0, dtype=np.float64)
+        low = x[~positive].mean(axis=0, dtype=np.float64)
+        self.coef_ = high - low
+        norm = float(np.linalg.norm(self.coef_))
+        if self.normalize and norm > 0.0:
+            self.coef_ = self.coef_ / norm
+        # The midpoint goes into the centre, not into the intercept: |mean| is often hundreds of
+        # times |difference|, and their product would lose the digits that decide.
+        self.mean_ = (high + low) / 2.0
+        self.scale_ = np.ones_like(self.mean_)
+        self.intercept_ = 0.0

@@ -1,0 +1,90 @@
+"""Choosing the layer on data that neither trains nor tests the probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import clone
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import LayerScore, Probe, ProbeCard, auroc
+
+from ._dataset import ActivationSet
+from ._direction import DirectionEstimator
+from ._splits import require_disjoint
+
+__all__ = ["LayerChoice", "select_layer"]
+
+
+class LayerChoice(NamedTuple):
+    """The chosen layer, and all that were tried."""
+
+    probe: Probe
+    """Fitted on the training set at the chosen layer, without threshold."""
+    sweep: tuple[LayerScore, ...]
+    """Every layer, measured on the selection set."""
+
+
+def select_layer(
+    estimator: DirectionEstimator,
+    train: ActivationSet,
+    selection: ActivationSet,
+    *,
+    card: ProbeCard,
+    layers: Sequence[int] | None = None,
+) -> LayerChoice:
+    """Fit one probe per layer and keep the one that does best on the selection set.
+
+    The highest AUROC wins; among equals (on easy data many layers reach 1) the one whose class
+    means are farthest apart in pooled standard deviations, then the lowest layer.
+
+    Args:
+        estimator: unfitted; it is cloned for each layer.
+        train: what the directions are fitted on.
+        selection: what the layer is chosen on; shares no group and no sample with `train`.
+        card: facts for the probe; its layers are replaced by the chosen one.
+        layers: layers to try; all of `train` by default.
+
+    Returns:
+        The choice.
+
+    Raises:
+        SpecError: a group straddles the sets, a class is missing, or there is no layer to try.
+    """
+    for key in ("group", "id"):
+        require_disjoint(train, selection, key=key)
+    for data in (train, selection):
+        if 0 in (data.n_positive, data.n_negative):
+            raise SpecError(
+                f"{data.name}: {data.n_positive} positive and {data.n_negative} negative samples; "
+                "allowed are both classes; check the labels"
+            )
+    tried = tuple(train.layers if layers is None else sorted(set(layers)))
+    if not tried:
+        raise SpecError("layers=(): nothing to try; allowed are layers of the set; name one")
+    fitted: list[tuple[LayerScore, Probe]] = []
+    for layer in tried:
+        x, y, groups = train.rows(layer)
+        at_layer = card.model_copy(update={"layers": (layer,)})
+        probe = clone(estimator).fit(x, y, groups).to_probe(at_layer)
+        scores = selection.scores(probe)
+        measured = LayerScore(
+            layer=layer,
+            auroc=auroc(selection.labels, scores),
+            separation=_separation(scores, selection.labels),
+        )
+        fitted.append((measured, probe))
+    best = max(fitted, key=lambda f: (f[0].auroc, f[0].separation, -f[0].layer))
+    return LayerChoice(best[1], tuple(score for score, _ in fitted))
+
+
+def _separation(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> float:
+    """Difference of class means over the pooled standard deviation; finite always."""
+    high, low = scores[labels], scores[~labels]
+    spread = math.sqrt((float(high.var()) + float(low.var())) / 2.0)
+    gap = float(high.mean() - low.mean())
+    return gap / max(spread, 1e-12 * max(1.0, abs(gap)))

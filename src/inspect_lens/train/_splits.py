@@ -1,0 +1,70 @@
+"""Splits that no group straddles."""
+
+from __future__ import annotations
+
+import numpy as np
+from sklearn.model_selection import StratifiedGroupKFold
+
+from inspect_lens.errors import SpecError
+
+from ._dataset import ActivationSet
+
+__all__ = ["require_disjoint", "split_by_group"]
+
+
+def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "group") -> None:
+    """Refuse two sets that share a group: a probe could know the scenario, not the concept.
+
+    Args:
+        one: a set.
+        other: another set.
+        key: `group`, `id`, or a column of both sets.
+
+    Raises:
+        SpecError: a value straddles the sets.
+    """
+    shared = sorted(set(one.key(key)) & set(other.key(key)))
+    if shared:
+        raise SpecError(
+            f"{key}: {len(shared)} values are in {one.name!r} and in {other.name!r}, such as "
+            f"{shared[:3]}; allowed are sets that share none; split by {key}, or name the key "
+            "that does keep them apart in disjoint="
+        )
+
+
+def split_by_group(
+    data: ActivationSet, *, fraction: float = 0.25, seed: int = 0
+) -> tuple[ActivationSet, ActivationSet]:
+    """Split off a part with whole groups, both classes in about the same proportion.
+
+    Args:
+        data: the set.
+        fraction: share of samples to split off, at most 0.5; met as nearly as groups allow.
+        seed: of the shuffle.
+
+    Returns:
+        The rest, and the part.
+
+    Raises:
+        SpecError: too few groups, or a class is missing on one side.
+    """
+    if not 0.0 < fraction <= 0.5:
+        raise SpecError(f"fraction={fraction!r}; allowed is above 0 and up to 0.5; 0.25 is usual")
+    folds = max(2, round(1.0 / fraction))
+    n_groups = len(set(data.groups))
+    if n_groups < folds or min(data.n_positive, data.n_negative) < folds:
+        raise SpecError(
+            f"{data.name}: {n_groups} groups, {data.n_positive} positive and {data.n_negative} "
+            f"negative samples; allowed are {folds} or more of each for fraction={fraction:g}; "
+            "use finer groups, or pass selection= yourself"
+        )
+    splitter = StratifiedGroupKFold(n_splits=folds, shuffle=True, random_state=seed)
+    rest, part = next(splitter.split(np.zeros(len(data)), data.labels, data.groups))
+    made = (data.subset(rest), data.subset(part, name=f"{data.name}/selection"))
+    for side in made:
+        if 0 in (side.n_positive, side.n_negative):
+            raise SpecError(
+                f"{side.name}: one class is missing after the split by group; allowed are groups "
+                "that leave both on each side; use finer groups, or another seed"
+            )
+    return made

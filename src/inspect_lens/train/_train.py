@@ -1,0 +1,157 @@
+"""From activation sets to a probe with its card: fit, choose the layer, calibrate, evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import ModelRef, Probe, ProbeCard, TrainingFacts, fingerprint_model
+from inspect_lens.spec import Positions
+
+from ._calibrate import evaluate_probe, fit_threshold
+from ._dataset import ActivationSet
+from ._direction import DirectionEstimator
+from ._select import select_layer
+from ._splits import require_disjoint, split_by_group
+
+__all__ = ["train_probe"]
+
+
+def train_probe(
+    estimator: DirectionEstimator,
+    train: ActivationSet,
+    *,
+    name: str,
+    control: ActivationSet,
+    selection: ActivationSet | None = None,
+    heldout: Sequence[ActivationSet] = (),
+    disjoint: Mapping[str, str] | None = None,
+    layers: Sequence[int] | None = None,
+    pool: str = "mean",
+    positions: Positions = "completion",
+    fpr: float = 0.01,
+    allow_few: bool = False,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+    model: ModelRef | None = None,
+    dropped: int = 0,
+    on_policy: bool = True,
+    description: str = "",
+    notes: Sequence[str] = (),
+    command: str = "",
+) -> Probe:
+    """Train a probe and write down everything about it.
+
+    One direction per layer is fitted on the tokens of `train`; the layer is chosen on
+    `selection`; the threshold is set on `control`; `heldout` sets are only measured. No sample
+    may be in two sets, and none but `selection` influences the choice of the layer.
+
+    Args:
+        estimator: unfitted, such as `LogisticProbe()`.
+        train: samples to fit; a part with whole groups is split off when `selection` is None.
+        name: `<model>/<name>`, for the card and the folder.
+        control: harmless samples written by the same model; their labels are not read.
+        selection: samples to choose the layer on.
+        heldout: sets to evaluate.
+        disjoint: by name of a control or held-out set, the key (`group`, `id`, or a column)
+            that keeps it apart from the training and selection sets; `group` by default.
+        layers: layers to try; all by default.
+        pool: how token scores become one score.
+        positions: what the masks of the sets select, for scorers.
+        fpr: false positive rate of the threshold.
+        allow_few: accept a control set that is too small to verify `fpr`.
+        n_resamples: of the bootstrap in each evaluation.
+        seed: of the split and of the bootstrap.
+        model: the model; by default its name is that of `train`, with the fingerprint when
+            it is a local folder.
+        dropped: samples left out before, to report.
+        on_policy: whether the model itself wrote the completions.
+        description: what a large score means.
+        notes: for the card.
+        command: that this run can be repeated with.
+
+    Returns:
+        The probe; `Probe.save` writes it.
+
+    Raises:
+        SpecError: a group straddles two sets, sets are of different models or layers, a class
+            is missing, or the control set is too small.
+    """
+    if selection is None:
+        train, selection = split_by_group(train, seed=seed)
+    _check_sets(train, selection, [control, *heldout], disjoint or {})
+    card = ProbeCard(
+        name=name,
+        description=description,
+        layers=train.layers[:1],
+        hidden=train.hidden,
+        positions=positions,
+        pool=pool,
+        model=model or ModelRef(name=train.model, sha256=fingerprint_model(train.model)),
+        notes=tuple(notes),
+        command=command,
+    )
+    probe, sweep = select_layer(estimator, train, selection, card=card, layers=layers)
+    threshold = fit_threshold(
+        control.scores(probe),
+        fpr,
+        control=control.name,
+        control_sha256=control.sha256,
+        allow_few=allow_few,
+    )
+    facts = TrainingFacts(
+        dataset=train.name,
+        sha256=train.sha256,
+        n_positive=train.n_positive,
+        n_negative=train.n_negative,
+        n_tokens=sum(int(m.sum()) for m in train.mask),
+        n_groups=len(set(train.groups)),
+        selection_n=len(selection),
+        dropped=dropped,
+        on_policy=on_policy,
+    )
+    probe = _with_card(probe, sweep=sweep, thresholds=(threshold,), training=facts)
+    evaluations = tuple(
+        evaluate_probe(
+            probe,
+            data,
+            disjoint_by=(disjoint or {}).get(data.name, "group"),
+            n_resamples=n_resamples,
+            seed=seed,
+        )
+        for data in heldout
+    )
+    return _with_card(probe, evaluations=evaluations)
+
+
+def _with_card(probe: Probe, **update: object) -> Probe:
+    return replace(probe, card=probe.card.model_copy(update=update))
+
+
+def _check_sets(
+    train: ActivationSet,
+    selection: ActivationSet,
+    judged: Sequence[ActivationSet],
+    disjoint: Mapping[str, str],
+) -> None:
+    """Same model, layers and width everywhere; nothing shared between fit and judgement."""
+    names = [data.name for data in judged]
+    unknown = sorted(set(disjoint) - set(names))
+    if unknown or len(set(names)) != len(names):
+        raise SpecError(
+            f"disjoint={dict(disjoint)!r} for the sets {names}; allowed are unique set names, and "
+            "keys that are among them; correct the names"
+        )
+    for data in (selection, *judged):
+        ours = (data.model, data.layers, data.hidden)
+        if ours != (train.model, train.layers, train.hidden):
+            raise SpecError(
+                f"{data.name}: model {data.model!r}, layers {data.layers}, width {data.hidden}; "
+                f"allowed is what {train.name!r} has: {train.model!r}, {train.layers}, "
+                f"{train.hidden}; collect all sets in one run"
+            )
+    for data in judged:
+        for seen in (train, selection):
+            require_disjoint(seen, data, key="id")
+            require_disjoint(seen, data, key=disjoint.get(data.name, "group"))

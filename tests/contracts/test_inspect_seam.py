@@ -1,0 +1,58 @@
+"""Every private name of inspect_ai that we rely on is there, with the parameters we use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from operator import attrgetter
+
+import pytest
+
+from inspect_lens.model._host import SEAMS, Seam
+from tests.kit.repository import ROOT
+
+_FOLDERS = ("src/inspect_lens", "evals")
+_HOST = ROOT / "src/inspect_lens/model/_host.py"
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
+def test_the_installed_inspect_has_it(seam: Seam) -> None:
+    target = attrgetter(seam.name)(importlib.import_module(seam.module))
+    if seam.parameters is not None:
+        present = inspect.signature(target).parameters
+        missing = [name for name in seam.parameters if name not in present]
+        assert not missing, f"{seam.name} lost {missing}; it is used for: {seam.reason}"
+
+
+def test_every_private_import_has_a_row() -> None:
+    rows = {(seam.module, seam.name.partition(".")[0]) for seam in SEAMS}
+    for module, names in _private_imports(ast.parse(_HOST.read_text())):
+        for name in names:
+            assert (module, name) in rows, f"{module}.{name} has no row in SEAMS"
+
+
+def test_no_other_file_names_a_private_module() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for folder in _FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        if path != _HOST
+        for module, _ in _private_imports(ast.parse(path.read_text()))
+    ]
+    assert not found, "go through inspect_lens.model._host"
+
+
+def _private_imports(tree: ast.AST) -> list[tuple[str, list[str]]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.startswith("inspect_ai.") and "._" in node.module:
+                found.append((node.module, [alias.name for alias in node.names]))
+        elif isinstance(node, ast.Import):
+            found += [
+                (alias.name, [])
+                for alias in node.names
+                if alias.name.startswith("inspect_ai.") and "._" in alias.name
+            ]
+    return found

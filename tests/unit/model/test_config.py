@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import Score, Scorer, mean, scorer
+from inspect_ai.solver import TaskState
+
+from inspect_lens.errors import SpecError
+from inspect_lens.model import lens_config
+from inspect_lens.model._body import is_lens_call, read_body
+from inspect_lens.spec import CaptureSpec, LensRequest, SteeringVector
+from tests.kit.fake_server import FakeLensServer
+
+from .conftest import GetModel
+
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+def _vector(scale: float = 1.0) -> SteeringVector:
+    return SteeringVector(activations=np.ones((1, 4)), layer_indices=[2], scale=scale)
+
+
+def test_a_base_is_kept_and_added_to() -> None:
+    base = GenerateConfig(
+        temperature=0.5, extra_body={**THINKING, "extra_args": {"output_residual_stream": [1]}}
+    )
+    config = lens_config(base=base, steer=_vector(), max_tokens=7)
+    assert (config.temperature, config.max_tokens) == (0.5, 7)
+    assert config.extra_body is not None
+    assert config.extra_body["chat_template_kwargs"] == {"enable_thinking": True}
+    request = read_body(config.extra_body).request
+    assert request is not None
+    assert request.capture == CaptureSpec(layers=(1,))
+    assert len(request.steer) == 1
+    assert base.extra_body == {**THINKING, "extra_args": {"output_residual_stream": [1]}}
+    again = lens_config(base=config, capture={"layers": [3], "positions": "prompt"})
+    request = read_body(again.extra_body).request
+    assert request is not None
+    assert request.capture == CaptureSpec(layers=(3,), positions="prompt")
+    assert len(request.steer) == 1
+    bare = read_body(lens_config(base=config, steer=[]).extra_body).request
+    assert bare == LensRequest(capture=CaptureSpec(layers=(1,)))
+
+
+def test_extra_body_merges_key_by_key() -> None:
+    base = GenerateConfig(extra_body={"chat_template_kwargs": {"a": 1}, "top_k": 5})
+    config = lens_config(base=base, capture=1, extra_body={"chat_template_kwargs": {"b": 2}})
+    assert config.extra_body is not None
+    assert config.extra_body["chat_template_kwargs"] == {"a": 1, "b": 2}
+    assert config.extra_body["top_k"] == 5
+
+
+@pytest.mark.parametrize(
+    ("lora", "expected"),
+    [
+        ("org/adapter", {"lora_name": "org/adapter", "lora_int_id": 1, "lora_path": "org/adapter"}),
+        ("loaded", {"lora_name": "loaded", "lora_int_id": 1}),
+        ({"lora_name": "x", "lora_path": "/p"}, {"lora_name": "x", "lora_path": "/p"}),
+    ],
+)
+def test_adapters(lora: Any, expected: dict[str, Any]) -> None:
+    assert lens_config(lora=lora).extra_body == {"lora_request": expected}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"capture": "x"}, {"lora": {}}, {"steer": [{"scale": 1}]}, {"capture": [-1.5]}]
+)
+def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(wrong)).rstrip("s")):
+        lens_config(**wrong)
+
+
+def test_nothing_asked_is_nothing_added() -> None:
+    assert lens_config().model_dump(exclude_none=True) == {}
+
+
+def test_a_scorer_keeps_the_body_of_its_task(server: FakeLensServer, model_of: GetModel) -> None:
+    @scorer(metrics=[mean()])
+    def again() -> Scorer:
+        async def score(state: TaskState, target: Any) -> Score:
+            config = lens_config(capture=[1], max_tokens=1)
+            output = await model.generate(state.messages, config=config)
+            return Score(value=output.metadata["activations"].n_prompt)
+
+        return score
+
+    model = model_of(server)
+    task = Task(
+        dataset=[Sample("hi there")], scorer=again(), config=GenerateConfig(extra_body=THINKING)
+    )
+    log = eval(task, model=model, display="none")[0]
+    assert log.status == "success", log.error
+    assert [body["chat_template_kwargs"] for body in server.requests] == [
+        {"enable_thinking": True}
+    ] * 2
+    # The answer is continued, so that its tokens are read as the model wrote them.
+    assert server.requests[1]["continue_final_message"] is True
+
+
+requests = st.builds(
+    LensRequest,
+    capture=st.none()
+    | st.builds(
+        CaptureSpec,
+        layers=st.just("all") | st.lists(st.integers(0, 40), min_size=1).map(tuple),
+        positions=st.sampled_from(["all", "prompt", "completion", "last_prompt"])
+        | st.lists(st.integers(-9, 9), min_size=1, unique=True).map(tuple),
+        transport=st.sampled_from(["inline", "binary"]),
+    ),
+    skip_reading_prefix_cache=st.none() | st.booleans(),
+)
+
+
+@given(requests, st.floats(-4, 4))
+def test_any_request_survives_the_config_and_the_wire(request: LensRequest, scale: float) -> None:
+    from inspect_lens.spec import parse_extra_args, to_extra_args, to_wire_args
+
+    steered = request.model_copy(update={"steer": (_vector(scale),)})
+    for one in (request, steered):
+        body = {"extra_args": to_extra_args(one)}
+        typed = read_body(body)
+        assert read_body(typed.extra_body).extra_body == typed.extra_body
+        wire = parse_extra_args(to_wire_args(to_extra_args(one)))
+        for back in (typed.request, wire):
+            assert (back or LensRequest()).model_dump() == one.model_dump()
+        assert is_lens_call(body) == (one != LensRequest())

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from inspect_ai.model import get_model
+
+from inspect_lens.model import _server, lens_config
+from inspect_lens.model._host import VLLMServer, _vllm_servers
+from tests.kit.fake_server import FakeLensServer
+from tests.kit.repository import ROOT
+
+from .conftest import GetModel
+
+
+@pytest.mark.anyio
+async def test_two_urls_of_one_model_are_two_servers(model_of: GetModel) -> None:
+    with FakeLensServer() as one, FakeLensServer() as two:
+        first, second = model_of(one), model_of(two)
+        await first.generate("to one")
+        await second.generate("to two")
+        await first.generate("to one again")
+        assert (len(one.requests), len(two.requests)) == (2, 1)
+
+
+@pytest.mark.anyio
+async def test_the_builtin_provider_keeps_its_own_server(model_of: GetModel) -> None:
+    _vllm_servers.pop("org/both", None)
+    with FakeLensServer(model="org/both") as lens, FakeLensServer(model="org/both") as plain:
+        ours = model_of(lens)
+        assert lens.model not in _vllm_servers
+        theirs = get_model(f"vllm/{plain.model}", base_url=f"{plain.url}/v1", memoize=False)
+        await ours.generate("ours")
+        await theirs.generate("theirs")
+        assert (len(lens.requests), len(plain.requests)) == (1, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_a_url_needs_no_v1(server: FakeLensServer, suffix: str) -> None:
+    model = get_model("lens/org/tiny", base_url=server.url + suffix, memoize=False)
+    await model.generate("hello")
+    assert server.paths == ["/v1/chat/completions"]
+
+
+@pytest.mark.anyio
+async def test_the_environment_names_a_server(
+    server: FakeLensServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BASE_URL", server.url)
+    output = await get_model("vllm-lens/org/tiny", memoize=False).generate(
+        "hello", config=lens_config(capture=[1])
+    )
+    assert output.metadata["activations"].layers == (1,)
+
+
+@pytest.mark.anyio
+async def test_the_api_key_is_sent_everywhere() -> None:
+    with FakeLensServer(api_key="secret") as server:
+        model = get_model("lens/org/tiny", base_url=server.url, api_key="secret", memoize=False)
+        config = lens_config(capture={"layers": [1], "transport": "binary"})
+        output = await model.generate("hello", config=config)
+        assert output.metadata["activations"].numpy().shape == (1, 4, 8)
+
+
+def test_making_a_model_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_server, "start_local_server", lambda *_, **__: pytest.fail("started"))
+    model = get_model("lens/org/another", capture=[1], gpu_memory_utilization=0.5, memoize=False)
+    assert model.api.max_connections() >= 32
+    assert model.api.base_url is None
+
+
+def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def start(command: list[str], **options: Any) -> tuple[str, Any, int]:
+        seen.update(options, command=command)
+        return "http://localhost:1/v1", None, 1
+
+    monkeypatch.setattr(_server, "start_local_server", start)
+    args = {
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "hf_overrides": {"a": 1},
+        "device": "0,1",
+        "timeout": 5,
+    }
+    record = VLLMServer(enable_lora=True, max_lora_rank=16)
+    _server.start_server("org/tiny", port=None, api_key="k", server=record, args=args)
+    assert seen["command"] == [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", "org/tiny", "--host", "127.0.0.1", "--api-key", "k"),
+    ]
+    assert seen["server_args"] == {
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "hf_overrides": json.dumps({"a": 1}),
+        "tensor_parallel_size": 2,
+        "enable_lora": True,
+        "max_lora_rank": 16,
+    }
+    assert seen["timeout"] == 5
+    assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert seen["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert args["timeout"] == 5, "a restart needs them again"
+
+
+_EVAL = """
+import sys
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.model import get_model
+from inspect_ai.scorer import Score, mean, scorer
+from inspect_lens.model import _server
+
+_server.COMMAND = ("-m", "tests.kit.stub_vllm")
+_server.GRACE_S = 0.2
+
+@scorer(metrics=[mean()])
+def one():
+    async def run(state, target):
+        if {fails}:
+            raise RuntimeError("scorer fails")
+        return Score(value=state.output.metadata["activations"].numpy().shape[0])
+    return run
+
+model = get_model("lens/org/tiny", capture=[1, 2])
+print("before", model.api.base_url)
+log = eval(Task(dataset=[Sample("hi"), Sample("ho")], scorer=one()), model=model, display="none")[0]
+import psutil
+print("after", model.api.base_url)
+print("pids", *[p.pid for p in psutil.Process().children(recursive=True)])
+print("status", log.status)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_process_is_left_behind(tmp_path: Path, fails: bool) -> None:
+    script = textwrap.dedent(_EVAL).format(fails=fails)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.count(" ") >= 1)
+    assert said.get("status") == ("error" if fails else "success"), done.stdout + done.stderr
+    assert said["before"] == said["after"] == "None"
+    pids = [int(pid) for pid in said["pids"].split()]
+    assert len(pids) == 2, "the server and its child"
+    alive = [pid for pid in pids if psutil.pid_exists(pid)]
+    _, stay = psutil.wait_procs([psutil.Process(pid) for pid in alive], timeout=5)
+    assert not stay
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
