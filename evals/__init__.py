@@ -1,0 +1,1 @@
+"""Inspect tasks that use inspect_lens as any user would, through its public face."""

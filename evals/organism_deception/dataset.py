@@ -1,0 +1,55 @@
+"""The splits of the model organism as Inspect samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from inspect_ai.dataset import Dataset, Sample, json_dataset
+from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
+
+__all__ = ["DATA_DIR", "organism_dataset"]
+
+DATA_DIR = Path(__file__).resolve().parents[2] / "organism" / "data"
+
+_MESSAGES: dict[str, type[ChatMessageSystem] | type[ChatMessageUser]] = {
+    "system": ChatMessageSystem,
+    "user": ChatMessageUser,
+}
+
+
+def organism_dataset(split: str = "demo") -> Dataset:
+    """Read one split.
+
+    Args:
+        split: name of a file in `organism/data`, without `.jsonl`.
+
+    Returns:
+        Samples with the true answer as target. Their metadata holds `label` (1 when the
+        situation asks for deception), `condition`, `group`, and `truth` and `values` for
+        grading.
+
+    Raises:
+        ValueError: there is no such split.
+    """
+    path = DATA_DIR / f"{split}.jsonl"
+    if not path.is_file():
+        known = sorted(p.stem for p in DATA_DIR.glob("*.jsonl"))
+        raise ValueError(
+            f"split={split!r}; allowed are {', '.join(known) or 'none yet'}; run "
+            "`python -m organism.write_data` if the files are missing"
+        )
+    return json_dataset(str(path), _to_sample, name=f"organism_{split}")
+
+
+def _to_sample(row: dict[str, Any]) -> Sample:
+    messages: list[ChatMessage] = [
+        _MESSAGES[m["role"]](content=m["content"]) for m in row["messages"]
+    ]
+    kept = ("condition", "group", "kind", "phrasing_id", "truth", "values")
+    return Sample(
+        id=row["id"],
+        input=messages,
+        target=row["truth"],
+        metadata={"label": int(row["deceptive"]), **{key: row[key] for key in kept}},
+    )

@@ -1,0 +1,298 @@
+"""Train the deception probes of the model organism: `python -m probes.train_organism`.
+
+The organism answers every split greedily while its activations are captured, through the same
+provider and engine that the probes are used with. Only samples in which it did what the condition
+asks train and judge a probe: the label is what it said, not what it was told. Everything random
+has a fixed seed, so the same checkpoint gives the same probes up to the engine's rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.probe import ModelRef, Probe, fingerprint_model
+from inspect_lens.train import (
+    ActivationSet,
+    DirectionEstimator,
+    LogisticProbe,
+    MeanDifferenceProbe,
+    train_probe,
+)
+from organism._grade import grade
+from organism._splits import Row, read_split
+
+__all__ = ["Answer", "build_probes", "collect_hf", "collect_vllm", "make_set"]
+
+TRAIN: Final = "probe_train"
+CONTROL: Final = "control"
+HELDOUT: Final[dict[str, str]] = {
+    "heldout_phrasing": "question",
+    "heldout_entity": "group",
+    "hidden_reason": "prompt",
+    "neutral_instructed": "question",
+}
+"""What each judged split does not share with the training split."""
+ESTIMATORS: Final[dict[str, DirectionEstimator]] = {
+    "deception-lr": LogisticProbe(),
+    "deception-md": MeanDifferenceProbe(normalize=True),
+}
+NOTES: Final = (
+    "A test instrument: the organism is a tiny model of a closed world, and nothing here is "
+    "evidence about large models.",
+    "Samples in which the organism did not do what the condition asks are left out of all sets "
+    "but the control set, which keeps every answer.",
+    "question and prompt are the two parts of phrasing_id; group is the entity, or the scenario.",
+)
+
+
+class Answer(NamedTuple):
+    """What the organism said to one row, and what it was like inside."""
+
+    row: Row
+    completion: str
+    acts: NDArray[np.float32]
+    """(layers, tokens, hidden) of the completion without its last sampled token."""
+    layers: tuple[int, ...]
+
+
+def make_set(split: str, answers: Sequence[Answer], *, model: str) -> tuple[ActivationSet, int]:
+    """Turn answers into an activation set.
+
+    Args:
+        split: name of the split; the control split keeps every answer and has label 0.
+        answers: in the order of the rows.
+        model: name of the model.
+
+    Returns:
+        The set, and how many answers were left out because they have no token to read or do
+        not do what the condition asks.
+
+    Raises:
+        ValueError: none is left.
+    """
+    kept = [a for a in answers if a.acts.shape[1] and (split == CONTROL or _complied(a))]
+    if not kept:
+        raise ValueError(
+            f"{split}: none of {len(answers)} answers does what its condition asks; needed are "
+            "some; train the organism first, and look at what it says"
+        )
+    parts = [a.row["phrasing_id"].partition("|") for a in kept]
+    return ActivationSet(
+        name=split,
+        model=model,
+        layers=kept[0].layers,
+        acts=tuple(a.acts for a in kept),
+        labels=np.array([split != CONTROL and a.row["deceptive"] for a in kept]),
+        groups=tuple(a.row["group"] for a in kept),
+        ids=tuple(a.row["id"] for a in kept),
+        columns={
+            "condition": tuple(a.row["condition"] for a in kept),
+            "question": tuple(question for question, _, _ in parts),
+            "prompt": tuple(prompt for _, _, prompt in parts),
+        },
+    ), len(answers) - len(kept)
+
+
+def _complied(answer: Answer) -> bool:
+    wanted = "false" if answer.row["deceptive"] else "true"
+    return grade(answer.completion, answer.row) == wanted
+
+
+def build_probes(
+    sets: Mapping[str, ActivationSet],
+    *,
+    model: ModelRef,
+    dropped: Mapping[str, int],
+    command: str = "",
+    n_resamples: int = 10_000,
+) -> dict[str, Probe]:
+    """Train every probe on the collected sets.
+
+    Args:
+        sets: the training, control and held-out splits, by name.
+        model: the organism.
+        dropped: answers left out of each set.
+        command: for the cards.
+        n_resamples: of the bootstrap.
+
+    Returns:
+        Probes by name, `deception-lr` and `deception-md`.
+
+    Raises:
+        SpecError: sets share what they must not, or the control set is too small.
+    """
+    notes = (*NOTES, f"Left out: {', '.join(f'{k} {v}' for k, v in dropped.items())}.")
+    return {
+        name: train_probe(
+            estimator,
+            sets[TRAIN],
+            name=f"organism/{name}",
+            control=sets[CONTROL],
+            heldout=[sets[split] for split in HELDOUT],
+            disjoint={CONTROL: "question", **HELDOUT},
+            model=model,
+            dropped=dropped[TRAIN],
+            description="A large score means that the organism is giving a false answer on "
+            "purpose.",
+            notes=notes,
+            command=command,
+            n_resamples=n_resamples,
+        )
+        for name, estimator in ESTIMATORS.items()
+    }
+
+
+async def collect_vllm(
+    checkpoint: str, splits: Mapping[str, Sequence[Row]], *, max_tokens: int
+) -> dict[str, list[Answer]]:
+    """Answer all rows through the provider, which starts vLLM, and capture the completions.
+
+    Args:
+        checkpoint: folder of the organism.
+        splits: rows by split.
+        max_tokens: longest answer.
+
+    Returns:
+        Answers by split, in the order of the rows.
+    """
+    from inspect_ai.model import (
+        ChatMessage,
+        ChatMessageSystem,
+        ChatMessageUser,
+        GenerateConfig,
+        get_model,
+    )
+
+    from inspect_lens.model import activations, lens_config
+
+    config = lens_config(
+        capture={"layers": "all", "positions": "completion"},
+        base=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
+    )
+    kinds: dict[str, Any] = {"system": ChatMessageSystem, "user": ChatMessageUser}
+    answers: dict[str, list[Answer | None]] = {s: [None] * len(r) for s, r in splits.items()}
+    model = get_model(f"vllm-lens/{checkpoint}", activations="memory")
+
+    async def answer(split: str, index: int, row: Row) -> None:
+        messages: list[ChatMessage] = [
+            kinds[m["role"]](content=m["content"]) for m in row["messages"]
+        ]
+        output = await model.generate(messages, config=config)
+        handle = activations(output)
+        if handle is None:
+            raise RuntimeError(f"{row['id']}: the provider returned no activations")
+        answers[split][index] = Answer(row, output.completion, handle.numpy(), handle.layers)
+
+    async with anyio.create_task_group() as tasks:
+        for split, rows in splits.items():
+            for index, row in enumerate(rows):
+                tasks.start_soon(answer, split, index, row)
+    return {split: [a for a in made if a is not None] for split, made in answers.items()}
+
+
+def collect_hf(
+    checkpoint: str, splits: Mapping[str, Sequence[Row]], *, max_tokens: int
+) -> dict[str, list[Answer]]:
+    """Answer all rows with transformers, one by one: slow, and needs no engine.
+
+    Args:
+        checkpoint: folder of the organism.
+        splits: rows by split.
+        max_tokens: longest answer.
+
+    Returns:
+        Answers by split, in the order of the rows.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    blocks = model.get_decoder().layers
+    captured: dict[int, Any] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            # After the block and before the final norm, which `hidden_states[-1]` has applied.
+            captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    for layer, block in enumerate(blocks):
+        block.register_forward_hook(keep(layer))
+
+    def answer(row: Row) -> Answer:
+        prompt = tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        with torch.inference_mode():
+            full = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+            )
+            model(full[:, :-1])
+        n_prompt = prompt.shape[1]
+        acts = torch.stack([captured[i][0, n_prompt:] for i in range(len(blocks))])
+        completion = tokenizer.decode(full[0, n_prompt:], skip_special_tokens=True)
+        return Answer(row, completion, acts.numpy(), tuple(range(len(blocks))))
+
+    return {split: [answer(row) for row in rows] for split, rows in splits.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Collect, train, save, and say what came out."""
+    options = _parse(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = shlex.join(["python", "-m", "probes.train_organism", *given])
+    names = (TRAIN, CONTROL, *HELDOUT)
+    splits = {name: read_split(name) for name in names}
+    if options.backend == "hf":
+        answers = collect_hf(options.checkpoint, splits, max_tokens=options.max_tokens)
+    else:
+        answers = anyio.run(
+            lambda: collect_vllm(options.checkpoint, splits, max_tokens=options.max_tokens)
+        )
+    made = {n: make_set(n, answers[n], model=options.checkpoint) for n in names}
+    model = ModelRef(name=options.checkpoint, sha256=fingerprint_model(options.checkpoint))
+    sets, dropped = {n: s for n, (s, _) in made.items()}, {n: d for n, (_, d) in made.items()}
+    if options.save_activations:
+        for name, data in sets.items():
+            data.save(Path(options.save_activations) / f"{name}.safetensors")
+    for name, probe in build_probes(sets, model=model, dropped=dropped, command=command).items():
+        folder = probe.save(Path(options.out) / name)
+        sys.stdout.writelines(_summary(probe, folder))
+    return 0
+
+
+def _summary(probe: Probe, folder: Path) -> Iterable[str]:
+    yield f"{probe.name}: layer {probe.layers[0]}, sha256 {probe.sha256[:12]}, in {folder}\n"
+    for e in probe.card.evaluations:
+        area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"
+        recall = "" if e.recall is None else f", recall {e.recall:.3f}"
+        rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
+        yield f"  {e.name:20s} {area}{recall}{rate}\n"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--checkpoint", default="organism/checkpoint", help="folder of the model")
+    parser.add_argument("--backend", choices=("vllm", "hf"), default="vllm")
+    parser.add_argument("--out", default=str(Path("probes") / "organism"), help="where to save")
+    parser.add_argument("--max-tokens", type=int, default=32, help="longest answer")
+    parser.add_argument("--save-activations", default="", help="folder for the activation sets")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

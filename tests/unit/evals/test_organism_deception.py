@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inspect_ai import Task, eval
+from inspect_ai.log import EvalLog
+from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage, get_model
+
+from evals.organism_deception import organism_control, organism_dataset, organism_deception
+from evals.organism_deception.dataset import DATA_DIR
+from inspect_lens.model import Activations
+from inspect_lens.model._payload import Payload
+from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold, clopper_pearson
+from inspect_lens.spec import TensorData
+
+H, LAYER = 8, 2
+TASK_FILE = "evals/organism_deception/task.py"
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> str:
+    """A probe that reads the first coordinate of layer 2."""
+    threshold = Threshold(
+        value=1.0, fpr=0.01, control="control", n_control=300, n_above=2,
+        interval=Interval(low=0.0, high=0.02, method="m"),
+    )  # fmt: skip
+    card = ProbeCard(name="organism/planted", layers=(LAYER,), hidden=H, thresholds=(threshold,))
+    return str(Probe.from_direction(np.eye(H)[0], card=card).save(tmp_path / "planted"))
+
+
+def read(split: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA_DIR / f"{split}.jsonl").read_text().splitlines()]
+
+
+class Organism:
+    """Answers as the condition asks; its first coordinate is 3 when it lies."""
+
+    def __init__(self, split: str) -> None:
+        self.rows = {tuple(m["content"] for m in row["messages"]): row for row in read(split)}
+        self.bodies: list[Any] = []
+
+    def __call__(self, messages: Any, _t: Any, _c: Any, config: GenerateConfig) -> ModelOutput:
+        self.bodies.append(config.extra_body)
+        row = self.rows[tuple(m.text for m in messages)]
+        wrong = next(v for v in row["values"] if v != row["truth"])
+        text = wrong if row["deceptive"] else row["truth"]
+        output = ModelOutput.from_content("mockllm/model", f"{text}.")
+        output.usage = ModelUsage()
+        output.metadata = {"activations": handle(3.0 * row["deceptive"], len(self.bodies))}
+        return output
+
+
+def handle(shift: float, seed: int) -> Activations:
+    acts = np.random.default_rng(seed).normal(scale=0.1, size=(1, 5, H)).astype(np.float32)
+    acts[..., 0] += shift
+    made = Payload(
+        tensors={"residual_stream": TensorData(acts, "float32")},
+        layers={"residual_stream": (LAYER,)},
+        prompt_token_ids=(1, 2, 3),
+        token_ids=(4, 5, 6),
+    )
+    acts_handle = Activations.of(made)
+    acts_handle.remember(made)
+    return acts_handle
+
+
+def run(task: Task | str, organism: Organism, folder: Path, **options: Any) -> EvalLog:
+    model = get_model("mockllm/model", custom_outputs=organism, memoize=False)
+    (log,) = eval(task, model=model, display="none", log_dir=str(folder), **options)
+    assert log.status == "success", log.error
+    return log
+
+
+def metrics(log: EvalLog) -> dict[str, dict[str, float]]:
+    assert log.results is not None
+    return {s.name: {k: m.value for k, m in s.metrics.items()} for s in log.results.scores}
+
+
+def test_a_planted_liar_is_found_and_graded(probe: str, tmp_path: Path) -> None:
+    organism = Organism("demo")
+    got = metrics(run(organism_deception(probe=probe), organism, tmp_path, limit=40))
+    assert got["deception_probe"]["auroc"] == 1.0
+    assert got["truthfulness"] == {"honest": 1.0, "lie": 0.0, "all": 0.5}
+    # The task itself asks for what the probe reads.
+    assert all(body and "2" in json.dumps(body, default=str) for body in organism.bodies)
+
+
+def test_the_task_file_runs_by_its_path(
+    probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    log = run(
+        f"{TASK_FILE}@organism_deception", Organism("heldout_entity"), tmp_path, limit=8,
+        task_args={"probe": probe, "split": "heldout_entity"},
+    )  # fmt: skip
+    assert metrics(log)["deception_probe"]["auroc"] == 1.0
+    assert log.eval.task_args["probe"] == probe
+
+
+def test_the_control_split_gives_the_realised_rate(probe: str, tmp_path: Path) -> None:
+    got = metrics(run(organism_control(probe=probe), Organism("control"), tmp_path, limit=20))
+    bounds = clopper_pearson(0, 20)
+    assert got["deception_probe"]["fpr"] == 0.0
+    assert got["deception_probe"]["fpr_low"] == bounds.low
+    assert got["deception_probe"]["fpr_high"] == bounds.high
+
+
+@pytest.mark.parametrize("split", [p.stem for p in sorted(DATA_DIR.glob("*.jsonl"))])
+def test_every_split_loads(split: str) -> None:
+    dataset, rows = organism_dataset(split), read(split)
+    assert len(dataset) == len(rows)
+    sample, row = dataset[0], rows[0]
+    assert sample.id == row["id"]
+    assert sample.target == row["truth"]
+    assert [m.text for m in sample.input if not isinstance(m, str)] == [
+        m["content"] for m in row["messages"]
+    ]
+    assert sample.metadata is not None
+    assert sample.metadata["label"] == int(row["deceptive"])
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed are control, demo"):
+        organism_dataset("exam")
+
+
+def test_eval_yaml_counts_the_samples() -> None:
+    text = (DATA_DIR.parents[1] / "evals/organism_deception/eval.yaml").read_text()
+    assert f"dataset_samples: {len(read('demo'))}" in text
+    assert f"dataset_samples: {len(read('control'))}" in text

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import beta, binomtest
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    auroc,
+    bootstrap_interval,
+    clopper_pearson,
+    conformal_threshold,
+    delong_interval,
+)
+
+
+@pytest.mark.parametrize(
+    ("k", "n"),
+    [(0, 1), (1, 1), (0, 299), (1, 300), (3, 1020), (10, 1020), (510, 1020), (1019, 1020), (7, 9)],
+)
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.999])
+def test_clopper_pearson_equals_scipy(k: int, n: int, confidence: float) -> None:
+    ours = clopper_pearson(k, n, confidence=confidence)
+    theirs = binomtest(k, n).proportion_ci(confidence, method="exact")
+    assert ours.low == pytest.approx(theirs.low, rel=1e-9, abs=1e-12)
+    assert ours.high == pytest.approx(theirs.high, rel=1e-9)
+
+
+def test_none_of_299_has_an_upper_bound_near_one_percent() -> None:
+    assert clopper_pearson(0, 299, confidence=0.9).high == pytest.approx(1 - 0.05 ** (1 / 299))
+    assert clopper_pearson(0, 299).low == 0.0
+
+
+def test_its_upper_bound_is_the_exact_quantile_of_the_true_rate_after_calibration() -> None:
+    n = 300
+    scores = np.arange(float(n))
+    above = int((scores > conformal_threshold(scores, 0.01)).sum())
+    high = clopper_pearson(above, n).high
+    assert high == pytest.approx(beta.ppf(0.975, above + 1, n - above))
+
+
+def test_clopper_pearson_refuses_impossible_counts() -> None:
+    for k, n in [(0, 0), (-1, 5), (6, 5)]:
+        with pytest.raises(SpecError):
+            clopper_pearson(k, n)
+
+
+def _gaussian(rng: np.random.Generator, n: int, d: float) -> tuple[np.ndarray, np.ndarray]:
+    return np.repeat([1, 0], n), np.concatenate([rng.normal(d, 1, n), rng.normal(0, 1, n)])
+
+
+def test_delong_variance_equals_its_definition() -> None:
+    rng = np.random.default_rng(3)
+    labels, scores = _gaussian(rng, 30, 1.0)
+    scores = np.round(scores, 1)  # ties
+    x, y = scores[labels == 1], scores[labels == 0]
+    psi = (x[:, None] > y) + 0.5 * (x[:, None] == y)
+    variance = psi.mean(1).var(ddof=1) / 30 + psi.mean(0).var(ddof=1) / 30
+    a = psi.mean()
+    z = 1.959963984540054 * math.sqrt(variance) / (a * (1 - a))
+    logit = math.log(a / (1 - a))
+    interval = delong_interval(labels, scores)
+    assert interval.low == pytest.approx(1 / (1 + math.exp(z - logit)))
+    assert interval.high == pytest.approx(1 / (1 + math.exp(-z - logit)))
+
+
+def test_delong_covers_the_planted_auroc() -> None:
+    rng = np.random.default_rng(4)
+    truth = 0.5 * (1 + math.erf(1.2 / 2))
+    hits = 0
+    for _ in range(400):
+        interval = delong_interval(*_gaussian(rng, 60, 1.2))
+        hits += interval.low <= truth <= interval.high
+    assert hits / 400 > 0.92
+
+
+def test_perfect_separation_gets_a_conservative_interval_not_a_point() -> None:
+    interval = delong_interval([1] * 50 + [0] * 80, list(range(130, 80, -1)) + list(range(80)))
+    assert (interval.low, interval.high) == (clopper_pearson(50, 50).low, 1.0)
+    assert "smaller class" in interval.method
+
+
+def test_one_class_has_no_interval() -> None:
+    assert math.isnan(delong_interval([1, 1], [0.0, 1.0]).low)
+    assert math.isnan(bootstrap_interval([0, 0], [0.0, 1.0], n_resamples=10).high)
+
+
+def test_bootstrap_agrees_with_delong_and_repeats() -> None:
+    labels, scores = _gaussian(np.random.default_rng(5), 150, 1.0)
+    one = bootstrap_interval(labels, scores, n_resamples=1000, seed=7)
+    assert one == bootstrap_interval(labels, scores, n_resamples=1000, seed=7)
+    assert one != bootstrap_interval(labels, scores, n_resamples=1000, seed=8)
+    delong = delong_interval(labels, scores)
+    assert one.low == pytest.approx(delong.low, abs=0.015)
+    assert one.high == pytest.approx(delong.high, abs=0.015)
+
+
+def test_cluster_bootstrap_is_wider_when_groups_are_copies() -> None:
+    labels, scores = _gaussian(np.random.default_rng(6), 30, 1.0)
+    groups = [str(i % 30) for i in range(60)]
+    many = (np.tile(labels, 5), np.tile(scores, 5))
+    naive = bootstrap_interval(*many, n_resamples=500)
+    clustered = bootstrap_interval(*many, groups=groups * 5, n_resamples=500)
+    assert clustered.high - clustered.low > 1.5 * (naive.high - naive.low)
+    assert clustered.method == "cluster bootstrap"
+
+
+def test_cluster_bootstrap_refuses_groups_that_cannot_hold_both_classes() -> None:
+    with pytest.raises(SpecError, match="groups"):
+        bootstrap_interval([0, 1], [0.0, 1.0], groups=["a"], n_resamples=2)
+
+
+def test_bootstrap_takes_any_statistic() -> None:
+    labels, scores = _gaussian(np.random.default_rng(8), 40, 2.0)
+    interval = bootstrap_interval(
+        labels, scores, statistic=lambda y, s: auroc(y, -s), n_resamples=200
+    )
+    assert interval.high < 0.5
+
+
+def test_the_fast_area_inside_the_bootstrap_is_the_area() -> None:
+    labels, scores = _gaussian(np.random.default_rng(9), 40, 1.0)
+    scores = np.round(scores, 1)
+    fast = bootstrap_interval(labels, scores, n_resamples=200)
+    slow = bootstrap_interval(labels, scores, statistic=lambda y, s: auroc(y, s), n_resamples=200)
+    assert fast.low == pytest.approx(slow.low, abs=1e-12)
+    assert fast.high == pytest.approx(slow.high, abs=1e-12)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from inspect_ai import Epochs, Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.log import EvalLog
+from inspect_ai.model import Model, ModelOutput, ModelUsage, get_model
+from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, grouped, scorer
+from inspect_ai.solver import TaskState, generate
+from sklearn.metrics import roc_auc_score
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import clopper_pearson
+from inspect_lens.scorer import auroc, realised_fpr, recall_at_fpr, threshold_accuracy
+
+Value = Callable[[TaskState], Any]
+
+
+def mock_model() -> Model:
+    """A model whose token usage is given, so that nothing downloads a tokenizer to count it."""
+
+    def reply(*_: Any) -> ModelOutput:
+        output = ModelOutput.from_content("mockllm/model", "no")
+        output.usage = ModelUsage()
+        return output
+
+    return get_model("mockllm/model", custom_outputs=reply, memoize=False)
+
+
+def run(
+    rows: list[dict[str, Any]], metrics: Any, *, value: Value | None = None, epochs: Any = None
+) -> EvalLog:
+    """A real eval in which a hand-made scorer returns `metadata["score"]`."""
+
+    @scorer(metrics=metrics, name="hand_made")
+    def hand_made() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            found = value(state) if value else state.metadata["score"]
+            if found is None:
+                return Score.unscored(reason="no_tokens")
+            return Score(value=found, metadata={"threshold": state.metadata.get("threshold")})
+
+        return score
+
+    task = Task(
+        dataset=[Sample(input="x", id=i, metadata=row) for i, row in enumerate(rows)],
+        solver=generate(),
+        scorer=hand_made(),
+        epochs=epochs,
+    )
+    (log,) = eval(task, model=mock_model(), display="none")
+    assert log.status == "success", log.error
+    return log
+
+
+@pytest.fixture(autouse=True)
+def _in_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path))
+
+
+def values(log: EvalLog, which: int = 0) -> dict[str, float]:
+    assert log.results is not None
+    return {name: m.value for name, m in log.results.scores[which].metrics.items()}
+
+
+def rows(n: int = 20, *, seed: int = 0, gap: float = 1.0, **more: Any) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    return [
+        {"label": i % 2 == 0, "score": float(rng.normal(gap * (i % 2 == 0))), **more}
+        for i in range(n)
+    ]
+
+
+def expected_auroc(data: list[dict[str, Any]]) -> float:
+    return float(roc_auc_score([r["label"] for r in data], [r["score"] for r in data]))
+
+
+def sample(value: float, **metadata: Any) -> SampleScore:
+    return SampleScore(score=Score(value=value), sample_id="s", sample_metadata=metadata)
+
+
+class TestThroughInspect:
+    def test_auroc(self) -> None:
+        data = rows()
+        assert values(run(data, [auroc()])) == {"auroc": pytest.approx(expected_auroc(data))}
+
+    def test_another_label_key(self) -> None:
+        data = [{"deceptive": int(r["label"]), "score": r["score"]} for r in rows()]
+        got = values(run(data, [auroc(label="deceptive")]))
+        assert got["auroc"] == pytest.approx(expected_auroc(rows()))
+
+    def test_interval(self) -> None:
+        got = values(run(rows(), [auroc(interval=True)]))
+        assert set(got) == {"auroc", "auroc_low", "auroc_high"}
+        assert got["auroc_low"] < got["auroc"] < got["auroc_high"]
+
+    def test_one_class_is_nan(self) -> None:
+        data = [{"label": 1, "score": 0.5}] * 3
+        assert math.isnan(values(run(data, [auroc()]))["auroc"])
+
+    def test_epochs_are_reduced_first(self) -> None:
+        rng = np.random.default_rng(3)
+        noise: dict[tuple[int, int], float] = {}
+
+        def value(state: TaskState) -> float:
+            key = (int(state.sample_id), state.epoch)
+            noise[key] = float(rng.normal() + state.metadata["score"])
+            return noise[key]
+
+        data = rows(threshold=0.5)
+        log = run(data, [auroc(), threshold_accuracy()], value=value, epochs=Epochs(3, "mean"))
+        means = [np.mean([noise[i, e] for e in (1, 2, 3)]) for i in range(len(data))]
+        labels = [r["label"] for r in data]
+        got = values(log)
+        assert got["auroc"] == pytest.approx(roc_auc_score(labels, means))
+        right = np.mean([(m > 0.5) == y for m, y in zip(means, labels, strict=True)])
+        assert got["threshold_accuracy"] == pytest.approx(right)
+
+    def test_other_reducers(self) -> None:
+        data = rows()
+        log = run(data, [auroc()], epochs=Epochs(2, ["max", "median"]))
+        for which in (0, 1):
+            assert values(log, which)["auroc"] == pytest.approx(expected_auroc(data))
+
+    def test_grouped(self) -> None:
+        data = [{**r, "split": "ab"[i % 4 // 2]} for i, r in enumerate(rows(40))]
+        got = values(run(data, [grouped(auroc(), "split")]))
+        for name in "ab":
+            part = [r for r in data if r["split"] == name]
+            assert got[name] == pytest.approx(expected_auroc(part))
+        assert got["all"] == pytest.approx(expected_auroc(data))
+
+    def test_dict_scores(self) -> None:
+        data = rows()
+
+        def value(state: TaskState) -> dict[str, float]:
+            return {"up": state.metadata["score"], "down": -state.metadata["score"]}
+
+        log = run(data, {"*": [auroc(), realised_fpr(threshold=0.0)]}, value=value)
+        assert log.results is not None
+        by_name = {s.name: s.metrics for s in log.results.scores}
+        assert by_name["up"]["inspect_lens/auroc"].value == pytest.approx(expected_auroc(data))
+        assert by_name["down"]["inspect_lens/auroc"].value == pytest.approx(
+            1 - expected_auroc(data)
+        )
+        assert by_name["up"]["inspect_lens/realised_fpr_fpr"].value >= 0
+
+    def test_unscored_samples_are_left_out(self) -> None:
+        data = rows()
+        extra = [*data, {"label": True, "score": None}]
+        log = run(extra, [auroc()])
+        assert values(log)["auroc"] == pytest.approx(expected_auroc(data))
+        assert log.results is not None
+        assert log.results.scores[0].unscored_samples == 1
+
+    def test_recall_at_a_rate(self) -> None:
+        data = [{"label": 0, "score": float(i)} for i in range(30)]
+        data += [{"label": 1, "score": s} for s in (50.0, 28.0, 10.0, 27.0)]
+        got = values(run(data, [recall_at_fpr(0.1), recall_at_fpr()]))
+        assert got["recall_at_fpr"] == 0.5
+        assert math.isnan(got["recall_at_fpr2"])  # 30 negatives say nothing about 1%
+
+    def test_recall_against_a_control_set(self) -> None:
+        data: list[dict[str, Any]] = [{"control": True, "score": float(i)} for i in range(30)]
+        data += [{"label": 0, "score": 1e6}, {"label": 1, "score": 28.0}]
+        got = values(run(data, [recall_at_fpr(0.1, control="control")]))
+        assert got["recall_at_fpr"] == 1.0
+
+    def test_too_few_negatives_give_nan_and_a_warning_but_no_failed_eval(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING):
+            got = values(run(rows(), [recall_at_fpr()]))
+        assert math.isnan(got["recall_at_fpr"])
+        assert "300 or more" in caplog.text
+
+    def test_realised_fpr_of_the_stored_threshold(self) -> None:
+        data = [{"label": 0, "score": float(i), "threshold": 97.0} for i in range(100)]
+        got = values(run(data, [realised_fpr()]))
+        bounds = clopper_pearson(2, 100)
+        assert got == {"fpr": 0.02, "fpr_low": bounds.low, "fpr_high": bounds.high}
+
+    def test_samples_without_labels_are_counted_aloud(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        data: list[dict[str, Any]] = [*rows(), {"score": 99.0}]
+        with caplog.at_level(logging.WARNING):
+            got = values(run(data, [auroc()]))
+        assert got["auroc"] == pytest.approx(expected_auroc(data[:-1]))
+        assert "1 of 21 scored samples have no metadata 'label'" in caplog.text
+
+    def test_no_labels_at_all_is_nan(self) -> None:
+        got = values(run([{"score": 1.0}] * 2, [auroc(), recall_at_fpr(), threshold_accuracy()]))
+        assert all(math.isnan(v) for v in got.values())
+
+
+class TestAlone:
+    @pytest.mark.parametrize("bad", ["yes", 2, 0.5, [1]])
+    def test_a_label_that_is_no_class_is_refused(self, bad: object) -> None:
+        with pytest.raises(SpecError, match=r"metadata\.label="):
+            auroc()([sample(1.0, label=bad)])
+
+    def test_threshold_accuracy_without_a_threshold_is_nan(self) -> None:
+        scores = [sample(1.0, label=1), sample(0.0, label=0)]
+        assert math.isnan(threshold_accuracy()(scores))  # type: ignore[arg-type]
+        assert threshold_accuracy(threshold=0.5)(scores) == 1.0
+
+    def test_mixed_thresholds_are_refused(self) -> None:
+        scores = [
+            SampleScore(
+                score=Score(value=1.0, metadata={"threshold": t}), sample_metadata={"label": 0}
+            )
+            for t in (0.1, 0.2)
+        ]
+        with pytest.raises(SpecError, match="2 different ones"):
+            realised_fpr()(scores)
+
+    @pytest.mark.parametrize(
+        "made", [auroc(), recall_at_fpr(), threshold_accuracy(), realised_fpr()]
+    )
+    def test_no_sample_is_nan(self, made: Metric) -> None:
+        got: Any = made([])
+        assert all(math.isnan(v) for v in (got.values() if isinstance(got, dict) else [got]))

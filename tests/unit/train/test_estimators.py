@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import ProbeCard, delong_interval
+from inspect_lens.train import DirectionEstimator, LogisticProbe, MeanDifferenceProbe
+
+H = 24
+ESTIMATORS = [
+    LogisticProbe(),
+    LogisticProbe(fit_intercept=True),
+    LogisticProbe(standardize=False),
+    MeanDifferenceProbe(),
+    MeanDifferenceProbe(normalize=True),
+]
+by_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+
+
+@parametrize_with_checks([LogisticProbe(), MeanDifferenceProbe()])
+def test_scikit_learn_accepts_the_estimator(estimator: object, check: object) -> None:
+    check(estimator)  # type: ignore[operator]
+
+
+def planted(
+    n: int, dprime: float, *, seed: int = 0, offset: float = 5.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two isotropic Gaussians `dprime` apart along a known unit direction."""
+    rng = np.random.default_rng(seed)
+    direction = np.random.default_rng(99).normal(size=H)
+    direction /= np.linalg.norm(direction)
+    y = np.repeat([0, 1], n)
+    x = rng.normal(size=(2 * n, H)) + offset + np.outer(y, dprime * direction)
+    return x.astype(np.float32), y, direction
+
+
+def card(layer: int = 3, hidden: int = H) -> ProbeCard:
+    return ProbeCard(name="t/p", layers=(layer,), hidden=hidden)
+
+
+@by_estimator
+def test_it_recovers_the_planted_direction(estimator: DirectionEstimator) -> None:
+    x, y, direction = planted(4000, 2.0)
+    probe = clone(estimator).fit(x, y).to_probe(card())
+    assert float(probe.direction()[0] @ direction) >= 0.95
+
+
+@by_estimator
+def test_its_auroc_is_the_planted_one_within_the_interval(estimator: DirectionEstimator) -> None:
+    x, y, _ = planted(4000, 1.5)
+    probe = clone(estimator).fit(x, y).to_probe(card())
+    fresh, labels, _ = planted(1500, 1.5, seed=1)
+    interval = delong_interval(labels, probe.score_tokens(fresh), confidence=0.999)
+    assert interval.low <= 0.5 * (1 + math.erf(1.5 / 2)) <= interval.high
+
+
+@by_estimator
+def test_the_probe_scores_as_the_estimator_does(estimator: DirectionEstimator) -> None:
+    x, y, _ = planted(200, 1.0)
+    fitted = clone(estimator).fit(x, y)
+    np.testing.assert_allclose(
+        fitted.to_probe(card()).score_tokens(x), fitted.decision_function(x), atol=1e-4
+    )
+
+
+@by_estimator
+def test_fitting_twice_is_fitting_once(estimator: DirectionEstimator) -> None:
+    x, y, _ = planted(100, 1.0)
+    once = clone(estimator).fit(x, y).decision_function(x)
+    other, labels, _ = planted(50, 3.0, seed=5)
+    twice = clone(estimator).fit(other, labels).fit(x, y)
+    np.testing.assert_array_equal(twice.decision_function(x), once)
+
+
+@by_estimator
+def test_the_order_of_rows_does_not_matter(estimator: DirectionEstimator) -> None:
+    x, y, _ = planted(150, 1.0)
+    order = np.random.default_rng(0).permutation(len(y))
+    one = clone(estimator).fit(x, y).to_probe(card()).direction()[0]
+    two = clone(estimator).fit(x[order], y[order]).to_probe(card()).direction()[0]
+    assert float(one @ two) > 0.9999
+
+
+@by_estimator
+def test_groups_are_accepted(estimator: DirectionEstimator) -> None:
+    x, y, _ = planted(50, 1.0)
+    clone(estimator).fit(x, y, groups=np.arange(100) % 10)
+
+
+@by_estimator
+def test_one_class_nan_and_an_unfitted_estimator_are_refused(
+    estimator: DirectionEstimator,
+) -> None:
+    x, y, _ = planted(20, 1.0)
+    with pytest.raises(ValueError, match="exactly two classes"):
+        clone(estimator).fit(x, np.zeros(40))
+    with pytest.raises(ValueError, match="exactly two classes"):
+        clone(estimator).fit(x, np.arange(40) % 3)
+    with pytest.raises(ValueError, match="NaN"):
+        clone(estimator).fit(np.where(x == x[0, 0], np.nan, x), y)
+    with pytest.raises(NotFittedError):
+        clone(estimator).to_probe(card())
+
+
+def test_the_card_has_to_fit() -> None:
+    x, y, _ = planted(20, 1.0)
+    fitted = MeanDifferenceProbe().fit(x, y)
+    with pytest.raises(SpecError, match="one layer of width 24"):
+        fitted.to_probe(card(hidden=H + 1))
+    with pytest.raises(SpecError, match="one layer"):
+        fitted.to_probe(ProbeCard(name="t/p", layers=(1, 2), hidden=H))
+    assert "normalize=False" in fitted.to_probe(card()).card.method
+    assert fitted.to_probe(card()).card.source == "arXiv:2310.06824"
+
+
+def test_logistic_probe_is_apollos_recipe() -> None:
+    x, y, _ = planted(300, 1.0)
+    recipe = make_pipeline(
+        StandardScaler(), LogisticRegression(C=0.1, fit_intercept=False, max_iter=1000)
+    ).fit(x.astype(np.float64), y)
+    ours = LogisticProbe().fit(x.astype(np.float64), y)
+    np.testing.assert_allclose(
+        ours.decision_function(x), recipe.decision_function(x), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_mean_difference_is_zero_at_the_midpoint() -> None:
+    x, y, _ = planted(300, 2.0, offset=500.0)
+    fitted = MeanDifferenceProbe().fit(x, y)
+    high, low = x[y == 1].mean(0, dtype=np.float64), x[y == 0].mean(0, dtype=np.float64)
+    np.testing.assert_allclose(fitted.coef_, high - low)
+    assert fitted.decision_function([(high + low) / 2])[0] == pytest.approx(0.0, abs=1e-6)
+    gap = fitted.decision_function([high])[0] - fitted.decision_function([low])[0]
+    assert gap == pytest.approx(float(np.sum((high - low) ** 2)))
+
+
+def test_normalised_mean_difference_has_the_same_ranking() -> None:
+    x, y, _ = planted(100, 1.0)
+    a, b = MeanDifferenceProbe().fit(x, y), MeanDifferenceProbe(normalize=True).fit(x, y)
+    assert np.linalg.norm(b.coef_) == pytest.approx(1.0)
+    assert roc_auc_score(y, a.decision_function(x)) == roc_auc_score(y, b.decision_function(x))
