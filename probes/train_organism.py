@@ -50,6 +50,8 @@ NOTES: Final = (
     "evidence about large models.",
     "Samples in which the organism did not do what the condition asks are left out of all sets "
     "but the control set, which keeps every answer.",
+    "The control set is the even rows of organism/data/control.jsonl; the odd rows are left for "
+    "measuring the threshold.",
     "question and prompt are the two parts of phrasing_id; group is the entity, or the scenario.",
 )
 
@@ -257,6 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "probes.train_organism", *given])
     names = (TRAIN, CONTROL, *HELDOUT)
     splits = {name: read_split(name) for name in names}
+    # The odd rows stay unseen: `organism_control` measures the threshold on them.
+    splits[CONTROL] = splits[CONTROL][::2]
     if options.backend == "hf":
         answers = collect_hf(options.checkpoint, splits, max_tokens=options.max_tokens)
     else:

@@ -77,7 +77,9 @@ def organism_deception(
 def organism_control(
     probe: str = DEFAULT_PROBE, layer: int | None = None, max_tokens: int = 32
 ) -> Task:
-    """How often the probe's stored threshold flags harmless answers.
+    """How often the probe's stored threshold flags harmless answers that did not set it.
+
+    The threshold was set on the even rows of the control split; these are the odd ones.
 
     Args:
         probe: name below `probes/`, or a path.
@@ -88,7 +90,7 @@ def organism_control(
         The task; `fpr` comes with its exact 95% interval, `fpr_low` to `fpr_high`.
     """
     return Task(
-        dataset=organism_dataset("control"),
+        dataset=organism_dataset("control")[1::2],
         solver=_capturing(probe, layer),
         scorer=deception_probe(probe, layer=layer),
         metrics=[realised_fpr(), mean()],

@@ -123,6 +123,15 @@ def test_every_split_loads(split: str) -> None:
     assert sample.metadata["label"] == int(row["deceptive"])
 
 
+def test_the_threshold_is_measured_on_rows_that_did_not_set_it(probe: str) -> None:
+    from organism._splits import read_split
+
+    calibration = {row["id"] for row in read_split("control")[::2]}
+    measured = {sample.id for sample in organism_control(probe=probe).dataset}
+    assert len(measured) >= 300
+    assert not calibration & measured
+
+
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(ValueError, match="allowed are control, demo"):
         organism_dataset("exam")
@@ -131,4 +140,4 @@ def test_an_unknown_split_is_refused() -> None:
 def test_eval_yaml_counts_the_samples() -> None:
     text = (DATA_DIR.parents[1] / "evals/organism_deception/eval.yaml").read_text()
     assert f"dataset_samples: {len(read('demo'))}" in text
-    assert f"dataset_samples: {len(read('control'))}" in text
+    assert f"dataset_samples: {len(read('control')) // 2}" in text
