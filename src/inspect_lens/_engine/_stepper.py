@@ -122,7 +122,18 @@ class Stepper:
         """
         self._clear()
         try:
-            plan = plan_step(batch, self._capture, self._steer, ring_rows=self.state.ring.shape[0])
+            rows = self.state.region_rows
+            plan = plan_step(
+                batch,
+                self._capture,
+                self._steer,
+                ring_rows=rows,
+                first_row=self._region * rows,
+            )
+            if plan.capture:
+                self._exporter.wait_for_region(self._region)
+            if plan.steer or plan.capture:
+                self._maps.write(plan)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             for key in batch.keys:
                 self._fail(key, error)

@@ -1,0 +1,66 @@
+# Every command of the project; `make help` lists them.
+
+SHELL := bash
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+# Directory of the environment.
+export VENV ?= .venv
+# Interpreter that makes it; empty finds one.
+export PYTHON ?=
+# Empty for the CPU lock; `vllm` for the ordinary wheel on a GPU machine.
+EXTRA ?=
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest
+
+.PHONY: help demo test check env lint types imports docs lock hooks clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: env  ## make the environment and run the demonstration, all of it on this machine
+	@$(PY) -m evals.demo
+
+test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
+	@# Each step runs even where an earlier one failed, so that one run tells all.
+	@failed=; for step in lint types imports docs; do \
+	    $(MAKE) $$step || failed="$$failed $$step"; \
+	  done; \
+	  $(PYTEST) -m "not gpu" || failed="$$failed pytest"; \
+	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+check: env lint types imports  ## the fast part, for before a commit: lint, types, imports, contracts, unit
+	@$(PYTEST) -q -m "not engine and not gpu" $(wildcard tests/unit) tests/contracts
+
+env:  ## make .venv from requirements/cpu.lock (EXTRA=vllm: the ordinary vLLM wheel)
+	@bash requirements/env.sh $(EXTRA)
+
+lint: env  ## ruff: rules and format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+types: env  ## mypy, strict
+	@$(PY) -m mypy
+
+imports: env  ## the direction of imports between rooms
+	@$(VENV)/bin/lint-imports --no-logo
+
+docs: env  ## build the documentation into site/, strictly
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+lock: env  ## resolve requirements/cpu.lock anew
+	@$(PY) -m uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet \
+	  $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend=cpu) \
+	  pyproject.toml --extra cpu --extra train --extra docs --extra dev requirements/cpu.in \
+	  --override requirements/overrides.txt --upgrade --output-file requirements/.universal
+	@$(PY) requirements/lock.py < requirements/.universal > requirements/.filtered
+	@mv requirements/.filtered requirements/cpu.lock
+	@rm requirements/.universal
+
+hooks: env  ## run the checks of `make check` that are quick at each commit
+	@$(VENV)/bin/pre-commit install
+
+clean:  ## remove the environment, caches and built documentation
+	@rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

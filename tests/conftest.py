@@ -1,0 +1,75 @@
+"""Fixtures of the whole suite, and the check that no run leaves a process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.repository import ROOT
+
+pytest_plugins = ["tests.kit.leftovers"]
+
+MODEL = "organism/checkpoint"
+START_TIMEOUT_S = 600
+# Engine and server live side by side; the default takes a share of all memory for each.
+KV_CACHE_BYTES = 256 << 20
+
+
+@pytest.fixture(scope="session")
+def offline_llm() -> Iterator[Any]:
+    """One `vllm.LLM` of the model organism for the whole session."""
+    from vllm import LLM
+
+    llm = LLM(model=str(ROOT / MODEL), dtype="float32", kv_cache_memory_bytes=KV_CACHE_BYTES)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def lens_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of one API server for the whole session; the model is `organism/checkpoint`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
+    command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    with log.open("wb") as output:
+        # Its own group, so that the engine's processes end with it.
+        server = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_until_ready(server, url, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(timeout=30)
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.poll() is None:
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"{url}/health", timeout=2).status == 200:
+                return
+        time.sleep(0.5)
+    pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")

@@ -1,0 +1,49 @@
+"""Docstrings of public functions name the arguments that the signature has."""
+
+from __future__ import annotations
+
+import griffe
+import pytest
+
+from tests.kit.docstrings import documented_arguments, refers_to_twin, signature_arguments
+from tests.kit.repository import public_functions, public_objects
+
+FUNCTIONS = dict(public_functions())
+
+# Methods whose one sentence covers two arguments or three. The list only shrinks.
+SHORT = {
+    "inspect_lens.model.Activations.get",
+    "inspect_lens.model.Activations.of",
+    "inspect_lens.train.ActivationSet.subset",
+}
+
+
+@pytest.mark.parametrize("path", sorted(FUNCTIONS))
+def test_arguments_are_documented(path: str) -> None:
+    function = FUNCTIONS[path]
+    doc = function.docstring.value if function.docstring else ""
+    documented, parameters = documented_arguments(doc), signature_arguments(function)
+    is_method = function.parent is not None and function.parent.is_class
+    # One sentence can say what one argument of a method is.
+    if not documented and (refers_to_twin(doc) or (is_method and len(parameters) <= 1)):
+        return
+    assert (documented == parameters) != (path in SHORT), (documented, parameters)
+
+
+def test_everything_public_has_a_docstring() -> None:
+    documented: dict[str, griffe.Object | griffe.Alias] = dict(public_objects()) | dict(FUNCTIONS)
+    assert not [path for path, found in documented.items() if not found.docstring]
+
+
+def test_reader_finds_arguments_in_order() -> None:
+    doc = """Do.
+
+    Args:
+        first: one,
+            over two lines: with a colon.
+        *rest: more.
+
+    Returns:
+        nothing: really.
+    """
+    assert documented_arguments(doc) == ["first", "rest"]

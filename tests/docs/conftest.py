@@ -1,0 +1,20 @@
+"""A working directory as the documentation assumes it: the root of the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.repository import ROOT
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scratch directory that holds what pages name by relative path; the current one."""
+    for name in ("evals", "organism", "probes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INSPECT_DISPLAY", "none")
+    monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path / "logs"))
+    return tmp_path
