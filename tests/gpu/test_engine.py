@@ -92,7 +92,9 @@ def test_steering_edits_named_rows_and_leaves_neighbours_their_bits(engine: Engi
             changed = (a[2, :n] != b[2, :n]).any(dim=-1).nonzero().flatten().tolist()
             assert changed == where
             expected = (a[2, where].float() + 4.0 * v[0]).bfloat16()
-            torch.testing.assert_close(b[2, where], expected, rtol=2e-2, atol=2e-2)
+            # The edit is rounded in one half of the stream, and the sum of the halves again.
+            step = torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+            torch.testing.assert_close(b[2, where], expected, rtol=0, atol=2 * step)
             assert after.inspect_lens.steer.n_tokens == len(where)
         else:
             assert after.outputs[0].token_ids == before.outputs[0].token_ids

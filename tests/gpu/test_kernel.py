@@ -59,9 +59,12 @@ def test_the_kernel_equals_the_reference(
     run()
     plain = steer_map[site] == 0
     assert torch.equal(hidden[plain], before[plain]), "tokens without a row keep their bits"
-    # The norm is summed in another order; one rounding step of the dtype apart at most.
-    torch.testing.assert_close(hidden, expected)
-    torch.testing.assert_close(ring, expected_ring)
+    # The norm is summed in another order, so an edited value may be rounded to the other side;
+    # where the halves of the stream cancel, that step is large beside what is left.
+    # In float32 the norm's own last bits are what differs, times the vector's size.
+    step = 4 * torch.finfo(dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=step)
+    torch.testing.assert_close(ring, expected_ring, rtol=0, atol=step)
     hidden.copy_(before)
     flags.zero_()
     run()

@@ -198,6 +198,10 @@ class BrokenExporter:
     def send_failure(self, reply: str, header: FailureHeader) -> None:
         self.failures.append(header)
 
+    def wait_for_region(self, region: int) -> None: ...
+
+    def release_region(self, region: int) -> None: ...
+
     def close(self) -> None:
         return None
 
