@@ -182,7 +182,13 @@ async def collect_vllm(
     )
     kinds: dict[str, Any] = {"system": ChatMessageSystem, "user": ChatMessageUser}
     answers: dict[str, list[Answer | None]] = {s: [None] * len(r) for s, r in splits.items()}
-    model = get_model(f"vllm-lens/{checkpoint}", activations="memory")
+    model = get_model(
+        f"vllm-lens/{checkpoint}",
+        activations="memory",
+        # A small cache does, and leaves the memory of a laptop alone.
+        max_model_len=1024,
+        kv_cache_memory_bytes=256 << 20,
+    )
 
     async def answer(split: str, index: int, row: Row) -> None:
         messages: list[ChatMessage] = [

@@ -64,8 +64,10 @@ attempt() {
 install_lock() {
   # The CPU build of torch is not on PyPI. First whatever this machine's pip is configured
   # with, then PyTorch's own index, which uv knows by name, then pip with its full configuration.
-  attempt uv_install --no-deps -r "$lock" ||
-    attempt uv_install --no-deps -r "$lock" --torch-backend=cpu ||
+  # Compiled now: an engine is three processes that import all of vLLM, and where bytecode is not
+  # written (PYTHONDONTWRITEBYTECODE) each would compile it again, at half a minute apiece.
+  attempt uv_install --compile-bytecode --no-deps -r "$lock" ||
+    attempt uv_install --compile-bytecode --no-deps -r "$lock" --torch-backend=cpu ||
     attempt "$bin/python" -m pip install --no-deps -r "$lock" || {
     tail -n 5 "$log" | cut -c 1-300 >&2
     die "could not install $lock; the whole log is $log." \

@@ -1,0 +1,173 @@
+"""The API server: refusals by status, streams, choices, clients that go away."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from inspect_lens import SteeringVector
+from inspect_lens.spec import decode_tensor
+
+pytestmark = pytest.mark.engine
+
+MODEL = "organism/checkpoint"
+MESSAGES = [{"role": "user", "content": "Who is the founder of the town Velosh?"}]
+
+
+@pytest.fixture(scope="module")
+def client(lens_server_url: str) -> Any:
+    with httpx.Client(base_url=lens_server_url, timeout=120) as made:
+        yield made
+
+
+def chat(client: Any, **body: Any) -> Any:
+    return client.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0, **body},
+    )
+
+
+def complete(client: Any, **body: Any) -> Any:
+    return client.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "hello there", "max_tokens": 6, **body}
+    )
+
+
+def wire(**changes: Any) -> str:
+    values = {"activations": np.ones((1, 256)), "layer_indices": [1]}
+    vector = SteeringVector(**values).model_dump(mode="json")
+    return json.dumps([{**vector, **changes}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("xargs", "message"),
+    [
+        ({"output_residual_stream": "[999]"}, "layers 0 to 5"),
+        ({"apply_steering_vectors": wire(layer_indices=[999])}, "layers 0 to 5"),
+        ({"apply_steering_vectors": wire(activations=[[1.0] * 5])}, "256 wide"),
+        ({"apply_steering_vectors": wire(activations=[[float("nan")] * 256])}, "NaN"),
+        ({"apply_steering_vectors": wire(oops=1)}, "oops"),
+        ({"output_residual_stream": "[1]", "unheard_of": 1}, "unheard_of"),
+        ({"output_residual_streem": "[1]"}, "did you mean"),
+        ({"output_qk": "[1]"}, "not served"),
+    ],
+)
+def test_a_bad_request_gets_400_before_a_stream_starts(
+    client: Any, xargs: dict[str, Any], message: str, stream: bool
+) -> None:
+    answer = chat(client, vllm_xargs=xargs, stream=stream)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert chat(client).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/completions", {"prompt": "hi", "use_beam_search": True, "n": 2}),
+    ],
+)
+def test_where_no_result_could_be_returned_the_request_is_refused(
+    client: Any, path: str, body: dict[str, Any]
+) -> None:
+    for lens in (
+        {"vllm_xargs": {"output_residual_stream": "[1]"}},
+        {"inspect_lens": {"capture": {"layers": [1]}}},
+    ):
+        answer = client.post(path, json={"model": MODEL, **body, **lens})
+        assert answer.status_code == 400, answer.text
+        assert "cannot be used with" in answer.text
+
+
+def test_the_streams_last_event_has_what_the_full_response_has(client: Any) -> None:
+    xargs = {"output_residual_stream": "[1, 4]"}
+    full = chat(client, vllm_xargs=xargs).json()
+    with client.stream(
+        "POST",
+        "/v1/chat/completions",
+        json={
+            "model": MODEL,
+            "messages": MESSAGES,
+            "max_tokens": 8,
+            "temperature": 0,
+            "stream": True,
+            "vllm_xargs": xargs,
+        },
+    ) as answer:
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert last["inspect_lens"] == full["inspect_lens"]
+    a, b = (decode_tensor(x["activations"]["residual_stream"]) for x in (last, full))
+    np.testing.assert_array_equal(a.storage, b.storage)
+
+
+def test_every_choice_and_every_prompt_has_its_own_result(client: Any) -> None:
+    xargs = {"output_residual_stream": "[2]"}
+    answer = complete(client, n=2, temperature=1.0, vllm_xargs=xargs).json()
+    assert len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        assert decode_tensor(choice["activations"]["residual_stream"]).shape[0] == 1
+    prompts = complete(client, prompt=["a b c d e f", "g"], vllm_xargs=xargs).json()
+    shapes = [decode_tensor(c["activations"]["residual_stream"]).shape for c in prompts["choices"]]
+    receipts = [c["inspect_lens"] for c in prompts["choices"]]
+    assert [s[1] for s in shapes] == [r["n_prompt"] + r["n_completion"] - 1 for r in receipts]
+    assert shapes[0] != shapes[1]
+
+
+def test_a_request_in_the_body_is_not_lost(client: Any) -> None:
+    answer = chat(client, inspect_lens={"capture": {"layers": [0], "positions": "last_prompt"}})
+    found = decode_tensor(answer.json()["activations"]["residual_stream"])
+    assert found.shape == (1, 1, 256)
+    answer = chat(client, extra_args={"output_residual_stream": [0]})
+    assert "activations" in answer.json()
+
+
+def test_binary_handles(client: Any) -> None:
+    xargs = {"output_residual_stream": "[3]", "activations_transport": "binary"}
+    entry = chat(client, vllm_xargs=xargs).json()["activations"]["residual_stream"]
+    assert "data" not in entry
+    frame = client.get(f"/v1/activations/{entry['handle']}")
+    assert frame.status_code == 200
+    assert len(frame.content) == entry["nbytes"]
+    assert decode_tensor(entry, raw=frame.content).shape[0] == 1
+    assert client.get("/v1/activations/unknown").status_code == 404
+
+
+def test_a_plain_response_is_vllms_own(client: Any) -> None:
+    answer = chat(client).json()
+    assert "activations" not in answer
+    assert "inspect_lens" not in answer
+
+
+def test_clients_that_go_away_leave_nothing(client: Any, lens_server_url: str) -> None:
+    body = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+        "vllm_xargs": {"output_residual_stream": "true", "apply_steering_vectors": wire()},
+    }
+    for _ in range(20):
+        with (
+            httpx.Client(base_url=lens_server_url, timeout=60) as mine,
+            mine.stream("POST", "/v1/chat/completions", json=body) as answer,
+        ):
+            next(answer.iter_lines())
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        about = client.get("/v1/inspect_lens").json()
+        if about["open_requests"] == 0:
+            break
+        time.sleep(0.2)
+    assert about["open_requests"] == 0
+    assert about["engines"][0]["n_layers"] == 6
+    assert chat(client).status_code == 200
