@@ -28,6 +28,8 @@ def refusal(vllm_config: Any) -> str | None:
     """
     parallel = vllm_config.parallel_config
     found = {
+        # Read again for each engine, so that one process can hold engines with and without.
+        "INSPECT_LENS_DISABLE is set": Settings.load().disable,
         "it does not generate text": vllm_config.model_config.runner_type != "generate",
         "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
         "speculative decoding is not served": vllm_config.speculative_config is not None,
