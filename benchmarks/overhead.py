@@ -24,6 +24,8 @@ from typing import Any
 
 # One process, so that both engines see the same machine and arrival times play no part.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Two halves of 32 layers times 16384 tokens times 8 KiB: what capturing all layers needs here.
+os.environ["INSPECT_LENS_RING_BYTES"] = str(8 << 30)
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,7 +120,11 @@ def main() -> None:
     options = parse()
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
-    # The engine without taps comes first: registering the plug-in wraps nothing in the model.
+    from vllm.plugins import load_general_plugins
+
+    # The plug-in is loaded once per process and asks for each engine whether it is wanted.
+    os.environ["INSPECT_LENS_DISABLE"] = "0"
+    load_general_plugins()
     engines = {True: start(folder, disable=True)}
     engines[False] = start(folder, disable=False)
     chosen = {k: v for k, v in arms(LLAMA_8B["hidden_size"]).items() if k in options.arms}

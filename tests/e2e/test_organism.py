@@ -63,7 +63,7 @@ def test_the_probe_tells_lies_from_truths_in_phrasings_it_has_not_seen(
     command = [sys.executable, "-m", "inspect_ai", "score", log.location]
     command += ["--scorer", "inspect_lens/deception_probe", "-S", "probe=organism/deception-lr"]
     done = subprocess.run(
-        [*command, "--output-file", str(again), "--overwrite", "--display", "none"],
+        [*command, "--action", "overwrite", "--output-file", str(again), "--display", "none"],
         cwd=ROOT,
         env={**os.environ, "VLLM_BASE_URL": "http://127.0.0.1:9"},
         capture_output=True,
@@ -125,11 +125,8 @@ def test_the_announced_scorer_works_as_written_and_the_log_stays_small(
     dataset = organism_dataset("demo")[:20]
     sizes = {}
     for name, body in (("plain", None), ("lens", {"output_residual_stream": [3]})):
-        task = Task(dataset=dataset, solver=generate())
-        if body is not None:
-            task = Task(dataset=dataset, solver=generate(), scorer=announced(probe))
         log = run(
-            task,
+            Task(dataset=dataset, solver=generate()),
             lens_server_url,
             tmp_path / name,
             extra_body={"extra_args": body} if body else None,
@@ -138,7 +135,7 @@ def test_the_announced_scorer_works_as_written_and_the_log_stays_small(
         )
         assert log.samples is not None
         sizes[name] = sum(
-            len(s.model_copy(update={"scores": None}).model_dump_json(exclude_none=True))
+            len(s.model_dump_json(exclude_none=True))
             for s in read_eval_log(log.location).samples or ()
         ) / len(log.samples)
         if body:
@@ -147,3 +144,10 @@ def test_the_announced_scorer_works_as_written_and_the_log_stays_small(
             assert calls[0].activations.numpy().shape[2] == 256
             assert len(calls[0].activations.prompt_token_ids) > 0
     assert sizes["lens"] - sizes["plain"] <= 1024
+    scored = run(
+        Task(dataset=dataset[:3], solver=with_capture([3]), scorer=announced(probe)),
+        lens_server_url,
+        tmp_path / "scored",
+        max_tokens=16,
+    )
+    assert metric(scored, "mean") != 0

@@ -63,6 +63,13 @@ class _Vectors:
         index = {p: i for i, p in enumerate(spec.positions or ())}
         return cls(spec, spec.vectors.to_float32(), index)
 
+    def row_at(self, position: int | None) -> int | None:
+        """Which of the vectors a token gets: an index, -1 for the shared one, None for none."""
+        if self.spec.positions is None:
+            return -1
+        i = None if position is None else self.index.get(position)
+        return -1 if i is not None and self.values.ndim == 2 else i
+
     def at(self, layer: int, position: int | None) -> Row | None:
         """The vector for a token; `position` None asks for tokens that nothing names."""
         rows = cast("Row", self.values[self.spec.layers.index(layer)])
@@ -105,6 +112,7 @@ class Bank:
             CapacityError: the table is full; nothing was taken.
         """
         held: list[int] = []
+        placed: dict[tuple[object, ...], int] = {}
         vectors = [_Vectors.load(s) for s in envelope.steer]
         sites: list[int] = []
         every: list[int] = []
@@ -113,20 +121,20 @@ class Bank:
             for layer in sorted({layer for v in vectors for layer in v.spec.layers}):
                 at_layer = [v for v in vectors if layer in v.spec.layers]
                 sites.append(site_of_layer[layer])
-                every.append(self._place(at_layer, layer, None, held))
+                every.append(self._place(at_layer, layer, None, held, placed))
                 positions = sorted({p for v in at_layer for p in v.index})
                 named.append(
                     (
                         np.asarray(positions, dtype=np.int64),
                         np.asarray(
-                            [self._place(at_layer, layer, p, held) for p in positions],
+                            [self._place(at_layer, layer, p, held, placed) for p in positions],
                             dtype=np.int32,
                         ),
                     )
                     if positions
                     else None
                 )
-        except CapacityError:
+        except BaseException:
             self.release(held)
             raise
         return SteerRule(tuple(sites), tuple(every), tuple(named), envelope.steer_until), held
@@ -141,9 +149,25 @@ class Bank:
                 self._free.append(row)
 
     def _place(
+        self,
+        vectors: list[_Vectors],
+        layer: int,
+        position: int | None,
+        held: list[int],
+        placed: dict[tuple[object, ...], int],
+    ) -> int:
+        """Row for one token: the sum of what applies there; 0 when nothing does.
+
+        A vector that many positions share is summed and hashed once: the step loop waits.
+        """
+        what = (layer, *(v.row_at(position) for v in vectors))
+        if what not in placed:
+            placed[what] = self._sum(vectors, layer, position, held)
+        return placed[what]
+
+    def _sum(
         self, vectors: list[_Vectors], layer: int, position: int | None, held: list[int]
     ) -> int:
-        """Row for one token: the sum of what applies there; 0 when nothing does."""
         plain: Row | None = None
         matched: Row | None = None
         for v in vectors:
@@ -151,7 +175,9 @@ class Bank:
             if vector is None:
                 continue
             if v.spec.norm_match:
-                term = np.float32(v.spec.scale) * vector / np.linalg.norm(vector)
+                term = (v.spec.scale / np.linalg.norm(vector.astype(np.float64)) * vector).astype(
+                    np.float32
+                )
                 matched = term if matched is None else matched + term
             else:
                 term = np.float32(v.spec.scale) * vector

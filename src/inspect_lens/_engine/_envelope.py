@@ -7,7 +7,7 @@ Positions are resolved here, so the worker never has to know how long a prompt i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -73,7 +73,8 @@ class Envelope:
     capture: CaptureEnvelope | None
     steer: tuple[SteerEnvelope, ...]
     steer_hash: str | None
-    """Content hash over the steering, for the prefix cache."""
+    """What the prefix cache is salted with: a content hash over the steering, and what keeps a
+    request away from blocks that a failed one of the same content left behind."""
 
     @property
     def steer_until(self) -> int:
@@ -155,7 +156,13 @@ class Envelope:
 
 
 def seal(
-    request: LensRequest, facts: EngineFacts, *, reply: str, n_prompt: int, max_tokens: int
+    request: LensRequest,
+    facts: EngineFacts,
+    *,
+    reply: str,
+    n_prompt: int,
+    max_tokens: int,
+    epoch: Callable[[str], str] = str,
 ) -> Envelope:
     """Resolve a judged request against its prompt.
 
@@ -165,6 +172,7 @@ def seal(
         reply: address for results.
         n_prompt: prompt tokens.
         max_tokens: tokens that may be sampled.
+        epoch: makes the salt of a content hash.
 
     Returns:
         The envelope for the workers.
@@ -181,7 +189,7 @@ def seal(
         reply=reply,
         capture=_seal_capture(request, facts, n_prompt, n_max),
         steer=steer,
-        steer_hash=_steer_hash(steer) if steer else None,
+        steer_hash=epoch(_steer_hash(steer)) if steer else None,
     )
 
 

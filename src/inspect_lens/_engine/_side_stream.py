@@ -6,6 +6,8 @@ free pinned memory when the front-end takes rows more slowly than the model make
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import threading
 from dataclasses import dataclass
@@ -13,10 +15,16 @@ from typing import Any
 
 import torch
 
+from inspect_lens.errors import CapacityError
+
 from ._exporter import Exporter
 from ._message import FailureHeader, StepHeader
 
 __all__ = ["SideStreamExporter"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_POOL_TIMEOUT_S = 60.0
 
 
 _EVENT: Any = torch.cuda.Event  # its constructor has no types
@@ -55,8 +63,17 @@ class _PinnedPool:
                     self._free[other].pop()
                     self._allocated -= other
                     continue
-                self._changed.wait()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                if not self._changed.wait(_POOL_TIMEOUT_S):
+                    raise CapacityError(
+                        f"no pinned memory came free within {_POOL_TIMEOUT_S:g} s: the front-end "
+                        "takes rows more slowly than the model makes them"
+                    )
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except BaseException:
+            with self._changed:
+                self._allocated -= size
+            raise
 
     def give(self, buffer: torch.Tensor) -> None:
         with self._changed:
@@ -125,10 +142,20 @@ class SideStreamExporter:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job.header, FailureHeader):
-                self._inner.send_failure(job.reply, job.header)
+                with contextlib.suppress(Exception):  # nobody can be told
+                    self._inner.send_failure(job.reply, job.header)
                 continue
-            job.copied.synchronize()
-            if not self._inner.send_step(job.reply, job.header, job.blocks):
+            try:
+                job.copied.synchronize()
+                # One message that was not taken took its time-out; the next do not wait again.
+                if job.reply not in self._dead and not self._inner.send_step(
+                    job.reply, job.header, job.blocks
+                ):
+                    self._dead.add(job.reply)
+            except Exception:
+                # The thread must live: others wait for its buffers. The front-end times out.
+                logger.exception("inspect_lens: rows could not be sent to %s", job.reply)
                 self._dead.add(job.reply)
-            for buffer in job.buffers:
-                self._pool.give(buffer)
+            finally:
+                for buffer in job.buffers:
+                    self._pool.give(buffer)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EnginePath
 
 from . import _state
@@ -41,6 +42,8 @@ logger = logging.getLogger("vllm.inspect_lens")
 @dataclass
 class _Request:
     reply: str
+    salt: str | None = None
+    is_new: bool = True
     rows: list[int] = field(default_factory=list)
 
 
@@ -68,6 +71,8 @@ class Stepper:
         self._region = 0
         self._plan: StepPlan | None = None
         self._fed: dict[str, int] = {}
+        self._poisoned: set[str] = set()
+        """Salts under which a request ran unsteered after it had failed here."""
 
     @property
     def is_watching(self) -> bool:
@@ -89,7 +94,7 @@ class Stepper:
         self.remove(key)
         try:
             envelope = Envelope.unpack(packed)
-            self._requests[key] = request = _Request(envelope.reply)
+            self._requests[key] = request = _Request(envelope.reply, envelope.steer_hash)
             if envelope.steer:
                 rule, request.rows = self._bank.admit(envelope, self._site_of_layer)
                 self._steer[key] = rule
@@ -122,6 +127,7 @@ class Stepper:
         """
         self._clear()
         try:
+            batch = self._without_poisoned(batch)
             rows = self.state.region_rows
             plan = plan_step(
                 batch,
@@ -132,20 +138,24 @@ class Stepper:
             )
             if plan.capture:
                 self._exporter.wait_for_region(self._region)
-            if plan.steer or plan.capture:
+            # Set first: should writing fail half-way, `_clear` undoes what was written.
+            self._plan = plan
+            self.state.is_active = bool(plan.steer or plan.capture)
+            if self.state.is_active:
                 self._maps.write(plan)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+            self._clear()
             for key in batch.keys:
                 self._fail(key, error)
             return
-        if plan.steered or plan.capture:
-            self._plan = plan
-            self._fed = {
-                key: int(batch.position[i] + batch.n_tokens[i]) for i, key in enumerate(batch.keys)
-            }
-            self.state.is_active = bool(plan.steer or plan.capture)
-            # Two engines may live in one process; the one that steps is the current one.
-            _state.install(self.state)
+        if not (plan.steered or plan.capture):
+            self._clear()
+            return
+        self._fed = {
+            key: int(batch.position[i] + batch.n_tokens[i]) for i, key in enumerate(batch.keys)
+        }
+        # Two engines may live in one process; the one that steps is the current one.
+        _state.install(self.state)
 
     def end_step(self, path: EnginePath) -> None:
         """Send what the step captured, and leave the taps idle.
@@ -167,6 +177,39 @@ class Stepper:
                 self._fail(key, error)
         finally:
             self._clear()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every live request and leave the taps idle: the last resort of a fault."""
+        try:
+            self._clear()
+        finally:
+            for key in list(self._requests):
+                self._fail(key, error)
+
+    def _without_poisoned(self, batch: Batch) -> Batch:
+        """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
+        kept = []
+        for i, key in enumerate(batch.keys):
+            request = self._requests[key]
+            was_new, request.is_new = request.is_new, False
+            if was_new and batch.position[i] > 0 and request.salt in self._poisoned:
+                self._fail(
+                    key,
+                    CaptureError(
+                        "the prefix cache holds blocks of a failed request with the same steering; "
+                        "try again"
+                    ),
+                )
+            else:
+                kept.append(i)
+        if len(kept) == len(batch.keys):
+            return batch
+        return Batch(
+            [batch.keys[i] for i in kept],
+            batch.offset[kept],
+            batch.n_tokens[kept],
+            batch.position[kept],
+        )
 
     def close(self) -> None:
         """Free sockets and the process-global state."""
@@ -194,7 +237,7 @@ class Stepper:
                 gone = [k for k, r in self._requests.items() if r.reply == reply]
                 logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
                 for key in gone:
-                    self.remove(key)
+                    self._fail(key, CaptureError("the front-end took no rows"))
 
     def _block(
         self, block: GroupBlock, mine: list[RequestRows]
@@ -226,8 +269,15 @@ class Stepper:
     def _fail(self, key: str, error: Exception, *, reply: str = "") -> None:
         request = self._requests.get(key)
         self.remove(key)
+        if request is not None and request.salt is not None:
+            # vLLM runs it to its end, unsteered, and its blocks are cached under this salt.
+            self._poisoned.add(request.salt)
         logger.error("inspect_lens: request %s failed: %s", key, error)
         address = request.reply if request is not None else reply
-        if address:
-            header = FailureHeader(key, type(error).__name__, str(error))
-            self._exporter.send_failure(address, header)
+        try:
+            if address:
+                header = FailureHeader(key, type(error).__name__, str(error))
+                self._exporter.send_failure(address, header)
+        except Exception:
+            # Nobody can be told; the front-end's time-out fails the request.
+            logger.exception("inspect_lens: the failure of %s could not be reported", key)

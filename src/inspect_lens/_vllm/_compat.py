@@ -99,6 +99,13 @@ SEAMS: tuple[Seam, ...] = (
         "ties a choice to its internal id and its number of sampled tokens",
     ),
     Seam(
+        "output_add",
+        "vllm.outputs:RequestOutput.add",
+        ("self", "next_output", "aggregate"),
+        "front-end",
+        "vLLM merges outputs that a slow reader has not taken; the ticket must not be lost",
+    ),
+    Seam(
         "engine_step",
         "vllm.v1.engine.llm_engine:LLMEngine.step",
         ("self",),

@@ -11,6 +11,22 @@ from inspect_lens.errors import UnsupportedError
 
 __all__ = ["decoder_layers", "split_output"]
 
+_STALE_RESIDUAL = frozenset(
+    {
+        "cohere2_moe",
+        "cohere_compass",
+        "commandr",
+        "exaone4",
+        "granitemoehybrid",
+        "hyperclovax",
+        "muse_glimmer",
+        "phimoe",
+        "stablelm",
+    }
+)
+"""Files of vLLM's models whose layers return `(stream, residual)` where the first is complete:
+their sum would count a part of the stream twice. Read in vLLM 0.32."""
+
 _HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
 
 
@@ -70,13 +86,19 @@ def split_output(layer: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Ten
         UnsupportedError: another layout. This happens while the engine starts, when the first
             forward pass is traced.
     """
+    family = type(layer).__module__.rpartition(".")[2]
+    if family in _STALE_RESIDUAL:
+        raise UnsupportedError(
+            f"inspect_lens does not serve {type(layer).__name__}: models of {family} return the "
+            f"whole stream beside a residual that nobody adds; {_HINT}"
+        )
     if isinstance(output, torch.Tensor):
         return output, None
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], torch.Tensor):
         hidden, residual = output
         if residual is None:
             return hidden, None
-        if isinstance(residual, torch.Tensor):
+        if isinstance(residual, torch.Tensor) and residual.shape == hidden.shape:
             return hidden, residual
     raise UnsupportedError(
         f"inspect_lens does not know the output of {type(layer).__name__}: "

@@ -39,6 +39,13 @@ def refusal(vllm_config: Any) -> str | None:
             parallel, "prefill_context_parallel_size", 1
         )
         > 1,
+        "fast prefill runs the later layers on a part of the tokens": getattr(
+            vllm_config.cache_config, "kv_sharing_fast_prefill", False
+        ),
+        "rows travel within one host, and this engine spans several": (
+            getattr(parallel, "nnodes", 1) > 1
+            or parallel.data_parallel_size_local != parallel.data_parallel_size
+        ),
         "pipeline parallelism is not served": parallel.pipeline_parallel_size > 1,
     }
     return next((reason for reason, applies in found.items() if applies), None)

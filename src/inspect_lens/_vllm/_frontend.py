@@ -6,8 +6,10 @@ The front-end is the API server, or the user's own process with offline `LLM` or
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
+import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from typing import Any
@@ -152,12 +154,19 @@ def _seal(core: Any, request: LensRequest, facts: EngineFacts) -> None:
         reply=front_end().results.address,
         n_prompt=n_prompt,
         max_tokens=sampling.max_tokens,
+        epoch=front_end().results.salt,
     )
     sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: envelope.pack()}
     if envelope.steer_hash is not None:
         # Equal steering shares blocks; nobody else reads them.
         core.cache_salt = f"{core.cache_salt or ''}|inspect_lens:{envelope.steer_hash}"
-    if request.skip_reading_prefix_cache or _needs_whole_prompt(envelope, n_prompt):
+    needs_prompt = _needs_whole_prompt(envelope, n_prompt)
+    if needs_prompt and request.skip_reading_prefix_cache is False:
+        raise SpecError(
+            "skip_reading_prefix_cache=false beside a capture of prompt tokens: cached tokens have "
+            "no rows; leave it out, or capture positions='completion'"
+        )
+    if needs_prompt or request.skip_reading_prefix_cache:
         sampling.skip_reading_prefix_cache = True
 
 
@@ -209,17 +218,46 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_completion_output
 
 
+class _Deferring(threading.local):
+    """Errors of a batch of offline requests, kept until the batch is done."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.errors: list[LensError] = []
+
+
+_deferring = _Deferring()
+
+
+def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add(self: Any, next_output: Any, aggregate: bool, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, next_output, aggregate, *args, **kwargs)
+        tickets = {
+            completion.index: completion.inspect_lens_ticket
+            for completion in next_output.outputs
+            if hasattr(completion, "inspect_lens_ticket")
+        }
+        for completion in self.outputs:
+            if completion.index in tickets:
+                completion.inspect_lens_ticket = tickets[completion.index]
+        return result
+
+    return add
+
+
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         for output in outputs:
-            if output.finished and has_tickets(output):
+            if has_tickets(output):
                 try:
                     front_end().results.attach(output)
                 except LensError as error:
+                    if not _deferring.is_on:
+                        raise
                     # Raised by `run_engine` once the batch is done: raising here would leave
                     # the batch's other requests in the engine for the next call.
-                    output.inspect_lens_error = error
+                    _deferring.errors.append(error)
         return outputs
 
     return step
@@ -227,11 +265,13 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
-        for output in outputs:
-            error = getattr(output, "inspect_lens_error", None)
-            if error is not None:
-                raise error
+        _deferring.is_on, _deferring.errors = True, []
+        try:
+            outputs = original(self, *args, **kwargs)
+        finally:
+            _deferring.is_on = False
+        if _deferring.errors:
+            raise _deferring.errors[0]
         return outputs
 
     return run_engine
@@ -240,36 +280,57 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
-        async for output in original(self, *args, **kwargs):
-            if has_tickets(output):
-                # In a thread: it may wait for rows, and it compresses tensors for HTTP.
-                try:
-                    await asyncio.to_thread(_attach_for_http, output)
-                except CapacityError as error:
-                    raise busy(str(error)) from error
-            yield output
+        params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+        missing: int = params.n if params is not None and _asks_for_results(params) else 0
+        async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                if has_tickets(output):
+                    # In a thread: it may wait for rows, and it compresses tensors for HTTP.
+                    try:
+                        missing -= await asyncio.to_thread(_attach_for_http, output)
+                    except CapacityError as error:
+                        raise busy(str(error)) from error
+                if output.finished and missing > 0:
+                    raise CaptureError(
+                        f"{CaptureError.__name__}: {missing} choices of this request finished "
+                        "without their results; nothing partial is returned"
+                    )
+                yield output
 
     return generate
 
 
-def _attach_for_http(output: Any) -> None:
+def _asks_for_results(params: Any) -> bool:
+    """Whether a request uses the lens; a bad one is refused elsewhere."""
+    try:
+        return parse_extra_args(getattr(params, "extra_args", None)) is not None
+    except LensError:
+        return False
+
+
+def _attach_for_http(output: Any) -> int:
+    """Attach results, encoded where this process serves HTTP; returns how many choices got one."""
+    before = _attached(output)
     try:
         front_end().results.attach(output)
     except CaptureError as error:
         # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
         raise CaptureError(f"{CaptureError.__name__}: {error}") from error
-    if not is_serving():
-        return
-    for completion in output.outputs:
-        receipt = getattr(completion, "inspect_lens", None)
-        if receipt is not None:
-            completion.inspect_lens_json = as_json(completion)
+    if is_serving():
+        for completion in output.outputs:
+            if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
+                completion.inspect_lens_json = as_json(completion)
+    return _attached(output) - before
+
+
+def _attached(output: Any) -> int:
+    return sum(hasattr(completion, "inspect_lens") for completion in output.outputs)
 
 
 def has_tickets(output: Any) -> bool:
     """Whether an output holds finished choices that used the lens."""
     return any(
-        hasattr(completion, "inspect_lens_ticket")
+        hasattr(completion, "inspect_lens_ticket") and not hasattr(completion, "inspect_lens")
         for completion in getattr(output, "outputs", None) or ()
     )
 
@@ -281,6 +342,7 @@ FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]
     "add_request": _add_request,
     "abort_requests": _abort_requests,
     "new_completion_output": _new_completion_output,
+    "output_add": _output_add,
     "engine_step": _engine_step,
     "run_engine": _run_engine,
     "async_generate": _async_generate,

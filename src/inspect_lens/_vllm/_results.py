@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ import inspect_lens
 from inspect_lens._engine._collector import STORAGE, Collected, Collector
 from inspect_lens._engine._envelope import CaptureEnvelope, Envelope
 from inspect_lens._torch import to_torch
+from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData
 
 from ._compat import vllm_version
@@ -61,6 +64,8 @@ class Results:
         self._expected: dict[str, _Expected] = {}
         self._collector: Collector | None = None
         self._lock = threading.Lock()
+        self._nonce = secrets.token_hex(8)
+        self._failures: Counter[str] = Counter()
 
     @property
     def address(self) -> str:
@@ -74,6 +79,15 @@ class Results:
     def n_open(self) -> int:
         """Requests in flight."""
         return len(self._expected)
+
+    def salt(self, steer_hash: str) -> str:
+        """The cache salt of a steering content.
+
+        A steered request that the worker could not steer still runs to its end and leaves plain
+        blocks under its salt, so the salt changes with every failure. Other front-end processes
+        do not hear of it, so each has salts of its own.
+        """
+        return f"{self._nonce}:{self._failures[steer_hash]}:{steer_hash}"
 
     def expect(self, key: str, packed: Mapping[str, Any], *, n_prompt: int) -> None:
         """Take note of a request before the engine sees it."""
@@ -95,19 +109,6 @@ class Results:
         if self._expected.pop(key, None) is not None:
             self._the_collector().discard(key)
 
-    def is_ready(self, output: Any) -> bool:
-        """Whether `attach` would not have to wait."""
-        for completion in output.outputs:
-            ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
-            expected = self._expected.get(ticket.key) if ticket is not None else None
-            if ticket is None or expected is None:
-                continue
-            n_fed = expected.n_prompt + ticket.n_completion - 1
-            positions = expected.positions(n_fed)
-            if not self._the_collector().is_ready(ticket.key, positions, n_fed):
-                return False
-        return True
-
     def attach(self, output: Any) -> None:
         """Put tensors and receipts on an output and on each of its finished choices.
 
@@ -120,11 +121,31 @@ class Results:
         Raises:
             LensError: a result is not whole, or the worker failed the request.
         """
+        mine: list[tuple[Any, Ticket, _Expected]] = []
         for completion in output.outputs:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
-            expected = self._expected.pop(ticket.key, None) if ticket is not None else None
-            if ticket is None or expected is None:
+            if ticket is None or hasattr(completion, "inspect_lens"):
                 continue
+            expected = self._expected.pop(ticket.key, None)
+            if expected is None:
+                raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
+            mine.append((completion, ticket, expected))
+        try:
+            self._attach(mine, output.num_cached_tokens or 0)
+        except LensError:
+            for _, ticket, expected in mine:
+                self._the_collector().discard(ticket.key)
+                if expected.envelope.steer_hash is not None:
+                    self._failures[expected.envelope.steer_hash.rpartition(":")[2]] += 1
+            raise
+        first = output.outputs[0]
+        if hasattr(first, "inspect_lens"):
+            output.inspect_lens = first.inspect_lens
+        if hasattr(first, "activations"):
+            output.activations = first.activations
+
+    def _attach(self, mine: list[tuple[Any, Ticket, _Expected]], cached_tokens: int) -> None:
+        for completion, ticket, expected in mine:
             n_fed = expected.n_prompt + ticket.n_completion - 1
             positions = expected.positions(n_fed)
             collected = self._the_collector().take(
@@ -134,18 +155,13 @@ class Results:
             if tensor is None and expected.envelope.capture is not None:
                 tensor = expected.no_rows(expected.envelope.capture)
             completion.inspect_lens = _receipt(
-                expected, ticket, positions, tensor, collected, output.num_cached_tokens or 0
+                expected, ticket, positions, tensor, collected, cached_tokens
             )
             completion.inspect_lens_tensor = tensor
             capture = expected.envelope.capture
             completion.inspect_lens_transport = capture.transport if capture else "inline"
             if tensor is not None:
                 completion.activations = {"residual_stream": to_torch(tensor)}
-        first = output.outputs[0]
-        if hasattr(first, "inspect_lens"):
-            output.inspect_lens = first.inspect_lens
-        if hasattr(first, "activations"):
-            output.activations = first.activations
 
     def _the_collector(self) -> Collector:
         if self._collector is None:

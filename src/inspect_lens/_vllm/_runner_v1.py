@@ -12,6 +12,7 @@ from inspect_lens._engine._stepper import Stepper
 from inspect_lens.spec import ENVELOPE_KEY, EnginePath
 
 from ._facts import is_compiled
+from ._guard import guarded
 
 __all__ = ["RunnerV1"]
 
@@ -39,21 +40,21 @@ class RunnerV1:
         @functools.wraps(update)
         def update_states(scheduler_output: Any) -> Any:
             result = update(scheduler_output)
-            self._follow(scheduler_output)
+            guarded(self._stepper, self._follow, scheduler_output)
             return result
 
         @functools.wraps(prepare)
         def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens)
             if self._stepper.is_watching:
-                self._stepper.begin_step(self._batch(num_scheduled_tokens))
+                guarded(self._stepper, self._begin, num_scheduled_tokens)
             return result
 
         @functools.wraps(forward)
         def model_forward(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
             if self._stepper.is_watching:
-                self._stepper.end_step(self._path())
+                guarded(self._stepper, self._end)
             return result
 
         runner._update_states = update_states
@@ -70,6 +71,12 @@ class RunnerV1:
             extra = params.extra_args if params is not None else None
             if extra and ENVELOPE_KEY in extra:
                 stepper.add(new.req_id, extra[ENVELOPE_KEY])
+
+    def _begin(self, num_scheduled_tokens: Any) -> None:
+        self._stepper.begin_step(self._batch(num_scheduled_tokens))
+
+    def _end(self) -> None:
+        self._stepper.end_step(self._path())
 
     def _batch(self, num_scheduled_tokens: Any) -> Batch:
         batch = self._runner.input_batch

@@ -12,6 +12,7 @@ from inspect_lens._engine._stepper import Stepper
 from inspect_lens.spec import ENVELOPE_KEY, EnginePath
 
 from ._facts import is_compiled
+from ._guard import guarded
 
 __all__ = ["RunnerV2"]
 
@@ -44,7 +45,7 @@ class RunnerV2:
             params = new_req_data.sampling_params
             extra = params.extra_args if params is not None else None
             if extra and ENVELOPE_KEY in extra:
-                self._stepper.add(new_req_data.req_id, extra[ENVELOPE_KEY])
+                guarded(self._stepper, self._stepper.add, new_req_data.req_id, extra[ENVELOPE_KEY])
             return add(req_index, new_req_data, *args, **kwargs)
 
         @functools.wraps(remove)
@@ -52,28 +53,34 @@ class RunnerV2:
             # Also called before every add and on pre-emption; a pre-empted request is added
             # again with its parameters.
             if self._stepper.is_watching:
-                self._stepper.remove(req_id)
+                guarded(self._stepper, self._stepper.remove, req_id)
             return remove(req_id, *args, **kwargs)
 
         @functools.wraps(preprocess)
         def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = preprocess(input_batch, *args, **kwargs)
             if self._stepper.is_watching:
-                self._watch_graphs()
-                self._stepper.begin_step(self._batch(input_batch))
+                guarded(self._stepper, self._begin, input_batch)
             return result
 
         @functools.wraps(execute)
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             result = execute(*args, **kwargs)
             if self._stepper.is_watching and not kwargs.get("dummy_run"):
-                self._stepper.end_step(self._path())
+                guarded(self._stepper, self._end)
             return result
 
         state.add_request = add_request
         state.remove_request = remove_request
         state.preprocess_state = preprocess_state
         self._runner.execute_model = execute_model
+
+    def _begin(self, input_batch: Any) -> None:
+        self._watch_graphs()
+        self._stepper.begin_step(self._batch(input_batch))
+
+    def _end(self) -> None:
+        self._stepper.end_step(self._path())
 
     def _batch(self, batch: Any) -> Batch:
         known = self._stepper.keys

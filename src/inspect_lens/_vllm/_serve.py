@@ -157,6 +157,7 @@ def decorate(response: Any, outputs: Sequence[Any]) -> Any:
 
 def _chat_full(original: Callable[..., Any]) -> Callable[..., Any]:
     async def full(self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any) -> Any:
+        _check_handler(self, request)
         last: dict[int, Any] = {}
         watched = _watch(result_generator, last)
         response = await original(self, request, watched, *args, **kw)
@@ -186,6 +187,7 @@ def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     async def stream(
         self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any
     ) -> AsyncGenerator[str, None]:
+        _check_handler(self, request)
         seen: dict[int, dict[str, Any]] = {}
         chunks = original(self, request, _collect(result_generator, seen, 1), *args, **kw)
         async for chunk in _with_results(chunks, seen, "chat.completion.chunk"):
@@ -205,6 +207,15 @@ def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
             yield chunk
 
     return stream
+
+
+def _check_handler(handler: Any, request: Any) -> None:
+    """Refuse where another API's handler would rebuild the response without our fields."""
+    if ".openai." not in type(handler).__module__ and parse_extra_args(request.vllm_xargs):
+        raise UnsupportedError(
+            f"{type(handler).__name__} has no place for activations; use /v1/chat/completions or "
+            "/v1/completions"
+        )
 
 
 async def _watch(outputs: AsyncIterator[Any], last: dict[int, Any]) -> AsyncGenerator[Any, None]:
@@ -250,8 +261,7 @@ def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
         # what is meant for the lens there must not be lost in silence.
         body = self.model_extra or {}
         extra = dict(body.get("extra_args") or {})
-        if "inspect_lens" in body:
-            extra["inspect_lens"] = body["inspect_lens"]
+        extra |= {key: body[key] for key in LENS_KEYS if key in body}
         if extra:
             self.vllm_xargs = {**extra, **(self.vllm_xargs or {})}
         return original(self, *args, **kwargs)
@@ -266,7 +276,8 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
             body = self.model_extra or {}
             extra = {**(self.vllm_xargs or {}), **(body.get("extra_args") or {})}
-            if "inspect_lens" in body or parse_extra_args(extra) is not None:
+            extra |= {key: body[key] for key in LENS_KEYS if key in body}
+            if parse_extra_args(extra) is not None:
                 raise UnsupportedError(
                     f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling through "
                     "/v1/chat/completions or /v1/completions"

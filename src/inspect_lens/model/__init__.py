@@ -5,14 +5,10 @@ the files beside a log. May import inspect_ai, `spec`, `probe`, `errors`, `_sett
 keeps out torch, vLLM, `_engine` and `_vllm`. Only `_host.py` names private Inspect modules.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from ._config import lens_config
 from ._handle import Activations, TensorInfo
 from ._read import CapturedCall, activations, activations_for, read_activations, receipt
-
-if TYPE_CHECKING:
-    from ._recapture import recapture
+from ._recapture import recapture
 
 __all__ = [
     "Activations",
@@ -25,12 +21,3 @@ __all__ = [
     "recapture",
     "receipt",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Its module loads the provider, which everything else here does without.
-    if name == "recapture":
-        from ._recapture import recapture
-
-        return recapture
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,6 @@ from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import CaptureSpec, LensRequest, to_extra_args, to_wire_args
 
 from ._handle import Activations
-from ._provider import LensAPI
 from ._response import ChoiceFields, decode_payload
 
 __all__ = ["recapture"]
@@ -46,6 +45,9 @@ async def recapture(
         SpecError: there are no tokens.
         CaptureError: the server refused, or returned something else.
     """
+    # Imported here: reading what was captured does without the provider.
+    from ._provider import LensAPI
+
     api = model.api
     if not isinstance(api, LensAPI):
         raise UnsupportedError(

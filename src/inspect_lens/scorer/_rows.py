@@ -10,6 +10,7 @@ import numpy as np
 from inspect_ai.model import Model, ModelOutput, get_model
 from numpy.typing import NDArray
 
+from inspect_lens import model as model_room
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations, receipt
 from inspect_lens.spec import Positions, resolve_positions
@@ -146,11 +147,8 @@ async def _recapture(
     problem: str,
 ) -> Activations:
     """Recompute, saying also why that was needed where it cannot be done."""
-    # Imported here: it loads the provider, which scoring captured rows does without.
-    from inspect_lens.model import recapture
-
     try:
-        return await recapture(
+        return await model_room.recapture(
             model, prompt_token_ids=prompt_token_ids, token_ids=token_ids, layers=layers
         )
     except UnsupportedError as error:

@@ -208,8 +208,10 @@ def check_request(request: LensRequest, facts: EngineFacts) -> None:
                 f"{field}.activations: width {shape[-1]} in shape {shape}; the residual "
                 f"stream of {facts.model} is {facts.hidden} wide"
             )
-        # One row to add and one to norm-match with, at worst.
         rows += math.prod(shape[:-1])
+    if len({vector.norm_match for vector in request.steer}) == 2:
+        # Where plain and norm-matched vectors meet at a token, it needs a row of each.
+        rows *= 2
     if rows > facts.bank_rows:
         raise UnsupportedError(
             f"steer: {rows} vectors and the steering table has {facts.bank_rows} rows; "

@@ -120,7 +120,11 @@ class SteeringVector(WireModel):
         values = self.activations.to_float32()
         if not np.isfinite(values).all():
             raise ValueError("activations holds NaN or infinity; every value has to be finite")
-        if self.norm_match and not np.linalg.norm(values, axis=-1).all():
+        with np.errstate(over="ignore"):
+            scaled = np.float32(self.scale) * values
+        if not np.isfinite(scaled).all():
+            raise ValueError(f"scale {self.scale} times activations overflows float32")
+        if self.norm_match and not np.linalg.norm(values.astype(np.float64), axis=-1).all():
             raise ValueError("norm_match needs a direction, and a vector of activations is zero")
         self._check_positions(shape)
         return self

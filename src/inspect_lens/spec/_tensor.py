@@ -217,6 +217,9 @@ def decode_tensor(
         raise SpecError(f"{field}: shape {shape} is out of range")
     if value.get("compression") == "zstd":
         try:
+            # A frame says how large it is, and the decoder believes it before our limit.
+            if zstandard.frame_content_size(payload) not in (-1, size):
+                raise SpecError(f"{field}: the zstd frame is not of {size} bytes, as {shape} needs")
             payload = zstandard.ZstdDecompressor().decompress(payload, max_output_size=size)
         except zstandard.ZstdError as error:
             raise SpecError(f"{field}: damaged zstd frame ({error})") from None

@@ -310,3 +310,53 @@ def test_any_order_of_events_leaves_nothing_behind(
         collector.discard(f"r{number}")
     assert worker.stepper.rows_in_use == 0
     assert collector.n_open == open_before
+
+
+def steering(seed: int = 0, n: int = 8) -> LensRequest:
+    values = np.random.default_rng(seed).normal(size=(1, n, HIDDEN))
+    return LensRequest(steer=(SteeringVector(activations=values, layer_indices=[0]),))
+
+
+def test_a_retry_does_not_start_behind_blocks_that_its_failed_twin_left(
+    worker: Worker, collector: Collector
+) -> None:
+    begin(worker, collector, "m", sealed(collector, steering(0), 8, 2))
+    begin(worker, collector, "n", sealed(collector, steering(1), 8, 2))
+    with pytest.raises(CapacityError):
+        collector.take("n", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5)
+    worker.stepper.remove("m")
+    # The same salt, and four tokens that the cache already had.
+    begin(worker, collector, "o", sealed(collector, steering(1), 8, 2))
+    worker.step([("o", 1, 4, 4)])
+    with pytest.raises(CaptureError, match="failed request with the same steering"):
+        collector.take("o", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5)
+    # From its first token on there is nothing to be wrong.
+    begin(worker, collector, "p", sealed(collector, steering(1), 8, 2))
+    worker.step([("p", 1, 0, 8)])
+    assert collector.take("p", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5).n_steered == 8
+    worker.stepper.remove("p")
+
+
+def test_a_vector_for_many_positions_takes_one_row(worker: Worker, collector: Collector) -> None:
+    vector = SteeringVector(
+        activations=np.ones((1, HIDDEN)), layer_indices=[0], position_indices=list(range(50))
+    )
+    begin(worker, collector, "q", sealed(collector, LensRequest(steer=(vector,)), 60, 2))
+    assert worker.stepper.rows_in_use == 1
+    worker.stepper.remove("q")
+    assert worker.stepper.rows_in_use == 0
+
+
+def test_a_fault_outside_a_step_fails_all_and_raises_nothing(collector: Collector) -> None:
+    from inspect_lens._vllm._guard import guarded
+
+    exporter = BrokenExporter()
+    worker = Worker(exporter)
+    worker.stepper.add("r", sealed(collector, CAPTURE, 4, 2).pack())
+
+    def broken() -> None:
+        raise KeyError("no such field in this vLLM")
+
+    guarded(worker.stepper, broken)
+    assert [f.key for f in exporter.failures] == ["r"]
+    assert not worker.stepper.is_watching

@@ -111,6 +111,7 @@ def test_a_wrong_request_is_named(extra: Any, error: type[Exception], message: s
         ({"position_indices": [0, 0]}, "twice"),
         ({"activations": np.ones((1, 3, 8)), "position_indices": [0]}, "one vector per position"),
         ({"speed": 3}, "speed"),
+        ({"scale": 1e39}, "overflows"),
     ],
 )
 def test_a_wrong_vector_is_named(changes: dict[str, Any], message: str) -> None:

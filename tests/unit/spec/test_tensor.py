@@ -124,7 +124,7 @@ def test_threads_do_not_disturb_one_another() -> None:
     ("change", "message"),
     [
         ({"data": "!!"}, "JSON form"),
-        ({"shape": [3, 3]}, "bytes for shape|damaged"),
+        ({"shape": [3, 3]}, "is not of 36 bytes"),
         ({"shape": [-1, 4]}, "out of range"),
         ({"shape": [1 << 20, 1 << 20]}, "out of range"),
         ({"original_dtype": "torch.float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
@@ -146,3 +146,9 @@ def test_what_is_no_tensor_is_refused(value: Any) -> None:
 def test_integers_and_doubles_become_float32() -> None:
     assert as_tensor_data([[1, 2]]).dtype == "float32"
     assert as_tensor_data(torch.ones(2, dtype=torch.float64)).dtype == "float32"
+
+
+def test_a_frame_that_would_unpack_to_more_than_its_shape_is_not_unpacked() -> None:
+    wire = encode_tensor(as_tensor_data(np.zeros((4096, 1024), np.float32)))
+    with pytest.raises(SpecError, match="not of 16 bytes"):
+        decode_tensor({**wire, "shape": [1, 4]})
