@@ -59,21 +59,15 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
     """Read the file behind a reference.
 
     Args:
-        uri: as logged; relative to the folder of the log.
+        uri: as logged; relative to the folder of the log, or absolute.
         root: that folder, as far as known.
 
     Returns:
         Address and content of the first file that is there.
 
     Raises:
-        ArtifactError: there is none, and the message says where it was looked for; or the
-            reference leads out of its folder, as no log of ours does.
+        ArtifactError: there is none; the message says where it was looked for.
     """
-    if "://" in uri or uri.startswith(("/", "\\")) or ".." in uri.split("/"):
-        raise ArtifactError(
-            f"{uri!r}: not a path below the folder of a log; the log was not written by "
-            "inspect_lens, or has been changed"
-        )
     tried: list[str] = []
     for candidate in _candidates(root):
         where = join(candidate, uri)
@@ -90,11 +84,10 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
 
 
 def _candidates(root: str | None) -> Iterator[str]:
-    configured = Settings.load().dir
-    # A log from elsewhere names a folder: a remote one is asked only where the user named it.
-    if root and ("://" not in root or root.startswith("file://")):
+    if root:
         yield root
     yield from reversed(_roots)
+    configured = Settings.load().dir
     if configured:
         yield absolute(configured)
     # `inspect score logs/x.eval` tells a scorer nothing of the path, but the command line has it.
