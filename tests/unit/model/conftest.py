@@ -78,3 +78,11 @@ def run_eval(model_of: GetModel, tmp_path: Path) -> RunEval:
         return eval(task, model=model or model_of(server), display="none", **options)[0]
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _no_limiter_of_another_event_loop() -> None:
+    """Inspect keeps its limiters by URL, and a port may come again under another backend."""
+    from inspect_ai.util._concurrency import init_concurrency
+
+    init_concurrency()
