@@ -10,7 +10,7 @@ from ._facts import EngineFacts
 from ._positions import PositionName, Positions, parse_positions, resolve_positions
 from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
 from ._request import ENVELOPE_KEY, LENS_KEYS, LensRequest, check_request, parse_extra_args
-from ._sites import RESID_POST, Site
+from ._sites import RESID_POST, SITES, Site, TapPoint, tap_point
 from ._steer import STEERING_REFERENCE, SteeringVector
 from ._tensor import (
     DType,
@@ -25,6 +25,7 @@ __all__ = [
     "ENVELOPE_KEY",
     "LENS_KEYS",
     "RESID_POST",
+    "SITES",
     "STEERING_REFERENCE",
     "CaptureReceipt",
     "CaptureSpec",
@@ -39,6 +40,7 @@ __all__ = [
     "Site",
     "SteerReceipt",
     "SteeringVector",
+    "TapPoint",
     "TensorData",
     "as_tensor_data",
     "check_request",
@@ -48,6 +50,7 @@ __all__ = [
     "parse_extra_args",
     "parse_positions",
     "resolve_positions",
+    "tap_point",
     "to_extra_args",
     "to_wire_args",
 ]
