@@ -52,7 +52,7 @@ class _Expected:
     @staticmethod
     def no_rows(capture: CaptureEnvelope) -> TensorData:
         """The result where no token was fed at the positions asked for."""
-        shape = (len(capture.layers), 0, capture.hidden)
+        shape = (len(capture.taps), 0, capture.hidden)
         return TensorData(np.zeros(shape, dtype=STORAGE[capture.dtype]), capture.dtype)
 
 
@@ -92,13 +92,8 @@ class Results:
     def expect(self, key: str, packed: Mapping[str, Any], *, n_prompt: int) -> None:
         """Take note of a request before the engine sees it."""
         envelope = Envelope.unpack(packed)
-        capture = envelope.capture
         self._expected[key] = _Expected(envelope, n_prompt)
-        self._the_collector().open(
-            key,
-            layers=capture.layers if capture is not None else (),
-            steer_until=envelope.steer_until,
-        )
+        self._the_collector().open(key, envelope)
 
     def is_expected(self, key: str) -> bool:
         """Whether a request uses the lens."""
@@ -149,7 +144,10 @@ class Results:
             n_fed = expected.n_prompt + ticket.n_completion - 1
             positions = expected.positions(n_fed)
             collected = self._the_collector().take(
-                ticket.key, positions=positions, n_fed=n_fed, timeout_s=self._timeout_s
+                ticket.key,
+                n_positions=len(positions),
+                n_fed=n_fed,
+                timeout_s=self._timeout_s,
             )
             tensor = collected.tensor
             if tensor is None and expected.envelope.capture is not None:
@@ -161,7 +159,7 @@ class Results:
             capture = expected.envelope.capture
             completion.inspect_lens_transport = capture.transport if capture else "inline"
             if tensor is not None:
-                completion.activations = {"residual_stream": to_torch(tensor)}
+                completion.activations = {"residual_stream": to_torch(tensor, copy=False)}
 
     def _the_collector(self) -> Collector:
         if self._collector is None:
@@ -184,10 +182,10 @@ def _receipt(
         capture = _capture_receipt(envelope.capture.layers, positions, tensor, collected)
     if envelope.steer:
         steer = SteerReceipt(
-            layers=tuple(sorted({layer for s in envelope.steer for layer in s.layers})),
+            layers=tuple(sorted({tap.layer for s in envelope.steer for tap in s.taps})),
             n_tokens=collected.n_steered,
             cached_tokens=cached_tokens,
-            vectors=tuple(s.vectors.sha256 for s in envelope.steer),
+            vectors=tuple(s.sha256 for s in envelope.steer),
         )
     return Receipt(
         n_prompt=expected.n_prompt,
