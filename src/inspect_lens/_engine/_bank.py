@@ -9,6 +9,7 @@ so that a tap never has to apply more than one row of each kind: a row may name 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
+from inspect_lens.spec import TapPoint, tap_order
 
 from ._envelope import Envelope, SteerEnvelope
 from ._plan import SteerRule
@@ -70,9 +72,9 @@ class _Vectors:
         i = None if position is None else self.index.get(position)
         return -1 if i is not None and self.values.ndim == 2 else i
 
-    def at(self, layer: int, position: int | None) -> Row | None:
+    def at(self, tap: TapPoint, position: int | None) -> Row | None:
         """The vector for a token; `position` None asks for tokens that nothing names."""
-        rows = cast("Row", self.values[self.spec.layers.index(layer)])
+        rows = cast("Row", self.values[self.spec.taps.index(tap)])
         if self.spec.positions is None:
             return rows
         i = None if position is None else self.index.get(position)
@@ -97,13 +99,13 @@ class Bank:
         return len(self._uses)
 
     def admit(
-        self, envelope: Envelope, site_of_layer: dict[int, int]
+        self, envelope: Envelope, site_of: Mapping[TapPoint, int]
     ) -> tuple[SteerRule, list[int]]:
         """Place the vectors of one request.
 
         Args:
             envelope: the request.
-            site_of_layer: index of the tapped site of each layer.
+            site_of: index of each tap of this worker; on a pipeline other stages have the rest.
 
         Returns:
             The rule for the plan, and the rows to give back with `release`.
@@ -118,16 +120,17 @@ class Bank:
         every: list[int] = []
         named: list[tuple[NDArray[np.int64], NDArray[np.int32]] | None] = []
         try:
-            for layer in sorted({layer for v in vectors for layer in v.spec.layers}):
-                at_layer = [v for v in vectors if layer in v.spec.layers]
-                sites.append(site_of_layer[layer])
-                every.append(self._place(at_layer, layer, None, held, placed))
-                positions = sorted({p for v in at_layer for p in v.index})
+            named_taps = {tap for v in vectors for tap in v.spec.taps}
+            for tap in sorted(named_taps & site_of.keys(), key=tap_order):
+                here = [v for v in vectors if tap in v.spec.taps]
+                sites.append(site_of[tap])
+                every.append(self._place(here, tap, None, held, placed))
+                positions = sorted({p for v in here for p in v.index})
                 named.append(
                     (
                         np.asarray(positions, dtype=np.int64),
                         np.asarray(
-                            [self._place(at_layer, layer, p, held, placed) for p in positions],
+                            [self._place(here, tap, p, held, placed) for p in positions],
                             dtype=np.int32,
                         ),
                     )
@@ -151,7 +154,7 @@ class Bank:
     def _place(
         self,
         vectors: list[_Vectors],
-        layer: int,
+        tap: TapPoint,
         position: int | None,
         held: list[int],
         placed: dict[tuple[object, ...], int],
@@ -160,18 +163,18 @@ class Bank:
 
         A vector that many positions share is summed and hashed once: the step loop waits.
         """
-        what = (layer, *(v.row_at(position) for v in vectors))
+        what = (tap, *(v.row_at(position) for v in vectors))
         if what not in placed:
-            placed[what] = self._sum(vectors, layer, position, held)
+            placed[what] = self._sum(vectors, tap, position, held)
         return placed[what]
 
     def _sum(
-        self, vectors: list[_Vectors], layer: int, position: int | None, held: list[int]
+        self, vectors: list[_Vectors], tap: TapPoint, position: int | None, held: list[int]
     ) -> int:
         plain: Row | None = None
         matched: Row | None = None
         for v in vectors:
-            vector = v.at(layer, position)
+            vector = v.at(tap, position)
             if vector is None:
                 continue
             if v.spec.norm_match:

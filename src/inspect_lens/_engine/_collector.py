@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from inspect_lens import errors
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import DType, TensorData
+from inspect_lens.spec import DType, TapPoint, TensorData
 
 from ._message import BlockHeader, FailureHeader, StepHeader, decode_header
 
@@ -39,20 +39,20 @@ STORAGE: dict[str, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"
 class Chunk:
     """Rows of one request from one step."""
 
-    layers: tuple[int, ...]
+    taps: tuple[TapPoint, ...]
     positions: NDArray[np.int64]
     rows: NDArray[Any]
-    """(layers, tokens, hidden) storage."""
+    """(taps, tokens, hidden) storage."""
     dtype: str
 
 
 @dataclass
 class _Pending:
-    layers: tuple[int, ...]
+    taps: tuple[TapPoint, ...]
     steer_until: int
     chunks: list[Chunk] = field(default_factory=list)
-    seen: dict[int, set[int]] = field(default_factory=dict)
-    """Positions that have arrived, by layer."""
+    seen: dict[TapPoint, set[int]] = field(default_factory=dict)
+    """Positions that have arrived, by tap."""
     steered: set[int] = field(default_factory=set)
     fed: int = 0
     paths: set[str] = field(default_factory=set)
@@ -64,9 +64,9 @@ class Collected:
     """What arrived for one request."""
 
     tensor: TensorData | None
-    """(layers, positions, hidden), or None when nothing was captured."""
+    """(taps, positions, hidden), or None when nothing was captured."""
     rows: int
-    """Rows delivered for these positions, layers times tokens."""
+    """Rows delivered for these positions, taps times tokens."""
     n_steered: int
     """Tokens that the worker steered; a token that was computed twice counts once."""
     paths: tuple[str, ...]
@@ -90,16 +90,16 @@ class Collector:
         self._thread.start()
         atexit.register(self.close)
 
-    def open(self, key: str, *, layers: tuple[int, ...], steer_until: int) -> None:
+    def open(self, key: str, *, taps: tuple[TapPoint, ...], steer_until: int) -> None:
         """Expect results for a request.
 
         Args:
             key: the request.
-            layers: layers whose rows will come, ascending; empty for none.
+            taps: whose rows will come, in this order; empty for none.
             steer_until: one past the last position to be steered; 0 for none.
         """
         with self._changed:
-            self._pending[key] = _Pending(layers, steer_until)
+            self._pending[key] = _Pending(taps, steer_until)
 
     def discard(self, key: str) -> None:
         """Forget a request; rows that still come for it are dropped."""
@@ -156,11 +156,11 @@ class Collector:
                 f"request {key}: the engine fed {n_fed} tokens and the worker reported steering "
                 f"up to token {pending.fed} within {timeout_s:g} s; the output must not be used"
             )
-        layers = pending.layers
-        tensor = _assemble(key, pending.chunks, layers, positions) if len(positions) else None
+        taps = pending.taps
+        tensor = _assemble(key, pending.chunks, taps, positions) if len(positions) else None
         return Collected(
             tensor=tensor,
-            rows=len(layers) * len(positions),
+            rows=len(taps) * len(positions),
             n_steered=sum(p < n_fed for p in pending.steered),
             paths=tuple(sorted(pending.paths)),
         )
@@ -184,7 +184,7 @@ class Collector:
             return False
         wanted = positions.tolist()
         none: set[int] = set()
-        return all(pending.seen.get(i, none).issuperset(wanted) for i in pending.layers)
+        return all(pending.seen.get(i, none).issuperset(wanted) for i in pending.taps)
 
     def _receive(self) -> None:
         poller = zmq.Poller()
@@ -222,7 +222,7 @@ class Collector:
 
     def _accept_block(self, block: BlockHeader, frame: Any, path: str) -> None:
         rows = np.frombuffer(frame, dtype=STORAGE[block.dtype]).reshape(
-            len(block.layers), block.n_tokens, block.hidden
+            len(block.taps), block.n_tokens, block.hidden
         )
         start = 0
         for key, span in block.requests:
@@ -231,29 +231,30 @@ class Collector:
                 positions = span.positions()
                 # A copy, so that one long-lived request does not keep the whole message alive.
                 mine = rows[:, start:stop].copy()
-                pending.chunks.append(Chunk(block.layers, positions, mine, block.dtype))
+                pending.chunks.append(Chunk(block.taps, positions, mine, block.dtype))
                 listed = positions.tolist()
-                for layer in block.layers:
-                    pending.seen.setdefault(layer, set()).update(listed)
+                for tap in block.taps:
+                    pending.seen.setdefault(tap, set()).update(listed)
                 pending.paths.add(path)
             start = stop
 
 
 def _assemble(
-    key: str, chunks: list[Chunk], layers: tuple[int, ...], positions: NDArray[np.int64]
+    key: str, chunks: list[Chunk], taps: tuple[TapPoint, ...], positions: NDArray[np.int64]
 ) -> TensorData:
     if not chunks:
         raise CaptureError(f"request {key}: no captured row arrived; the request has failed")
     first = chunks[0]
-    out = np.empty((len(layers), len(positions), first.rows.shape[-1]), dtype=first.rows.dtype)
-    arrived = np.zeros((len(layers), len(positions)), dtype=bool)
+    rank_of = {tap: i for i, tap in enumerate(taps)}
+    out = np.empty((len(taps), len(positions), first.rows.shape[-1]), dtype=first.rows.dtype)
+    arrived = np.zeros((len(taps), len(positions)), dtype=bool)
     for chunk in chunks:
         at = np.searchsorted(positions, chunk.positions)
         # Surplus rows: the scheduler may run a step past the stop.
         inside = (at < len(positions)) & (
             positions[np.minimum(at, len(positions) - 1)] == chunk.positions
         )
-        ranks = np.searchsorted(layers, chunk.layers)
+        ranks = [rank_of[tap] for tap in chunk.taps]
         out[np.ix_(ranks, at[inside])] = chunk.rows[:, inside]
         arrived[np.ix_(ranks, at[inside])] = True
     if not arrived.all():

@@ -19,9 +19,13 @@ from inspect_lens.spec import (
     DType,
     EngineFacts,
     LensRequest,
+    Site,
     SteeringVector,
+    TapPoint,
     TensorData,
     resolve_positions,
+    tap_point,
+    tap_points,
 )
 
 __all__ = ["CaptureEnvelope", "Envelope", "SteerEnvelope", "seal"]
@@ -34,8 +38,12 @@ EVERY = 1 << 62
 class CaptureEnvelope:
     """Rows to send back."""
 
+    taps: tuple[TapPoint, ...]
+    """What is captured: distinct, in tap order."""
+    sites: tuple[Site, ...]
+    """Sites asked for; each has a tensor in the result."""
     layers: tuple[int, ...]
-    """Global layer numbers, ascending."""
+    """Global layer numbers of each of these tensors, ascending."""
     lo: int
     """First position of the range; with `positions`, the smallest of them."""
     hi: int
@@ -54,7 +62,12 @@ class CaptureEnvelope:
 class SteerEnvelope:
     """One steering vector."""
 
+    taps: tuple[TapPoint, ...]
+    """Where each row of `vectors` is added."""
+    site: Site
+    """The site asked for."""
     layers: tuple[int, ...]
+    """The layers asked for."""
     scale: float
     norm_match: bool
     positions: tuple[int, ...] | None
@@ -93,6 +106,8 @@ class Envelope:
             "capture": None
             if self.capture is None
             else {
+                "taps": [list(tap) for tap in self.capture.taps],
+                "sites": list(self.capture.sites),
                 "layers": list(self.capture.layers),
                 "lo": self.capture.lo,
                 "hi": self.capture.hi,
@@ -103,6 +118,8 @@ class Envelope:
             },
             "steer": [
                 {
+                    "taps": [list(tap) for tap in s.taps],
+                    "site": s.site,
                     "layers": list(s.layers),
                     "scale": s.scale,
                     "norm_match": s.norm_match,
@@ -133,6 +150,8 @@ class Envelope:
             capture=None
             if capture is None
             else CaptureEnvelope(
+                _taps(capture["taps"]),
+                tuple(capture["sites"]),
                 tuple(capture["layers"]),
                 capture["lo"],
                 capture["hi"],
@@ -143,6 +162,8 @@ class Envelope:
             ),
             steer=tuple(
                 SteerEnvelope(
+                    _taps(s["taps"]),
+                    s["site"],
                     tuple(s["layers"]),
                     s["scale"],
                     s["norm_match"],
@@ -199,7 +220,9 @@ def _seal_capture(
     capture = request.capture
     if capture is None:
         return None
-    layers = facts.layers if capture.layers == "all" else capture.layers
+    layers = tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers
+    sites = capture.sites
+    taps = tap_points(sites, layers)
     where = resolve_positions(
         capture.positions, n_prompt=n_prompt, n_max=n_max, field="capture.positions"
     )
@@ -207,11 +230,19 @@ def _seal_capture(
     if isinstance(where, range):
         stop = max(where.start, where.stop)
         return CaptureEnvelope(
-            layers, where.start, stop, None, facts.hidden, dtype, capture.transport
+            taps, sites, layers, where.start, stop, None, facts.hidden, dtype, capture.transport
         )
     ordered = tuple(sorted(where))
     return CaptureEnvelope(
-        layers, ordered[0], ordered[-1] + 1, ordered, facts.hidden, dtype, capture.transport
+        taps,
+        sites,
+        layers,
+        ordered[0],
+        ordered[-1] + 1,
+        ordered,
+        facts.hidden,
+        dtype,
+        capture.transport,
     )
 
 
@@ -225,16 +256,27 @@ def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) 
             positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.position_indices"
         )
         positions = tuple(resolved)
-    return SteerEnvelope(vector.layer_indices, vector.scale, vector.norm_match, positions, data)
+    layers = vector.layer_indices
+    return SteerEnvelope(
+        tuple(tap_point(vector.site, layer) for layer in layers),
+        vector.site,
+        layers,
+        vector.scale,
+        vector.norm_match,
+        positions,
+        data,
+    )
 
 
 def _steer_hash(steer: tuple[SteerEnvelope, ...]) -> str:
     digest = hashlib.sha256()
     for s in steer:
-        digest.update(
-            repr((s.layers, s.scale, s.norm_match, s.positions, s.vectors.sha256)).encode()
-        )
+        digest.update(repr((s.taps, s.scale, s.norm_match, s.positions, s.vectors.sha256)).encode())
     return digest.hexdigest()
+
+
+def _taps(value: list[tuple[Site, int]]) -> tuple[TapPoint, ...]:
+    return tuple(TapPoint(site, layer) for site, layer in value)
 
 
 def _listed(positions: tuple[int, ...] | None) -> list[int] | None:

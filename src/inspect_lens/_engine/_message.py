@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens.spec import TapPoint
+
 __all__ = [
     "BlockHeader",
     "FailureHeader",
@@ -41,9 +43,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
-    """One block of rows, (layers, tokens, hidden), shared by several requests."""
+    """One block of rows, (taps, tokens, hidden), shared by several requests."""
 
-    layers: tuple[int, ...]
+    taps: tuple[TapPoint, ...]
     n_tokens: int
     hidden: int
     dtype: str

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inspect_lens.spec import TapPoint
+
 from ._bank import BankTensors
 
 __all__ = ["TapState", "current", "install", "uninstall"]
@@ -21,7 +23,7 @@ class TapState:
     """Buffers of one worker.
 
     Attributes:
-        layers: global layer number of each tapped site, ascending.
+        taps: the taps of this worker, in the order in which a forward pass meets them.
         steer_rows: (sites, tokens) int32; bank row of each token, 0 for none.
         slots: (sites, tokens) int32; ring slot of each token, -1 for none.
         bank: steering rows.
@@ -36,7 +38,7 @@ class TapState:
             in a step that asks for nothing.
     """
 
-    layers: tuple[int, ...]
+    taps: tuple[TapPoint, ...]
     steer_rows: torch.Tensor
     slots: torch.Tensor
     bank: BankTensors
@@ -52,7 +54,7 @@ class TapState:
     def allocate(
         cls,
         *,
-        layers: tuple[int, ...],
+        taps: tuple[TapPoint, ...],
         hidden: int,
         dtype: torch.dtype,
         max_tokens: int,
@@ -61,10 +63,10 @@ class TapState:
         device: torch.device,
     ) -> TapState:
         """Allocate all buffers of a worker."""
-        sites = len(layers)
+        sites = len(taps)
         regions = 2 if device.type == "cuda" else 1
         return cls(
-            layers=layers,
+            taps=taps,
             steer_rows=torch.zeros(sites, max_tokens, dtype=torch.int32, device=device),
             slots=torch.full((sites, max_tokens), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.

@@ -63,7 +63,7 @@ class Stepper:
         self._exporter = exporter
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank)
-        self._site_of_layer = {layer: i for i, layer in enumerate(state.layers)}
+        self._site_of = {point: i for i, point in enumerate(state.taps)}
         self._requests: dict[str, _Request] = {}
         self._capture: dict[str, CaptureRule] = {}
         self._steer: dict[str, SteerRule] = {}
@@ -96,17 +96,21 @@ class Stepper:
             envelope = Envelope.unpack(packed)
             self._requests[key] = request = _Request(envelope.reply, envelope.steer_hash)
             if envelope.steer:
-                rule, request.rows = self._bank.admit(envelope, self._site_of_layer)
-                self._steer[key] = rule
+                rule, request.rows = self._bank.admit(envelope, self._site_of)
+                # A pipeline stage reports on requests that it has something to do for.
+                if rule.sites:
+                    self._steer[key] = rule
             if (capture := envelope.capture) is not None and self._is_exporting:
                 # With pipeline parallelism a stage serves the layers it has.
-                sites = [self._site_of_layer[i] for i in capture.layers if i in self._site_of_layer]
+                sites = [self._site_of[p] for p in capture.taps if p in self._site_of]
                 positions = (
                     None
                     if capture.positions is None
                     else np.asarray(capture.positions, dtype=np.int64)
                 )
-                self._capture[key] = CaptureRule(tuple(sites), capture.lo, capture.hi, positions)
+                if sites:
+                    wanted = CaptureRule(tuple(sites), capture.lo, capture.hi, positions)
+                    self._capture[key] = wanted
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own request
             self._fail(key, error, reply=str(packed.get("reply", "")))
 
@@ -249,7 +253,7 @@ class Stepper:
             index = np.concatenate([np.arange(r.start, r.start + len(r.positions)) for r in mine])
             rows = rows[:, torch.from_numpy(index)]
         header = BlockHeader(
-            layers=tuple(self.state.layers[s] for s in block.sites),
+            taps=tuple(self.state.taps[s] for s in block.sites),
             n_tokens=sum(len(r.positions) for r in mine),
             hidden=int(rows.shape[-1]),
             dtype=str(rows.dtype).removeprefix("torch."),

@@ -12,6 +12,7 @@ from inspect_lens._engine import _state
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._tap import tap
 from inspect_lens.errors import LensError
+from inspect_lens.spec import TapPoint
 
 HIDDEN = 16
 TOKENS = 12
@@ -20,7 +21,7 @@ TOKENS = 12
 @pytest.fixture
 def state() -> Iterator[TapState]:
     made = TapState.allocate(
-        layers=(3, 7),
+        taps=(TapPoint("resid_post", 3), TapPoint("resid_post", 7)),
         hidden=HIDDEN,
         dtype=torch.float32,
         max_tokens=TOKENS + 4,
