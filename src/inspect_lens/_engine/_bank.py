@@ -143,7 +143,7 @@ class Bank:
         configs: list[int] = []
         placed: dict[tuple[object, ...], int] = {}
         vectors = [_Vectors.load(s) for s in envelope.steer]
-        here = [t for t in sorted({t for v in vectors for t in v.spec.taps}) if t in tap_index]
+        here = [t for t in {t for v in vectors for t in v.spec.taps} if t in tap_index]
 
         def config(position: int | None) -> int:
             row_of = [0] * self.config_taps.shape[1]

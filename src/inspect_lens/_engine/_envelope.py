@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import LensError
 from inspect_lens.spec import (
-    RESID_POST,
-    SITES,
     DType,
     EngineFacts,
     LensRequest,
@@ -29,9 +27,10 @@ from inspect_lens.spec import (
     TensorData,
     resolve_positions,
     tap_point,
+    tap_points,
 )
 
-__all__ = ["CaptureEnvelope", "Envelope", "SteerEnvelope", "in_tap_order", "seal"]
+__all__ = ["CaptureEnvelope", "Envelope", "SteerEnvelope", "seal"]
 
 VERSION = 2
 EVERY = 1 << 62
@@ -78,8 +77,10 @@ class CaptureEnvelope:
 class SteerEnvelope:
     """One steering vector."""
 
-    taps: tuple[TapPoint, ...]
-    """Where each row of the vectors is added."""
+    site: Site
+    """The site asked for."""
+    layers: tuple[int, ...]
+    """Layer of each row of the vectors."""
     scale: float
     norm_match: bool
     positions: tuple[int, ...] | None
@@ -87,8 +88,13 @@ class SteerEnvelope:
     sha256: str
     """Of the vectors' dtype, shape and content."""
     vectors: TensorData
-    """(taps, hidden) for every token or shared by the positions, else
-    (taps, positions, hidden)."""
+    """(layers, hidden) for every token or shared by the positions, else
+    (layers, positions, hidden)."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """Where each row of the vectors is added."""
+        return tuple(tap_point(self.site, layer) for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,8 @@ class Envelope:
             },
             "steer": [
                 {
-                    "taps": [list(t) for t in s.taps],
+                    "site": s.site,
+                    "layers": list(s.layers),
                     "scale": s.scale,
                     "norm_match": s.norm_match,
                     "positions": _listed(s.positions),
@@ -177,7 +184,8 @@ class Envelope:
             ),
             steer=tuple(
                 SteerEnvelope(
-                    _taps(s["taps"]),
+                    s["site"],
+                    tuple(s["layers"]),
                     s["scale"],
                     s["norm_match"],
                     _tupled(s["positions"]),
@@ -235,8 +243,7 @@ def _seal_capture(
     capture = request.capture
     if capture is None:
         return None
-    layers = facts.layers if capture.layers == "all" else capture.layers
-    sites: tuple[Site, ...] = (capture.site,) if isinstance(capture.site, str) else capture.site
+    layers = tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers
     where = resolve_positions(
         capture.positions, n_prompt=n_prompt, n_max=n_max, field="capture.positions"
     )
@@ -247,17 +254,14 @@ def _seal_capture(
         listed = tuple(sorted(where))
         lo, hi = listed[0], listed[-1] + 1
     dtype = cast("DType", facts.dtype)
-    return CaptureEnvelope(sites, layers, lo, hi, listed, facts.hidden, dtype, capture.transport)
+    return CaptureEnvelope(
+        capture.sites, layers, lo, hi, listed, facts.hidden, dtype, capture.transport
+    )
 
 
 @lru_cache(maxsize=1024)
 def _taps_of(sites: tuple[Site, ...], layers: tuple[int, ...]) -> tuple[TapPoint, ...]:
-    return in_tap_order(tap_point(site, layer) for site in sites for layer in layers)
-
-
-def in_tap_order(taps: Iterable[TapPoint]) -> tuple[TapPoint, ...]:
-    """Without repeats, in the order in which a forward pass comes by."""
-    return tuple(sorted(set(taps), key=lambda t: (t.layer, SITES.index(t.site))))
+    return tap_points(sites, layers)
 
 
 def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:
@@ -270,9 +274,15 @@ def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) 
             positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.position_indices"
         )
         positions = tuple(resolved)
-    site: Site = getattr(vector, "site", RESID_POST)
-    taps = tuple(tap_point(site, layer) for layer in vector.layer_indices)
-    return SteerEnvelope(taps, vector.scale, vector.norm_match, positions, data.sha256, data)
+    return SteerEnvelope(
+        vector.site,
+        vector.layer_indices,
+        vector.scale,
+        vector.norm_match,
+        positions,
+        data.sha256,
+        data,
+    )
 
 
 def _steer_hash(steer: tuple[SteerEnvelope, ...]) -> str:
@@ -288,10 +298,6 @@ def _listed(positions: tuple[int, ...] | None) -> list[int] | None:
 
 def _tupled(positions: list[int] | None) -> tuple[int, ...] | None:
     return None if positions is None else tuple(positions)
-
-
-def _taps(value: list[list[Any]]) -> tuple[TapPoint, ...]:
-    return tuple(TapPoint(site, layer) for site, layer in value)
 
 
 def _tensor(value: Mapping[str, Any]) -> TensorData:

@@ -23,16 +23,19 @@ from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap
 from inspect_lens.errors import CapacityError, CaptureError, SpecError
-from inspect_lens.spec import EngineFacts, TapPoint
+from inspect_lens.spec import EngineFacts, tap_points
 
 HIDDEN = 8
 LAYERS = (0, 2, 5)
+TAPS = tap_points(["resid_post"], LAYERS)
 FACTS = EngineFacts(
     model="m",
     n_layers=6,
     hidden=HIDDEN,
     dtype="float32",
     layers=LAYERS,
+    sites=("resid_post",),
+    taps=TAPS,
     max_step_tokens=32,
     ring_rows=96,
     bank_rows=12,
@@ -45,7 +48,7 @@ class Worker:
 
     def __init__(self, exporter: Any) -> None:
         self.state = TapState.allocate(
-            taps=tuple(TapPoint("resid_post", i) for i in LAYERS),
+            taps=TAPS,
             hidden=HIDDEN,
             dtype=torch.float32,
             max_tokens=32,

@@ -15,7 +15,7 @@ from inspect_lens._engine._envelope import seal
 from inspect_lens._vllm._frontend import FRONT_END_WRAPPERS, has_tickets
 from inspect_lens._vllm._results import Results, Ticket
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import EngineFacts
+from inspect_lens.spec import EngineFacts, tap_points
 
 FACTS = EngineFacts(
     model="m",
@@ -23,6 +23,8 @@ FACTS = EngineFacts(
     hidden=4,
     dtype="float32",
     layers=(0, 1),
+    sites=("resid_pre", "resid_post"),
+    taps=tap_points(["resid_pre", "resid_post"], (0, 1)),
     max_step_tokens=32,
     ring_rows=64,
     bank_rows=8,

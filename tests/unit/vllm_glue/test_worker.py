@@ -19,9 +19,10 @@ from inspect_lens._engine._stepper import Stepper
 from inspect_lens._vllm._discovery import decoder_layers, split_output
 from inspect_lens._vllm._worker import add_tap, self_check
 from inspect_lens.errors import CompatError, UnsupportedError
-from inspect_lens.spec import TapPoint
+from inspect_lens.spec import tap_points
 
 HIDDEN = 8
+TAPS = tap_points(["resid_post"], range(3))
 
 
 class Mixer(nn.Module):
@@ -110,7 +111,7 @@ class Runner:
 @pytest.fixture
 def tapped() -> Iterator[tuple[Runner, Stepper]]:
     state = TapState.allocate(
-        taps=tuple(TapPoint("resid_post", i) for i in range(3)),
+        taps=TAPS,
         hidden=HIDDEN,
         dtype=torch.float32,
         max_tokens=4,
@@ -120,8 +121,8 @@ def tapped() -> Iterator[tuple[Runner, Stepper]]:
         device=torch.device("cpu"),
     )
     layers: list[nn.Module] = [Layer() for _ in range(3)]
-    for site, layer in enumerate(layers):
-        add_tap(layer, state.new_ctl(site))
+    for i, layer in enumerate(layers):
+        add_tap(layer, TAPS[i], state.new_ctl(i))
     arena = ArenaWriter(1 << 16)
     stepper = Stepper(state, Exporter(arena, CpuCopier(arena)))
     yield Runner(layers), stepper
@@ -141,5 +142,5 @@ def test_the_start_up_check_names_the_taps_that_are_silent(
 ) -> None:
     runner, stepper = tapped
     runner.layers[1] = Layer()
-    with pytest.raises(CompatError, match=r"\['resid_post 1'\] did not fire"):
+    with pytest.raises(CompatError, match=r"taps resid_post\.1 did not fire"):
         self_check(runner, stepper)
