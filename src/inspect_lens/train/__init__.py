@@ -26,6 +26,7 @@ from ._sae import SAEFeatureProbe
 from ._select import LayerChoice, select_layer
 from ._sequence import SequenceEstimator
 from ._splits import require_disjoint, split_by_group
+from ._stream import fit_stream
 from ._torch_logistic import CCSProbe, TorchLogisticProbe
 from ._train import train_probe
 
@@ -59,6 +60,7 @@ __all__ = [
     "erase",
     "erasure_check",
     "evaluate_probe",
+    "fit_stream",
     "fit_threshold",
     "layers_at",
     "require_disjoint",

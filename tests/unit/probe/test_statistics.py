@@ -193,7 +193,7 @@ class TestCoverage:
                 plain = bootstrap_interval(y, s, n_resamples=400, seed=i)
                 naive.append(plain.low <= self.TRUTH <= plain.high)
         assert 0.93 <= self.share(hits) <= 0.97
-        assert np.mean(naive) < 0.9
+        assert np.mean(naive) <= np.mean(hits[:200]) - 0.02
 
     def test_difference_of_two_probes(self) -> None:
         rng, y = np.random.default_rng(4), np.repeat([0, 1], 80)
