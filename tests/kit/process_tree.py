@@ -1,0 +1,73 @@
+"""What a process and its descendants hold: descriptors and shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["TreeUsage", "settled_usage", "usage"]
+
+# Address range, permissions, offset, device, inode, then the name.
+_SHARED = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s+(/dev/shm/.*|/memfd:.*|/dev/zero.*)$"
+)
+
+
+@dataclass(frozen=True)
+class TreeUsage:
+    """What a process tree holds at one moment."""
+
+    processes: int
+    descriptors: int
+    shared_bytes: int
+    """Bytes of distinct shared mappings: files in the shared-memory file system and memfds."""
+
+
+def usage(pid: int) -> TreeUsage:
+    """Measure a process and its descendants now.
+
+    Args:
+        pid: of the root of the tree.
+    """
+    root = psutil.Process(pid)
+    processes = [root, *root.children(recursive=True)]
+    descriptors = 0
+    mappings: dict[tuple[str, str], int] = {}
+    for process in processes:
+        # A process may end while it is looked at.
+        with contextlib.suppress(psutil.Error, OSError):
+            descriptors += process.num_fds()
+            sizes: dict[tuple[str, str], int] = {}
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                found = _SHARED.match(line)
+                if found:
+                    start, end, device, inode, _ = found.groups()
+                    key = (device, inode)
+                    # One mapping may be listed in several parts.
+                    sizes[key] = sizes.get(key, 0) + int(end, 16) - int(start, 16)
+            for key, size in sizes.items():
+                mappings[key] = max(mappings.get(key, 0), size)
+    return TreeUsage(len(processes), descriptors, sum(mappings.values()))
+
+
+def settled_usage(pid: int, *, within_s: float = 10.0) -> TreeUsage:
+    """Measure until two readings, half a second apart, agree.
+
+    Args:
+        pid: of the root of the tree.
+        within_s: take the last reading after this time.
+    """
+    last = usage(pid)
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        now = usage(pid)
+        if now == last:
+            return now
+        last = now
+    return last
