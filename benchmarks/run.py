@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.kit.child import Child, ChildError
-from tests.kit.repository import ROOT
+from tests.kit.child import ROOT, Child, ChildError
 
 from .arms import ARMS, ENGINES
 from .loads import LOADS

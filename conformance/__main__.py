@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def write_model(folder: Path) -> None:
     marked_llama(folder, dtype=torch.bfloat16 if has_gpu() else torch.float32)
 
 
-def _backend(options: argparse.Namespace, model: Path) -> Backend:
+def _backend(options: argparse.Namespace, model: Path, work: Path) -> Backend:
     from .offline import OWN, PEER, Offline
 
     if options.backend.startswith(("http://", "https://")):
@@ -56,7 +57,7 @@ def _backend(options: argparse.Namespace, model: Path) -> Backend:
         raise SystemExit(f"--backend {options.backend!r}: {sorted(packages)} or http://HOST:PORT")
     extra = dict(item.split("=", 1) for item in options.engine_option)
     parsed = {key: _parse(value) for key, value in extra.items()}
-    return Offline(packages[options.backend], model, path=options.path, options=parsed)
+    return Offline(packages[options.backend], model, work=work, path=options.path, options=parsed)
 
 
 def _parse(text: str) -> Any:
@@ -80,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (model / "config.json").exists():
         model.mkdir(parents=True, exist_ok=True)
         write_model(model)
-    with tempfile.TemporaryDirectory(prefix="conformance-") as work:
-        suite = Suite(
-            _backend(options, model), HuggingFaceTruth(model), Path(work), aborts=options.aborts
-        )
+    with contextlib.ExitStack() as stack:
+        scratch = tempfile.TemporaryDirectory(prefix="conformance-")
+        work = Path(options.logs or stack.enter_context(scratch)).absolute()
+        work.mkdir(parents=True, exist_ok=True)
+        backend = _backend(options, model, work)
+        suite = Suite(backend, HuggingFaceTruth(model), work, aborts=options.aborts)
         result = run_suite(suite, options.tests)
     result["command"] = "python -m conformance " + " ".join(
         Path(word).name if "/" in word and "://" not in word else word
@@ -115,6 +118,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", choices=list(PROFILES), default="wide", help="that an HTTP server was given"
     )
+    parser.add_argument("--logs", help="keep what engines print, and Inspect's logs, here")
     parser.add_argument(
         "--print-server", choices=list(PROFILES), help="print a server's command and end"
     )

@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kit.child import Child, ChildError
+from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.process_tree import settled_usage
-from tests.kit.repository import ROOT
 
 from .protocol import PROFILES, Answer, Ask, Engine, NotSupported, Profile, Usage
 
@@ -56,7 +54,13 @@ class Offline:
     """Starts one child per engine with the package under test, and no other, installed."""
 
     def __init__(
-        self, package: Package, model: Path, *, path: str | None, options: Mapping[str, Any]
+        self,
+        package: Package,
+        model: Path,
+        *,
+        work: Path,
+        path: str | None,
+        options: Mapping[str, Any],
     ) -> None:
         self.name = package.name
         self.version = ""
@@ -64,7 +68,7 @@ class Offline:
         self.devices = 1
         self._package, self._model, self._options = package, model, dict(options)
         self._path = path
-        self._work = Path(tempfile.mkdtemp(prefix="conformance-"))
+        self._work = work
 
     def child_environment(self) -> dict[str, str]:
         """Environment of the processes that have the package."""

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from inspect_lens.spec import as_tensor_data, decode_tensor, encode_tensor
-from tests.kit.repository import ROOT
+from tests.kit.child import ROOT
 
 from .offline import run_inspect
 from .protocol import Answer, Ask, Engine, FloatArray, NotSupported, Profile, Usage, Vector
