@@ -170,8 +170,8 @@ class Worker:
             different[item.kind] += mine != tokens
             if item.is_captured:
                 n_same = len(prompt.tokens) + _agreement(mine, tokens)
-                error, n = _row_error(output.activations["residual_stream"], rows, n_same)
-                worst, n_rows = max(worst, error), n_rows + n
+                off, n = _row_error(output.activations["residual_stream"], rows, n_same)
+                worst, n_rows = max(worst, off), n_rows + n
 
         await asyncio.gather(*(one(item) for item in items))
         return {

@@ -32,7 +32,7 @@ def start_clock(worker: Any) -> None:
     def mark() -> Any:
         if not is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

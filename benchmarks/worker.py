@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.kit.child import requests_and_reply
-from tests.kit.process_tree import usage
+from tests.kit.process_tree import cpu_model, usage
 
 from .arms import ARMS, ENGINES, Vector
 from .loads import LOADS, requests
@@ -168,6 +168,7 @@ def _about() -> dict[str, Any]:
     return {
         "environment": {
             "gpu": torch.cuda.get_device_name() if is_cuda else None,
+            "cpu": cpu_model(),
             "cpus": os.cpu_count(),
             "python": platform.python_version(),
             "torch": torch.__version__,

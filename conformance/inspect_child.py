@@ -33,7 +33,10 @@ def _rows(state: TaskState) -> Any:
         found: Any = activations(state.output)
     else:
         found = (state.output.metadata or {})["activations"]
-    return torch.as_tensor(found["residual_stream"])
+    rows = found["residual_stream"]
+    if rows is None:
+        raise LookupError("the log holds null where the activations were")
+    return torch.as_tensor(rows)
 
 
 @scorer(metrics=[mean()])

@@ -65,7 +65,7 @@ class Offline:
         self.name = package.name
         self.version = ""
         self.environment: dict[str, Any] = {}
-        self.devices = 1
+        self.devices = n_devices()
         self._package, self._model, self._options = package, model, dict(options)
         self._path = path
         self._work = work
@@ -119,7 +119,6 @@ class Offline:
             except ChildError as error:
                 raise ChildError(f"the engine did not start: {error}\n{child.tail()}") from error
             self.version = started.pop("version")
-            self.devices = started["devices"]
             self.environment = started
             yield OfflineEngine(child, self._work)
 
@@ -234,6 +233,13 @@ def _read(answer: dict[str, Any], rows: Any) -> Answer:
         cached_tokens=answer["cached_tokens"],
         hook_list=None if answer["hook_list"] is None else tuple(answer["hook_list"]),
     )
+
+
+def n_devices() -> int:
+    """GPUs, or 1 for the CPU."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 def has_gpu() -> bool:

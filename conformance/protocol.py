@@ -137,7 +137,7 @@ class Backend(Protocol):
 
     name: str
     version: str
-    environment: Mapping[str, Any]
+    environment: dict[str, Any]
     """Versions and devices, known once an engine was started."""
     devices: int
 

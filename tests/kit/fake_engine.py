@@ -214,7 +214,7 @@ class FakeBackend:
     devices: int = 2
     name: str = "fake"
     version: str = "0"
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def engine(self, profile: Profile, *, tensor_parallel: int = 1) -> Iterator[Engine]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["TreeUsage", "settled_usage", "usage"]
+__all__ = ["TreeUsage", "cpu_model", "settled_usage", "usage"]
 
 # Address range, permissions, offset, device, inode, then the name.
 _SHARED = re.compile(
@@ -53,6 +53,14 @@ def usage(pid: int) -> TreeUsage:
             for key, size in sizes.items():
                 mappings[key] = max(mappings.get(key, 0), size)
     return TreeUsage(len(processes), descriptors, sum(mappings.values()))
+
+
+def cpu_model() -> str:
+    """Name of the processor; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return found[1] if found else ""
+    return ""
 
 
 def settled_usage(pid: int, *, within_s: float = 10.0) -> TreeUsage:
