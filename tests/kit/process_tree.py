@@ -14,7 +14,8 @@ __all__ = ["TreeUsage", "cpu_model", "settled_usage", "usage"]
 
 # Address range, permissions, offset, device, inode, then the name.
 _SHARED = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s+(/dev/shm/.*|/memfd:.*|/dev/zero.*)$"
+    r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+)\s+"
+    r"(/dev/shm/.*|/memfd:.*|/dev/zero.*)$"
 )
 
 
@@ -25,7 +26,7 @@ class TreeUsage:
     processes: int
     descriptors: int
     shared_bytes: int
-    """Bytes of distinct shared mappings: files in the shared-memory file system and memfds."""
+    """Bytes of files in the shared-memory file system and of memfds, as far as they are mapped."""
 
 
 def usage(pid: int) -> TreeUsage:
@@ -37,22 +38,20 @@ def usage(pid: int) -> TreeUsage:
     root = psutil.Process(pid)
     processes = [root, *root.children(recursive=True)]
     descriptors = 0
-    mappings: dict[tuple[str, str], int] = {}
+    ends: dict[tuple[str, str], int] = {}
     for process in processes:
         # A process may end while it is looked at.
         with contextlib.suppress(psutil.Error, OSError):
             descriptors += process.num_fds()
-            sizes: dict[tuple[str, str], int] = {}
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 found = _SHARED.match(line)
                 if found:
-                    start, end, device, inode, _ = found.groups()
+                    start, end, offset, device, inode, _ = found.groups()
+                    # One file may be mapped in parts, twice, and by several processes.
+                    reach = int(offset, 16) + int(end, 16) - int(start, 16)
                     key = (device, inode)
-                    # One mapping may be listed in several parts.
-                    sizes[key] = sizes.get(key, 0) + int(end, 16) - int(start, 16)
-            for key, size in sizes.items():
-                mappings[key] = max(mappings.get(key, 0), size)
-    return TreeUsage(len(processes), descriptors, sum(mappings.values()))
+                    ends[key] = max(ends.get(key, 0), reach)
+    return TreeUsage(len(processes), descriptors, sum(ends.values()))
 
 
 def cpu_model() -> str:
