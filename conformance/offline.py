@@ -124,7 +124,8 @@ class Offline:
 
     @contextlib.contextmanager
     def server(self) -> Iterator[str]:
-        """Start an API server of the model."""
+        """Start an API server of the model, for an eval."""
+        need_inspect()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -156,8 +157,7 @@ class Offline:
 
     def rescore(self, command: Sequence[str]) -> dict[str, Any]:
         """Run the Inspect child where the package's own provider is registered."""
-        if importlib.util.find_spec("inspect_ai") is None:
-            raise NotSupported("not run: inspect_ai is not installed")
+        need_inspect()
         environment = {
             **self.child_environment(),
             "CONFORMANCE_BACKEND": self.name,
@@ -233,6 +233,12 @@ def _read(answer: dict[str, Any], rows: Any) -> Answer:
         cached_tokens=answer["cached_tokens"],
         hook_list=None if answer["hook_list"] is None else tuple(answer["hook_list"]),
     )
+
+
+def need_inspect() -> None:
+    """Raise `NotSupported` where Inspect is not installed."""
+    if importlib.util.find_spec("inspect_ai") is None:
+        raise NotSupported("not run: inspect_ai is not installed")
 
 
 def n_devices() -> int:

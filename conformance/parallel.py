@@ -20,8 +20,7 @@ N_PROBES = 8
 def probe_scores(answers: list[Answer], n_prompt: list[int]) -> np.ndarray:
     """Mean-pooled scores of random linear probes on prompt tokens, (requests, probes).
 
-    Probes have unit norm, and scores are divided by the mean norm of the rows: units of the
-    stream itself.
+    In units of the spread (root mean square) of the scores of single tokens.
     """
     scores = []
     for answer, n in zip(answers, n_prompt, strict=True):
@@ -29,8 +28,8 @@ def probe_scores(answers: list[Answer], n_prompt: list[int]) -> np.ndarray:
             raise RuntimeError(answer.error or "the response has no activations")
         rows = answer.rows[-1, :n, RESERVED:].astype(np.float64)
         probes = np.random.default_rng(8).standard_normal((rows.shape[1], N_PROBES))
-        probes /= np.linalg.norm(probes, axis=0)
-        scores.append((rows @ probes).mean(axis=0) / np.linalg.norm(rows, axis=1).mean())
+        each = rows @ probes
+        scores.append(each.mean(axis=0) / np.sqrt((each**2).mean(axis=0)))
     return np.array(scores)
 
 
