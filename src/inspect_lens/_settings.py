@@ -24,8 +24,18 @@ class Settings:
         "Layers that get a tap, as `all` or a comma-separated list such as `10,20`. "
         "Requests for other layers are refused.",
     )
+    sites: str = _setting(  # type: ignore[assignment]
+        "resid_pre,resid_post",
+        "Sites that get a tap in those layers, comma-separated: `resid_pre`, `attn_out`, "
+        "`mlp_out`, `resid_post`, or `all`. Requests for other sites are refused.",
+    )
     ring_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30, "Upper bound, in bytes, of the buffer that captured rows are written to."
+    )
+    shm_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30,
+        "Bytes of memory that a worker shares with front-ends for rows on their way. On a GPU "
+        "it is pinned at start-up.",
     )
     bank_bytes: int = _setting(  # type: ignore[assignment]
         128 << 20, "Upper bound, in bytes, of the table of steering rows."

@@ -32,6 +32,7 @@ from inspect_lens.spec import (
     encode_tensor,
     parse_extra_args,
     resolve_positions,
+    result_name,
 )
 
 __all__ = ["FakeLensServer", "residual", "tokens_of"]
@@ -236,8 +237,12 @@ class FakeLensServer:
                 request.capture.positions, n_prompt=len(prompt), n_max=n_fed, field="positions"
             )
             tensor = residual(tokens, layers, list(chosen), self.hidden)
-            captured = {"residual_stream": self._encode(tensor, request.capture.transport)}
+            captured = {
+                result_name(site): self._encode(tensor, request.capture.transport)
+                for site in request.capture.sites
+            }
             receipt = CaptureReceipt(
+                site=request.capture.site,
                 layers=layers,
                 n_positions=len(chosen),
                 first_position=chosen[0] if isinstance(chosen, range) and len(chosen) else None,

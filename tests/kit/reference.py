@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,30 @@ import torch
 __all__ = ["HuggingFace", "max_relative_error"]
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
-"""Maps the residual stream after a layer, (tokens, hidden), to the edited one."""
+"""Maps what a site holds, (tokens, hidden), to the edited rows."""
+
+_CHILDREN = {
+    "attn_out": ("self_attn", "mamba", "mixer"),
+    "mlp_out": ("mlp", "feed_forward", "block_sparse_moe", "fc2"),
+}
 
 
 class HuggingFace:
-    """A checkpoint in float32, run by transformers."""
+    """A checkpoint in float32, run by transformers.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the checkpoint.
+        layers: path of the list of decoder layers in the model.
+    """
+
+    def __init__(self, folder: Path, layers: str = "model.layers") -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._layers: Any = self.model.get_submodule(layers)
 
     def residual_stream(
-        self, tokens: Sequence[int], edits: dict[int, Edit] | None = None
+        self, tokens: Sequence[int], edits: Mapping[int, Edit] | None = None
     ) -> torch.Tensor:
         """Residual stream after every decoder layer, (layers, tokens, hidden) float32.
 
@@ -31,29 +42,69 @@ class HuggingFace:
             tokens: what is fed to the model.
             edits: by layer; rows returned for that layer are the edited ones.
         """
-        rows: dict[int, torch.Tensor] = {}
+        by_site = {("resid_post", layer): edit for layer, edit in (edits or {}).items()}
+        return self.sites(tokens, by_site, ["resid_post"])["resid_post"]
 
-        def hook(index: int) -> Any:
-            def record(_module: Any, _args: Any, output: Any) -> Any:
-                hidden = output[0] if isinstance(output, tuple) else output
-                stream = hidden.reshape(-1, hidden.shape[-1])
-                if edits and index in edits:
-                    stream = edits[index](stream)
-                rows[index] = stream.detach().clone()
-                edited = stream.reshape(hidden.shape)
-                return (edited, *output[1:]) if isinstance(output, tuple) else edited
+    def sites(
+        self,
+        tokens: Sequence[int],
+        edits: Mapping[tuple[str, int], Edit] | None = None,
+        sites: Sequence[str] = ("resid_pre", "attn_out", "mlp_out", "resid_post"),
+    ) -> dict[str, torch.Tensor]:
+        """What each site of every decoder layer holds, (layers, tokens, hidden) float32.
 
-            return record
+        Args:
+            tokens: what is fed to the model.
+            edits: by site and layer; rows returned are the edited ones.
+            sites: which to return.
+        """
+        rows: dict[tuple[str, int], torch.Tensor] = {}
 
-        layers = self._model.model.layers
-        handles = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(layers)]
+        def note(site: str, layer: int, value: torch.Tensor) -> torch.Tensor:
+            edit = (edits or {}).get((site, layer))
+            shape = value.shape
+            found = value.reshape(-1, shape[-1])
+            found = found if edit is None else edit(found)
+            rows[site, layer] = found.detach().clone()
+            return found.reshape(shape)
+
+        def after(site: str, layer: int) -> Any:
+            def hook(_module: Any, _args: Any, output: Any) -> Any:
+                if isinstance(output, tuple):
+                    return (note(site, layer, output[0]), *output[1:])
+                return note(site, layer, output)
+
+            return hook
+
+        def before(layer: int) -> Any:
+            def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+                if args:
+                    return (note("resid_pre", layer, args[0]), *args[1:]), kwargs
+                return args, kwargs | {
+                    "hidden_states": note("resid_pre", layer, kwargs["hidden_states"])
+                }
+
+            return hook
+
+        handles = []
+        for i, block in enumerate(self._layers):
+            handles.append(block.register_forward_pre_hook(before(i), with_kwargs=True))
+            for site, names in _CHILDREN.items():
+                if site in sites:
+                    handles.append(_child(block, names).register_forward_hook(after(site, i)))
+            handles.append(block.register_forward_hook(after("resid_post", i)))
         try:
             with torch.no_grad():
-                self._model(torch.tensor([list(tokens)]), use_cache=False)
+                self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.stack([rows[i] for i in range(len(layers))])
+        n = len(self._layers)
+        return {site: torch.stack([rows[site, i] for i in range(n)]) for site in sites}
+
+
+def _child(block: Any, names: Sequence[str]) -> Any:
+    return next(getattr(block, name) for name in names if hasattr(block, name))
 
 
 def max_relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 
 from inspect_lens.errors import UnsupportedError
 
-__all__ = ["decoder_layers", "split_output"]
+__all__ = ["decoder_layers", "describe", "has_mixer", "split_output"]
 
 _STALE_RESIDUAL = frozenset(
     {
@@ -33,8 +33,9 @@ _HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
 def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
     """Find the decoder layers of a loaded model.
 
-    They are the one list of modules with `n_layers` entries in which every entry of this
-    pipeline stage holds an attention or state-space layer.
+    They are the one list of modules with `n_layers` entries in which the entries of this
+    pipeline stage hold attention or state-space layers. In some hybrids a part of the entries
+    has a feed-forward module only; a list where all have one is preferred.
 
     Args:
         model: the model as the runner holds it.
@@ -47,11 +48,14 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
         UnsupportedError: no list fits, or more than one does.
     """
     found: dict[str, list[nn.Module | None]] = {}
+    mixed: dict[str, list[nn.Module | None]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
             layers = [None if _is_elsewhere(layer) else layer for layer in module]
-            if any(layers) and all(layer is None or _has_mixer(layer) for layer in layers):
-                found[name] = layers
+            mixers = [has_mixer(layer) for layer in layers if layer is not None]
+            if any(mixers):
+                (found if all(mixers) else mixed)[name] = layers
+    found = found or mixed
     if len(found) != 1:
         raise UnsupportedError(
             f"inspect_lens cannot tell the decoder layers of {type(model).__name__}: "
@@ -66,7 +70,8 @@ def _is_elsewhere(layer: nn.Module) -> bool:
     return isinstance(layer, PPMissingLayer)
 
 
-def _has_mixer(layer: nn.Module) -> bool:
+def has_mixer(layer: nn.Module) -> bool:
+    """Whether a module is or holds an attention or state-space layer."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     return any(isinstance(module, AttentionLayerBase) for module in layer.modules())
@@ -92,9 +97,9 @@ def split_output(layer: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Ten
             f"inspect_lens does not serve {type(layer).__name__}: models of {family} return the "
             f"whole stream beside a residual that nobody adds; {_HINT}"
         )
-    if isinstance(output, torch.Tensor):
+    if _is_rows(output):
         return output, None
-    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], torch.Tensor):
+    if isinstance(output, tuple) and len(output) == 2 and _is_rows(output[0]):
         hidden, residual = output
         if residual is None:
             return hidden, None
@@ -102,11 +107,19 @@ def split_output(layer: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Ten
             return hidden, residual
     raise UnsupportedError(
         f"inspect_lens does not know the output of {type(layer).__name__}: "
-        f"{_describe(output)}; known are a tensor, (hidden, residual) and (hidden, None); {_HINT}"
+        f"{describe(output)}; known are a (tokens, hidden) tensor, "
+        f"(hidden, residual) and (hidden, None); {_HINT}"
     )
 
 
-def _describe(output: Any) -> str:
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2
+
+
+def describe(output: Any) -> str:
+    """Types, and shapes of tensors, for messages."""
     if isinstance(output, tuple):
-        return "(" + ", ".join(type(item).__name__ for item in output) + ")"
+        return "(" + ", ".join(describe(item) for item in output) + ")"
+    if isinstance(output, torch.Tensor):
+        return f"{output.dim()}-dimensional tensor"
     return type(output).__name__

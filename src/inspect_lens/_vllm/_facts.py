@@ -10,7 +10,7 @@ from typing import Any
 
 from inspect_lens._settings import Settings
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import EngineFacts
+from inspect_lens.spec import SITES, EngineFacts, Site, in_site_order, tap_points
 
 from ._compat import vllm_version
 
@@ -68,13 +68,16 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         The facts.
 
     Raises:
-        SpecError: `INSPECT_LENS_LAYERS` names a layer that the model does not have.
+        SpecError: `INSPECT_LENS_LAYERS` names a layer that the model does not have, or
+            `INSPECT_LENS_SITES` a site that does not exist.
     """
     model = vllm_config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     hidden = int(model.get_hidden_size())
     dtype = str(model.dtype).removeprefix("torch.")
-    layers = _tapped(settings.layers, n_layers)
+    layers = _layers(settings.layers, n_layers)
+    sites = _sites(settings.sites)
+    taps = tap_points(sites, layers)
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     # A GPU fills one half of the buffer while the other is copied out.
     regions = 1 if vllm_config.device_config.device_type == "cpu" else 2
@@ -86,14 +89,16 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         hidden=hidden,
         dtype=dtype,
         layers=layers,
+        sites=sites,
+        taps=taps,
         max_step_tokens=step,
-        ring_rows=min(len(layers) * step, fit),
+        ring_rows=min(len(taps) * step, fit),
         bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
         vllm_version=vllm_version(),
     )
 
 
-def _tapped(text: str, n_layers: int) -> tuple[int, ...]:
+def _layers(text: str, n_layers: int) -> tuple[int, ...]:
     if text.strip() == "all":
         return tuple(range(n_layers))
     try:
@@ -106,3 +111,16 @@ def _tapped(text: str, n_layers: int) -> tuple[int, ...]:
             f"layers from 0 to {n_layers - 1}"
         )
     return tuple(layers)
+
+
+def _sites(text: str) -> tuple[Site, ...]:
+    if text.strip() == "all":
+        return SITES
+    named = [part.strip() for part in text.split(",") if part.strip()]
+    found = [site for site in SITES if site in named]
+    if not found or set(named) != set(found):
+        raise SpecError(
+            f"INSPECT_LENS_SITES={text!r}; allowed are 'all' or a comma-separated list of "
+            f"{', '.join(SITES)}"
+        )
+    return in_site_order(found)

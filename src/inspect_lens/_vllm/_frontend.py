@@ -49,7 +49,8 @@ class FrontEnd:
     def learn(self, processor: Any, vllm_config: Any) -> None:
         """Take note of an engine; called when its input processor is made."""
         reason = refusal(vllm_config)
-        facts = facts_of(vllm_config, self.settings) if reason is None else None
+        # Read again: one process can hold engines with different settings.
+        facts = facts_of(vllm_config, Settings.load()) if reason is None else None
         processor.inspect_lens_facts = facts
         processor.inspect_lens_refusal = reason
         self.engines.append(facts if facts is not None else str(reason))

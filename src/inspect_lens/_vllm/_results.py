@@ -17,9 +17,10 @@ from inspect_lens._engine._collector import STORAGE, Collected, Collector
 from inspect_lens._engine._envelope import CaptureEnvelope, Envelope
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError, LensError
-from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData
+from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData, in_site_order
 
 from ._compat import vllm_version
+from ._named import tensors_by_name
 
 __all__ = ["Results", "Ticket"]
 
@@ -52,7 +53,7 @@ class _Expected:
     @staticmethod
     def no_rows(capture: CaptureEnvelope) -> TensorData:
         """The result where no token was fed at the positions asked for."""
-        shape = (len(capture.layers), 0, capture.hidden)
+        shape = (len(capture.taps), 0, capture.hidden)
         return TensorData(np.zeros(shape, dtype=STORAGE[capture.dtype]), capture.dtype)
 
 
@@ -92,13 +93,8 @@ class Results:
     def expect(self, key: str, packed: Mapping[str, Any], *, n_prompt: int) -> None:
         """Take note of a request before the engine sees it."""
         envelope = Envelope.unpack(packed)
-        capture = envelope.capture
         self._expected[key] = _Expected(envelope, n_prompt)
-        self._the_collector().open(
-            key,
-            layers=capture.layers if capture is not None else (),
-            steer_until=envelope.steer_until,
-        )
+        self._the_collector().open(key, envelope)
 
     def is_expected(self, key: str) -> bool:
         """Whether a request uses the lens."""
@@ -112,8 +108,9 @@ class Results:
     def attach(self, output: Any) -> None:
         """Put tensors and receipts on an output and on each of its finished choices.
 
-        `activations` is `{"residual_stream": tensor}` where something was captured, and
-        `inspect_lens` the receipt; on the output they are those of the first choice.
+        `activations` holds a tensor per site where something was captured (`residual_stream`
+        is `resid_post`), and `inspect_lens` the receipt; on the output they are those of the
+        first choice.
 
         Args:
             output: vLLM's `RequestOutput`.
@@ -149,7 +146,10 @@ class Results:
             n_fed = expected.n_prompt + ticket.n_completion - 1
             positions = expected.positions(n_fed)
             collected = self._the_collector().take(
-                ticket.key, positions=positions, n_fed=n_fed, timeout_s=self._timeout_s
+                ticket.key,
+                n_positions=len(positions),
+                n_fed=n_fed,
+                timeout_s=self._timeout_s,
             )
             tensor = collected.tensor
             if tensor is None and expected.envelope.capture is not None:
@@ -157,11 +157,15 @@ class Results:
             completion.inspect_lens = _receipt(
                 expected, ticket, positions, tensor, collected, cached_tokens
             )
-            completion.inspect_lens_tensor = tensor
             capture = expected.envelope.capture
             completion.inspect_lens_transport = capture.transport if capture else "inline"
-            if tensor is not None:
-                completion.activations = {"residual_stream": to_torch(tensor)}
+            completion.inspect_lens_tensors = {}
+            if tensor is not None and capture is not None:
+                tensors = tensors_by_name(tensor, capture)
+                completion.inspect_lens_tensors = tensors
+                completion.activations = {
+                    name: to_torch(t, copy=False) for name, t in tensors.items()
+                }
 
     def _the_collector(self) -> Collector:
         if self._collector is None:
@@ -181,13 +185,14 @@ def _receipt(
     envelope = expected.envelope
     capture = steer = None
     if envelope.capture is not None and tensor is not None:
-        capture = _capture_receipt(envelope.capture.layers, positions, tensor, collected)
+        capture = _capture_receipt(envelope.capture, positions, tensor, collected)
     if envelope.steer:
         steer = SteerReceipt(
             layers=tuple(sorted({layer for s in envelope.steer for layer in s.layers})),
+            sites=in_site_order(s.site for s in envelope.steer),
             n_tokens=collected.n_steered,
             cached_tokens=cached_tokens,
-            vectors=tuple(s.vectors.sha256 for s in envelope.steer),
+            vectors=tuple(s.sha256 for s in envelope.steer),
         )
     return Receipt(
         n_prompt=expected.n_prompt,
@@ -203,14 +208,15 @@ def _receipt(
 
 
 def _capture_receipt(
-    layers: tuple[int, ...],
+    capture: CaptureEnvelope,
     positions: NDArray[np.int64],
     tensor: TensorData,
     collected: Collected,
 ) -> CaptureReceipt:
     is_run = bool(len(positions)) and int(positions[-1] - positions[0]) + 1 == len(positions)
     return CaptureReceipt(
-        layers=layers,
+        site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
+        layers=capture.layers,
         n_positions=len(positions),
         first_position=int(positions[0]) if is_run else None,
         positions=None if is_run else tuple(positions.tolist()),

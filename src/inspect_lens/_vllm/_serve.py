@@ -118,18 +118,21 @@ def install_when_serving(describe: Callable[[], dict[str, Any]] | None = None) -
 def as_json(completion: Any) -> dict[str, Any]:
     """A choice's result as it stands in a response: `activations` and `inspect_lens`."""
     result: dict[str, Any] = {"inspect_lens": completion.inspect_lens.model_dump(mode="json")}
-    tensor: TensorData | None = completion.inspect_lens_tensor
-    if tensor is not None:
-        encoded = encode_tensor(tensor)
-        if completion.inspect_lens_transport == "binary":
-            frame = base64.b64decode(encoded.pop("data"))
-            encoded |= {
-                "handle": payloads.put(frame),
-                "nbytes": len(frame),
-                "transport": "binary",
-            }
-        result["activations"] = {"residual_stream": encoded}
+    tensors: dict[str, TensorData] = completion.inspect_lens_tensors
+    if tensors:
+        is_binary = completion.inspect_lens_transport == "binary"
+        result["activations"] = {
+            name: _entry(tensor, is_binary=is_binary) for name, tensor in tensors.items()
+        }
     return result
+
+
+def _entry(tensor: TensorData, *, is_binary: bool) -> dict[str, Any]:
+    encoded = encode_tensor(tensor)
+    if is_binary:
+        frame = base64.b64decode(encoded.pop("data"))
+        encoded |= {"handle": payloads.put(frame), "nbytes": len(frame), "transport": "binary"}
+    return encoded
 
 
 def results_of(outputs: Iterable[Any]) -> list[dict[str, Any]]:

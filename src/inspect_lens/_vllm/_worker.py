@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from inspect_lens._engine._exporter import Exporter, ZmqExporter
+from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._copier import copier_for
+from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._maps import CAPTURE
-from inspect_lens._engine._side_stream import SideStreamExporter
 from inspect_lens._engine._state import TapState, install
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CompatError
-from inspect_lens.spec import EngineFacts
+from inspect_lens.spec import EngineFacts, Site, TapPoint
 
+from ._blocks import BlockInput, block_module, check_reduced, module_output
 from ._discovery import decoder_layers, split_output
 from ._facts import facts_of, refusal
 from ._runner_v1 import RunnerV1
@@ -29,7 +31,7 @@ __all__ = ["stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-ABI = 1
+ABI = 2
 """Part of the compile-cache key: raise it when the op or its place in the graph changes."""
 
 
@@ -52,12 +54,17 @@ def stats(worker: Any) -> dict[str, int]:
     """What the lens holds in this worker; `collective_rpc("inspect_lens_stats")` calls it.
 
     Returns:
-        `requests`: live requests that use the lens; `steering_rows`: rows they hold.
+        `requests`: live requests that use the lens; `steering_rows`: rows they hold;
+        `shared_bytes`: bytes of rows that no front-end has taken yet.
     """
     stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
     if stepper is None:
-        return {"requests": 0, "steering_rows": 0}
-    return {"requests": len(stepper.keys), "steering_rows": stepper.rows_in_use}
+        return {"requests": 0, "steering_rows": 0, "shared_bytes": 0}
+    return {
+        "requests": stepper.n_requests,
+        "steering_rows": stepper.rows_in_use,
+        "shared_bytes": stepper.bytes_in_use,
+    }
 
 
 def _install(worker: Any, settings: Settings) -> None:
@@ -66,35 +73,41 @@ def _install(worker: Any, settings: Settings) -> None:
     if getattr(runner, "inspect_lens", None) is not None:
         return
     facts = facts_of(config, settings)
-    layers = decoder_layers(runner.get_model(), facts.n_layers)
-    here = tuple(i for i in facts.layers if layers[i] is not None)
+    blocks = decoder_layers(runner.get_model(), facts.n_layers)
+    # A stage of a pipeline has the taps of its layers, which may be none.
+    here = tuple(tap for tap in facts.taps if blocks[tap.layer] is not None)
+    if not here:
+        logger.info("inspect_lens: no taps in this stage of the pipeline")
+        return
     state = TapState.allocate(
-        layers=here,
+        taps=here,
         hidden=facts.hidden,
         dtype=config.model_config.dtype,
         max_tokens=_max_tokens(config, facts),
-        ring_rows=facts.ring_rows,
+        max_groups=int(config.scheduler_config.max_num_seqs),
+        ring_rows=min(facts.ring_rows, len(here) * facts.max_step_tokens),
         bank_rows=facts.bank_rows,
         device=worker.device,
     )
-    for site, index in enumerate(here):
-        layer = layers[index]
-        assert layer is not None
-        add_tap(layer, state.new_ctl(site))
+    for index, point in enumerate(here):
+        block = blocks[point.layer]
+        assert block is not None
+        add_tap(block, point, state.new_ctl(index), is_sharded=tp_size() > 1)
     # Without this a compiled graph that was cached without taps would be loaded, and nothing
     # would fire. The value is hashed, so it must not change between runs.
     config.additional_config = {
         **(config.additional_config or {}),
-        "inspect_lens": {"abi": ABI, "layers": list(here)},
+        "inspect_lens": {"abi": ABI, "taps": [f"{site}.{layer}" for site, layer in facts.taps]},
     }
     # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
     warm_up(state)
-    exporter: Exporter = ZmqExporter()
-    if worker.device.type == "cuda":
-        exporter = SideStreamExporter(exporter, worker.device, regions=state.regions)
-    stepper = Stepper(state, exporter, is_exporting=is_exporting_rank())
+    is_exporting = is_exporting_rank()
+    # The other ranks send failures only.
+    arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
+    copier = copier_for(arena, worker.device, state.regions)
+    stepper = Stepper(state, Exporter(arena, copier), is_exporting=is_exporting)
     runner.inspect_lens = stepper
     # The two model runners of vLLM; the newer one keeps per-model state in an object.
     adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
@@ -103,13 +116,16 @@ def _install(worker: Any, settings: Settings) -> None:
         _check_after_warm_up(worker, stepper)
     install(state)
     logger.info(
-        "inspect_lens: taps at %d of %d layers, capture buffer of %d rows, %d steering rows, "
-        "%.1f MiB",
+        "inspect_lens: %d taps (%s) in %d of %d layers, capture buffer of %d rows, %d steering "
+        "rows, %.1f MiB on the device, %.1f MiB shared with the front-end",
         len(here),
+        ", ".join(facts.sites),
+        len({tap.layer for tap in here}),
         facts.n_layers,
-        facts.ring_rows,
+        state.region_rows,
         facts.bank_rows,
         state.nbytes / 2**20,
+        arena.nbytes / 2**20,
     )
 
 
@@ -120,16 +136,70 @@ def is_exporting_rank() -> bool:
     return bool(get_tp_group().rank_in_group == 0)
 
 
-def add_tap(layer: nn.Module, ctl: torch.Tensor) -> None:
-    """Put a tap behind a layer. A forward hook is traced into the compiled graph."""
-    # A buffer, so that tracing lifts it to an input of the graph; not saved with the model.
-    layer.register_buffer("_inspect_lens_ctl", ctl, persistent=False)
+def tp_size() -> int:
+    """Tensor-parallel ranks of this stage."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().world_size)
+
+
+def add_tap(
+    block: nn.Module, point: TapPoint, ctl: torch.Tensor, *, is_sharded: bool = False
+) -> None:
+    """Put a tap into a decoder layer. Hooks are traced into the compiled graph.
+
+    Args:
+        block: the layer.
+        point: the tap.
+        ctl: its identity token.
+        is_sharded: whether tensor parallelism splits the block's sums over ranks.
+
+    Raises:
+        UnsupportedError: the layer's structure is not known.
+    """
+    if point.site == "resid_pre":
+        _tap_input(block, ctl)
+    elif point.site == "resid_post":
+        _tap_output(block, ctl)
+    else:
+        module = block_module(block, point.site)
+        if is_sharded and point.site == "attn_out":
+            check_reduced(block, module, point.site)
+        _tap_module(module, point.site, ctl)
+
+
+# The control tensors are buffers, so that tracing lifts them to inputs of the graph; they are
+# not saved with the model.
+
+
+def _tap_input(block: nn.Module, ctl: torch.Tensor) -> None:
+    block.register_buffer("_inspect_lens_pre", ctl, persistent=False)
+    reader = BlockInput(block)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden, residual = reader.read(args, kwargs)
+        tap(hidden, residual, module._inspect_lens_pre)
+
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _tap_output(block: nn.Module, ctl: torch.Tensor) -> None:
+    block.register_buffer("_inspect_lens_post", ctl, persistent=False)
 
     def hook(module: nn.Module, _args: Any, output: Any) -> None:
         hidden, residual = split_output(module, output)
-        tap(hidden, residual, module._inspect_lens_ctl)
+        tap(hidden, residual, module._inspect_lens_post)
 
-    layer.register_forward_hook(hook)
+    block.register_forward_hook(hook)
+
+
+def _tap_module(module: nn.Module, site: Site, ctl: torch.Tensor) -> None:
+    module.register_buffer("_inspect_lens_ctl", ctl, persistent=False)
+
+    def hook(module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
+        tap(module_output(module, kwargs, output, site), None, module._inspect_lens_ctl)
+
+    module.register_forward_hook(hook, with_kwargs=True)
 
 
 def _max_tokens(config: Any, facts: EngineFacts) -> int:
@@ -161,29 +231,30 @@ def self_check(runner: Any, stepper: Stepper) -> None:
         CompatError: a tap did not fire, so the engine must not start.
     """
     state = stepper.state
-    n = len(state.layers)
+    n = len(state.taps)
     marker = _marker(state.ring)
     state.ring[:n].copy_(marker)
-    for site in range(n):
-        state.slots[site, 0] = site
-        state.capturing[site] = True
+    # One token of one group, whose rows lie one behind the other.
+    state.tokens[0] = torch.tensor([0, 0, 0], dtype=torch.int32)
+    state.base[0] = torch.arange(n, dtype=torch.int32)
     state.flags.fill_(CAPTURE)
+    state.header[0] = 1
+    state.capturing = [True] * n
     state.is_active = True
     install(state)
     try:
         runner._dummy_run(1)
     finally:
         state.is_active = False
-        state.flags.zero_()
-        state.capturing[:] = [False] * n
-        state.slots[:, 0] = -1
+        state.capturing = [False] * n
+        state.header[: 1 + n] = 0
     # Compared as bits: a dummy pass may well compute NaN.
     same = state.ring[:n].view(torch.uint8) == marker.expand(n, -1).contiguous().view(torch.uint8)
-    silent = [state.layers[i] for i in range(n) if bool(same[i].all())]
+    silent = [f"{t.site}.{t.layer}" for i, t in enumerate(state.taps) if bool(same[i].all())]
     state.ring[:n].zero_()
     if silent:
         raise CompatError(
-            f"inspect_lens: the taps of layers {silent} did not fire in the start-up check. A "
+            f"inspect_lens: the taps {', '.join(silent)} did not fire in the start-up check. A "
             "compiled graph without taps may have been loaded: clear vLLM's compile cache, or "
             "set INSPECT_LENS_DISABLE=1 to run without the lens"
         )

@@ -10,7 +10,14 @@ import anyio.to_thread
 from pydantic import BaseModel, ValidationError
 
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import CaptureSpec, LensRequest, Receipt, TensorData, decode_tensor
+from inspect_lens.spec import (
+    CaptureSpec,
+    LensRequest,
+    Receipt,
+    TensorData,
+    decode_tensor,
+    result_name,
+)
 
 from ._payload import Payload
 
@@ -133,6 +140,12 @@ def decode_payload(
             "of client and server may differ"
         ) from None
     n_tokens = len(prompt_token_ids) + len(choice.token_ids)
+    wanted = {result_name(site) for site in capture.sites} if capture else set()
+    if absent := sorted(wanted - tensors.keys()):
+        raise CaptureError(
+            f"activations: {', '.join(absent)} asked for, and the response has "
+            f"{', '.join(tensors) or 'none'}; this server does not serve that site"
+        )
     layers = {
         name: _check(name, tensor, capture, receipt, n_tokens) for name, tensor in tensors.items()
     }

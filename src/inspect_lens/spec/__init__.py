@@ -4,13 +4,23 @@ Owns every type that the Inspect process and the vLLM processes share.
 May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
 """
 
-from ._capture import CaptureSpec, Layers
+from ._capture import CaptureSpec, Layers, SiteChoice
 from ._encode import to_extra_args, to_wire_args
 from ._facts import EngineFacts
 from ._positions import PositionName, Positions, parse_positions, resolve_positions
 from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
 from ._request import ENVELOPE_KEY, LENS_KEYS, LensRequest, check_request, parse_extra_args
-from ._sites import RESID_POST, Site
+from ._sites import (
+    RESID_POST,
+    SITES,
+    Site,
+    TapPoint,
+    in_site_order,
+    result_name,
+    tap_order,
+    tap_point,
+    tap_points,
+)
 from ._steer import STEERING_REFERENCE, SteeringVector
 from ._tensor import (
     DType,
@@ -25,6 +35,7 @@ __all__ = [
     "ENVELOPE_KEY",
     "LENS_KEYS",
     "RESID_POST",
+    "SITES",
     "STEERING_REFERENCE",
     "CaptureReceipt",
     "CaptureSpec",
@@ -37,17 +48,24 @@ __all__ = [
     "Positions",
     "Receipt",
     "Site",
+    "SiteChoice",
     "SteerReceipt",
     "SteeringVector",
+    "TapPoint",
     "TensorData",
     "as_tensor_data",
     "check_request",
     "decode_tensor",
     "encode_tensor",
     "freeze_tensor",
+    "in_site_order",
     "parse_extra_args",
     "parse_positions",
     "resolve_positions",
+    "result_name",
+    "tap_order",
+    "tap_point",
+    "tap_points",
     "to_extra_args",
     "to_wire_args",
 ]

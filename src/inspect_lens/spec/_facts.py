@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+from ._sites import Site, TapPoint
 
 __all__ = ["EngineFacts"]
 
@@ -20,7 +23,12 @@ class EngineFacts:
     dtype: str
     """dtype of the residual stream, as `float32`, `float16` or `bfloat16`."""
     layers: tuple[int, ...]
-    """Layers that have a tap, ascending."""
+    """Layers that were asked to be served, ascending (INSPECT_LENS_LAYERS)."""
+    sites: tuple[Site, ...]
+    """Sites that were asked to be served, in the order of a block (INSPECT_LENS_SITES)."""
+    taps: tuple[TapPoint, ...]
+    """Taps of the engine, in the order in which a forward pass meets them: those that serve
+    `sites` at `layers`. On a pipeline each stage has those of its layers."""
     max_step_tokens: int
     """Tokens that one step of the engine can hold."""
     ring_rows: int
@@ -29,3 +37,11 @@ class EngineFacts:
     """Vectors that the steering table holds for all running requests together."""
     vllm_version: str
     """Version of vLLM."""
+
+    @cached_property
+    def _tapped(self) -> frozenset[TapPoint]:
+        return frozenset(self.taps)
+
+    def has_tap(self, tap: TapPoint) -> bool:
+        """Whether the engine has a tap."""
+        return tap in self._tapped

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ._capture import SiteChoice
 from ._sites import RESID_POST, Site
 
 __all__ = ["CaptureReceipt", "EnginePath", "Receipt", "SteerReceipt"]
@@ -19,9 +20,10 @@ class CaptureReceipt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    site: Site = RESID_POST
+    site: SiteChoice = RESID_POST
+    """The site, or the sites; each has a tensor."""
     layers: tuple[int, ...]
-    """Layers, ascending: the first axis of the tensor."""
+    """Layers, ascending: the first axis of each tensor."""
     n_positions: int
     """Tokens: the second axis of the tensor."""
     first_position: int | None = None
@@ -31,7 +33,8 @@ class CaptureReceipt(BaseModel):
     dtype: str
     """dtype of the tensor."""
     rows: int
-    """Rows that the engine delivered for these positions, layers times tokens."""
+    """Rows that the engine delivered for these positions: taps times tokens. The stream after
+    a block is the stream before the next one, so a row may stand in two tensors."""
 
 
 class SteerReceipt(BaseModel):
@@ -41,8 +44,10 @@ class SteerReceipt(BaseModel):
 
     layers: tuple[int, ...]
     """Layers that were edited, ascending."""
+    sites: tuple[Site, ...] = (RESID_POST,)
+    """Sites at which they were edited, in the order of a block."""
     n_tokens: int
-    """Tokens whose residual stream was edited at least at one layer, counted once each."""
+    """Tokens that were edited at least at one layer, counted once each."""
     cached_tokens: int = 0
     """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
     vectors: tuple[str, ...]

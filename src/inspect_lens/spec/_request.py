@@ -15,6 +15,7 @@ from inspect_lens.errors import SpecError, UnsupportedError
 from ._capture import CaptureSpec
 from ._dump import WireModel
 from ._facts import EngineFacts
+from ._sites import Site, tap_point, tap_points
 from ._steer import SteeringVector
 
 __all__ = ["ENVELOPE_KEY", "LENS_KEYS", "LensRequest", "check_request", "parse_extra_args"]
@@ -71,6 +72,47 @@ def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None
     """
     if not extra_args:
         return None
+    # A batch gives one mapping to a thousand requests, and each is read three times.
+    key, kept = _fingerprint(extra_args)
+    if key is not None and (known := _PARSED.get(key)) is not None:
+        return known[1]
+    request = _parse(extra_args)
+    if key is not None:
+        if len(_PARSED) >= _PARSED_MOST:
+            _PARSED.clear()
+        _PARSED[key] = (kept, request)
+    return request
+
+
+_PARSED: dict[tuple[object, ...], tuple[list[Any], LensRequest | None]] = {}
+_PARSED_MOST = 256
+
+
+def _fingerprint(extra_args: Mapping[str, Any]) -> tuple[tuple[object, ...] | None, list[object]]:
+    """Names the content of plain requests exactly; None where it would take looking inside.
+
+    With it come the objects that are named by their identity: whoever keeps the name has to
+    keep them, so that no other object can get it.
+    """
+    parts: list[object] = []
+    kept: list[object] = []
+    for key, value in extra_args.items():
+        items = value if type(value) in (list, tuple) else (value,)
+        if len(items) > 128:
+            return None, []
+        parts += [key, type(value)]
+        for item in items:
+            if type(item) in (int, bool, str, type(None)):
+                parts += [type(item), item]
+            elif isinstance(item, SteeringVector | LensRequest):
+                parts.append(id(item))  # they never change
+                kept.append(item)
+            else:
+                return None, []
+    return tuple(parts), kept
+
+
+def _parse(extra_args: Mapping[str, Any]) -> LensRequest | None:
     keys = [key for key in extra_args if key in LENS_KEYS]
     _check_keys(extra_args, has_lens=bool(keys))
     if not keys:
@@ -179,29 +221,26 @@ def check_request(request: LensRequest, facts: EngineFacts) -> None:
 
     Raises:
         SpecError: a layer or a width that the model does not have.
-        UnsupportedError: a layer without a tap, or more rows than the buffers hold.
+        UnsupportedError: a site of a layer without a tap, or more rows than the buffers hold.
     """
     rows = 0
     if request.capture is not None:
-        layers = request.capture.layers
-        if layers != "all":
-            _check_layers(layers, facts, "capture.layers")
-        count = len(facts.layers) if layers == "all" else len(layers)
-        if layers == "all" and len(facts.layers) != facts.n_layers:
-            raise UnsupportedError(
-                f"capture.layers: 'all' needs a tap at each of {facts.n_layers} layers; this "
-                f"engine has them at {list(facts.layers)} (INSPECT_LENS_LAYERS)"
-            )
+        asked = request.capture.layers
+        layers = tuple(range(facts.n_layers)) if asked == "all" else asked
+        what = "'all' needs each layer, and layer" if asked == "all" else "layer"
+        for site in request.capture.sites:
+            _check_layers(layers, site, facts, "capture.layers", what)
+        count = len(tap_points(request.capture.sites, layers))
         if count * facts.max_step_tokens > facts.ring_rows:
             raise UnsupportedError(
-                f"capture.layers: {count} layers times {facts.max_step_tokens} tokens a step "
+                f"capture.layers: {count} taps times {facts.max_step_tokens} tokens a step "
                 f"need {count * facts.max_step_tokens} rows and the capture buffer has "
-                f"{facts.ring_rows}; ask for fewer layers, lower max_num_batched_tokens or "
-                "raise INSPECT_LENS_RING_BYTES"
+                f"{facts.ring_rows}; ask for fewer layers or sites, lower max_num_batched_tokens "
+                "or raise INSPECT_LENS_RING_BYTES"
             )
     for i, vector in enumerate(request.steer):
         field = f"steer[{i}]"
-        _check_layers(vector.layer_indices, facts, f"{field}.layer_indices")
+        _check_layers(vector.layer_indices, vector.site, facts, f"{field}.layer_indices")
         shape = vector.activations.shape
         if shape[-1] != facts.hidden:
             raise SpecError(
@@ -219,14 +258,17 @@ def check_request(request: LensRequest, facts: EngineFacts) -> None:
         )
 
 
-def _check_layers(layers: tuple[int, ...], facts: EngineFacts, field: str) -> None:
+def _check_layers(
+    layers: tuple[int, ...], site: Site, facts: EngineFacts, field: str, what: str = "layer"
+) -> None:
     for layer in layers:
         if not 0 <= layer < facts.n_layers:
             raise SpecError(
                 f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
             )
-        if layer not in facts.layers:
+        if not facts.has_tap(tap_point(site, layer)):
             raise UnsupportedError(
-                f"{field}: layer {layer} has no tap in this engine, which has them at "
-                f"{list(facts.layers)} (INSPECT_LENS_LAYERS)"
+                f"{field}: {what} {layer} has no tap for {site} in this engine, which serves "
+                f"{', '.join(facts.sites)} (INSPECT_LENS_SITES) at layers {list(facts.layers)} "
+                "(INSPECT_LENS_LAYERS)"
             )

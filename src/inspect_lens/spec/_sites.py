@@ -1,13 +1,105 @@
-"""Named places in the residual stream."""
+"""Named places in a decoder block, the taps that read them, and how their results are named."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
-__all__ = ["RESID_POST", "Site"]
+__all__ = [
+    "RESID_POST",
+    "SITES",
+    "Site",
+    "TapPoint",
+    "in_site_order",
+    "result_name",
+    "tap_order",
+    "tap_point",
+    "tap_points",
+]
 
-Site = Literal["resid_post"]
-"""Where a tap sits. `resid_post` is the residual stream after a decoder block, before the
-next norm: what a Hugging Face forward hook on the decoder layer returns."""
+Site = Literal["resid_pre", "attn_out", "mlp_out", "resid_post"]
+"""Where a row comes from. `resid_pre` and `resid_post` are the residual stream before and after
+a decoder block, before any norm; `attn_out` and `mlp_out` are what the block's attention (or
+state-space) and feed-forward modules return."""
 
 RESID_POST: Site = "resid_post"
+
+SITES: tuple[Site, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+"""All sites, in the order in which a block computes them."""
+
+
+class TapPoint(NamedTuple):
+    """One place in the model that has, or may have, a tap."""
+
+    site: Site
+    layer: int
+    """0-based global layer number."""
+
+
+def tap_point(site: Site, layer: int) -> TapPoint:
+    """The tap that serves a site.
+
+    The stream before a block is the stream after the block below it, so only the first
+    block needs a tap for `resid_pre`.
+
+    Args:
+        site: the site.
+        layer: 0-based global layer number.
+
+    Returns:
+        The tap.
+    """
+    if site == "resid_pre" and layer > 0:
+        return TapPoint("resid_post", layer - 1)
+    return TapPoint(site, layer)
+
+
+def tap_points(sites: Iterable[Site], layers: Iterable[int]) -> tuple[TapPoint, ...]:
+    """The taps that serve some sites of some layers.
+
+    Args:
+        sites: the sites.
+        layers: 0-based global layer numbers.
+
+    Returns:
+        The taps, each once, in tap order.
+    """
+    at = tuple(layers)
+    return tuple(sorted({tap_point(site, layer) for site in sites for layer in at}, key=tap_order))
+
+
+def tap_order(tap: TapPoint) -> tuple[int, int]:
+    """Key that sorts taps in the order in which a forward pass meets them.
+
+    Args:
+        tap: the tap.
+
+    Returns:
+        The key.
+    """
+    return tap.layer, SITES.index(tap.site)
+
+
+def in_site_order(sites: Iterable[Site]) -> tuple[Site, ...]:
+    """Put sites in the order of a block.
+
+    Args:
+        sites: some sites.
+
+    Returns:
+        The sites without repeats, in the order of `SITES`.
+    """
+    named = set(sites)
+    return tuple(site for site in SITES if site in named)
+
+
+def result_name(site: Site) -> str:
+    """Name of a site's tensor among the activations of a result.
+
+    Args:
+        site: the site.
+
+    Returns:
+        The site itself; `residual_stream` for `resid_post`, as in vllm-lens.
+    """
+    return "residual_stream" if site == RESID_POST else site

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from ._dump import WireModel, is_wire
+from ._sites import RESID_POST, Site
 from ._tensor import TensorData, as_tensor_data, encode_tensor, freeze_tensor
 
 __all__ = ["STEERING_REFERENCE", "SteeringVector"]
@@ -27,11 +28,11 @@ STEERING_REFERENCE = "steering/1"
 
 
 class SteeringVector(WireModel):
-    """A vector added to the residual stream after chosen decoder blocks.
+    """A vector added to the residual stream after chosen decoder blocks, or at another site.
 
     Without `norm_match` the stream `h` becomes `h + scale * v`; with it,
     `h + scale * ||h|| * v / ||v||`, where `||h||` is the norm of the whole residual stream
-    of that token before any edit of the request at that layer.
+    (or what the site holds) of that token before any edit of the request there.
 
     Several vectors of one request at one layer add up; each norm-matched one measures the
     same unedited stream, so their order does not matter.
@@ -59,6 +60,10 @@ class SteeringVector(WireModel):
     norm_match: bool = False
     """Scale each vector to the norm of the residual stream of the token it is added to."""
 
+    site: Site = RESID_POST
+    """Where in those layers: the stream before (`resid_pre`) or after the block (`resid_post`),
+    or what its attention (`attn_out`) or feed-forward (`mlp_out`) module returns."""
+
     position_indices: tuple[int, ...] | None = None
     """Absolute positions to steer; negative ones count from the end of the prompt. None
     means every token, prompt and completion, for (layers, hidden), and positions 0, 1, … for
@@ -82,18 +87,25 @@ class SteeringVector(WireModel):
     def _dump(
         self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
-        form: dict[str, Any] = handler(self) if is_wire(info) else self.reference()
+        if not is_wire(info):
+            return self.reference()
+        form: dict[str, Any] = handler(self)
+        if self.site == RESID_POST:
+            # The only site of vllm-lens, whose vectors have no such field.
+            form.pop("site", None)
         return form
 
     def reference(self) -> dict[str, Any]:
         """The short form for logs: everything but the tensor, which its hash stands for."""
         digest = self.activations.sha256
+        elsewhere = {} if self.site == RESID_POST else {"site": self.site}
         return {
             "$lens": STEERING_REFERENCE,
             "sha256": digest,
             "shape": list(self.activations.shape),
             "dtype": self.activations.dtype,
             "layer_indices": list(self.layer_indices),
+            **elsewhere,
             "scale": self.scale,
             "norm_match": self.norm_match,
             "position_indices": self.position_indices and list(self.position_indices),

@@ -10,7 +10,13 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import EngineFacts, check_request, parse_extra_args, resolve_positions
+from inspect_lens.spec import (
+    EngineFacts,
+    check_request,
+    parse_extra_args,
+    resolve_positions,
+    tap_points,
+)
 
 FACTS = EngineFacts(
     model="m",
@@ -18,6 +24,8 @@ FACTS = EngineFacts(
     hidden=8,
     dtype="float32",
     layers=(0, 1, 3),
+    sites=("resid_post",),
+    taps=tap_points(["resid_post"], (0, 1, 3)),
     max_step_tokens=16,
     ring_rows=32,
     bank_rows=5,
@@ -124,7 +132,7 @@ def test_a_wrong_vector_is_named(changes: dict[str, Any], message: str) -> None:
     [
         (LensRequest(capture=CaptureSpec(layers=(4,))), SpecError, "layers 0 to 3"),
         (LensRequest(capture=CaptureSpec(layers=(2,))), UnsupportedError, "no tap"),
-        (LensRequest(capture=CaptureSpec()), UnsupportedError, "'all' needs a tap"),
+        (LensRequest(capture=CaptureSpec()), UnsupportedError, "'all' needs each layer"),
         (LensRequest(capture=CaptureSpec(layers=(0, 1, 3))), UnsupportedError, "48 rows"),
         (LensRequest(steer=(vector(activations=np.ones((1, 9))),)), SpecError, "width 9"),
         (LensRequest(steer=(vector(layer_indices=[-1]),)), SpecError, "layer -1"),

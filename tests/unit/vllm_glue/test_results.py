@@ -15,7 +15,7 @@ from inspect_lens._engine._envelope import seal
 from inspect_lens._vllm._frontend import FRONT_END_WRAPPERS, has_tickets
 from inspect_lens._vllm._results import Results, Ticket
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import EngineFacts
+from inspect_lens.spec import EngineFacts, tap_points
 
 FACTS = EngineFacts(
     model="m",
@@ -23,6 +23,8 @@ FACTS = EngineFacts(
     hidden=4,
     dtype="float32",
     layers=(0, 1),
+    sites=("resid_pre", "resid_post"),
+    taps=tap_points(["resid_pre", "resid_post"], (0, 1)),
     max_step_tokens=32,
     ring_rows=64,
     bank_rows=8,
@@ -74,7 +76,7 @@ def expect(results: Results, key: str, request: LensRequest) -> str | None:
 def test_when_one_choice_fails_none_is_left(results: Results) -> None:
     for key in "ab":
         expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
-    with pytest.raises(CaptureError, match="no captured row"):
+    with pytest.raises(CaptureError, match="4 of 4 captured rows"):
         results.attach(output(completion(0, "a"), completion(1, "b")))
     assert results.n_open == 0
 

@@ -11,14 +11,18 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine import _state
+from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._copier import CpuCopier
+from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._vllm._discovery import decoder_layers, split_output
 from inspect_lens._vllm._worker import add_tap, self_check
 from inspect_lens.errors import CompatError, UnsupportedError
+from inspect_lens.spec import tap_points
 
 HIDDEN = 8
+TAPS = tap_points(["resid_post"], range(3))
 
 
 class Mixer(nn.Module):
@@ -92,19 +96,6 @@ def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
         split_output(Layer(), output)
 
 
-class Silent:
-    def send_step(self, *_: Any) -> bool:
-        return True
-
-    def send_failure(self, *_: Any) -> None: ...
-
-    def wait_for_region(self, *_: Any) -> None: ...
-
-    def release_region(self, *_: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Runner:
     """Runs its layers, as a compiled model would; one of them may have lost its tap."""
 
@@ -120,19 +111,22 @@ class Runner:
 @pytest.fixture
 def tapped() -> Iterator[tuple[Runner, Stepper]]:
     state = TapState.allocate(
-        layers=(0, 1, 2),
+        taps=TAPS,
         hidden=HIDDEN,
         dtype=torch.float32,
         max_tokens=4,
+        max_groups=1,
         ring_rows=12,
         bank_rows=2,
         device=torch.device("cpu"),
     )
     layers: list[nn.Module] = [Layer() for _ in range(3)]
-    for site, layer in enumerate(layers):
-        add_tap(layer, state.new_ctl(site))
-    yield Runner(layers), Stepper(state, Silent())
-    _state.uninstall(state)
+    for i, layer in enumerate(layers):
+        add_tap(layer, TAPS[i], state.new_ctl(i))
+    arena = ArenaWriter(1 << 16)
+    stepper = Stepper(state, Exporter(arena, CpuCopier(arena)))
+    yield Runner(layers), stepper
+    stepper.close()
 
 
 def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Stepper]) -> None:
@@ -140,7 +134,7 @@ def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Step
     self_check(runner, stepper)
     assert not stepper.state.is_active
     assert not stepper.state.ring.any()
-    assert bool((stepper.state.slots == -1).all())
+    assert not stepper.state.header[:4].any()
 
 
 def test_the_start_up_check_names_the_taps_that_are_silent(
@@ -148,5 +142,5 @@ def test_the_start_up_check_names_the_taps_that_are_silent(
 ) -> None:
     runner, stepper = tapped
     runner.layers[1] = Layer()
-    with pytest.raises(CompatError, match=r"layers \[1\] did not fire"):
+    with pytest.raises(CompatError, match=r"taps resid_post\.1 did not fire"):
         self_check(runner, stepper)

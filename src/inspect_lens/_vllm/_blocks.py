@@ -1,0 +1,198 @@
+"""The inside of a decoder block: its attention and feed-forward modules, and what they return.
+
+They are told by structure, not by name: the attention module is the one child that holds an
+attention or state-space layer, the feed-forward module the one other child that holds linear
+or expert layers. A block where that is not one module is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inspect_lens.errors import UnsupportedError
+from inspect_lens.spec import Site
+
+from ._discovery import describe, has_mixer
+
+__all__ = ["BlockInput", "block_module", "check_reduced", "module_output"]
+
+_HINT = "leave the site out of INSPECT_LENS_SITES to run this model without it"
+
+
+def block_module(block: nn.Module, site: Site) -> nn.Module:
+    """Find the module of a block whose output is a site.
+
+    Args:
+        block: a decoder layer.
+        site: `attn_out` or `mlp_out`.
+
+    Returns:
+        The module.
+
+    Raises:
+        UnsupportedError: none fits, or more than one does.
+    """
+    children = dict(block.named_children())
+    if site == "attn_out":
+        found = {name: child for name, child in children.items() if has_mixer(child)}
+        if len(found) == 1 and not _is_kernel(next(iter(found.values()))):
+            return next(iter(found.values()))
+        raise _unclear(block, site, "a module with its attention or state-space layer", found)
+    found = {
+        name: child
+        for name, child in children.items()
+        if not has_mixer(child) and _has_weights(child)
+    }
+    modules = [child for child in found.values() if not _is_linear(child)]
+    if len(modules) == 1:
+        return modules[0]
+    # A feed-forward part without a module of its own, as in OPT: two projections, of which
+    # the last one ends it.
+    ends = [child for child in found.values() if _is_row_parallel(child)]
+    if not modules and len(ends) == 1:
+        return ends[0]
+    raise _unclear(block, site, "a feed-forward or mixture-of-experts module", found)
+
+
+def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
+    """Refuse an attention module that leaves its sum over tensor-parallel ranks to others.
+
+    What a feed-forward module leaves open shows in its values; see the start-up check.
+
+    Raises:
+        UnsupportedError: the module returns one rank's share.
+    """
+    for name, part in module.named_modules():
+        if _is_row_parallel(part) and not getattr(_base(part), "reduce_results", True):
+            raise UnsupportedError(
+                f"INSPECT_LENS_SITES: {site} of {type(block).__name__} with tensor parallelism: "
+                f"{type(module).__name__}.{name} returns one rank's share of a sum that the block "
+                f"completes later; {_HINT}, or use one GPU per stage"
+            )
+
+
+def module_output(
+    module: nn.Module, kwargs: Mapping[str, Any], output: Any, site: Site
+) -> torch.Tensor:
+    """Read what a block's module returned.
+
+    Args:
+        module: the module, for the message.
+        kwargs: of its call; some modules write into an argument named `output`.
+        output: what it returned.
+        site: for the message.
+
+    Returns:
+        (tokens, hidden).
+
+    Raises:
+        UnsupportedError: another layout. This happens while the engine starts.
+    """
+    found = kwargs.get("output") if output is None else output
+    if isinstance(found, tuple) and found and all(item is None for item in found[1:]):
+        found = found[0]
+    if isinstance(found, torch.Tensor) and found.dim() == 2:
+        return found
+    raise UnsupportedError(
+        f"INSPECT_LENS_SITES: {site}: inspect_lens does not know the output of "
+        f"{type(module).__name__}: {describe(output)}; known are a (tokens, hidden) tensor, a "
+        f"tuple of it and None, and an argument 'output'; {_HINT}"
+    )
+
+
+class BlockInput:
+    """Reads the residual stream from the arguments of a block's forward, by their names."""
+
+    def __init__(self, block: nn.Module) -> None:
+        """Look the arguments up.
+
+        Raises:
+            UnsupportedError: the forward names no `hidden_states`.
+        """
+        self._block = type(block).__name__
+        self._names = list(inspect.signature(block.forward).parameters)
+        if "hidden_states" not in self._names:
+            raise UnsupportedError(
+                f"INSPECT_LENS_SITES: resid_pre: {self._block}.forward takes "
+                f"{', '.join(self._names)}, and inspect_lens reads hidden_states and residual; "
+                f"{_HINT}"
+            )
+
+    def read(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Read one call.
+
+        Returns:
+            `(hidden, residual)`: the stream is their sum, or `hidden` alone.
+
+        Raises:
+            UnsupportedError: the arguments are something else.
+        """
+        hidden = self._argument("hidden_states", args, kwargs)
+        residual = self._argument("residual", args, kwargs)
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 2:
+            if residual is None:
+                return hidden, None
+            if isinstance(residual, torch.Tensor) and residual.shape == hidden.shape:
+                return hidden, residual
+        raise UnsupportedError(
+            f"INSPECT_LENS_SITES: resid_pre: {self._block} is called with hidden_states="
+            f"{describe(hidden)} and residual={describe(residual)}; known are (tokens, hidden) "
+            f"tensors, and None for residual; {_HINT}"
+        )
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        index = self._names.index(name) if name in self._names else len(args)
+        return args[index] if index < len(args) else None
+
+
+def _is_kernel(module: nn.Module) -> bool:
+    """Whether a module is the bare attention kernel, whose projections lie elsewhere."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    return isinstance(module, AttentionLayerBase) and not isinstance(module, MambaBase)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether a module is or holds linear or expert layers.
+
+    Their parameters may have been packed away, but each has its way to multiply by them.
+    """
+    return any(getattr(m, "quant_method", None) is not None for m in module.modules())
+
+
+def _base(module: nn.Module) -> nn.Module:
+    """The linear layer inside a LoRA wrapper, or the module itself."""
+    base = getattr(module, "base_layer", module)
+    return base if isinstance(base, nn.Module) else module
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return isinstance(_base(module), LinearBase)
+
+
+def _is_row_parallel(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    return isinstance(_base(module), RowParallelLinear)
+
+
+def _unclear(
+    block: nn.Module, site: Site, wanted: str, found: Mapping[str, nn.Module]
+) -> UnsupportedError:
+    names = ", ".join(f"{name}: {type(child).__name__}" for name, child in found.items())
+    return UnsupportedError(
+        f"INSPECT_LENS_SITES: {site}: {type(block).__name__} has to have one child that is "
+        f"{wanted}; found: {names or 'none'}; {_HINT}"
+    )

@@ -1,0 +1,119 @@
+"""Every site of a block against a Hugging Face hook on the same module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inspect_lens import SteeringVector
+from inspect_lens.spec import SITES, result_name
+from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
+from tests.engine.test_capture import TOLERANCE, fed
+from tests.kit.reference import HuggingFace, max_relative_error
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def sited(tiny_folder: Path) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INSPECT_LENS_SITES", "all")
+        engine = start(tiny_folder)
+        yield engine
+        engine.close()
+
+
+def capture(*sites: str, **more: Any) -> dict[str, Any]:
+    return {"inspect_lens": {"capture": {"site": list(sites), **more.pop("capture", {})}, **more}}
+
+
+def check(output: Any, expected: dict[str, torch.Tensor], layers: list[int] | None = None) -> None:
+    for site, rows in output.activations.items():
+        name = "resid_post" if site == "residual_stream" else site
+        wanted = expected[name] if layers is None else expected[name][layers]
+        assert rows.shape == wanted.shape
+        assert max_relative_error(rows, wanted) <= TOLERANCE, site
+
+
+def test_all_sites_at_once_equal_hugging_face(sited: Engine, hugging_face: HuggingFace) -> None:
+    outputs = sited.run([tokens(n, seed=n) for n in (5, 100)], capture(*SITES))
+    for output in outputs:
+        assert list(output.activations) == [result_name(site) for site in SITES]
+        check(output, hugging_face.sites(fed(output)))
+    receipt = outputs[1].inspect_lens.capture
+    assert receipt.site == SITES
+    # The stream before a block is the stream after the one below: one tap serves both.
+    assert receipt.rows == (3 * LAYERS + 1) * (100 + 8 - 1)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_one_site_of_chosen_layers(sited: Engine, hugging_face: HuggingFace, site: str) -> None:
+    request = capture(site, capture={"layers": [0, 2], "positions": "last_prompt"})
+    output = sited.run([tokens(70)], request)[0]
+    assert list(output.activations) == [result_name(site)]  # type: ignore[arg-type]
+    expected = {k: v[:, 69:70] for k, v in hugging_face.sites(fed(output)).items()}
+    check(output, expected, [0, 2])
+    assert output.inspect_lens.capture.site == site
+    assert output.inspect_lens.capture.layers == (0, 2)
+
+
+@pytest.mark.parametrize("norm_match", [False, True])
+@pytest.mark.parametrize(
+    ("site", "layer"), [("resid_pre", 0), ("resid_pre", 2), ("attn_out", 1), ("mlp_out", 1)]
+)
+def test_steering_at_a_site_is_what_hugging_face_would_do(
+    sited: Engine, hugging_face: HuggingFace, site: Any, layer: int, norm_match: bool
+) -> None:
+    v = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(layer))
+    scale = 0.8 if norm_match else 2.0
+    vector = SteeringVector(
+        activations=v, layer_indices=[layer], scale=scale, norm_match=norm_match, site=site
+    )
+    request = capture(*SITES, steer=[vector.model_dump(mode="json")])
+    output = sited.run([tokens(90)], request, max_tokens=12)[0]
+
+    def edit(h: torch.Tensor) -> torch.Tensor:
+        unit = v[0] / v[0].norm() * h.norm(dim=-1, keepdim=True) if norm_match else v[0]
+        return h + scale * unit
+
+    check(output, hugging_face.sites(fed(output), {(site, layer): edit}))
+    assert output.inspect_lens.steer.sites == (site,)
+    assert output.inspect_lens.steer.layers == (layer,)
+    assert output.inspect_lens.steer.n_tokens == 90 + 12 - 1
+
+
+def test_the_site_is_part_of_the_cache_salt(sited: Engine) -> None:
+    prompt = tokens(128, seed=33)
+    v = torch.ones(1, HIDDEN)
+
+    def run(site: Any, layer: int) -> int:
+        vector = SteeringVector(activations=v, layer_indices=[layer], site=site)
+        request = {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}}
+        return int(sited.run([prompt], request)[0].num_cached_tokens)
+
+    assert run("attn_out", 1) == 0
+    assert run("mlp_out", 1) == 0
+    assert run("attn_out", 1) > 0
+    # The same place by its other name.
+    assert run("resid_post", 1) == 0
+    assert run("resid_pre", 2) > 0
+
+
+def test_a_site_without_taps_is_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"attn_out.*resid_pre, resid_post \(INSPECT_LENS_SITES"):
+        engine.run([tokens(5)], capture("attn_out"))
+    vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="mlp_out")
+    with pytest.raises(ValueError, match=r"mlp_out.*INSPECT_LENS_SITES"):
+        engine.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
+    assert engine.run([tokens(5)])[0].outputs[0].token_ids
+
+
+def test_the_stream_before_the_blocks_is_served_by_default(
+    engine: Engine, hugging_face: HuggingFace
+) -> None:
+    output = engine.run([tokens(40)], capture("resid_pre", "resid_post"))[0]
+    check(output, hugging_face.sites(fed(output)))
