@@ -116,7 +116,9 @@ class Bench:
             child.close()
 
     def close(self) -> None:
-        """End all engines."""
+        """End all engines, all at once: each takes seconds."""
+        for child in self.children.values():
+            child.stop()
         for kind in list(self.children):
             self._drop(kind)
 

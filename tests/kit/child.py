@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 __all__ = ["ROOT", "Child", "ChildError", "requests_and_reply"]
 
-_STOP_S = 60.0
+_STOP_S = 20.0
 
 
 class ChildError(RuntimeError):
@@ -97,13 +97,17 @@ class Child:
         """End of what the child printed."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-characters:]
 
-    def close(self) -> None:
-        """End the child and every process that it started."""
+    def stop(self) -> None:
+        """Tell the child to end, without waiting for it."""
         with contextlib.suppress(ChildError, ValueError):
             self.send(do="stop")
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
+
+    def close(self) -> None:
+        """End the child and every process that it started."""
+        self.stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_STOP_S)
         for signal_number in (signal.SIGTERM, signal.SIGKILL):

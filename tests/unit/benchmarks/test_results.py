@@ -140,6 +140,9 @@ class FakeChild:
             raise answer
         return {"tokens": 48, "preemptions": 0, "shared_bytes": 5, **answer}
 
+    def stop(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
