@@ -45,6 +45,11 @@ class Settings:
         "Seconds the front-end waits for the last captured rows of a finished request "
         "before the request fails.",
     )
+    register: str = _setting(  # type: ignore[assignment]
+        "",
+        "Probes and vectors to register at start: `name=path`, comma-separated; a path is the "
+        "folder of a trained probe, or a JSON file with `probe` or `vector`.",
+    )
     self_check: bool = _setting(  # type: ignore[assignment]
         True, "Prove at start-up that every tap fires; refuse to start when one does not."
     )

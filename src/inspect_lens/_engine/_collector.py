@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,187 +29,26 @@ from inspect_lens import errors
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EnginePath, TensorData
 
-from ._arena import BOARD_SIZE, ArenaReader
-from ._envelope import EVERY, CaptureEnvelope, Envelope
-from ._message import PATHS, Block, Failure, Opened, Opening, decode, unpacked
-from ._slabs import Slab, SlabPool
+from ._arena import BOARD_SIZE
+from ._envelope import Envelope
+from ._message import PATHS, Block, Failure, Opened, decode, unpacked
+from ._pending import ROWS, SCORES, SHARE_BYTES, STORAGE, Pending, Worker
+from ._slabs import SlabPool
 
-__all__ = ["STORAGE", "Collected", "Collector"]
+__all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-STORAGE: dict[str, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
-_SHARE_BYTES = 4 << 20
-"""Rows of more bytes are placed by several threads."""
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-_STREAMS = 2
-"""Results of one request at most."""
-
-
-class _Stream:
-    """One result of a request: rows at some taps, for some positions."""
-
-    def __init__(self, capture: CaptureEnvelope) -> None:
-        self.taps, self.width = capture.shape
-        self.dtype, self.lo = capture.dtype, capture.lo
-        self.listed = None
-        self.most = capture.hi - capture.lo
-        """Positions at most."""
-        if capture.positions is not None:
-            self.listed = np.asarray(capture.positions, dtype=np.int64)
-            self.most = len(self.listed)
-        self.slab: Slab | None = None
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * np.dtype(STORAGE[self.dtype]).itemsize
-
-    def arrived(self, count: int) -> NDArray[np.bool_]:
-        """(taps, count); which of the first positions have come."""
-        if self.slab is None:
-            return np.zeros((self.taps, count), dtype=np.bool_)
-        flags = self.slab.arrived[: self.taps * self.most]
-        return flags.reshape(self.taps, self.most)[:, :count]
-
-    def has(self, count: int) -> bool:
-        """Whether the first positions have come at all taps."""
-        return not count or bool(self.arrived(count).all())
-
-    def take(self, count: int, threads: ThreadPoolExecutor) -> TensorData:
-        """The first positions as one contiguous array."""
-        storage = np.dtype(STORAGE[self.dtype])
-        if self.slab is None:
-            rows = np.zeros((self.taps, count, self.width), dtype=storage)
-        else:
-            whole = self.slab.array(storage)[: self.taps * self.most * self.width]
-            rows = whole.reshape(self.taps, self.most, self.width)[:, :count]
-            if not rows.flags.c_contiguous:
-                # It ended before it was long: a copy of what is there frees the rest.
-                rows = _copied(rows, threads)
-        return TensorData(rows, self.dtype)
-
-
-def _copied(rows: NDArray[Any], threads: ThreadPoolExecutor) -> NDArray[Any]:
-    out = np.empty(rows.shape, dtype=rows.dtype)
-
-    def copy(tap: int) -> None:
-        out[tap] = rows[tap]
-
-    if out.nbytes > _SHARE_BYTES:
-        list(threads.map(copy, range(len(rows))))
-    else:
-        out[...] = rows
-    return out
-
-
-class _Worker:
-    """A worker's shared memory, and where the rows of its requests belong, by board record."""
-
-    def __init__(self, name: str) -> None:
-        self.reader = ArenaReader(name)
-        self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
-        self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
-        shape = (_STREAMS, BOARD_SIZE)
-        self.base: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
-        """Row of the slab pool of the worker's first tap at the first position."""
-        self.lo: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
-        self.most: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
-        self.listed: dict[tuple[int, int], NDArray[np.int64]] = {}
-        """Explicit positions, by stream and record."""
-
-    def enter(self, opening: Opening, streams: list[_Stream]) -> None:
-        """Note where the rows of a request belong."""
-        record = opening.number % BOARD_SIZE
-        self.number[record], self.paths[record] = opening.number, 0
-        self.base[:, record] = -1
-        for i, stream in enumerate(streams):
-            if stream.slab is not None:
-                self.base[i, record] = stream.slab.start + opening.first_tap * stream.most
-                self.lo[i, record], self.most[i, record] = stream.lo, stream.most
-                if stream.listed is not None:
-                    self.listed[i, record] = stream.listed
-
-    def leave(self, opening: Opening) -> None:
-        """Drop what still comes for a request."""
-        record = opening.number % BOARD_SIZE
-        if self.number[record] == opening.number:
-            self.number[record] = 0
-            for stream in range(_STREAMS):
-                self.listed.pop((stream, record), None)
-
-
-class _Pending:
-    """A request whose results are on their way."""
-
-    def __init__(self, envelope: Envelope) -> None:
-        capture = envelope.capture
-        self.steer_until = envelope.steer_until
-        self.named: NDArray[np.int64] | None = None
-        if self.steer_until < EVERY:
-            named = {p for s in envelope.steer for p in s.positions or ()}
-            self.named = np.asarray(sorted(named), dtype=np.int64)
-        self.n_taps = 0 if capture is None else len(capture.taps)
-        self.n_steered = len({t for s in envelope.steer for t in s.taps})
-        self.streams = [] if capture is None else [_Stream(capture)]
-        self.shares: list[tuple[Opening, _Worker]] = []
-        self.failure: Failure | None = None
-
-    def fed(self) -> tuple[int, int]:
-        """First and one past the last position that all workers report to have steered."""
-        if sum(opening.n_steered for opening, _ in self.shares) < self.n_steered:
-            return 0, 0
-        first, last = 0, EVERY
-        for opening, worker in self.shares:
-            if opening.n_steered:
-                record = worker.reader.view.board[opening.number % BOARD_SIZE].tolist()
-                if record[0] != opening.number:
-                    return 0, 0
-                first, last = max(first, record[1]), min(last, record[2])
-        return first, last
-
-    def is_ready(self, n_positions: int, n_fed: int) -> bool:
-        """Whether everything has arrived, or the request has failed."""
-        if self.failure is not None:
-            return True
-        if sum(opening.n_taps for opening, _ in self.shares) < self.n_taps:
-            return False
-        if self.n_steered and self.fed()[1] < min(n_fed, self.steer_until):
-            return False
-        return all(stream.has(n_positions) for stream in self.streams)
-
-    def steered_tokens(self, n_fed: int) -> int:
-        """Tokens that were steered, counted once each."""
-        if not self.n_steered:
-            return 0
-        first, last = self.fed()
-        last = min(last, n_fed)
-        if self.named is None:
-            return max(0, last - first)
-        a, b = self.named.searchsorted((first, last))
-        return int(b - a)
-
-    def all_paths(self) -> tuple[str, ...]:
-        """Ways in which the steps of the request ran, sorted."""
-        bits = 0
-        for opening, worker in self.shares:
-            record = opening.number % BOARD_SIZE
-            if worker.number[record] == opening.number:
-                bits |= int(worker.paths[record])
-            noted = worker.reader.view.board[record].tolist()
-            if noted[0] == opening.number:
-                bits |= noted[3]
-        return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))
 
 
 @dataclass(frozen=True)
 class Collected:
     """What arrived for one request."""
 
-    tensor: TensorData | None
-    """(taps, positions, hidden), or None when nothing was captured."""
-    rows: int
-    """Rows delivered for these positions, taps times tokens."""
+    tensors: dict[int, TensorData]
+    """(taps, positions, width) of `ROWS` and `SCORES`, where they were asked for."""
     n_steered: int
     """Tokens that the worker steered; a token that was computed twice counts once."""
     paths: tuple[str, ...]
@@ -228,8 +68,8 @@ class Collector:
         self._folder = tempfile.mkdtemp(prefix="inspect-lens-")
         self.address = f"ipc://{os.path.join(self._folder, 'rows')}"
         self._pid = os.getpid()
-        self._pending: dict[str, _Pending] = {}
-        self._workers: dict[str, _Worker] = {}
+        self._pending: dict[str, Pending] = {}
+        self._workers: dict[str, Worker] = {}
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
         self._context = zmq.Context()
@@ -248,7 +88,7 @@ class Collector:
             key: the request.
             envelope: what it asks for.
         """
-        pending = _Pending(envelope)
+        pending = Pending(envelope)
         with self._changed:
             self._pending[key] = pending
 
@@ -262,12 +102,31 @@ class Collector:
         """Requests whose results are expected."""
         return len(self._pending)
 
-    def take(self, key: str, *, n_positions: int, n_fed: int, timeout_s: float) -> Collected:
+    def scores(self, key: str, since: int) -> NDArray[np.float32] | None:
+        """Probe scores of a running request that have come without a gap.
+
+        Args:
+            key: the request.
+            since: positions that are known already.
+
+        Returns:
+            (taps, further positions, columns), or None when the request has failed or gone.
+        """
+        with self._changed:
+            pending = self._pending.get(key)
+            if pending is None or pending.failure is not None:
+                return None
+            return pending.streams[SCORES].further(since)
+
+    def take(
+        self, key: str, *, counts: Mapping[int, int], n_fed: int, timeout_s: float
+    ) -> Collected:
         """Wait for the last rows of a finished request and put them together.
 
         Args:
             key: the request.
-            n_positions: positions that were fed, of those asked for; they are the first ones.
+            counts: of `ROWS` and `SCORES`: positions that were fed, of those asked for; they
+                are the first ones.
             n_fed: tokens that were fed to the model.
             timeout_s: seconds to wait for rows that are on their way.
 
@@ -282,7 +141,7 @@ class Collector:
         with self._changed:
             pending = self._pending.get(key)
             if pending is not None:
-                self._wait(pending, n_positions, n_fed, timeout_s)
+                self._wait(pending, counts, n_fed, timeout_s)
             paths = pending.all_paths() if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
@@ -294,17 +153,17 @@ class Collector:
                 f"request {key}: the engine fed {n_fed} tokens and the worker reported steering "
                 f"up to token {fed} within {timeout_s:g} s; the output must not be used"
             )
-        for stream in pending.streams:
-            if not stream.has(n_positions):
+        for i, stream in pending.streams.items():
+            if not stream.has(counts[i]):
                 raise CaptureError(
-                    f"request {key}: {int((~stream.arrived(n_positions)).sum())} of "
-                    f"{stream.taps * n_positions} captured rows did not arrive within "
+                    f"request {key}: {int((~stream.arrived(counts[i])).sum())} of "
+                    f"{stream.taps * counts[i]} captured rows did not arrive within "
                     f"{timeout_s:g} s; the request has failed and nothing partial is returned"
                 )
-        tensor = pending.streams[0].take(n_positions, self._threads) if pending.streams else None
         return Collected(
-            tensor=tensor,
-            rows=pending.n_taps * n_positions,
+            tensors={
+                i: stream.take(counts[i], self._threads) for i, stream in pending.streams.items()
+            },
             n_steered=pending.steered_tokens(n_fed),
             paths=paths,
         )
@@ -321,16 +180,18 @@ class Collector:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _wait(self, pending: _Pending, n_positions: int, n_fed: int, timeout_s: float) -> None:
+    def _wait(
+        self, pending: Pending, counts: Mapping[int, int], n_fed: int, timeout_s: float
+    ) -> None:
         deadline = time.monotonic() + timeout_s
-        while not pending.is_ready(n_positions, n_fed):
+        while not pending.is_ready(counts, n_fed):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
             # Rows are told of; the board is not, and is looked at again.
             self._changed.wait(min(left, 0.002 if pending.n_steered else 0.1))
 
-    def _pop(self, key: str) -> _Pending | None:
+    def _pop(self, key: str) -> Pending | None:
         pending = self._pending.pop(key, None)
         if pending is not None:
             for opening, worker in pending.shares:
@@ -367,13 +228,13 @@ class Collector:
         if worker is None:
             # Memory of engines that are gone is given back when another one begins.
             self._workers = {k: w for k, w in self._workers.items() if w.reader.is_alive}
-            worker = self._workers[message.worker] = _Worker(message.worker)
+            worker = self._workers[message.worker] = Worker(message.worker)
         for opening in message.openings:
             pending = self._pending.get(opening.key)
             # A pre-empted request may be taken up again, under its number.
             if pending is None or (opening, worker) in pending.shares:
                 continue
-            for stream in pending.streams:
+            for stream in pending.streams.values():
                 if stream.slab is None and stream.most:
                     stream.slab = self._pool(stream.row_bytes).take(stream.taps * stream.most)
             pending.shares = [(o, w) for o, w in pending.shares if w is not worker]
@@ -396,7 +257,7 @@ class Collector:
             # Also where it went wrong: the worker must not wait for this block for ever.
             worker.reader.done(block.reader, block.seq)
 
-    def _place(self, block: Block, worker: _Worker) -> None:
+    def _place(self, block: Block, worker: Worker) -> None:
         taps, tokens, width = block.shape
         numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
         stream, record = block.stream, numbers % BOARD_SIZE
@@ -427,7 +288,7 @@ class Collector:
 
     def _copy(self, rows: NDArray[Any], pool: SlabPool, where: NDArray[np.int64]) -> None:
         n = len(where)
-        parts = min(_THREADS, n) if n * pool.row_bytes > _SHARE_BYTES else 1
+        parts = min(_THREADS, n) if n * pool.row_bytes > SHARE_BYTES else 1
         cuts = [n * k // parts for k in range(parts + 1)]
 
         def copy(a: int, b: int) -> None:

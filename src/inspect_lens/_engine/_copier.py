@@ -7,6 +7,7 @@ number that says "the rows are there" is itself copied behind them in the same s
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,16 @@ class Copier(Protocol):
         """Some tokens of (taps, tokens, width) rows."""
         ...
 
+    def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """Some taps of (taps, tokens, width) rows."""
+        ...
+
+    def apply(
+        self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
+    ) -> torch.Tensor:
+        """What a readout makes of rows."""
+        ...
+
     def copy(self, rows: torch.Tensor, offset: int, seq: int) -> None:
         """Copy rows to an offset of the shared memory, and then `seq` to its `landed`."""
         ...
@@ -63,6 +74,16 @@ class CpuCopier:
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
         """See `Copier.select`."""
         return rows[:, torch.from_numpy(index)]
+
+    def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """See `Copier.taps`."""
+        return _some(rows, ranks)
+
+    def apply(
+        self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Copier.apply`."""
+        return readout(rows)
 
     def copy(self, rows: torch.Tensor, offset: int, seq: int) -> None:
         """See `Copier.copy`."""
@@ -112,6 +133,18 @@ class StreamCopier:
             where = torch.from_numpy(index).pin_memory().to(rows.device, non_blocking=True)
             return rows.index_select(1, where)
 
+    def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """See `Copier.taps`."""
+        with torch.cuda.stream(self._stream):
+            return _some(rows, ranks)
+
+    def apply(
+        self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Copier.apply`: beside the next forward pass, not before it."""
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            return readout(rows)
+
     def copy(self, rows: torch.Tensor, offset: int, seq: int) -> None:
         """See `Copier.copy`."""
         with torch.cuda.stream(self._stream):
@@ -126,6 +159,12 @@ class StreamCopier:
     def release_region(self, region: int) -> None:
         """See `Copier.release_region`."""
         self._released[region].record(self._stream)
+
+
+def _some(rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+    if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return rows[ranks[0] : ranks[0] + len(ranks)]
+    return torch.stack([rows[rank] for rank in ranks])
 
 
 def copier_for(arena: ArenaWriter, device: torch.device, regions: int) -> Copier:

@@ -20,19 +20,21 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import (
     DType,
     EngineFacts,
+    EngineProbe,
     LensRequest,
     Site,
     SteeringVector,
     TapPoint,
     TensorData,
     resolve_positions,
+    tap_order,
     tap_point,
     tap_points,
 )
 
-__all__ = ["CaptureEnvelope", "Envelope", "SteerEnvelope", "seal"]
+__all__ = ["CaptureEnvelope", "Envelope", "ProbesEnvelope", "SteerEnvelope", "seal"]
 
-VERSION = 2
+VERSION = 3
 EVERY = 1 << 62
 
 
@@ -74,6 +76,29 @@ class CaptureEnvelope:
 
 
 @dataclass(frozen=True)
+class ProbesEnvelope:
+    """Probes to apply to the rows of a request."""
+
+    names: tuple[str, ...]
+    """sha256 of each registered probe."""
+    taps: tuple[TapPoint, ...]
+    """What they read together, in tap order."""
+    columns: int
+    """Numbers per tap and token that come back."""
+    lo: int
+    hi: int
+    """Positions that any of them reads lie in [lo, hi)."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Taps and width of the result's rows."""
+        return len(self.taps), self.columns
+
+    dtype: DType = "float32"
+    positions: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class SteerEnvelope:
     """One steering vector."""
 
@@ -107,6 +132,7 @@ class Envelope:
     """Its process, which a worker that waits for it looks at."""
     capture: CaptureEnvelope | None
     steer: tuple[SteerEnvelope, ...]
+    probes: ProbesEnvelope | None
     steer_hash: str | None
     """What the prefix cache is salted with: a content hash over the steering, and what keeps a
     request away from blocks that a failed one of the same content left behind."""
@@ -138,6 +164,15 @@ class Envelope:
                 "dtype": self.capture.dtype,
                 "transport": self.capture.transport,
             },
+            "probes": None
+            if self.probes is None
+            else {
+                "names": list(self.probes.names),
+                "taps": [list(tap) for tap in self.probes.taps],
+                "columns": self.probes.columns,
+                "lo": self.probes.lo,
+                "hi": self.probes.hi,
+            },
             "steer": [
                 {
                     "site": s.site,
@@ -166,7 +201,7 @@ class Envelope:
                 f"the front-end wrote envelope version {value.get('v')!r} and this worker reads "
                 f"{VERSION}; install one release of inspect_lens in all processes"
             )
-        capture = value["capture"]
+        capture, probes = value["capture"], value["probes"]
         return cls(
             reply=value["reply"],
             pid=value["pid"],
@@ -194,6 +229,15 @@ class Envelope:
                 )
                 for s in value["steer"]
             ),
+            probes=None
+            if probes is None
+            else ProbesEnvelope(
+                tuple(probes["names"]),
+                tuple(TapPoint(site, layer) for site, layer in probes["taps"]),
+                probes["columns"],
+                probes["lo"],
+                probes["hi"],
+            ),
             steer_hash=value["hash"],
         )
 
@@ -206,6 +250,7 @@ def seal(
     n_prompt: int,
     max_tokens: int,
     epoch: Callable[[str], str] = str,
+    probes: Mapping[str, EngineProbe] | None = None,
 ) -> Envelope:
     """Resolve a judged request against its prompt.
 
@@ -216,6 +261,7 @@ def seal(
         n_prompt: prompt tokens.
         max_tokens: tokens that may be sampled.
         epoch: makes the salt of a content hash.
+        probes: registered probes that the request names.
 
     Returns:
         The envelope for the workers.
@@ -233,7 +279,32 @@ def seal(
         pid=os.getpid(),
         capture=_seal_capture(request, facts, n_prompt, n_max),
         steer=steer,
+        probes=_seal_probes(request, probes or {}, n_prompt, n_max),
         steer_hash=epoch(_steer_hash(steer)) if steer else None,
+    )
+
+
+def _seal_probes(
+    request: LensRequest, registered: Mapping[str, EngineProbe], n_prompt: int, n_max: int
+) -> ProbesEnvelope | None:
+    if not request.probes:
+        return None
+    used = [registered[use.name] for use in request.probes]
+    ranges = [
+        resolve_positions(
+            use.positions, n_prompt=n_prompt, n_max=n_max, field=f"probes[{i}].positions"
+        )
+        for i, use in enumerate(request.probes)
+    ]
+    # One request reads all its probes over one range; what each uses of it is its own affair.
+    lo = min(min(r, default=n_max) for r in ranges)
+    hi = max(max(r, default=0) + 1 for r in ranges)
+    return ProbesEnvelope(
+        names=tuple(probe.sha256 for probe in used),
+        taps=tuple(sorted({tap for probe in used for tap in probe.taps}, key=tap_order)),
+        columns=sum(probe.columns for probe in used),
+        lo=lo,
+        hi=max(lo, hi),
     )
 
 

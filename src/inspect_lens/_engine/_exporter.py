@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import zmq
 
 from ._arena import ArenaWriter
 from ._copier import Copier
-from ._message import Block, Failure, Message, Opened, Opening, encode
+from ._message import Block, Failure, Message, Opened, Opening, encode, packed
+from ._plan import Longs
 
 __all__ = ["Exporter", "Rows"]
 
@@ -20,24 +22,31 @@ SEND_QUEUE = 8192
 """Messages that may wait for a front-end before the step loop does."""
 
 
+@dataclass(frozen=True)
 class Rows:
-    """Rows of one block, and whose they are."""
+    """Rows of one block, and whose they are; all but the tensor as in `Block`."""
 
-    __slots__ = ("counts", "first", "listed", "numbers", "stream", "tensor")
+    tensor: torch.Tensor
+    """(taps, tokens, width)."""
+    numbers: bytes
+    counts: bytes
+    first: bytes
+    listed: dict[int, bytes]
+    stream: int
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         tensor: torch.Tensor,
-        *,
-        numbers: bytes,
-        counts: bytes,
-        first: bytes,
-        listed: dict[int, bytes],
-        stream: int = 0,
-    ) -> None:
-        """Keep them; `tensor` is (taps, tokens, width), the rest as in `Block`."""
-        self.tensor, self.stream = tensor, stream
-        self.numbers, self.counts, self.first, self.listed = numbers, counts, first, listed
+        numbers: Longs,
+        counts: Longs,
+        first: Longs,
+        listed: dict[int, Longs],
+        stream: int,
+    ) -> Rows:
+        """Pack the numbers."""
+        places = {i: packed(positions) for i, positions in listed.items()}
+        return cls(tensor, packed(numbers), packed(counts), packed(first), places, stream)
 
 
 class Exporter:

@@ -27,16 +27,15 @@ PATHS: tuple[EnginePath, ...] = ("eager", "compiled", "piecewise", "graph")
 """Ways in which a step runs, in the order of their bits on the board."""
 
 
-class Opening(msgspec.Struct, frozen=True, array_like=True):
+class Opening(msgspec.Struct, frozen=True, array_like=True, eq=True):
     """A request that a worker has taken up."""
 
     number: int
     """The worker's short name of it."""
     key: str
-    first_tap: int
-    """Index of the worker's first tap among the request's captured ones."""
-    n_taps: int
-    """Captured taps that the worker has."""
+    shares: list[tuple[int, int]]
+    """Per result, captured rows and probe scores: index of the worker's first tap among the
+    request's, and how many of them the worker has."""
     n_steered: int
     """Steered taps that the worker has."""
 

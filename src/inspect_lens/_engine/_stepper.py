@@ -23,9 +23,11 @@ from ._arena import BOARD_SIZE
 from ._bank import Bank, Steering
 from ._envelope import Envelope
 from ._exporter import Exporter, Rows
+from ._groups import Groups
 from ._maps import maps_for
-from ._message import PATHS, Failure, Opening, packed
+from ._message import PATHS, Failure, Opening
 from ._plan import Batch, GroupBlock, Longs, RequestTable, StepPlan, plan_step
+from ._readout import ProbeStore
 from ._state import TapState
 
 __all__ = ["Stepper"]
@@ -68,8 +70,8 @@ class Stepper:
         self._requests: dict[str, _Request] = {}
         self._table = RequestTable()
         self._by_slot: dict[int, _Request] = {}
-        self._groups: dict[tuple[int, ...], int] = {}
-        self._group_taps: list[Longs] = []
+        self.probes = ProbeStore(state.ring.device)
+        self._groups = Groups(self._tap_index, self.probes)
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._next_number = 1
         self._live_records: set[int] = set()
@@ -161,7 +163,7 @@ class Stepper:
             plan = plan_step(
                 batch,
                 self._table,
-                self._group_taps,
+                self._groups.taps,
                 self._bank.config_taps,
                 ring_rows=rows,
                 first_row=self._region * rows,
@@ -220,38 +222,35 @@ class Stepper:
         _state.uninstall(self.state)
 
     def _add(self, key: str, envelope: Envelope) -> None:
-        capture = envelope.capture
-        taps = () if capture is None else capture.taps
-        # With pipeline parallelism a stage serves the taps it has.
-        mine = [self._tap_index[t] for t in taps if t in self._tap_index]
+        captured = () if envelope.capture is None else envelope.capture.taps
         steered = {t for s in envelope.steer for t in s.taps if t in self._tap_index}
+        group = self._groups.of(envelope) if self._is_exporting else None
         steering = self._bank.admit(envelope, self._tap_index) if steered else None
         slot, number = self._table.take(), self._take_number(key)
         request = _Request(key, envelope.reply, number, slot, envelope.steer_hash, steering)
         self._requests[key] = self._by_slot[slot] = request
         self._remember_number(slot, number)
+        self._new.add(slot)
         if steering is not None:
             self._table.config[slot] = steering.config
             self._table.until[slot] = envelope.steer_until
             if steering.named is not None:
                 self._table.named[slot] = steering.named
-        if capture is not None and mine and self._is_exporting:
-            self._table.group[slot] = self._group(tuple(mine))
-            self._table.lo[slot], self._table.hi[slot] = capture.lo, capture.hi
-            if capture.positions is not None:
-                self._table.listed[slot] = np.asarray(capture.positions, dtype=np.int64)
-        self._new.add(slot)
+        if group is not None:
+            self._table.group[slot] = group
+            self._groups.watch(self._table, slot, envelope)
         if not self._is_exporting:
             return
-        first = min((i for i, t in enumerate(taps) if t in self._tap_index), default=0)
-        opening = Opening(number, key, first, len(mine), len(steered))
+        probed = () if envelope.probes is None else envelope.probes.taps
+        shares = [
+            (
+                next((i for i, t in enumerate(taps) if t in self._tap_index), 0),
+                sum(t in self._tap_index for t in taps),
+            )
+            for taps in (captured, probed)
+        ]
+        opening = Opening(number, key, shares, len(steered))
         self._unannounced.setdefault(envelope.reply, (envelope.pid, []))[1].append(opening)
-
-    def _group(self, taps: tuple[int, ...]) -> int:
-        if taps not in self._groups:
-            self._groups[taps] = len(self._group_taps)
-            self._group_taps.append(np.asarray(taps, dtype=np.int64))
-        return self._groups[taps]
 
     def _take_number(self, key: str) -> int:
         """A number whose board record nobody live holds; a pre-empted request keeps its own."""
@@ -321,30 +320,52 @@ class Stepper:
             return
         self._copier.begin()
         for block in plan.blocks:
-            taps = len(self._group_taps[block.group])
+            group = self._groups[block.group]
+            taps = len(group.taps)
             rows = self.state.ring[block.base : block.base + taps * block.n_tokens]
             rows = rows.view(taps, block.n_tokens, -1)
             replies = {self._by_slot[s].reply for s in block.slots.tolist()}
-            for reply in replies:
-                if not self._exporter.send(reply, self._rows(block, rows, reply, replies), path):
-                    self._drop(reply)
+            if group.rows is not None:
+                self._send(0, block, self._copier.taps(rows, group.rows), replies, path)
+            if group.readout is not None:
+                read = self._copier.taps(rows, group.read)
+                scores = self._copier.apply(group.readout, read)
+                self._send(1, block, scores, replies, path)
 
-    def _rows(self, block: GroupBlock, rows: torch.Tensor, reply: str, replies: set[str]) -> Rows:
+    def _send(
+        self,
+        stream: int,
+        block: GroupBlock,
+        rows: torch.Tensor,
+        replies: set[str],
+        path: EnginePath,
+    ) -> None:
+        """Send one kind of result of a block: (taps, tokens, width)."""
         slots, counts, first, listed = block.slots, block.counts, block.first, block.listed
-        if len(replies) > 1:
-            # Several front-ends share the block: each gets its own requests' rows only.
-            mine = np.asarray([self._by_slot[s].reply == reply for s in slots.tolist()])
-            rows = self._copier.select(rows, np.flatnonzero(np.repeat(mine, counts)))
-            at = np.flatnonzero(mine)
-            listed = {k: listed[i] for k, i in enumerate(at.tolist()) if i in listed}
-            slots, counts, first = slots[at], counts[at], first[at]
-        return Rows(
-            rows,
-            numbers=packed(self._number_of[slots]),
-            counts=packed(counts),
-            first=packed(first),
-            listed={i: packed(p) for i, p in listed.items()},
-        )
+        cut = self._groups.cut(block, stream)
+        if cut is not None:
+            index, counts, first, listed = cut
+            if not len(index):
+                return
+            rows = self._copier.select(rows, index)
+        for reply in replies:
+            mine = Rows.of(rows, self._number_of[slots], counts, first, listed, stream)
+            if len(replies) > 1:
+                # Several front-ends share the block: each gets its own requests' rows only.
+                own = np.asarray([self._by_slot[s].reply == reply for s in slots.tolist()])
+                at = np.flatnonzero(own)
+                if not counts[at].sum():
+                    continue
+                mine = Rows.of(
+                    self._copier.select(rows, np.flatnonzero(np.repeat(own, counts))),
+                    self._number_of[slots[at]],
+                    counts[at],
+                    first[at],
+                    {k: listed[i] for k, i in enumerate(at.tolist()) if i in listed},
+                    stream,
+                )
+            if not self._exporter.send(reply, mine, path):
+                self._drop(reply)
 
     def _drop(self, reply: str) -> None:
         gone = [k for k, r in self._requests.items() if r.reply == reply]

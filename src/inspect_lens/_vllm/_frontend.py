@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
-import inspect_lens
 from inspect_lens._engine._envelope import Envelope, seal
-from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -29,75 +26,14 @@ from inspect_lens.spec import (
 )
 
 from ._compat import busy
-from ._facts import facts_of, refusal
-from ._results import Results, Ticket
-from ._serve import as_json, install_when_serving, is_serving
+from ._front import front_end, not_served
+from ._results import Ticket
+from ._scores import Reading
+from ._serve import as_json, is_serving
 
 __all__ = ["FRONT_END_WRAPPERS", "front_end"]
 
 logger = logging.getLogger("vllm.inspect_lens")
-
-
-class FrontEnd:
-    """What this process knows: its engines' facts, and the results it waits for."""
-
-    def __init__(self) -> None:
-        self.settings = Settings.load()
-        self.engines: list[EngineFacts | str] = []
-        """Facts of each engine of this process, or why the lens does not serve it."""
-        self.results = Results(self.settings.result_timeout_s)
-        # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
-        self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
-
-    def learn(self, processor: Any, vllm_config: Any) -> None:
-        """Take note of an engine; called when its input processor is made."""
-        reason = refusal(vllm_config)
-        # Read again: one process can hold engines with different settings.
-        facts = facts_of(vllm_config, Settings.load()) if reason is None else None
-        processor.inspect_lens_facts = facts
-        processor.inspect_lens_refusal = reason
-        self.engines.append(facts if facts is not None else str(reason))
-        # The server's modules may not have been imported when the plug-in was loaded.
-        install_when_serving(self.describe)
-
-    def describe(self) -> dict[str, Any]:
-        """What an operator wants to know: versions, engines, and what is in flight."""
-        return {
-            "version": inspect_lens.__version__,
-            "engines": [
-                {"not_served": e} if isinstance(e, str) else asdict(e) for e in self.engines
-            ],
-            "open_requests": self.results.n_open,
-        }
-
-    def judge(self, extra_args: dict[str, Any]) -> None:
-        """Refuse a bad request as early as its parameters are known.
-
-        With one engine in the process its facts are used; with several it is not known yet
-        which one is meant, and `process_inputs` judges again.
-        """
-        request = parse_extra_args(extra_args)
-        if request is not None and len(self.engines) == 1:
-            facts = self.engines[0]
-            if isinstance(facts, str):
-                raise not_served(facts)
-            check_request(request, facts)
-
-
-def not_served(reason: str) -> UnsupportedError:
-    """The error for a lens request to an engine that the lens does not serve."""
-    return UnsupportedError(f"the lens does not serve this engine: {reason}")
-
-
-class _Holder:
-    front_end: FrontEnd | None = None
-
-
-def front_end() -> FrontEnd:
-    """The front-end state of this process, made when first needed."""
-    if _Holder.front_end is None:
-        _Holder.front_end = FrontEnd()
-    return _Holder.front_end
 
 
 def _verify_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,6 +69,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         facts: EngineFacts | None = self.inspect_lens_facts
         if facts is None:
             raise not_served(self.inspect_lens_refusal)
+        request = front_end().registry.resolve(request)
         check_request(request, facts)
         # The caller's parameters stay as they are; vectors travel once, in the envelope.
         plain = copy.copy(params)
@@ -159,8 +96,13 @@ def _seal(core: Any, request: LensRequest, facts: EngineFacts) -> None:
         n_prompt=n_prompt,
         max_tokens=sampling.max_tokens,
         epoch=front_end().results.salt,
+        probes=front_end().registry.probes if request.probes else None,
     )
-    sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: envelope.pack()}
+    packed = envelope.pack()
+    if request.probes:
+        # For `add_request` of this process; workers do not look at it.
+        packed["uses"] = [use.model_dump() for use in request.probes]
+    sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
     if envelope.steer_hash is not None:
         # Equal steering shares blocks; nobody else reads them.
         core.cache_salt = f"{core.cache_salt or ''}|inspect_lens:{envelope.steer_hash}"
@@ -186,15 +128,53 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         params = getattr(request, "sampling_params", None)
         extra = params.extra_args if params is not None else None
-        if extra and ENVELOPE_KEY in extra:
-            front_end().results.expect(
-                request.request_id,
-                extra[ENVELOPE_KEY],
-                n_prompt=len(request.prompt_token_ids),
-            )
-        return original(self, request, *args, **kwargs)
+        if params is None or not extra or ENVELOPE_KEY not in extra:
+            return original(self, request, *args, **kwargs)
+        n_prompt = len(request.prompt_token_ids)
+        n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
+        reading = _reading(extra[ENVELOPE_KEY], n_prompt, n_max)
+        front_end().results.expect(
+            request.request_id, extra[ENVELOPE_KEY], n_prompt=n_prompt, reading=reading
+        )
+        result = original(self, request, *args, **kwargs)
+        if reading is not None and reading.has_alarm:
+            _stop_at_alarm(self.request_states[request.request_id])
+        return result
 
     return add_request
+
+
+def _reading(packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
+    """What reads the probes of a sealed request."""
+    if "uses" not in packed:
+        return None
+    request = LensRequest(probes=packed["uses"])
+    known = front_end().registry.by_hash
+    return Reading(
+        request,
+        [known[name] for name in packed["probes"]["names"]],
+        lo=packed["probes"]["lo"],
+        n_prompt=n_prompt,
+        n_max=n_max,
+    )
+
+
+def _stop_at_alarm(state: Any) -> None:
+    """End a request as a stop string would, once an alarm is raised.
+
+    vLLM then finishes it with the reason `stop`, and tells the engine to give it up.
+    """
+    detokenizer, key = state.detokenizer, state.request_id
+    update = detokenizer.update
+
+    @functools.wraps(update)
+    def update_or_stop(*args: Any, **kwargs: Any) -> Any:
+        stop = update(*args, **kwargs)
+        if stop is None and (name := front_end().results.alarm(key)) is not None:
+            return f"inspect_lens:alarm:{name}"
+        return stop
+
+    detokenizer.update = update_or_stop
 
 
 def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,6 +197,8 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
             completion.inspect_lens_ticket = Ticket(
                 self.request_id, n_completion=self.detokenizer.num_output_tokens()
             )
+        elif results.streams_tokens(self.request_id):
+            completion.inspect_lens_scores = results.take_new_scores(self.request_id)
         return completion
 
     return new_completion_output
@@ -244,9 +226,21 @@ def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
         for completion in self.outputs:
             if completion.index in tickets:
                 completion.inspect_lens_ticket = tickets[completion.index]
+        for completion in next_output.outputs:
+            keep_scores(self.outputs, completion)
         return result
 
     return add
+
+
+def keep_scores(outputs: list[Any], later: Any) -> None:
+    """Carry the token scores of a merged delta over to the choice that it was merged into."""
+    scores: dict[str, list[float]] = getattr(later, "inspect_lens_scores", None) or {}
+    for completion in outputs:
+        if scores and completion.index == later.index and completion is not later:
+            mine = completion.__dict__.setdefault("inspect_lens_scores", {})
+            for name, values in scores.items():
+                mine[name] = mine.get(name, []) + values
 
 
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:

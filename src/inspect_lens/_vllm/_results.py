@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import inspect_lens
-from inspect_lens._engine._collector import STORAGE, Collected, Collector
+from inspect_lens._engine._collector import ROWS, SCORES, Collected, Collector
 from inspect_lens._engine._envelope import CaptureEnvelope, Envelope
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError, LensError
-from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData, in_site_order
+from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, in_site_order
 
 from ._compat import vllm_version
 from ._named import tensors_by_name
+from ._scores import Reading
 
 __all__ = ["Results", "Ticket"]
 
@@ -39,6 +40,8 @@ class Ticket:
 class _Expected:
     envelope: Envelope
     n_prompt: int
+    reading: Reading | None
+    """Probes of the request."""
 
     def positions(self, n_fed: int) -> NDArray[np.int64]:
         """Captured positions of a request that fed `n_fed` tokens to the model."""
@@ -50,11 +53,10 @@ class _Expected:
             return wanted[wanted < n_fed]
         return np.arange(capture.lo, max(capture.lo, min(capture.hi, n_fed)), dtype=np.int64)
 
-    @staticmethod
-    def no_rows(capture: CaptureEnvelope) -> TensorData:
-        """The result where no token was fed at the positions asked for."""
-        shape = (len(capture.taps), 0, capture.hidden)
-        return TensorData(np.zeros(shape, dtype=STORAGE[capture.dtype]), capture.dtype)
+    def n_read(self, n_fed: int) -> int:
+        """Positions that probes read of a request that fed `n_fed` tokens to the model."""
+        probes = self.envelope.probes
+        return 0 if probes is None else max(0, min(probes.hi, n_fed) - probes.lo)
 
 
 class Results:
@@ -67,6 +69,7 @@ class Results:
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
         self._failures: Counter[str] = Counter()
+        self._unsent: dict[str, dict[str, list[float]]] = {}
 
     @property
     def address(self) -> str:
@@ -90,11 +93,49 @@ class Results:
         """
         return f"{self._nonce}:{self._failures[steer_hash]}:{steer_hash}"
 
-    def expect(self, key: str, packed: Mapping[str, Any], *, n_prompt: int) -> None:
+    def expect(
+        self,
+        key: str,
+        packed: Mapping[str, Any],
+        *,
+        n_prompt: int,
+        reading: Reading | None = None,
+    ) -> None:
         """Take note of a request before the engine sees it."""
         envelope = Envelope.unpack(packed)
-        self._expected[key] = _Expected(envelope, n_prompt)
+        self._expected[key] = _Expected(envelope, n_prompt, reading)
         self._the_collector().open(key, envelope)
+
+    def new_scores(self, key: str) -> dict[str, list[float]]:
+        """Token scores of a running request that have come since the last call, by probe."""
+        expected = self._expected.get(key)
+        if expected is None or expected.reading is None:
+            return {}
+        numbers = self._the_collector().scores(key, expected.reading.n_seen)
+        return {} if numbers is None else expected.reading.feed(numbers)
+
+    def alarm(self, key: str) -> str | None:
+        """Name of a probe whose alarm has to end a running request."""
+        expected = self._expected.get(key)
+        if expected is None or expected.reading is None:
+            return None
+        self._pending_scores(key, self.new_scores(key))
+        return expected.reading.alarm()
+
+    def streams_tokens(self, key: str) -> bool:
+        """Whether a request wants the scores of its tokens."""
+        expected = self._expected.get(key)
+        reading = expected.reading if expected is not None else None
+        return reading is not None and reading.streams_tokens
+
+    def take_new_scores(self, key: str) -> dict[str, list[float]]:
+        """Token scores that no response has carried yet."""
+        self._pending_scores(key, self.new_scores(key))
+        return self._unsent.pop(key, {})
+
+    def _pending_scores(self, key: str, new: Mapping[str, list[float]]) -> None:
+        for name, scores in new.items():
+            self._unsent.setdefault(key, {}).setdefault(name, []).extend(scores)
 
     def is_expected(self, key: str) -> bool:
         """Whether a request uses the lens."""
@@ -102,6 +143,7 @@ class Results:
 
     def discard(self, key: str) -> None:
         """Forget an aborted request."""
+        self._unsent.pop(key, None)
         if self._expected.pop(key, None) is not None:
             self._the_collector().discard(key)
 
@@ -147,21 +189,24 @@ class Results:
             positions = expected.positions(n_fed)
             collected = self._the_collector().take(
                 ticket.key,
-                n_positions=len(positions),
+                counts={ROWS: len(positions), SCORES: expected.n_read(n_fed)},
                 n_fed=n_fed,
                 timeout_s=self._timeout_s,
             )
-            tensor = collected.tensor
-            if tensor is None and expected.envelope.capture is not None:
-                tensor = expected.no_rows(expected.envelope.capture)
+            if (reading := expected.reading) is not None:
+                numbers = collected.tensors[SCORES].storage[:, reading.n_seen :]
+                self._pending_scores(ticket.key, reading.feed(numbers))
+                for name, scores in self._unsent.pop(ticket.key, {}).items():
+                    unsent = completion.__dict__.setdefault("inspect_lens_scores", {})
+                    unsent[name] = unsent.get(name, []) + scores
             completion.inspect_lens = _receipt(
-                expected, ticket, positions, tensor, collected, cached_tokens
+                expected, ticket, positions, collected, cached_tokens
             )
             capture = expected.envelope.capture
             completion.inspect_lens_transport = capture.transport if capture else "inline"
             completion.inspect_lens_tensors = {}
-            if tensor is not None and capture is not None:
-                tensors = tensors_by_name(tensor, capture)
+            if capture is not None:
+                tensors = tensors_by_name(collected.tensors[ROWS], capture)
                 completion.inspect_lens_tensors = tensors
                 completion.activations = {
                     name: to_torch(t, copy=False) for name, t in tensors.items()
@@ -178,14 +223,13 @@ def _receipt(
     expected: _Expected,
     ticket: Ticket,
     positions: NDArray[np.int64],
-    tensor: TensorData | None,
     collected: Collected,
     cached_tokens: int,
 ) -> Receipt:
     envelope = expected.envelope
     capture = steer = None
-    if envelope.capture is not None and tensor is not None:
-        capture = _capture_receipt(envelope.capture, positions, tensor, collected)
+    if envelope.capture is not None:
+        capture = _capture_receipt(envelope.capture, positions)
     if envelope.steer:
         steer = SteerReceipt(
             layers=tuple(sorted({layer for s in envelope.steer for layer in s.layers})),
@@ -199,6 +243,7 @@ def _receipt(
         n_completion=ticket.n_completion,
         capture=capture,
         steer=steer,
+        probes=() if expected.reading is None else expected.reading.receipts(),
         cache_salted=envelope.steer_hash is not None,
         paths=collected.paths,
         engine="inspect_lens",
@@ -207,12 +252,7 @@ def _receipt(
     )
 
 
-def _capture_receipt(
-    capture: CaptureEnvelope,
-    positions: NDArray[np.int64],
-    tensor: TensorData,
-    collected: Collected,
-) -> CaptureReceipt:
+def _capture_receipt(capture: CaptureEnvelope, positions: NDArray[np.int64]) -> CaptureReceipt:
     is_run = bool(len(positions)) and int(positions[-1] - positions[0]) + 1 == len(positions)
     return CaptureReceipt(
         site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
@@ -220,6 +260,6 @@ def _capture_receipt(
         n_positions=len(positions),
         first_position=int(positions[0]) if is_run else None,
         positions=None if is_run else tuple(positions.tolist()),
-        dtype=tensor.dtype,
-        rows=collected.rows,
+        dtype=capture.dtype,
+        rows=len(capture.taps) * len(positions),
     )

@@ -17,6 +17,7 @@ from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import LENS_KEYS, TensorData, encode_tensor, parse_extra_args
 
 from ._compat import SERVE_SEAMS, seam, verify, wrap
+from ._routes import add_registry_routes
 
 __all__ = ["PayloadStore", "as_json", "install_when_serving", "is_serving", "payloads"]
 
@@ -84,10 +85,10 @@ class PayloadStore:
             used -= len(item.data)
 
 
-class _About:
-    """What `GET /v1/inspect_lens` answers, once the front-end has an engine."""
+class _Front:
+    """The front-end of this process, once it has an engine."""
 
-    describe: Callable[[], dict[str, Any]] = staticmethod(dict)
+    end: Any = None
 
 
 payloads = PayloadStore()
@@ -100,14 +101,14 @@ def is_serving() -> bool:
     return any(name in sys.modules or name == main for name in _SERVER_MODULES)
 
 
-def install_when_serving(describe: Callable[[], dict[str, Any]] | None = None) -> None:
+def install_when_serving(front_end: Any = None) -> None:
     """Wrap the HTTP layer where this process is an API server, or becomes one.
 
     Args:
-        describe: what `GET /v1/inspect_lens` answers.
+        front_end: of this process, once it has an engine.
     """
-    if describe is not None:
-        _About.describe = staticmethod(describe)
+    if front_end is not None:
+        _Front.end = front_end
     if not is_serving():
         return
     verify(SERVE_SEAMS)
@@ -191,7 +192,7 @@ def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any
     ) -> AsyncGenerator[str, None]:
         _check_handler(self, request)
-        seen: dict[int, dict[str, Any]] = {}
+        seen = _Seen()
         chunks = original(self, request, _collect(result_generator, seen, 1), *args, **kw)
         async for chunk in _with_results(chunks, seen, "chat.completion.chunk"):
             yield chunk
@@ -203,7 +204,7 @@ def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     async def stream(
         self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kw: Any
     ) -> AsyncGenerator[str, None]:
-        seen: dict[int, dict[str, Any]] = {}
+        seen = _Seen()
         watched = _collect(result_generator, seen, request.n or 1)
         chunks = original(self, request, engine_inputs, watched, *args, **kw)
         async for chunk in _with_results(chunks, seen, "text_completion"):
@@ -227,27 +228,46 @@ async def _watch(outputs: AsyncIterator[Any], last: dict[int, Any]) -> AsyncGene
         yield output
 
 
+class _Seen:
+    """What has come of a stream."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, dict[str, Any]] = {}
+        """Results of finished choices, by index."""
+        self.scores: list[dict[str, Any]] = []
+        """Token scores that no event has carried yet."""
+
+
 async def _collect(
-    outputs: AsyncIterator[Any], seen: dict[int, dict[str, Any]], per_prompt: int
+    outputs: AsyncIterator[Any], seen: _Seen, per_prompt: int
 ) -> AsyncGenerator[Any, None]:
-    """Pass outputs through, keeping results by the index of their choice."""
+    """Pass outputs through, keeping what is ours by the index of its choice."""
     async for item in outputs:
         prompt, output = item if isinstance(item, tuple) else (0, item)
         for completion in output.outputs:
+            index = prompt * per_prompt + completion.index
+            scores = completion.__dict__.pop("inspect_lens_scores", None)
+            if scores:
+                seen.scores.append({"index": index, "probes": scores})
             result = getattr(completion, "inspect_lens_json", None)
             if result:
-                seen[prompt * per_prompt + completion.index] = result
+                seen.results[index] = result
         yield item
 
 
 async def _with_results(
-    chunks: AsyncIterator[str], seen: dict[int, dict[str, Any]], kind: str
+    chunks: AsyncIterator[str], seen: _Seen, kind: str
 ) -> AsyncGenerator[str, None]:
-    """Send one event with the results before the stream ends."""
+    """Send token scores behind their tokens, and the results before the stream ends."""
     async for chunk in chunks:
-        if seen and chunk.startswith("data: [DONE]"):
-            yield f"data: {json.dumps(_event(seen, kind))}\n\n"
+        is_end = chunk.startswith("data: [DONE]")
+        if is_end and seen.results:
+            yield f"data: {json.dumps(_event(seen.results, kind))}\n\n"
         yield chunk
+        if seen.scores and not is_end:
+            scores, seen.scores = seen.scores, []
+            event = {"object": kind, "choices": [], "inspect_lens_scores": scores}
+            yield f"data: {json.dumps(event)}\n\n"
 
 
 def _event(seen: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -309,10 +329,12 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
             return Response(content=data, media_type="application/octet-stream")
 
         async def about() -> dict[str, Any]:
-            return {**_About.describe(), "stored_bytes": payloads.n_bytes}
+            described = _Front.end.describe() if _Front.end is not None else {}
+            return {**described, "stored_bytes": payloads.n_bytes}
 
         app.get("/v1/activations/{handle}")(fetch_activations)
         app.get("/v1/inspect_lens")(about)
+        add_registry_routes(app, lambda: _Front.end)
 
     return register
 

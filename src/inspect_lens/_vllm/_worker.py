@@ -19,15 +19,16 @@ from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CompatError
-from inspect_lens.spec import EngineFacts, Site, TapPoint
+from inspect_lens.spec import EngineFacts, EngineProbe, Site, TapPoint
 
 from ._blocks import BlockInput, block_module, check_reduced, module_output
 from ._discovery import decoder_layers, split_output
 from ._facts import facts_of, refusal
+from ._registry import start_items
 from ._runner_v1 import RunnerV1
 from ._runner_v2 import RunnerV2
 
-__all__ = ["stats", "wrap_load_model"]
+__all__ = ["register", "stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -65,6 +66,27 @@ def stats(worker: Any) -> dict[str, int]:
         "steering_rows": stepper.rows_in_use,
         "shared_bytes": stepper.bytes_in_use,
     }
+
+
+def register(worker: Any, probe: dict[str, Any], remove: bool = False) -> bool:
+    """Make a probe known to this worker, or forget it; called on all workers by name.
+
+    Args:
+        worker: vLLM's.
+        probe: wire form of an `EngineProbe`.
+        remove: whether to forget it.
+
+    Returns:
+        Whether the lens is active in this worker.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    if stepper is not None:
+        parsed = EngineProbe.model_validate(probe)
+        if remove:
+            stepper.probes.remove(parsed.sha256)
+        else:
+            stepper.probes.add(parsed)
+    return stepper is not None
 
 
 def _install(worker: Any, settings: Settings) -> None:
@@ -108,6 +130,9 @@ def _install(worker: Any, settings: Settings) -> None:
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
     copier = copier_for(arena, worker.device, state.regions)
     stepper = Stepper(state, Exporter(arena, copier), is_exporting=is_exporting)
+    for item in start_items(settings.register).values():
+        if isinstance(item, EngineProbe):
+            stepper.probes.add(item)
     runner.inspect_lens = stepper
     # The two model runners of vLLM; the newer one keeps per-model state in an object.
     adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.spec import Positions, Site
+from inspect_lens.spec import EngineProbe, Positions, Site
 
 from ._card import ProbeCard, Threshold
 from ._files import decode_probe, encode_probe, read_probe_files, write_probe_files
@@ -99,6 +99,24 @@ class Probe:
             mean=np.zeros_like(weight),
             scale=np.ones_like(weight),
             card=card,
+        )
+
+    def for_engine(self) -> EngineProbe:
+        """The same probe as the engine runs it, its scaler folded into the weights.
+
+        Returns:
+            A linear `EngineProbe` with the card's site, layers and pool, and the threshold of
+            the lowest false-positive rate on the card.
+        """
+        weight = self.weight.astype(np.float64) / self.scale / len(self.layers)
+        bias = np.mean(self.bias.astype(np.float64)) - np.sum(weight * self.mean)
+        lowest = min(self.card.thresholds, key=lambda t: t.fpr, default=None)
+        return EngineProbe(
+            layers=self.layers,
+            site=self.site,
+            tensors={"weight": weight.astype(np.float32), "bias": np.float32(bias)},
+            aggregate=str(self.card.pool),
+            threshold=None if lowest is None else lowest.value,
         )
 
     @property

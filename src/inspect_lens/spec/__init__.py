@@ -8,8 +8,16 @@ from ._capture import CaptureSpec, Layers, SiteChoice
 from ._encode import to_extra_args, to_wire_args
 from ._facts import EngineFacts
 from ._positions import PositionName, Positions, parse_positions, resolve_positions
+from ._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
 from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
-from ._request import ENVELOPE_KEY, LENS_KEYS, LensRequest, check_request, parse_extra_args
+from ._request import (
+    ENVELOPE_KEY,
+    LENS_KEYS,
+    LensRequest,
+    check_probe,
+    check_request,
+    parse_extra_args,
+)
 from ._sites import (
     RESID_POST,
     SITES,
@@ -21,7 +29,7 @@ from ._sites import (
     tap_point,
     tap_points,
 )
-from ._steer import STEERING_REFERENCE, SteeringVector
+from ._steer import STEERING_REFERENCE, SteeringVector, VectorUse
 from ._tensor import (
     DType,
     TensorData,
@@ -34,6 +42,7 @@ from ._tensor import (
 __all__ = [
     "ENVELOPE_KEY",
     "LENS_KEYS",
+    "PROBE_REFERENCE",
     "RESID_POST",
     "SITES",
     "STEERING_REFERENCE",
@@ -42,10 +51,13 @@ __all__ = [
     "DType",
     "EngineFacts",
     "EnginePath",
+    "EngineProbe",
     "Layers",
     "LensRequest",
     "PositionName",
     "Positions",
+    "ProbeReceipt",
+    "ProbeUse",
     "Receipt",
     "Site",
     "SiteChoice",
@@ -53,7 +65,9 @@ __all__ = [
     "SteeringVector",
     "TapPoint",
     "TensorData",
+    "VectorUse",
     "as_tensor_data",
+    "check_probe",
     "check_request",
     "decode_tensor",
     "encode_tensor",

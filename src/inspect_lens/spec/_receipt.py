@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ._capture import SiteChoice
+from ._probe import ProbeReceipt
 from ._sites import RESID_POST, Site
 
 __all__ = ["CaptureReceipt", "EnginePath", "Receipt", "SteerReceipt"]
@@ -65,6 +66,8 @@ class Receipt(BaseModel):
     """Sampled tokens, the last of which is never fed to the model."""
     capture: CaptureReceipt | None = None
     steer: SteerReceipt | None = None
+    probes: tuple[ProbeReceipt, ...] = ()
+    """What each probe found, in the order of the request."""
     cache_salted: bool
     """Whether the prefix cache was isolated for this request."""
     paths: tuple[EnginePath, ...]

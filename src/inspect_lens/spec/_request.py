@@ -6,19 +6,27 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, field_validator, model_validator
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
 from ._capture import CaptureSpec
 from ._dump import WireModel
 from ._facts import EngineFacts
+from ._probe import EngineProbe, ProbeUse
 from ._sites import Site, tap_point, tap_points
-from ._steer import SteeringVector
+from ._steer import SteeringVector, VectorUse
 
-__all__ = ["ENVELOPE_KEY", "LENS_KEYS", "LensRequest", "check_request", "parse_extra_args"]
+__all__ = [
+    "ENVELOPE_KEY",
+    "LENS_KEYS",
+    "LensRequest",
+    "check_probe",
+    "check_request",
+    "parse_extra_args",
+]
 
 NATIVE_KEY = "inspect_lens"
 ENVELOPE_KEY = "_inspect_lens"
@@ -48,8 +56,30 @@ class LensRequest(WireModel):
     steer: tuple[SteeringVector, ...] = ()
     """Vectors to add to the residual stream."""
 
+    steer_named: tuple[VectorUse, ...] = ()
+    """Registered vectors to add; the engine puts their content in the place of their names."""
+
+    probes: tuple[ProbeUse, ...] = ()
+    """Registered probes to apply to each token inside the engine; names will do."""
+
     skip_reading_prefix_cache: bool | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
+
+    @field_validator("steer_named", "probes", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if isinstance(value, str | Mapping | ProbeUse | VectorUse):
+            value = [value]
+        if isinstance(value, list | tuple):
+            return tuple({"name": v} if isinstance(v, str) else v for v in value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_probes(self) -> Self:
+        names = [use.name for use in self.probes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"probes: a name stands twice in {names}")
+        return self
 
 
 def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None:
@@ -255,6 +285,26 @@ def check_request(request: LensRequest, facts: EngineFacts) -> None:
         raise UnsupportedError(
             f"steer: {rows} vectors and the steering table has {facts.bank_rows} rows; "
             "steer fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
+        )
+
+
+def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") -> None:
+    """Judge a probe against the engine that is to run it.
+
+    Args:
+        probe: the probe.
+        facts: of the engine.
+        field: path of the field, for error messages.
+
+    Raises:
+        SpecError: a layer or a width that the model does not have.
+        UnsupportedError: a site of a layer without a tap, or more taps than the buffers hold.
+    """
+    _check_layers(probe.layers, probe.site, facts, f"{field}.layers")
+    if probe.hidden != facts.hidden:
+        raise SpecError(
+            f"{field}: reads rows of width {probe.hidden}; the residual stream of {facts.model} is "
+            f"{facts.hidden} wide"
         )
 
 

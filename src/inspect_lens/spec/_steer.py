@@ -7,7 +7,9 @@ from typing import Any, Self
 
 import numpy as np
 from pydantic import (
+    BaseModel,
     ConfigDict,
+    Field,
     InstanceOf,
     SerializationInfo,
     SerializerFunctionWrapHandler,
@@ -21,7 +23,7 @@ from ._dump import WireModel, is_wire
 from ._sites import RESID_POST, Site
 from ._tensor import TensorData, as_tensor_data, encode_tensor, freeze_tensor
 
-__all__ = ["STEERING_REFERENCE", "SteeringVector"]
+__all__ = ["STEERING_REFERENCE", "SteeringVector", "VectorUse"]
 
 STEERING_REFERENCE = "steering/1"
 """`$lens` of the short form in which a vector stands in logs."""
@@ -155,3 +157,36 @@ class SteeringVector(WireModel):
                 f"activations has {shape[1]} positions and position_indices names "
                 f"{len(positions)}; give one vector per position"
             )
+
+
+class VectorUse(BaseModel):
+    """How one request uses a registered steering vector."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Name under which the vector was registered."""
+    scale: float | None = Field(default=None, allow_inf_nan=False)
+    """Instead of the vector's own."""
+    norm_match: bool | None = None
+    """Instead of the vector's own."""
+    position_indices: tuple[int, ...] | None = None
+    """Instead of the vector's own; negative ones count from the end of the prompt."""
+
+    def apply(self, vector: SteeringVector) -> SteeringVector:
+        """The registered vector as this request wants it.
+
+        Args:
+            vector: what stands under the name.
+
+        Returns:
+            The vector; itself where nothing is changed.
+
+        Raises:
+            ValueError: the change does not fit the vector.
+        """
+        changes = {k: v for k, v in self.model_dump(exclude={"name"}).items() if v is not None}
+        if not changes:
+            return vector
+        fields = {name: getattr(vector, name) for name in type(vector).model_fields}
+        return SteeringVector(**(fields | changes))

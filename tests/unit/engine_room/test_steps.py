@@ -19,6 +19,7 @@ from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._engine._exporter import Exporter, Rows
 from inspect_lens._engine._message import Failure
+from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap
@@ -121,11 +122,11 @@ def test_chunks_overlaps_and_surplus_rows_are_placed_by_position(
     worker.step([("a", 1, 0, 12)])  # computed again after a pre-emption
     worker.step([("a", 1, 12, 1), ("x", 9, 3, 1)])
     worker.step([("a", 1, 13, 1)])  # past the stop
-    got = collector.take("a", n_positions=13, n_fed=13, timeout_s=5)
-    assert got.tensor is not None
+    got = collector.take("a", counts={ROWS: 13, SCORES: 0}, n_fed=13, timeout_s=5)
+    assert ROWS in got.tensors
     expected = torch.stack([rows(1, 0, 0, 13), rows(1, 5, 0, 13)])
-    np.testing.assert_array_equal(got.tensor.storage, expected.numpy())
-    assert got.rows == 26
+    np.testing.assert_array_equal(got.tensors[ROWS].storage, expected.numpy())
+    assert got.tensors[ROWS].shape == (2, 13, HIDDEN)
     assert got.paths == ("eager",)
 
 
@@ -135,7 +136,7 @@ def test_missing_rows_fail_the_request_with_their_number(
     begin(worker, collector, "b", sealed(collector, CAPTURE, 4, 4))
     worker.step([("b", 1, 0, 4)])
     with pytest.raises(CaptureError, match="2 of 10 captured rows"):
-        collector.take("b", n_positions=5, n_fed=5, timeout_s=0.2)
+        collector.take("b", counts={ROWS: 5, SCORES: 0}, n_fed=5, timeout_s=0.2)
     assert collector.n_open == 0
 
 
@@ -144,7 +145,7 @@ def test_unreported_steering_fails_the_request(worker: Worker, collector: Collec
     begin(worker, collector, "c", sealed(collector, LensRequest(steer=(vector,)), 4, 4))
     worker.step([("c", 1, 0, 4)])
     with pytest.raises(CaptureError, match="must not be used"):
-        collector.take("c", n_positions=0, n_fed=6, timeout_s=0.2)
+        collector.take("c", counts={ROWS: 0, SCORES: 0}, n_fed=6, timeout_s=0.2)
 
 
 def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -> None:
@@ -155,7 +156,7 @@ def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -
     worker.step([("d", 1, 0, 2)])
     worker.step([("d", 1, 0, 4)])
     worker.step([("d", 1, 4, 1)])
-    got = collector.take("d", n_positions=0, n_fed=5, timeout_s=5)
+    got = collector.take("d", counts={ROWS: 0, SCORES: 0}, n_fed=5, timeout_s=5)
     assert got.n_steered == 2
 
 
@@ -169,9 +170,9 @@ def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: 
     begin(worker, collector, "f", sealed(collector, many(1), 8, 2))
     assert worker.stepper.rows_in_use == held
     with pytest.raises(CapacityError, match="12 rows"):
-        collector.take("f", n_positions=0, n_fed=8, timeout_s=5)
+        collector.take("f", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5)
     worker.step([("e", 1, 0, 8)])
-    assert collector.take("e", n_positions=0, n_fed=8, timeout_s=5).n_steered == 8
+    assert collector.take("e", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5).n_steered == 8
     worker.stepper.remove("e")
     assert worker.stepper.rows_in_use == 0
 
@@ -320,17 +321,17 @@ def test_a_retry_does_not_start_behind_blocks_that_its_failed_twin_left(
     begin(worker, collector, "m", sealed(collector, steering(0), 8, 2))
     begin(worker, collector, "n", sealed(collector, steering(1), 8, 2))
     with pytest.raises(CapacityError):
-        collector.take("n", n_positions=0, n_fed=8, timeout_s=5)
+        collector.take("n", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5)
     worker.stepper.remove("m")
     # The same salt, and four tokens that the cache already had.
     begin(worker, collector, "o", sealed(collector, steering(1), 8, 2))
     worker.step([("o", 1, 4, 4)])
     with pytest.raises(CaptureError, match="failed request with the same steering"):
-        collector.take("o", n_positions=0, n_fed=8, timeout_s=5)
+        collector.take("o", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5)
     # From its first token on there is nothing to be wrong.
     begin(worker, collector, "p", sealed(collector, steering(1), 8, 2))
     worker.step([("p", 1, 0, 8)])
-    assert collector.take("p", n_positions=0, n_fed=8, timeout_s=5).n_steered == 8
+    assert collector.take("p", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5).n_steered == 8
     worker.stepper.remove("p")
 
 
@@ -366,10 +367,8 @@ def test_two_front_ends_get_their_own_rows_only(worker: Worker, collector: Colle
         begin(worker, other, "t", sealed(other, CAPTURE, 6, 2))
         worker.step([("s", 1, 0, 4), ("t", 2, 0, 3)])
         worker.step([("t", 2, 3, 3), ("s", 1, 4, 1)])
-        mine = collector.take("s", n_positions=5, n_fed=5, timeout_s=5).tensor
-        theirs = other.take("t", n_positions=6, n_fed=6, timeout_s=5).tensor
-        assert mine is not None
-        assert theirs is not None
+        mine = collector.take("s", counts={ROWS: 5, SCORES: 0}, n_fed=5, timeout_s=5).tensors[ROWS]
+        theirs = other.take("t", counts={ROWS: 6, SCORES: 0}, n_fed=6, timeout_s=5).tensors[ROWS]
         np.testing.assert_array_equal(mine.storage[1], rows(1, 5, 0, 5).numpy())
         np.testing.assert_array_equal(theirs.storage[1], rows(2, 5, 0, 6).numpy())
     finally:
@@ -384,8 +383,7 @@ def test_rows_of_more_bytes_than_there_is_room_for_come_in_pieces(collector: Col
     begin(worker, collector, "u", sealed(collector, request, 600, 2))
     for first in range(0, 600, 30):
         worker.step([("u", 3, first, 30)])
-    got = collector.take("u", n_positions=600, n_fed=600, timeout_s=5).tensor
-    assert got is not None
+    got = collector.take("u", counts={ROWS: 600, SCORES: 0}, n_fed=600, timeout_s=5).tensors[ROWS]
     np.testing.assert_array_equal(got.storage[2], rows(3, 5, 0, 600).numpy())
     assert worker.stepper.bytes_in_use == 0
     worker.stepper.close()
@@ -402,7 +400,7 @@ def test_a_pre_empted_request_that_is_added_again_is_one_request(
     worker.stepper.add("v", envelope.pack())
     worker.step([("v", 1, 2, 4)])  # four of its six tokens were still in the cache
     worker.step([("v", 1, 6, 1)])
-    got = collector.take("v", n_positions=7, n_fed=7, timeout_s=5)
+    got = collector.take("v", counts={ROWS: 7, SCORES: 0}, n_fed=7, timeout_s=5)
     assert got.n_steered == 7
-    assert got.rows == 14
+    assert got.tensors[ROWS].shape == (2, 7, HIDDEN)
     worker.stepper.remove("v")

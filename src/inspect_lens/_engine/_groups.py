@@ -1,0 +1,143 @@
+"""Who wants rows of which taps: requests that want the same form a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inspect_lens.spec import TapPoint
+
+from ._envelope import Envelope
+from ._plan import GroupBlock, Longs, RequestTable
+from ._readout import ProbeStore, Readout
+
+__all__ = ["Group", "Groups"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that want the same of the same taps."""
+
+    taps: Longs
+    """Whose rows go to the ring, ascending."""
+    rows: tuple[int, ...] | None
+    """Ranks of taps whose rows are sent as they are, or None."""
+    readout: Readout | None
+    """What is made of rows where probes are asked for."""
+    read: tuple[int, ...]
+    """Ranks of taps that it reads."""
+
+
+class Window:
+    """Which positions of each request one of its results has, by slot."""
+
+    def __init__(self) -> None:
+        self.lo: Longs = np.zeros(0, dtype=np.int64)
+        self.hi: Longs = np.zeros(0, dtype=np.int64)
+        self.listed: dict[int, Longs] = {}
+
+    def set(self, slot: int, lo: int, hi: int, positions: tuple[int, ...] | None) -> None:
+        if slot >= len(self.lo):
+            more = np.zeros(slot + 256 - len(self.lo), dtype=np.int64)
+            self.lo, self.hi = np.concatenate([self.lo, more]), np.concatenate([self.hi, more])
+        self.lo[slot], self.hi[slot] = lo, hi
+        self.listed.pop(slot, None)
+        if positions is not None:
+            self.listed[slot] = np.asarray(positions, dtype=np.int64)
+
+    def select(self, block: GroupBlock) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
+        """Cut a block to these positions; None where it has no others.
+
+        Returns:
+            Tokens of the block that stay; per request their number and first position; and by
+            request the positions where they need not be consecutive.
+        """
+        lo, hi = self.lo[block.slots], self.hi[block.slots]
+        last = block.first + block.counts
+        for i, positions in block.listed.items():
+            last[i] = positions[-1] + 1
+        some_listed = any(slot in self.listed for slot in block.slots.tolist())
+        if not some_listed and (lo <= block.first).all() and (hi >= last).all():
+            return None
+        starts = np.cumsum(block.counts) - block.counts
+        kept: list[Longs] = []
+        counts, first = np.zeros_like(block.counts), block.first.copy()
+        listed: dict[int, Longs] = {}
+        for i, slot in enumerate(block.slots.tolist()):
+            n = int(block.counts[i])
+            positions = block.listed.get(i, block.first[i] + np.arange(n))
+            wanted = (positions >= lo[i]) & (positions < hi[i])
+            if slot in self.listed:
+                wanted &= np.isin(positions, self.listed[slot])
+            index = np.flatnonzero(wanted)
+            kept.append(starts[i] + index)
+            counts[i] = len(index)
+            if len(index):
+                first[i] = positions[index[0]]
+                if slot in self.listed or i in block.listed:
+                    listed[i] = positions[index]
+        return np.concatenate(kept), counts, first, listed
+
+
+class Groups:
+    """The groups of a worker, and which positions each request's results have."""
+
+    def __init__(self, tap_index: dict[TapPoint, int], probes: ProbeStore) -> None:
+        self._tap_index = tap_index
+        self._probes = probes
+        self._number: dict[tuple[Any, ...], int] = {}
+        self._groups: list[Group] = []
+        self.taps: list[Longs] = []
+        """Taps of each group."""
+        self._windows = (Window(), Window())
+        """Of captured rows, and of probe scores."""
+
+    def __getitem__(self, group: int) -> Group:
+        return self._groups[group]
+
+    def cut(
+        self, block: GroupBlock, stream: int
+    ) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
+        """See `Window.select`; None also where a group has one kind of result only."""
+        group = self._groups[block.group]
+        if group.rows is None or group.readout is None:
+            return None
+        return self._windows[stream].select(block)
+
+    def watch(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
+        """Note which rows of a request are wanted, all in all and for each of its results."""
+        parts = [p for p in (envelope.capture, envelope.probes) if p is not None]
+        table.lo[slot] = min(part.lo for part in parts)
+        table.hi[slot] = max(part.hi for part in parts)
+        if len(parts) == 1 and (positions := parts[0].positions) is not None:
+            table.listed[slot] = np.asarray(positions, dtype=np.int64)
+        for window, part in zip(self._windows, (envelope.capture, envelope.probes), strict=True):
+            if part is not None:
+                window.set(slot, part.lo, part.hi, part.positions)
+
+    def of(self, envelope: Envelope) -> int | None:
+        """The group of a request; None where this worker has no rows of it."""
+        capture, probes = envelope.capture, envelope.probes
+        here = self._tap_index
+        rows = [here[t] for t in capture.taps if t in here] if capture is not None else []
+        probe_taps = tuple(t for t in probes.taps if t in here) if probes is not None else ()
+        read = [here[t] for t in probe_taps]
+        taps = tuple(sorted({*rows, *read}))
+        if not taps:
+            return None
+        names = probes.names if probes is not None and read else None
+        key = (taps, tuple(rows), names)
+        if key not in self._number:
+            readout = self._probes.readout(names, probe_taps) if names is not None else None
+            group = Group(
+                np.asarray(taps, dtype=np.int64),
+                tuple(taps.index(t) for t in rows) if rows else None,
+                readout,
+                tuple(taps.index(t) for t in read),
+            )
+            self._number[key] = len(self._groups)
+            self._groups.append(group)
+            self.taps.append(group.taps)
+        return self._number[key]

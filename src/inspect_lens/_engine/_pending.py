@@ -1,0 +1,192 @@
+"""What the front-end keeps of a running request, and of each worker that sends rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.spec import TensorData
+
+from ._arena import BOARD_SIZE, ArenaReader
+from ._envelope import EVERY, CaptureEnvelope, Envelope, ProbesEnvelope
+from ._message import PATHS, Failure, Opening
+from ._slabs import Slab
+
+__all__ = ["ROWS", "SCORES", "SHARE_BYTES", "STORAGE", "Pending", "Stream", "Worker"]
+
+STORAGE: dict[str, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+
+SHARE_BYTES = 4 << 20
+"""Rows of more bytes are copied by several threads."""
+
+ROWS, SCORES = 0, 1
+"""Results that a request may have: captured rows, and what probes made of rows."""
+_STREAMS = 2
+
+
+class Stream:
+    """One result of a request: rows at some taps, for some positions."""
+
+    def __init__(self, asked: CaptureEnvelope | ProbesEnvelope) -> None:
+        self.taps, self.width = asked.shape
+        self.dtype, self.lo = asked.dtype, asked.lo
+        self.listed = None
+        self.most = asked.hi - asked.lo
+        """Positions at most."""
+        if asked.positions is not None:
+            self.listed = np.asarray(asked.positions, dtype=np.int64)
+            self.most = len(self.listed)
+        self.slab: Slab | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * np.dtype(STORAGE[self.dtype]).itemsize
+
+    def arrived(self, count: int) -> NDArray[np.bool_]:
+        """(taps, count); which of the first positions have come."""
+        if self.slab is None:
+            return np.zeros((self.taps, count), dtype=np.bool_)
+        flags = self.slab.arrived[: self.taps * self.most]
+        return flags.reshape(self.taps, self.most)[:, :count]
+
+    def further(self, since: int) -> NDArray[Any]:
+        """Rows that have come without a gap behind the first `since` positions."""
+        if self.slab is None:
+            return np.zeros((self.taps, 0, self.width), dtype=STORAGE[self.dtype])
+        come: NDArray[np.bool_] = np.logical_and.reduce(self.arrived(self.most)[:, since:], axis=0)
+        n = len(come) if come.all() else int(come.argmin())
+        rows = self.slab.array(np.dtype(STORAGE[self.dtype]))
+        whole = rows[: self.taps * self.most * self.width].reshape(self.taps, self.most, self.width)
+        return whole[:, since : since + n].copy()
+
+    def has(self, count: int) -> bool:
+        """Whether the first positions have come at all taps."""
+        return not count or bool(self.arrived(count).all())
+
+    def take(self, count: int, threads: ThreadPoolExecutor) -> TensorData:
+        """The first positions as one contiguous array."""
+        storage = np.dtype(STORAGE[self.dtype])
+        if self.slab is None:
+            rows = np.zeros((self.taps, count, self.width), dtype=storage)
+        else:
+            whole = self.slab.array(storage)[: self.taps * self.most * self.width]
+            rows = whole.reshape(self.taps, self.most, self.width)[:, :count]
+            if not rows.flags.c_contiguous:
+                # It ended before it was long: a copy of what is there frees the rest.
+                rows = _copied(rows, threads)
+        return TensorData(rows, self.dtype)
+
+
+def _copied(rows: NDArray[Any], threads: ThreadPoolExecutor) -> NDArray[Any]:
+    out = np.empty(rows.shape, dtype=rows.dtype)
+
+    def copy(tap: int) -> None:
+        out[tap] = rows[tap]
+
+    if out.nbytes > SHARE_BYTES:
+        list(threads.map(copy, range(len(rows))))
+    else:
+        out[...] = rows
+    return out
+
+
+class Worker:
+    """A worker's shared memory, and where the rows of its requests belong, by board record."""
+
+    def __init__(self, name: str) -> None:
+        self.reader = ArenaReader(name)
+        self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        shape = (_STREAMS, BOARD_SIZE)
+        self.base: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
+        """Row of the slab pool of the worker's first tap at the first position."""
+        self.lo: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.most: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.listed: dict[tuple[int, int], NDArray[np.int64]] = {}
+        """Explicit positions, by stream and record."""
+
+    def enter(self, opening: Opening, streams: dict[int, Stream]) -> None:
+        """Note where the rows of a request belong."""
+        record = opening.number % BOARD_SIZE
+        self.number[record], self.paths[record] = opening.number, 0
+        self.base[:, record] = -1
+        for i, stream in streams.items():
+            if stream.slab is not None:
+                first_tap, _ = opening.shares[i]
+                self.base[i, record] = stream.slab.start + first_tap * stream.most
+                self.lo[i, record], self.most[i, record] = stream.lo, stream.most
+                if stream.listed is not None:
+                    self.listed[i, record] = stream.listed
+
+    def leave(self, opening: Opening) -> None:
+        """Drop what still comes for a request."""
+        record = opening.number % BOARD_SIZE
+        if self.number[record] == opening.number:
+            self.number[record] = 0
+            for stream in range(_STREAMS):
+                self.listed.pop((stream, record), None)
+
+
+class Pending:
+    """A request whose results are on their way."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        capture = envelope.capture
+        self.steer_until = envelope.steer_until
+        self.named: NDArray[np.int64] | None = None
+        if self.steer_until < EVERY:
+            named = {p for s in envelope.steer for p in s.positions or ()}
+            self.named = np.asarray(sorted(named), dtype=np.int64)
+        self.n_steered = len({t for s in envelope.steer for t in s.taps})
+        asked = {ROWS: capture, SCORES: envelope.probes}
+        self.streams = {i: Stream(part) for i, part in asked.items() if part is not None}
+        self.shares: list[tuple[Opening, Worker]] = []
+        self.failure: Failure | None = None
+
+    def fed(self) -> tuple[int, int]:
+        """First and one past the last position that all workers report to have steered."""
+        if sum(opening.n_steered for opening, _ in self.shares) < self.n_steered:
+            return 0, 0
+        first, last = 0, EVERY
+        for opening, worker in self.shares:
+            if opening.n_steered:
+                record = worker.reader.view.board[opening.number % BOARD_SIZE].tolist()
+                if record[0] != opening.number:
+                    return 0, 0
+                first, last = max(first, record[1]), min(last, record[2])
+        return first, last
+
+    def is_ready(self, counts: Mapping[int, int], n_fed: int) -> bool:
+        """Whether everything has arrived, or the request has failed."""
+        if self.failure is not None:
+            return True
+        if self.n_steered and self.fed()[1] < min(n_fed, self.steer_until):
+            return False
+        return all(stream.has(counts[i]) for i, stream in self.streams.items())
+
+    def steered_tokens(self, n_fed: int) -> int:
+        """Tokens that were steered, counted once each."""
+        if not self.n_steered:
+            return 0
+        first, last = self.fed()
+        last = min(last, n_fed)
+        if self.named is None:
+            return max(0, last - first)
+        a, b = self.named.searchsorted((first, last))
+        return int(b - a)
+
+    def all_paths(self) -> tuple[str, ...]:
+        """Ways in which the steps of the request ran, sorted."""
+        bits = 0
+        for opening, worker in self.shares:
+            record = opening.number % BOARD_SIZE
+            if worker.number[record] == opening.number:
+                bits |= int(worker.paths[record])
+            noted = worker.reader.view.board[record].tolist()
+            if noted[0] == opening.number:
+                bits |= noted[3]
+        return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))

@@ -1,0 +1,114 @@
+"""What a front-end process knows: its engines, what is registered, and the results it awaits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import inspect_lens
+from inspect_lens._settings import Settings
+from inspect_lens.errors import UnsupportedError
+from inspect_lens.spec import (
+    EngineFacts,
+    EngineProbe,
+    LensRequest,
+    SteeringVector,
+    check_probe,
+    check_request,
+    parse_extra_args,
+)
+
+from ._facts import facts_of, refusal
+from ._registry import Registry, start_items
+from ._results import Results
+from ._serve import install_when_serving
+
+__all__ = ["FrontEnd", "front_end", "not_served"]
+
+
+class FrontEnd:
+    """What this process knows: its engines' facts, and the results it waits for."""
+
+    def __init__(self) -> None:
+        self.settings = Settings.load()
+        self.engines: list[EngineFacts | str] = []
+        """Facts of each engine of this process, or why the lens does not serve it."""
+        self.results = Results(self.settings.result_timeout_s)
+        self.registry = Registry(start_items(self.settings.register))
+        # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
+        self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
+
+    def learn(self, processor: Any, vllm_config: Any) -> None:
+        """Take note of an engine; called when its input processor is made."""
+        reason = refusal(vllm_config)
+        # Read again: one process can hold engines with different settings.
+        facts = facts_of(vllm_config, Settings.load()) if reason is None else None
+        processor.inspect_lens_facts = facts
+        processor.inspect_lens_refusal = reason
+        self.engines.append(facts if facts is not None else str(reason))
+        # The server's modules may not have been imported when the plug-in was loaded.
+        install_when_serving(self)
+
+    def describe(self) -> dict[str, Any]:
+        """What an operator wants to know: versions, engines, and what is in flight."""
+        return {
+            "version": inspect_lens.__version__,
+            "engines": [
+                {"not_served": e} if isinstance(e, str) else asdict(e) for e in self.engines
+            ],
+            "open_requests": self.results.n_open,
+            "registered": self.registry.describe(),
+        }
+
+    def register(self, name: str, item: EngineProbe | SteeringVector) -> None:
+        """Note a name; the workers are told by the caller.
+
+        Raises:
+            LensError: an engine of this process cannot use it.
+        """
+        self.check(name, item)
+        self.registry.add(name, item)
+
+    def check(self, name: str, item: EngineProbe | SteeringVector) -> None:
+        """Judge what is to be registered.
+
+        Raises:
+            LensError: an engine of this process cannot use it.
+        """
+        for facts in self.engines:
+            if isinstance(facts, str):
+                raise not_served(facts)
+            if isinstance(item, EngineProbe):
+                check_probe(item, facts, f"probe {name!r}")
+            else:
+                check_request(LensRequest(steer=(item,)), facts)
+
+    def judge(self, extra_args: dict[str, Any]) -> None:
+        """Refuse a bad request as early as its parameters are known.
+
+        With one engine in the process its facts are used; with several it is not known yet
+        which one is meant, and `process_inputs` judges again.
+        """
+        request = parse_extra_args(extra_args)
+        if request is not None and len(self.engines) == 1:
+            facts = self.engines[0]
+            if isinstance(facts, str):
+                raise not_served(facts)
+            check_request(self.registry.resolve(request), facts)
+
+
+def not_served(reason: str) -> UnsupportedError:
+    """The error for a lens request to an engine that the lens does not serve."""
+    return UnsupportedError(f"the lens does not serve this engine: {reason}")
+
+
+class _Holder:
+    front_end: FrontEnd | None = None
+
+
+def front_end() -> FrontEnd:
+    """The front-end state of this process, made when first needed."""
+    if _Holder.front_end is None:
+        _Holder.front_end = FrontEnd()
+    return _Holder.front_end

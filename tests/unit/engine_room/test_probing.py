@@ -1,0 +1,169 @@
+"""Probes in the worker: their numbers equal the formula on the rows, and rows stay rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._engine._collector import Collector
+from inspect_lens._engine._envelope import Envelope, seal
+from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._readout import Readout
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint
+
+from .test_steps import FACTS, HIDDEN, LAYERS, Worker, exporter, rows
+
+RNG = np.random.default_rng(0)
+
+
+def linear(*layers: int) -> EngineProbe:
+    weight = RNG.normal(size=(len(layers), HIDDEN)).astype(np.float32)
+    return EngineProbe(layers=layers, tensors={"weight": weight, "bias": np.float32(0.25)})
+
+
+def mlp(*layers: int) -> EngineProbe:
+    shapes = {"w1": (len(layers), 3, HIDDEN), "b1": (3,), "w2": (3,), "b2": ()}
+    tensors = {n: np.asarray(RNG.normal(size=s), dtype=np.float32) for n, s in shapes.items()}
+    return EngineProbe(kind="mlp", layers=layers, tensors=tensors)
+
+
+def attention(layer: int) -> EngineProbe:
+    tensors = {n: RNG.normal(size=(2, HIDDEN)).astype(np.float32) for n in ("query", "value")}
+    return EngineProbe(kind="attention", layers=(layer,), tensors=tensors)
+
+
+def weights(probe: EngineProbe, name: str) -> Any:
+    return probe.tensors[name].to_float32().astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_readout_is_the_formula_of_each_kind(dtype: torch.dtype) -> None:
+    taps = tuple(TapPoint("resid_post", i) for i in LAYERS)
+    probes = [linear(0, 5), mlp(2, 5), attention(2), linear(2)]
+    x = torch.randn(3, 3000, HIDDEN).to(dtype)
+    out = Readout(probes, taps, torch.device("cpu"))(x).numpy().sum(axis=0)
+    wide = x.double().numpy()
+    expected = weights(probes[0], "weight")
+    np.testing.assert_allclose(
+        out[:, 0], wide[0] @ expected[0] + wide[2] @ expected[1], rtol=1e-4, atol=1e-4
+    )
+    w1 = weights(probes[1], "w1")
+    units = wide[1] @ w1[0].T + wide[2] @ w1[1].T + weights(probes[1], "b1")
+    score = np.maximum(units, 0) @ weights(probes[1], "w2") + weights(probes[1], "b2")
+    np.testing.assert_allclose(out[:, 1], score, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        out[:, 2:6],
+        wide[1] @ np.concatenate([weights(probes[2], n) for n in ("query", "value")]).T,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    np.testing.assert_allclose(
+        out[:, 6], wide[1] @ weights(probes[3], "weight")[0], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_an_mlp_over_two_pipeline_stages_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="one pipeline stage"):
+        Readout([mlp(0, 5)], [TapPoint("resid_post", 0)], torch.device("cpu"))
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(exporter())
+    yield made
+    made.stepper.close()
+
+
+def begin(
+    worker: Worker,
+    collector: Collector,
+    key: str,
+    request: LensRequest,
+    probes: dict[str, EngineProbe],
+    n_prompt: int = 6,
+) -> Envelope:
+    envelope = seal(
+        request, FACTS, reply=collector.address, n_prompt=n_prompt, max_tokens=8, probes=probes
+    )
+    for probe in probes.values():
+        worker.stepper.probes.add(probe)
+    collector.open(key, envelope)
+    worker.stepper.add(key, envelope.pack())
+    return envelope
+
+
+def test_scores_and_rows_of_different_positions_come_from_one_pass(
+    worker: Worker, collector: Collector
+) -> None:
+    probe = linear(0, 5)
+    both = LensRequest(
+        capture=CaptureSpec(layers=(2, 5), positions=(1, 4, 7)),
+        probes=(ProbeUse(name="p", positions="all"),),
+    )
+    only = LensRequest(probes=(ProbeUse(name="p", positions="completion"),))
+    begin(worker, collector, "a", both, {"p": probe})
+    begin(worker, collector, "b", only, {"p": probe})
+    worker.step([("a", 1, 0, 6), ("b", 2, 0, 4)])
+    worker.step([("b", 2, 4, 2), ("a", 1, 6, 1)])
+    worker.step([("a", 1, 7, 1), ("b", 2, 6, 1)])
+    got = collector.take("a", counts={ROWS: 3, SCORES: 8}, n_fed=8, timeout_s=5)
+    expected = torch.stack([rows(1, layer, 0, 8) for layer in (2, 5)])[:, [1, 4, 7]]
+    np.testing.assert_array_equal(got.tensors[ROWS].storage, expected.numpy())
+    truth = sum(
+        rows(1, layer, 0, 8).double().numpy() @ w
+        for layer, w in zip((0, 5), weights(probe, "weight"), strict=True)
+    )
+    np.testing.assert_allclose(got.tensors[SCORES].storage.sum(axis=0)[:, 0], truth, rtol=1e-5)
+    other = collector.take("b", counts={ROWS: 0, SCORES: 1}, n_fed=7, timeout_s=5)
+    truth = sum(
+        rows(2, layer, 6, 1).double().numpy() @ w
+        for layer, w in zip((0, 5), weights(probe, "weight"), strict=True)
+    )
+    np.testing.assert_allclose(other.tensors[SCORES].storage.sum(axis=0)[:, 0], truth, rtol=1e-5)
+    assert other.tensors.keys() == {SCORES}
+
+
+def test_scores_of_a_running_request_come_in_order(worker: Worker, collector: Collector) -> None:
+    probe = linear(2)
+    request = LensRequest(probes=(ProbeUse(name="p", positions="all"),))
+    begin(worker, collector, "c", request, {"p": probe})
+    seen = 0
+    for first in (0, 6, 7):
+        worker.step([("c", 3, first, 6 if not first else 1)])
+        for _ in range(200):
+            part = collector.scores("c", seen)
+            assert part is not None
+            if part.shape[1]:
+                break
+            time.sleep(0.01)
+        assert part.shape[1] == (6 if not first else 1)
+        seen += part.shape[1]
+    assert collector.scores("unknown", 0) is None
+
+
+def test_a_probe_that_the_worker_does_not_know_fails_its_request(
+    worker: Worker, collector: Collector
+) -> None:
+    probe = linear(2)
+    request = LensRequest(probes=(ProbeUse(name="p"),))
+    envelope = seal(
+        request, FACTS, reply=collector.address, n_prompt=4, max_tokens=4, probes={"p": probe}
+    )
+    collector.open("d", envelope)
+    worker.stepper.add("d", envelope.pack())
+    with pytest.raises(SpecError, match="does not know"):
+        collector.take("d", counts={ROWS: 0, SCORES: 3}, n_fed=7, timeout_s=5)
