@@ -23,6 +23,7 @@ from inspect_lens.spec import EngineFacts, Site, TapPoint
 from ._blocks import BlockInput, block_module, check_reduced, module_output
 from ._discovery import decoder_layers, split_output
 from ._facts import facts_of, refusal
+from ._layout import layout_of
 from ._runner_v1 import RunnerV1
 from ._runner_v2 import RunnerV2
 
@@ -176,9 +177,10 @@ def _tap_input(block: nn.Module, ctl: torch.Tensor) -> None:
 
 def _tap_output(block: nn.Module, ctl: torch.Tensor) -> None:
     block.register_buffer("_inspect_lens_post", ctl, persistent=False)
+    layout = layout_of(type(block))
 
     def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        hidden, residual = split_output(module, output)
+        hidden, residual = split_output(module, output, layout)
         tap(hidden, residual, module._inspect_lens_post)
 
     block.register_forward_hook(hook)
