@@ -55,8 +55,15 @@ class _Pending:
     """Positions that have arrived, by tap."""
     steered: set[int] = field(default_factory=set)
     fed: int = 0
+    settled: int = 0
     paths: set[str] = field(default_factory=set)
     failure: FailureHeader | None = None
+
+    def is_settled(self, positions: NDArray[np.int64], settled: int | None) -> bool:
+        """Whether no row can still be written again."""
+        if settled is None or not len(positions):
+            return True
+        return self.settled >= min(settled, int(positions[-1]) + 1)
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ class Collector:
         positions: NDArray[np.int64],
         n_fed: int,
         timeout_s: float,
+        settled: int | None = None,
     ) -> Collected:
         """Wait for the last rows of a finished request and put them together.
 
@@ -135,6 +143,9 @@ class Collector:
             positions: positions asked for, ascending; empty when nothing was captured.
             n_fed: tokens that were fed to the model.
             timeout_s: seconds to wait for rows that are on their way.
+            settled: where drafts may be rejected, one past the first position of the last step:
+                rows up to there may have been written before by a draft, so the step that wrote
+                them last must have reported.
 
         Returns:
             What arrived, whole.
@@ -145,13 +156,20 @@ class Collector:
                 the worker's.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ready(key, positions, n_fed), timeout_s)
+            self._changed.wait_for(
+                lambda: self._is_ready(key, positions, n_fed, settled), timeout_s
+            )
             pending = self._pending.pop(key, None)
         if pending is None:
             raise CaptureError(f"request {key}: results were already taken, or it was aborted")
         if pending.failure is not None:
             raise _as_error(pending.failure)
-        if pending.fed < min(n_fed, pending.steer_until):
+        if not pending.is_settled(positions, settled):
+            raise CaptureError(
+                f"request {key}: the last step was not reported within {timeout_s:g} s; rows of "
+                "rejected drafts may be among those that arrived, so none are returned"
+            )
+        if pending.fed < min(n_fed if settled is None else settled, pending.steer_until):
             raise CaptureError(
                 f"request {key}: the engine fed {n_fed} tokens and the worker reported steering "
                 f"up to token {pending.fed} within {timeout_s:g} s; the output must not be used"
@@ -176,11 +194,15 @@ class Collector:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _is_ready(self, key: str, positions: NDArray[np.int64], n_fed: int) -> bool:
+    def _is_ready(
+        self, key: str, positions: NDArray[np.int64], n_fed: int, settled: int | None = None
+    ) -> bool:
         pending = self._pending.get(key)
         if pending is None or pending.failure is not None:
             return True
-        if pending.fed < min(n_fed, pending.steer_until):
+        if pending.fed < min(n_fed if settled is None else settled, pending.steer_until):
+            return False
+        if not pending.is_settled(positions, settled):
             return False
         wanted = positions.tolist()
         none: set[int] = set()
@@ -217,6 +239,10 @@ class Collector:
                     pending.steered.update(span.positions().tolist())
                 pending.fed = max(pending.fed, fed)
                 pending.paths.add(header.path)
+        for key, settled in header.settled.items():
+            if (pending := self._pending.get(key)) is not None:
+                pending.settled = max(pending.settled, settled)
+                pending.fed = max(pending.fed, settled)
         for block, frame in zip(header.blocks, frames, strict=True):
             self._accept_block(block, frame, header.path)
 

@@ -85,6 +85,10 @@ class Envelope:
     """ZMQ address of the front-end process that owns the request."""
     capture: CaptureEnvelope | None
     steer: tuple[SteerEnvelope, ...]
+    n_prompt: int
+    """Prompt tokens."""
+    is_speculative: bool
+    """Whether a step may feed tokens that are rejected afterwards."""
     steer_hash: str | None
     """What the prefix cache is salted with: a content hash over the steering, and what keeps a
     request away from blocks that a failed one of the same content left behind."""
@@ -103,6 +107,8 @@ class Envelope:
             "v": VERSION,
             "reply": self.reply,
             "hash": self.steer_hash,
+            "n_prompt": self.n_prompt,
+            "is_speculative": self.is_speculative,
             "capture": None
             if self.capture is None
             else {
@@ -172,6 +178,8 @@ class Envelope:
                 )
                 for s in value["steer"]
             ),
+            n_prompt=value["n_prompt"],
+            is_speculative=value["is_speculative"],
             steer_hash=value["hash"],
         )
 
@@ -210,6 +218,8 @@ def seal(
         reply=reply,
         capture=_seal_capture(request, facts, n_prompt, n_max),
         steer=steer,
+        n_prompt=n_prompt,
+        is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer)) if steer else None,
     )
 

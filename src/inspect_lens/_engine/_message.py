@@ -62,6 +62,8 @@ class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """One payload frame follows per block, in this order."""
     steered: dict[str, tuple[int, Span | None]]
     """Per steering request: one past the last position fed, and the positions steered."""
+    settled: dict[str, int] = {}
+    """Where drafts may be rejected: one past the last position that no later step feeds again."""
 
 
 class FailureHeader(msgspec.Struct, frozen=True, array_like=True, tag="failure"):

@@ -45,6 +45,17 @@ class _Request:
     salt: str | None = None
     is_new: bool = True
     rows: list[int] = field(default_factory=list)
+    drafts_after: int | None = None
+    """Where drafts may be rejected: the length of the prompt, which never is."""
+    reported: int = 0
+    """Up to where it was reported as settled."""
+    until: int = 0
+    """Up to where it has to be."""
+
+    def settled(self, position: int, count: int) -> int:
+        """One past the last token of a step that is not a draft."""
+        end = position + count
+        return end if self.drafts_after is None else min(end, max(position + 1, self.drafts_after))
 
 
 class Stepper:
@@ -71,6 +82,7 @@ class Stepper:
         self._region = 0
         self._plan: StepPlan | None = None
         self._fed: dict[str, int] = {}
+        self._settled: dict[str, int] = {}
         self._poisoned: set[str] = set()
         """Salts under which a request ran unsteered after it had failed here."""
 
@@ -95,11 +107,14 @@ class Stepper:
         try:
             envelope = Envelope.unpack(packed)
             self._requests[key] = request = _Request(envelope.reply, envelope.steer_hash)
+            if envelope.is_speculative:
+                request.drafts_after = envelope.n_prompt
             if envelope.steer:
                 rule, request.rows = self._bank.admit(envelope, self._site_of)
                 # A pipeline stage reports on requests that it has something to do for.
                 if rule.sites:
                     self._steer[key] = rule
+                    request.until = rule.until
             if (capture := envelope.capture) is not None and self._is_exporting:
                 # With pipeline parallelism a stage serves the layers it has.
                 sites = [self._site_of[p] for p in capture.taps if p in self._site_of]
@@ -111,6 +126,7 @@ class Stepper:
                 if sites:
                     wanted = CaptureRule(tuple(sites), capture.lo, capture.hi, positions)
                     self._capture[key] = wanted
+                    request.until = max(request.until, wanted.hi)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own request
             self._fail(key, error, reply=str(packed.get("reply", "")))
 
@@ -152,12 +168,14 @@ class Stepper:
             for key in batch.keys:
                 self._fail(key, error)
             return
-        if not (plan.steered or plan.capture):
+        self._fed = {
+            key: self._requests[key].settled(int(batch.position[i]), int(batch.n_tokens[i]))
+            for i, key in enumerate(batch.keys)
+        }
+        self._settled = self._take_settled()
+        if not (plan.steered or plan.capture or self._settled):
             self._clear()
             return
-        self._fed = {
-            key: int(batch.position[i] + batch.n_tokens[i]) for i, key in enumerate(batch.keys)
-        }
         # Two engines may live in one process; the one that steps is the current one.
         _state.install(self.state)
 
@@ -215,6 +233,15 @@ class Stepper:
             batch.position[kept],
         )
 
+    def _take_settled(self) -> dict[str, int]:
+        """Requests with drafts that still have to report how far they are settled."""
+        found = {}
+        for key, fed in self._fed.items():
+            request = self._requests[key]
+            if request.drafts_after is not None and request.reported < request.until:
+                found[key] = request.reported = fed
+        return found
+
     def close(self) -> None:
         """Free sockets and the process-global state."""
         self._exporter.close()
@@ -222,6 +249,7 @@ class Stepper:
 
     def _export(self, plan: StepPlan, path: EnginePath) -> None:
         replies = {self._requests[k].reply for k in plan.steered}
+        replies |= {self._requests[k].reply for k in self._settled}
         replies |= {self._requests[r.key].reply for b in plan.blocks for r in b.requests}
         for reply in replies:
             headers: list[BlockHeader] = []
@@ -229,15 +257,17 @@ class Stepper:
             for block in plan.blocks:
                 mine = [r for r in block.requests if self._requests[r.key].reply == reply]
                 if mine:
-                    header, tensor = self._block(block, mine)
-                    headers.append(header)
+                    head, tensor = self._block(block, mine)
+                    headers.append(head)
                     tensors.append(tensor)
             steered = {
                 key: (self._fed[key], Span.of(where) if len(where) else None)
                 for key, where in plan.steered.items()
                 if self._requests[key].reply == reply
             }
-            if not self._exporter.send_step(reply, StepHeader(path, headers, steered), tensors):
+            settled = {k: n for k, n in self._settled.items() if self._requests[k].reply == reply}
+            header = StepHeader(path, headers, steered, settled)
+            if not self._exporter.send_step(reply, header, tensors):
                 gone = [k for k, r in self._requests.items() if r.reply == reply]
                 logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
                 for key in gone:

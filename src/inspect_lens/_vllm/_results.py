@@ -33,6 +33,8 @@ class Ticket:
     """Internal id of the choice."""
     n_completion: int
     """Sampled tokens."""
+    n_last: int = 1
+    """Those of the last step; more than one where drafts were accepted."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,13 @@ class Results:
             n_fed = expected.n_prompt + ticket.n_completion - 1
             positions = expected.positions(n_fed)
             collected = self._the_collector().take(
-                ticket.key, positions=positions, n_fed=n_fed, timeout_s=self._timeout_s
+                ticket.key,
+                positions=positions,
+                n_fed=n_fed,
+                timeout_s=self._timeout_s,
+                settled=n_fed + 1 - max(ticket.n_last, 1)
+                if expected.envelope.is_speculative
+                else None,
             )
             tensor = collected.tensor
             if tensor is None and expected.envelope.capture is not None:
