@@ -76,6 +76,11 @@ def test_steering_without_capture_is_confirmed(two: Engine) -> None:
     assert output.inspect_lens.steer.n_tokens == 44
 
 
+def test_each_tap_is_sent_by_one_worker(two: Engine) -> None:
+    sent = [tap for taps in two.llm.collective_rpc("inspect_lens_taps") for tap in taps]
+    assert len(sent) == len(set(sent)) == 3 * LAYERS + 1
+
+
 def test_nothing_is_left_behind(two: Engine) -> None:
     two.run([tokens(20)], ALL)
     two.run([tokens(20)])

@@ -13,19 +13,26 @@ __all__ = ["CASES", "HIDDEN", "LAYERS", "Case", "write"]
 
 HIDDEN, LAYERS, VOCAB = 128, 4, 320
 
-_COMMON: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_GATED: dict[str, Any] = {"intermediate_size": 256, "head_dim": 64}
+
+def _common(hidden: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(1, hidden // 128),
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+def _gated(hidden: int) -> dict[str, Any]:
+    return {"intermediate_size": 2 * hidden, "head_dim": 64}
+
+
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
 
 
@@ -36,7 +43,7 @@ class Case:
     name: str
     layout: str
     """What its blocks return, or what else it stands for."""
-    config: Callable[[], Any]
+    config: Callable[[int], Any]
     layers: str = "model.layers"
     """Path of the decoder layers in the Hugging Face model."""
     sites: tuple[str, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
@@ -46,71 +53,77 @@ class Case:
     """Whether it is a language model alone."""
 
 
-def _qwen3() -> Any:
+def _llama(hidden: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_common(hidden), **_gated(hidden))
+
+
+def _qwen3(hidden: int) -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_COMMON, **_GATED)
+    return Qwen3Config(**_common(hidden), **_gated(hidden))
 
 
-def _gemma3() -> Any:
+def _gemma3(hidden: int) -> Any:
     from transformers import Gemma3TextConfig
 
     # One layer of three is global, the others see a window; both kinds are there.
     return Gemma3TextConfig(
-        **_COMMON | {"tie_word_embeddings": True},
-        **_GATED,
+        **_common(hidden) | {"tie_word_embeddings": True},
+        **_gated(hidden),
         query_pre_attn_scalar=64,
         sliding_window=32,
         layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
     )
 
 
-def _opt() -> Any:
+def _opt(hidden: int) -> Any:
     from transformers import OPTConfig
 
     return OPTConfig(
-        hidden_size=HIDDEN,
-        ffn_dim=256,
+        hidden_size=hidden,
+        ffn_dim=2 * hidden,
         num_hidden_layers=LAYERS,
-        num_attention_heads=2,
+        num_attention_heads=hidden // 64,
         vocab_size=VOCAB,
         max_position_embeddings=2048,
-        word_embed_proj_dim=HIDDEN,
+        word_embed_proj_dim=hidden,
         tie_word_embeddings=True,
     )
 
 
-def _olmo2() -> Any:
+def _olmo2(hidden: int) -> Any:
     from transformers import Olmo2Config
 
-    return Olmo2Config(**_COMMON, intermediate_size=256)
+    return Olmo2Config(**_common(hidden), intermediate_size=2 * hidden)
 
 
-def _mixtral() -> Any:
+def _mixtral(hidden: int) -> Any:
     from transformers import MixtralConfig
 
-    return MixtralConfig(**_COMMON, **_GATED, **_EXPERTS, num_local_experts=4)
+    return MixtralConfig(**_common(hidden), **_gated(hidden), **_EXPERTS, num_local_experts=4)
 
 
-def _qwen3_moe() -> Any:
+def _qwen3_moe(hidden: int) -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        **_COMMON,
-        **_GATED,
+        **_common(hidden),
+        **_gated(hidden),
         **_EXPERTS,
         num_experts=4,
-        moe_intermediate_size=128,
+        moe_intermediate_size=hidden,
         norm_topk_prob=True,
     )
 
 
-def _jamba() -> Any:
+def _jamba(hidden: int) -> Any:
     from transformers import JambaConfig
 
     return JambaConfig(
-        **_COMMON,
-        intermediate_size=256,
+        **_common(hidden),
+        intermediate_size=2 * hidden,
         num_experts=1,
         attn_layer_period=2,
         attn_layer_offset=1,
@@ -120,13 +133,13 @@ def _jamba() -> Any:
     )
 
 
-def _stablelm() -> Any:
+def _stablelm(hidden: int) -> Any:
     from transformers import StableLmConfig
 
-    return StableLmConfig(**_COMMON, intermediate_size=256)
+    return StableLmConfig(**_common(hidden), intermediate_size=2 * hidden)
 
 
-def _llava() -> Any:
+def _llava(hidden: int) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     vision = CLIPVisionConfig(
@@ -141,7 +154,7 @@ def _llava() -> Any:
     )
     return LlavaConfig(
         vision_config=vision,
-        text_config=LlamaConfig(**_COMMON, **_GATED),
+        text_config=LlamaConfig(**_common(hidden), **_gated(hidden)),
         image_token_index=VOCAB - 1,
         vision_feature_layer=-1,
         tie_word_embeddings=False,
@@ -149,6 +162,7 @@ def _llava() -> Any:
 
 
 CASES = (
+    Case("llama", "fused residual", _llama),
     Case("qwen3", "fused residual, norms on queries and keys", _qwen3),
     Case("gemma3", "fused residual, four norms, sliding windows", _gemma3),
     Case("opt", "plain residual, no feed-forward module", _opt, layers="model.decoder.layers"),
@@ -168,13 +182,16 @@ CASES = (
 )
 
 
-def write(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def write(
+    case: Case, folder: Path, dtype: torch.dtype = torch.float32, *, hidden: int = HIDDEN
+) -> Path:
     """Write a random checkpoint of an architecture.
 
     Args:
         case: the architecture.
         folder: where to.
         dtype: of the weights.
+        hidden: width of the stream; heads have 64.
 
     Returns:
         The folder.
@@ -183,7 +200,7 @@ def write(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM if case.is_text else AutoModelForImageTextToText
-    model = auto.from_config(case.config())
+    model = auto.from_config(case.config(hidden))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that every layer changes the stream visibly. State matrices, norms and

@@ -43,8 +43,7 @@ def refusal(vllm_config: Any) -> str | None:
             vllm_config.cache_config, "kv_sharing_fast_prefill", False
         ),
         "rows travel within one host, and this engine spans several": (
-            getattr(parallel, "nnodes", 1) > 1
-            or parallel.data_parallel_size_local != parallel.data_parallel_size
+            getattr(parallel, "nnodes", 1) > 1 or _has_remote_engines(parallel)
         ),
         "sequence parallelism splits tokens over ranks": getattr(
             vllm_config.compilation_config.pass_config, "enable_sp", False
@@ -70,6 +69,20 @@ def _speculation(vllm_config: Any) -> dict[str, bool]:
         "speculative decoding with stream_interval > 1 hides where the last step began": is_on
         and getattr(scheduler, "stream_interval", 1) > 1,
     }
+
+
+def _has_remote_engines(parallel: Any) -> bool:
+    """Whether a front-end hands requests to data-parallel engines of other hosts.
+
+    Behind an outer load balancer, and where each rank is a program of its own, a front-end has
+    the engines of its host only.
+    """
+    is_local = (
+        parallel.data_parallel_external_lb
+        or parallel.data_parallel_hybrid_lb
+        or parallel.data_parallel_rank_local is not None
+    )
+    return not is_local and parallel.data_parallel_size_local != parallel.data_parallel_size
 
 
 def is_compiled(vllm_config: Any) -> bool:

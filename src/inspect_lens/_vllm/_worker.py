@@ -27,7 +27,7 @@ from ._layout import layout_of
 from ._runner_v1 import RunnerV1
 from ._runner_v2 import RunnerV2
 
-__all__ = ["stats", "wrap_load_model"]
+__all__ = ["exported_taps", "stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -60,6 +60,17 @@ def stats(worker: Any) -> dict[str, int]:
     if stepper is None:
         return {"requests": 0, "steering_rows": 0}
     return {"requests": len(stepper.keys), "steering_rows": stepper.rows_in_use}
+
+
+def exported_taps(worker: Any) -> list[str]:
+    """Taps whose rows this worker sends; `collective_rpc("inspect_lens_taps")` calls it.
+
+    Over the workers of an engine each tap stands in one list.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    if stepper is None or not is_exporting_rank():
+        return []
+    return [f"{tap.site}.{tap.layer}" for tap in stepper.state.taps]
 
 
 def _install(worker: Any, settings: Settings) -> None:
