@@ -61,7 +61,7 @@ def layout_of_forward(forward: ast.FunctionDef) -> Layout:
     Returns:
         The layout, if it is the same on every path.
     """
-    arguments = {a.arg: frozenset({f"<{a.arg}>"}) for a in forward.args.args}
+    arguments: dict[str, Value] = {a.arg: frozenset({f"<{a.arg}>"}) for a in forward.args.args}
     try:
         layouts = {
             _layout(value) for value in itertools.islice(_run(forward.body, arguments), _MAX_PATHS)
@@ -83,11 +83,11 @@ class _Returned:
 def _layout(value: Value) -> Layout:
     if isinstance(value, frozenset):
         return "plain"
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], frozenset):
+    if isinstance(value, tuple) and len(value) == 2:
         hidden, residual = value
-        if residual is None:
+        if isinstance(hidden, frozenset) and residual is None:
             return "pair_with_none"
-        if isinstance(residual, frozenset):
+        if isinstance(hidden, frozenset) and isinstance(residual, frozenset):
             if not hidden & residual:
                 return "fused"
             if residual <= hidden:
