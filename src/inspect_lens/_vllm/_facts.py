@@ -45,6 +45,9 @@ def refusal(vllm_config: Any) -> str | None:
         "rows travel within one host, and this engine spans several": (
             getattr(parallel, "nnodes", 1) > 1 or _has_remote_engines(parallel)
         ),
+        "with an external launcher each rank has a front-end of its own, and one rank sends rows": (
+            getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+        ),
         "sequence parallelism splits tokens over ranks": getattr(
             vllm_config.compilation_config.pass_config, "enable_sp", False
         ),
