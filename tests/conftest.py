@@ -26,6 +26,12 @@ START_TIMEOUT_S = 600
 KV_CACHE_BYTES = 256 << 20
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-requests", type=int, default=600, help="requests of tests/engine/test_soak.py"
+    )
+
+
 @pytest.fixture(scope="session")
 def offline_llm() -> Iterator[Any]:
     """One `vllm.LLM` of the model organism for the whole session."""

@@ -32,6 +32,11 @@ class Settings:
     ring_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30, "Upper bound, in bytes, of the buffer that captured rows are written to."
     )
+    shm_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30,
+        "Bytes of memory that a worker shares with front-ends for rows on their way. On a GPU "
+        "it is pinned at start-up.",
+    )
     bank_bytes: int = _setting(  # type: ignore[assignment]
         128 << 20, "Upper bound, in bytes, of the table of steering rows."
     )

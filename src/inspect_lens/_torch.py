@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["to_torch"]
 
 
-def to_torch(tensor: TensorData) -> torch.Tensor:
+def to_torch(tensor: TensorData, *, copy: bool = True) -> torch.Tensor:
     """Make a torch tensor with the values and the dtype of a `TensorData`.
 
     Args:
         tensor: any shape, float32, float16 or bfloat16.
+        copy: whether the result gets memory of its own; without, it shares the storage,
+            which has to be writable.
 
     Returns:
-        A tensor on the CPU that owns its memory.
+        A tensor on the CPU.
 
     Raises:
         LensError: torch is not installed.
@@ -36,6 +38,8 @@ def to_torch(tensor: TensorData) -> torch.Tensor:
             "`.numpy(name)` for float32 arrays"
         ) from None
     if tensor.dtype == "bfloat16":
-        bits = torch.from_numpy(tensor.storage.view(np.int16).copy())
+        storage = tensor.storage.view(np.int16)
+        bits = torch.from_numpy(storage.copy() if copy else storage)
         return bits.view(torch.bfloat16)  # type: ignore[no-any-return]
-    return torch.from_numpy(tensor.storage.copy())  # type: ignore[no-any-return]
+    storage = tensor.storage
+    return torch.from_numpy(storage.copy() if copy else storage)  # type: ignore[no-any-return]

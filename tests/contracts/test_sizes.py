@@ -16,7 +16,8 @@ FUNCTIONS: dict[str, str] = {}
 
 
 def sources() -> list[Path]:
-    return [p for p in files(".py") if p.parts[0] in ("src", "evals", "organism", "tests")]
+    rooms = ("src", "benchmarks", "conformance", "evals", "organism", "tests")
+    return [p for p in files(".py") if p.parts[0] in rooms]
 
 
 def file_lines() -> dict[str, int]:

@@ -137,3 +137,9 @@ def engine(_compiled: tuple[Engine, Fresh]) -> Engine:
 def fresh(_compiled: tuple[Engine, Fresh]) -> Fresh:
     """What `engine` answered to its very first request."""
     return _compiled[1]
+
+
+@pytest.fixture(scope="session")
+def soak_requests(request: pytest.FixtureRequest) -> int:
+    """How many requests the soak mixes; `--soak-requests 10000` for the long one."""
+    return int(request.config.getoption("--soak-requests"))

@@ -5,9 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["tiny_llama"]
+__all__ = ["BITS", "READOUT", "RESERVED", "marked_llama", "tiny_llama"]
+
+BITS = 16
+"""Hidden coordinates 0 to 15 of a marked model hold the bits of the token's id as -1 or +1."""
+READOUT = 16
+"""A hidden coordinate that no weight of a marked model writes: 0 unless it is steered."""
+RESERVED = 24
+"""Coordinates below this one reach every layer exactly as the embedding wrote them."""
 
 
 def tiny_llama(
@@ -45,4 +55,40 @@ def tiny_llama(
             if parameter.dim() == 2:
                 parameter.normal_(0, 1.2 / parameter.shape[1] ** 0.5)
     model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def marked_llama(
+    folder: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 256,
+    vocab: int = 8192,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Path:
+    """Write a tiny Llama whose residual stream says which token each row belongs to.
+
+    No attention or MLP block writes the reserved coordinates, so the bits of the token id stand
+    there after every layer, exact in any float type. With prompts that use every id once, a
+    captured row names its request and position; and an edit of coordinate `READOUT` can be read
+    after any later layer. A word-level tokenizer is written too: id 17 is the word `t17`.
+    """
+    tiny_llama(folder, layers=layers, hidden=hidden, vocab=vocab, dtype=dtype, seed=seed)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    ids = torch.arange(vocab)
+    with torch.no_grad():
+        table = model.model.embed_tokens.weight
+        table[:, :RESERVED] = 0
+        for bit in range(BITS):
+            table[:, bit] = ((ids >> bit) & 1) * 2 - 1
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:RESERVED] = 0
+            layer.mlp.down_proj.weight[:RESERVED] = 0
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
     return folder

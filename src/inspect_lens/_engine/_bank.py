@@ -4,28 +4,31 @@ A row is a float32 vector that is added as it is, or scaled to the norm of the s
 The vectors of one request that meet at one token are summed here, when the request arrives,
 so that a tap never has to apply more than one row of each kind: a row may name a second one
 (`link`), and that one never links on. Row 0 means "nothing".
+
+What happens to one token at all taps together is a configuration: one row per tap. A step then
+needs a single number per token, however many taps steer. Configuration 0 steers nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
-from inspect_lens.spec import TapPoint, tap_order
+from inspect_lens.spec import TapPoint
 
 from ._envelope import Envelope, SteerEnvelope
-from ._plan import SteerRule
+from ._plan import Named
 
-__all__ = ["Bank", "BankTensors"]
+__all__ = ["Bank", "BankTensors", "Steering"]
 
 Row = NDArray[np.float32]
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -36,20 +39,29 @@ class BankTensors:
         vectors: (rows, hidden) float32.
         norm: (rows,) int32; 1 where the row is scaled by the norm of the stream.
         link: (rows,) int32; a second row for the same token, or 0.
+        table: (configurations, taps) int32; the row that a configuration applies at a tap, or 0.
     """
 
     vectors: torch.Tensor
     norm: torch.Tensor
     link: torch.Tensor
+    table: torch.Tensor
 
     @classmethod
-    def allocate(cls, rows: int, hidden: int, device: torch.device) -> BankTensors:
-        """Allocate a zeroed bank of `rows` vectors."""
+    def allocate(cls, rows: int, hidden: int, taps: int, device: torch.device) -> BankTensors:
+        """Allocate a zeroed bank of `rows` vectors and as many configurations."""
         return cls(
             torch.zeros(rows, hidden, dtype=torch.float32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.zeros(rows, taps, dtype=torch.int32, device=device),
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        tensors = (self.vectors, self.norm, self.link, self.table)
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -83,73 +95,90 @@ class _Vectors:
         return rows if rows.ndim == 1 else cast("Row", rows[i])
 
 
+@dataclass(frozen=True)
+class Steering:
+    """How the tokens of one request are steered."""
+
+    config: int
+    """Configuration of tokens that nothing names."""
+    named: Named | None
+    """Tokens that are steered by position."""
+    rows: list[int]
+    """Rows to give back."""
+    configs: list[int]
+    """Configurations to give back."""
+
+
 class Bank:
     """Host side of the bank: allocation, sharing by content, and reference counts."""
 
     def __init__(self, tensors: BankTensors) -> None:
         self._tensors = tensors
-        self._free = list(range(tensors.vectors.shape[0] - 1, 0, -1))
-        self._by_content: dict[tuple[bytes, int, int], int] = {}
-        self._content: dict[int, tuple[bytes, int, int]] = {}
-        self._uses: dict[int, int] = {}
+        rows, taps = tensors.table.shape
+        self._rows: _Shared[tuple[bytes, int, int]] = _Shared(rows, "steering table")
+        self._configs: _Shared[tuple[int, ...]] = _Shared(rows, "table of configurations")
+        self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
+        """(configurations, taps); whether a configuration steers at a tap."""
 
     @property
     def rows_in_use(self) -> int:
         """Rows that some request holds."""
-        return len(self._uses)
+        return self._rows.in_use
 
-    def admit(
-        self, envelope: Envelope, site_of: Mapping[TapPoint, int]
-    ) -> tuple[SteerRule, list[int]]:
+    def admit(self, envelope: Envelope, tap_index: dict[TapPoint, int]) -> Steering:
         """Place the vectors of one request.
 
         Args:
             envelope: the request.
-            site_of: index of each tap of this worker; on a pipeline other stages have the rest.
+            tap_index: index of each tap of this worker; vectors for others are left to the
+                workers that have them.
 
         Returns:
-            The rule for the plan, and the rows to give back with `release`.
+            What the plan needs and `release` takes back.
 
         Raises:
             CapacityError: the table is full; nothing was taken.
         """
-        held: list[int] = []
+        rows: list[int] = []
+        configs: list[int] = []
         placed: dict[tuple[object, ...], int] = {}
         vectors = [_Vectors.load(s) for s in envelope.steer]
-        sites: list[int] = []
-        every: list[int] = []
-        named: list[tuple[NDArray[np.int64], NDArray[np.int32]] | None] = []
-        try:
-            named_taps = {tap for v in vectors for tap in v.spec.taps}
-            for tap in sorted(named_taps & site_of.keys(), key=tap_order):
-                here = [v for v in vectors if tap in v.spec.taps]
-                sites.append(site_of[tap])
-                every.append(self._place(here, tap, None, held, placed))
-                positions = sorted({p for v in here for p in v.index})
-                named.append(
-                    (
-                        np.asarray(positions, dtype=np.int64),
-                        np.asarray(
-                            [self._place(here, tap, p, held, placed) for p in positions],
-                            dtype=np.int32,
-                        ),
-                    )
-                    if positions
-                    else None
-                )
-        except BaseException:
-            self.release(held)
-            raise
-        return SteerRule(tuple(sites), tuple(every), tuple(named), envelope.steer_until), held
+        here = [t for t in {t for v in vectors for t in v.spec.taps} if t in tap_index]
 
-    def release(self, rows: list[int]) -> None:
-        """Give rows back; a row is free again when its last user has gone."""
+        def config(position: int | None) -> int:
+            row_of = [0] * self.config_taps.shape[1]
+            for tap in here:
+                at_tap = [v for v in vectors if tap in v.spec.taps]
+                row_of[tap_index[tap]] = self._place(at_tap, tap, position, rows, placed)
+            # Positions that share their vectors share a configuration, found without looking at
+            # every tap: the step loop waits.
+            return self._take_config(tuple(row_of), configs)
+
+        try:
+            every = config(None)
+            positions = sorted({p for v in vectors for p in v.index})
+            seen: dict[tuple[int | None, ...], int] = {}
+            ids = np.empty(len(positions), dtype=np.int32)
+            for i, p in enumerate(positions):
+                what = tuple(v.row_at(p) for v in vectors)
+                if what not in seen:
+                    seen[what] = config(p)
+                ids[i] = seen[what]
+        except BaseException:
+            self._release(rows, configs)
+            raise
+        named = Named(np.asarray(positions, dtype=np.int64), ids) if positions else None
+        return Steering(every, named, rows, configs)
+
+    def release(self, steering: Steering) -> None:
+        """Give back what a request held; a row is free again when its last user has gone."""
+        self._release(steering.rows, steering.configs)
+
+    def _release(self, rows: list[int], configs: list[int]) -> None:
         for row in rows:
-            self._uses[row] -= 1
-            if not self._uses[row]:
-                del self._uses[row]
-                del self._by_content[self._content.pop(row)]
-                self._free.append(row)
+            self._rows.give(row)
+        for config in configs:
+            self._configs.give(config)
 
     def _place(
         self,
@@ -159,9 +188,9 @@ class Bank:
         held: list[int],
         placed: dict[tuple[object, ...], int],
     ) -> int:
-        """Row for one token: the sum of what applies there; 0 when nothing does.
+        """Row for one token at one tap: the sum of what applies there; 0 when nothing does.
 
-        A vector that many positions share is summed and hashed once: the step loop waits.
+        A vector that many positions share is summed and hashed once.
         """
         what = (tap, *(v.row_at(position) for v in vectors))
         if what not in placed:
@@ -185,27 +214,71 @@ class Bank:
             else:
                 term = np.float32(v.spec.scale) * vector
                 plain = term if plain is None else plain + term
-        second = 0 if matched is None else self._take(matched, True, 0, held)
-        return second if plain is None else self._take(plain, False, second, held)
+        second = 0 if matched is None else self._take_row(matched, True, 0, held)
+        return second if plain is None else self._take_row(plain, False, second, held)
 
-    def _take(self, vector: Row, norm: bool, link: int, held: list[int]) -> int:
+    def _take_row(self, vector: Row, norm: bool, link: int, held: list[int]) -> int:
         vector = np.ascontiguousarray(vector, dtype=np.float32)
         content = (hashlib.sha256(vector.tobytes()).digest(), int(norm), link)
-        row = self._by_content.get(content)
-        if row is None:
+        row, is_new = self._rows.take(content)
+        held.append(row)
+        if is_new:
+            _upload(self._tensors.vectors[row], torch.from_numpy(vector))
+            self._tensors.norm[row] = int(norm)
+            self._tensors.link[row] = link
+        return row
+
+    def _take_config(self, rows: tuple[int, ...], held: list[int]) -> int:
+        if not any(rows):
+            return 0
+        config, is_new = self._configs.take(rows)
+        held.append(config)
+        if is_new:
+            _upload(self._tensors.table[config], torch.tensor(rows, dtype=torch.int32))
+            self.config_taps[config] = np.asarray(rows) != 0
+        return config
+
+
+class _Shared(Generic[Content]):
+    """Numbers from 1 for contents, counted by use."""
+
+    def __init__(self, size: int, what: str) -> None:
+        self._what, self._size = what, size - 1
+        self._free = list(range(size - 1, 0, -1))
+        self._by_content: dict[Content, int] = {}
+        self._content: dict[int, Content] = {}
+        self._uses: dict[int, int] = {}
+
+    @property
+    def in_use(self) -> int:
+        return len(self._uses)
+
+    def take(self, content: Content) -> tuple[int, bool]:
+        """The number of a content, and whether it is new."""
+        number = self._by_content.get(content)
+        is_new = number is None
+        if number is None:
             if not self._free:
-                total = self._tensors.vectors.shape[0] - 1
                 raise CapacityError(
-                    f"steer: the steering table is full ({total} rows, all held by running "
+                    f"steer: the {self._what} is full ({self._size} rows, all held by running "
                     "requests); try again when some have finished, or raise "
                     "INSPECT_LENS_BANK_BYTES"
                 )
-            row = self._free.pop()
-            self._tensors.vectors[row].copy_(torch.from_numpy(vector))
-            self._tensors.norm[row] = int(norm)
-            self._tensors.link[row] = link
-            self._by_content[content] = row
-            self._content[row] = content
-        self._uses[row] = self._uses.get(row, 0) + 1
-        held.append(row)
-        return row
+            number = self._free.pop()
+            self._by_content[content] = number
+            self._content[number] = content
+        self._uses[number] = self._uses.get(number, 0) + 1
+        return number, is_new
+
+    def give(self, number: int) -> None:
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            del self._uses[number]
+            del self._by_content[self._content.pop(number)]
+            self._free.append(number)
+
+
+def _upload(target: torch.Tensor, value: torch.Tensor) -> None:
+    # From pageable memory the copy would wait for everything that the GPU has been given.
+    source = value.pin_memory() if target.is_cuda else value
+    target.copy_(source, non_blocking=True)

@@ -7,8 +7,10 @@ Positions are resolved here, so the worker never has to know how long a prompt i
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +32,7 @@ from inspect_lens.spec import (
 
 __all__ = ["CaptureEnvelope", "Envelope", "SteerEnvelope", "seal"]
 
-VERSION = 1
+VERSION = 2
 EVERY = 1 << 62
 
 
@@ -38,12 +40,10 @@ EVERY = 1 << 62
 class CaptureEnvelope:
     """Rows to send back."""
 
-    taps: tuple[TapPoint, ...]
-    """What is captured: distinct, in tap order."""
     sites: tuple[Site, ...]
-    """Sites asked for; each has a tensor in the result."""
+    """Sites asked for."""
     layers: tuple[int, ...]
-    """Global layer numbers of each of these tensors, ascending."""
+    """Global layer numbers asked for at each site, ascending."""
     lo: int
     """First position of the range; with `positions`, the smallest of them."""
     hi: int
@@ -57,24 +57,44 @@ class CaptureEnvelope:
     transport: str
     """How the response carries the tensor; the worker does not care."""
 
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """The taps that serve the sites and layers, in tap order."""
+        return _taps_of(self.sites, self.layers)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Taps and width of the rows."""
+        return len(self.taps), self.hidden
+
+    def ranks(self, site: Site) -> list[int]:
+        """Index in `taps` of each layer at a site."""
+        taps = self.taps
+        return [taps.index(tap_point(site, layer)) for layer in self.layers]
+
 
 @dataclass(frozen=True)
 class SteerEnvelope:
     """One steering vector."""
 
-    taps: tuple[TapPoint, ...]
-    """Where each row of `vectors` is added."""
     site: Site
     """The site asked for."""
     layers: tuple[int, ...]
-    """The layers asked for."""
+    """Layer of each row of the vectors."""
     scale: float
     norm_match: bool
     positions: tuple[int, ...] | None
     """None: every token."""
+    sha256: str
+    """Of the vectors' dtype, shape and content."""
     vectors: TensorData
     """(layers, hidden) for every token or shared by the positions, else
     (layers, positions, hidden)."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """Where each row of the vectors is added."""
+        return tuple(tap_point(self.site, layer) for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,8 @@ class Envelope:
 
     reply: str
     """ZMQ address of the front-end process that owns the request."""
+    pid: int
+    """Its process, which a worker that waits for it looks at."""
     capture: CaptureEnvelope | None
     steer: tuple[SteerEnvelope, ...]
     n_prompt: int
@@ -106,13 +128,13 @@ class Envelope:
         return {
             "v": VERSION,
             "reply": self.reply,
+            "pid": self.pid,
             "hash": self.steer_hash,
             "n_prompt": self.n_prompt,
             "is_speculative": self.is_speculative,
             "capture": None
             if self.capture is None
             else {
-                "taps": [list(tap) for tap in self.capture.taps],
                 "sites": list(self.capture.sites),
                 "layers": list(self.capture.layers),
                 "lo": self.capture.lo,
@@ -124,12 +146,12 @@ class Envelope:
             },
             "steer": [
                 {
-                    "taps": [list(tap) for tap in s.taps],
                     "site": s.site,
                     "layers": list(s.layers),
                     "scale": s.scale,
                     "norm_match": s.norm_match,
                     "positions": _listed(s.positions),
+                    "sha256": s.sha256,
                     "dtype": s.vectors.dtype,
                     "shape": list(s.vectors.shape),
                     "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
@@ -153,10 +175,10 @@ class Envelope:
         capture = value["capture"]
         return cls(
             reply=value["reply"],
+            pid=value["pid"],
             capture=None
             if capture is None
             else CaptureEnvelope(
-                _taps(capture["taps"]),
                 tuple(capture["sites"]),
                 tuple(capture["layers"]),
                 capture["lo"],
@@ -168,12 +190,12 @@ class Envelope:
             ),
             steer=tuple(
                 SteerEnvelope(
-                    _taps(s["taps"]),
                     s["site"],
                     tuple(s["layers"]),
                     s["scale"],
                     s["norm_match"],
                     _tupled(s["positions"]),
+                    s["sha256"],
                     _tensor(s),
                 )
                 for s in value["steer"]
@@ -216,6 +238,7 @@ def seal(
     )
     return Envelope(
         reply=reply,
+        pid=os.getpid(),
         capture=_seal_capture(request, facts, n_prompt, n_max),
         steer=steer,
         n_prompt=n_prompt,
@@ -231,29 +254,24 @@ def _seal_capture(
     if capture is None:
         return None
     layers = tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers
-    sites = capture.sites
-    taps = tap_points(sites, layers)
     where = resolve_positions(
         capture.positions, n_prompt=n_prompt, n_max=n_max, field="capture.positions"
     )
-    dtype = cast("DType", facts.dtype)
+    listed: tuple[int, ...] | None = None
     if isinstance(where, range):
-        stop = max(where.start, where.stop)
-        return CaptureEnvelope(
-            taps, sites, layers, where.start, stop, None, facts.hidden, dtype, capture.transport
-        )
-    ordered = tuple(sorted(where))
+        lo, hi = where.start, max(where.start, where.stop)
+    else:
+        listed = tuple(sorted(where))
+        lo, hi = listed[0], listed[-1] + 1
+    dtype = cast("DType", facts.dtype)
     return CaptureEnvelope(
-        taps,
-        sites,
-        layers,
-        ordered[0],
-        ordered[-1] + 1,
-        ordered,
-        facts.hidden,
-        dtype,
-        capture.transport,
+        capture.sites, layers, lo, hi, listed, facts.hidden, dtype, capture.transport
     )
+
+
+@lru_cache(maxsize=1024)
+def _taps_of(sites: tuple[Site, ...], layers: tuple[int, ...]) -> tuple[TapPoint, ...]:
+    return tap_points(sites, layers)
 
 
 def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:
@@ -266,14 +284,13 @@ def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) 
             positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.position_indices"
         )
         positions = tuple(resolved)
-    layers = vector.layer_indices
     return SteerEnvelope(
-        tuple(tap_point(vector.site, layer) for layer in layers),
         vector.site,
-        layers,
+        vector.layer_indices,
         vector.scale,
         vector.norm_match,
         positions,
+        data.sha256,
         data,
     )
 
@@ -281,12 +298,8 @@ def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) 
 def _steer_hash(steer: tuple[SteerEnvelope, ...]) -> str:
     digest = hashlib.sha256()
     for s in steer:
-        digest.update(repr((s.taps, s.scale, s.norm_match, s.positions, s.vectors.sha256)).encode())
+        digest.update(repr((s.taps, s.scale, s.norm_match, s.positions, s.sha256)).encode())
     return digest.hexdigest()
-
-
-def _taps(value: list[tuple[Site, int]]) -> tuple[TapPoint, ...]:
-    return tuple(TapPoint(site, layer) for site, layer in value)
 
 
 def _listed(positions: tuple[int, ...] | None) -> list[int] | None:

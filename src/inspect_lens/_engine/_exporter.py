@@ -1,90 +1,129 @@
-"""How rows leave the worker: an interface, and the simple transport for CPU workers.
-
-The transport sends the rows as message frames. A worker on a GPU overlaps the copy with the
-next step; that exporter implements the same interface.
-"""
+"""How results leave the worker: rows in shared memory, and short messages that tell of them."""
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import zmq
 
-from ._message import FailureHeader, StepHeader, encode_header
+from ._arena import ArenaWriter
+from ._copier import Copier
+from ._message import Block, Failure, Message, Opened, Opening, Settled, encode
 
-__all__ = ["Exporter", "ZmqExporter"]
+__all__ = ["Exporter", "Rows"]
 
 _SEND_TIMEOUT_S = 30.0
-SEND_QUEUE = 256
+SEND_QUEUE = 8192
 """Messages that may wait for a front-end before the step loop does."""
 
 
-class Exporter(Protocol):
+class Rows:
+    """Rows of one block, and whose they are."""
+
+    __slots__ = ("counts", "first", "listed", "numbers", "stream", "tensor")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        numbers: bytes,
+        counts: bytes,
+        first: bytes,
+        listed: dict[int, bytes],
+        stream: int = 0,
+    ) -> None:
+        """Keep them; `tensor` is (taps, tokens, width), the rest as in `Block`."""
+        self.tensor, self.stream = tensor, stream
+        self.numbers, self.counts, self.first, self.listed = numbers, counts, first, listed
+
+
+class Exporter:
     """Sends what a step produced to the front-end processes that own the requests."""
 
-    def send_step(self, reply: str, header: StepHeader, blocks: list[torch.Tensor]) -> bool:
-        """Send one step's rows; the tensors may be reused when the call returns.
+    def __init__(self, arena: ArenaWriter, copier: Copier) -> None:
+        self.arena = arena
+        self.copier = copier
+        self._context = zmq.Context()
+        self._sockets: dict[str, Any] = {}
+        self._pids: dict[str, int] = {}
+        self._seq = 0
 
-        Args:
-            reply: address of the front-end.
-            header: describes the blocks.
-            blocks: one (layers, tokens, hidden) tensor per block of the header.
+    def announce(self, reply: str, pid: int, openings: list[Opening]) -> bool:
+        """Tell a front-end which of its requests this worker has taken up.
 
         Returns:
             False when the front-end did not take the message: its requests have failed.
         """
-        ...
+        self._pids[reply] = pid
+        return self._send(reply, Opened(self.arena.name, openings))
 
-    def send_failure(self, reply: str, header: FailureHeader) -> None:
+    def send(self, reply: str, rows: Rows, path: str) -> bool:
+        """Send one block of rows; the tensor may be overwritten once its region is released.
+
+        Args:
+            reply: address of the front-end.
+            rows: what to send.
+            path: how the forward pass ran.
+
+        Returns:
+            False when the front-end did not take the message: its requests have failed.
+
+        Raises:
+            CapacityError: there was no room, and none came free.
+        """
+        reader = self.arena.reader(reply, self._pids[reply])
+        taps = rows.tensor.shape[0]
+        per_tap = rows.tensor[0].numel() * rows.tensor.element_size()
+        # A block that leaves no room for the next one would make the step loop wait for it.
+        at_once = max(1, min(taps, self.arena.nbytes // 2 // max(per_tap, 1)))
+        for tap in range(0, taps, at_once):
+            tensor = rows.tensor[tap : tap + at_once]
+            self._seq += 1
+            offset = self.arena.place(self._seq, reply, tensor.numel() * tensor.element_size())
+            self.copier.copy(tensor, offset, self._seq)
+            block = Block(
+                worker=self.arena.name,
+                reader=reader,
+                seq=self._seq,
+                offset=offset,
+                shape=(tensor.shape[0], tensor.shape[1], tensor.shape[2]),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                stream=rows.stream,
+                tap=tap,
+                path=path,
+                numbers=rows.numbers,
+                counts=rows.counts,
+                first=rows.first,
+                listed=rows.listed,
+            )
+            if not self._send(reply, block):
+                return False
+        return True
+
+    def settle(self, reply: str, numbers: bytes, settled: bytes) -> bool:
+        """Tell a front-end how far its requests are settled, behind the rows of the step.
+
+        Returns:
+            False when the front-end did not take the message: its requests have failed.
+        """
+        return self._send(reply, Settled(self.arena.name, numbers, settled))
+
+    def send_failure(self, reply: str, failure: Failure) -> None:
         """Tell a front-end that a request failed; does nothing when nobody listens."""
-        ...
-
-    def wait_for_region(self, region: int) -> None:
-        """Order the step that will fill a region of the ring behind the region's last copy."""
-        ...
-
-    def release_region(self, region: int) -> None:
-        """Note that all copies out of a region have been asked for."""
-        ...
+        self._send(reply, failure)
 
     def close(self) -> None:
-        """Free sockets."""
-        ...
-
-
-class ZmqExporter:
-    """Sends each step as one multipart message over a ZMQ PUSH socket per front-end."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._sockets: dict[str, Any] = {}
-
-    def send_step(self, reply: str, header: StepHeader, blocks: list[torch.Tensor]) -> bool:
-        """See `Exporter.send_step`."""
-        frames: list[Any] = [encode_header(header)]
-        frames += [memoryview(_bytes_of(b)) for b in blocks]
-        return self._send(reply, frames)
-
-    def send_failure(self, reply: str, header: FailureHeader) -> None:
-        """See `Exporter.send_failure`."""
-        self._send(reply, [encode_header(header)])
-
-    def wait_for_region(self, region: int) -> None:
-        """See `Exporter.wait_for_region`; rows have left when `send_step` returns."""
-
-    def release_region(self, region: int) -> None:
-        """See `Exporter.release_region`."""
-
-    def close(self) -> None:
-        """See `Exporter.close`."""
+        """Free sockets and memory."""
         for socket in self._sockets.values():
             socket.close(linger=0)
         self._sockets.clear()
         self._context.term()
+        self.arena.close()
 
-    def _send(self, reply: str, frames: list[Any]) -> bool:
+    def _send(self, reply: str, message: Message) -> bool:
         socket = self._sockets.get(reply)
         if socket is None:
             socket = self._context.socket(zmq.PUSH)
@@ -92,18 +131,19 @@ class ZmqExporter:
             socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             socket.connect(reply)
             self._sockets[reply] = socket
+        data = encode(message)
         # Back-pressure: wait for a slow front-end, but not for one that has died, since
         # everybody else's step waits with us.
         deadline = time.monotonic() + _SEND_TIMEOUT_S
         while True:
             try:
-                socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=True)
+                socket.send(data, flags=zmq.DONTWAIT)
                 return True
             except zmq.Again:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or not self._is_alive(reply):
                     return False
                 socket.poll(100, zmq.POLLOUT)
 
-
-def _bytes_of(block: torch.Tensor) -> Any:
-    return block.contiguous().view(torch.uint8).reshape(-1).numpy()
+    def _is_alive(self, reply: str) -> bool:
+        pid = self._pids.get(reply)
+        return pid is None or os.path.exists(f"/proc/{pid}")

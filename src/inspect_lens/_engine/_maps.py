@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ._plan import StepPlan
@@ -14,7 +15,7 @@ __all__ = ["CAPTURE", "STEER", "CpuMaps", "CudaMaps", "Maps", "maps_for"]
 _EVENT: Any = torch.cuda.Event  # its constructor has no types
 
 STEER, CAPTURE = 1, 2
-"""Bits of a site's flag."""
+"""Bits of a tap's flag."""
 
 
 class Maps(Protocol):
@@ -24,7 +25,7 @@ class Maps(Protocol):
         """Make the next forward pass carry the plan out."""
         ...
 
-    def clear(self, plan: StepPlan) -> None:
+    def clear(self) -> None:
         """Make the following forward passes do nothing."""
         ...
 
@@ -34,27 +35,18 @@ class CpuMaps:
 
     def __init__(self, state: TapState) -> None:
         self._state = state
+        self._header = state.header.numpy()
+        self._base = state.base.numpy()
 
     def write(self, plan: StepPlan) -> None:
         """See `Maps.write`."""
-        state = self._state
-        for site, index, rows in plan.steer:
-            state.steer_rows[site, torch.from_numpy(index)] = torch.from_numpy(rows)
-            state.steering[site] = True
-        for site, tokens, slot in plan.capture:
-            slots = torch.arange(slot, slot + len(tokens), dtype=torch.int32)
-            state.slots[site, torch.from_numpy(tokens)] = slots
-            state.capturing[site] = True
+        _fill(self._header, self._base, plan)
+        _tell_host(self._state, plan)
 
-    def clear(self, plan: StepPlan) -> None:
+    def clear(self) -> None:
         """See `Maps.clear`."""
-        state = self._state
-        for site, index, _ in plan.steer:
-            state.steer_rows[site, torch.from_numpy(index)] = 0
-            state.steering[site] = False
-        for site, tokens, _ in plan.capture:
-            state.slots[site, torch.from_numpy(tokens)] = -1
-            state.capturing[site] = False
+        _forget(self._state)
+        self._header[: 1 + len(self._state.taps)] = 0
 
 
 class CudaMaps:
@@ -66,15 +58,14 @@ class CudaMaps:
 
     DEPTH = 4
     """Steps that may be in flight; asynchronous scheduling has two, a pipeline a few more."""
-    WHOLE = 3
-    """From this many sites on, one copy of the whole map is cheaper than one per site."""
 
     def __init__(self, state: TapState) -> None:
         self._state = state
-        shape = (self.DEPTH, *state.steer_rows.shape)
-        self._rows = torch.zeros(shape, dtype=torch.int32).pin_memory()
-        self._slots = torch.full(shape, -1, dtype=torch.int32).pin_memory()
-        self._flags = torch.zeros(self.DEPTH, shape[1], dtype=torch.int32).pin_memory()
+        pinned = torch.zeros(self.DEPTH, *state.header.shape, dtype=torch.int32).pin_memory()
+        bases = torch.zeros(self.DEPTH, *state.base.shape, dtype=torch.int32).pin_memory()
+        # Unpacked once: indexing a tensor costs microseconds in every step.
+        self._headers = [(t, t.numpy()) for t in pinned]
+        self._bases = [(t, t.numpy()) for t in bases]
         self._copied = [_EVENT() for _ in range(self.DEPTH)]
         self._turn = 0
 
@@ -83,36 +74,40 @@ class CudaMaps:
         state, i = self._state, self._turn
         self._turn = (i + 1) % self.DEPTH
         self._copied[i].synchronize()
-        rows, slots, flags = (t[i].numpy() for t in (self._rows, self._slots, self._flags))
-        flags[:] = 0
-        steered = {site for site, _, _ in plan.steer}
-        captured = {site for site, _, _ in plan.capture}
-        for site in steered:
-            rows[site] = 0
-            flags[site] |= STEER
-        for site in captured:
-            slots[site] = -1
-            flags[site] |= CAPTURE
-        for site, index, values in plan.steer:
-            rows[site, index] = values
-        for site, tokens, slot in plan.capture:
-            slots[site, tokens] = range(slot, slot + len(tokens))
-        _copy(state.steer_rows, self._rows[i], steered, self.WHOLE)
-        _copy(state.slots, self._slots[i], captured, self.WHOLE)
-        state.flags.copy_(self._flags[i], non_blocking=True)
+        (header, header_np), (base, base_np) = self._headers[i], self._bases[i]
+        used = _fill(header_np, base_np, plan)
+        state.header[:used].copy_(header[:used], non_blocking=True)
+        if n := len(plan.base):
+            state.base[:n].copy_(base[:n], non_blocking=True)
         self._copied[i].record()
+        _tell_host(state, plan)
 
-    def clear(self, plan: StepPlan) -> None:
-        """See `Maps.clear`; the flags gate the maps, which may keep old numbers."""
+    def clear(self) -> None:
+        """See `Maps.clear`; the flags gate everything else, which may keep old numbers."""
+        _forget(self._state)
         self._state.flags.zero_()
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, sites: set[int], whole: int) -> None:
-    if len(sites) >= whole:
-        target.copy_(source, non_blocking=True)
-    else:
-        for site in sites:
-            target[site].copy_(source[site], non_blocking=True)
+def _fill(header: np.ndarray[Any, Any], base: np.ndarray[Any, Any], plan: StepPlan) -> int:
+    """Write a plan as the taps read it; returns how many numbers of the header were written."""
+    n, taps = len(plan.tokens), len(plan.steers)
+    header[0] = n
+    header[1 : 1 + taps] = plan.steers * STEER + plan.captures * CAPTURE
+    used = 1 + taps + 3 * n
+    header[1 + taps : used] = plan.tokens.reshape(-1)
+    base[: len(plan.base)] = plan.base
+    return used
+
+
+def _tell_host(state: TapState, plan: StepPlan) -> None:
+    state.steering = plan.steers.tolist()
+    state.capturing = plan.captures.tolist()
+    state.is_active = True
+
+
+def _forget(state: TapState) -> None:
+    state.is_active = False
+    state.steering = state.capturing = [False] * len(state.taps)
 
 
 def maps_for(state: TapState) -> Maps:

@@ -1,4 +1,4 @@
-"""Messages from a worker to the front-end: a small header and, beside it, raw rows."""
+"""Messages from a worker to a front-end: small, as rows travel in shared memory."""
 
 from __future__ import annotations
 
@@ -8,66 +8,90 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.spec import TapPoint
+from inspect_lens.spec import EnginePath
 
 __all__ = [
-    "BlockHeader",
-    "FailureHeader",
-    "Header",
-    "Span",
-    "StepHeader",
-    "decode_header",
-    "encode_header",
+    "PATHS",
+    "Block",
+    "Failure",
+    "Message",
+    "Opened",
+    "Opening",
+    "Settled",
+    "decode",
+    "encode",
+    "packed",
+    "unpacked",
 ]
 
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Ascending positions; listed only where they are not consecutive."""
-
-    first: int
-    count: int
-    listed: list[int] | None = None
-
-    @classmethod
-    def of(cls, positions: NDArray[np.int64]) -> Span:
-        """Pack ascending positions, at least one."""
-        first, count = int(positions[0]), len(positions)
-        is_run = int(positions[-1]) - first + 1 == count
-        return cls(first, count, None if is_run else positions.tolist())
-
-    def positions(self) -> NDArray[np.int64]:
-        """Unpack."""
-        if self.listed is not None:
-            return np.asarray(self.listed, dtype=np.int64)
-        return np.arange(self.first, self.first + self.count, dtype=np.int64)
+PATHS: tuple[EnginePath, ...] = ("eager", "compiled", "piecewise", "graph")
+"""Ways in which a step runs, in the order of their bits on the board."""
 
 
-class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
-    """One block of rows, (taps, tokens, hidden), shared by several requests."""
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """A request that a worker has taken up."""
 
-    taps: tuple[TapPoint, ...]
-    n_tokens: int
-    hidden: int
+    number: int
+    """The worker's short name of it."""
+    key: str
+    first_tap: int
+    """Index of the worker's first tap among the request's captured ones."""
+    n_taps: int
+    """Captured taps that the worker has."""
+    n_steered: int
+    """Steered taps that the worker has."""
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+    """Requests that a worker has taken up since its last message."""
+
+    worker: str
+    """Name of its shared memory."""
+    openings: list[Opening]
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
+    """Rows in shared memory, (taps, tokens, width), of several requests."""
+
+    worker: str
+    reader: int
+    """Index of the cursor that this front-end writes."""
+    seq: int
+    """The rows are there once the worker's `landed` has reached this number."""
+    offset: int
+    shape: tuple[int, int, int]
     dtype: str
-    requests: list[tuple[str, Span]]
-    """Requests follow one another along the block's token axis."""
-
-
-class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """What one step did."""
-
+    stream: int
+    """Which of a request's results the rows belong to."""
+    tap: int
+    """Taps of the worker's share that lie in earlier blocks."""
     path: str
     """How the forward pass ran."""
-    blocks: list[BlockHeader]
-    """One payload frame follows per block, in this order."""
-    steered: dict[str, tuple[int, Span | None]]
-    """Per steering request: one past the last position fed, and the positions steered."""
-    settled: dict[str, int] = {}
-    """Where drafts may be rejected: one past the last position that no later step feeds again."""
+    numbers: bytes
+    """int64; requests, in the order of their rows along the token axis."""
+    counts: bytes
+    """int64; tokens of each."""
+    first: bytes
+    """int64; position of each one's first token."""
+    listed: dict[int, bytes]
+    """By index of the request: int64 positions, where they need not be consecutive."""
 
 
-class FailureHeader(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """A request that the worker could not serve."""
+class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
+    """How far requests are past what may be fed again, where drafts can be rejected.
+
+    It follows the rows of its step.
+    """
+
+    worker: str
+    numbers: bytes
+    """int64; requests."""
+    settled: bytes
+    """int64; one past the last position that no later step feeds again, of each."""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """A request that a worker could not serve."""
 
     key: str
     kind: str
@@ -75,22 +99,32 @@ class FailureHeader(msgspec.Struct, frozen=True, array_like=True, tag="failure")
     message: str
 
 
-Header = StepHeader | FailureHeader
+Message = Opened | Block | Settled | Failure
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode_header(header: Header) -> bytes:
-    """Encode a header."""
-    return _ENCODER.encode(header)
+def encode(message: Message) -> bytes:
+    """Encode a message."""
+    return _ENCODER.encode(message)
 
 
-def decode_header(data: bytes) -> Header:
-    """Decode a header.
+def decode(data: bytes) -> Message:
+    """Decode a message.
 
     Raises:
-        msgspec.MsgspecError: the bytes are no header.
+        msgspec.MsgspecError: the bytes are none.
     """
     # A decoder per call: it is cheap, and decoders must not be shared between threads.
-    decoder: Any = msgspec.msgpack.Decoder(StepHeader | FailureHeader)
+    decoder: Any = msgspec.msgpack.Decoder(Opened | Block | Settled | Failure)
     return decoder.decode(data)  # type: ignore[no-any-return]
+
+
+def packed(values: NDArray[np.int64]) -> bytes:
+    """Numbers as bytes."""
+    return np.ascontiguousarray(values, dtype="<i8").tobytes()
+
+
+def unpacked(data: bytes) -> NDArray[np.int64]:
+    """Numbers out of bytes."""
+    return np.frombuffer(data, dtype="<i8")

@@ -1,57 +1,25 @@
-"""What one step does, worked out from the batch layout. Pure numpy, no torch, no state.
+"""What one step does, worked out from the batch layout: numpy only, no loop over requests.
 
-Per tapped site and token two numbers are needed: the steering row to apply (0: none) and the
-ring slot to write (-1: none). Requests that capture the same layers form a group; a group's
-rows lie in the ring as one block (layers, tokens, hidden), so that a step leaves the device in
-one contiguous copy per group.
+Each token of a step gets three numbers, alike for all taps: the steering configuration to apply
+(0: none), the capture group it belongs to (-1: none), and its place within the group's block.
+What a configuration or a group means at one tap stands in small tables beside them. Requests that
+want rows of the same taps form a group; a group's rows lie in the ring as one block
+(taps, tokens, hidden), so that a step leaves the device in one contiguous copy per group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Batch",
-    "CaptureRule",
-    "GroupBlock",
-    "RequestRows",
-    "SteerRule",
-    "StepPlan",
-    "plan_step",
-]
+__all__ = ["Batch", "GroupBlock", "Named", "RequestTable", "StepPlan", "plan_step"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class CaptureRule:
-    """Which rows of a request are captured."""
-
-    sites: tuple[int, ...]
-    """Indices of tapped sites, ascending by layer."""
-    lo: int
-    hi: int
-    positions: Longs | None
-    """Sorted explicit positions, or None for all of [lo, hi)."""
-
-
-@dataclass(frozen=True)
-class SteerRule:
-    """Which steering row each token of a request gets, per site."""
-
-    sites: tuple[int, ...]
-    """Indices of tapped sites."""
-    every: tuple[int, ...]
-    """Row for tokens that are not named, one per site; 0 for none."""
-    named: tuple[tuple[Longs, Ints] | None, ...]
-    """Per site: sorted positions and their rows, or None."""
-    until: int
-    """One past the last position that any site steers; large when every token is."""
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -61,7 +29,8 @@ class Batch:
     All arrays are parallel, one entry per request, in batch order.
     """
 
-    keys: Sequence[str]
+    slots: Longs
+    """The request's row in the `RequestTable`."""
     offset: Longs
     """Index of the request's first token in the step."""
     n_tokens: Longs
@@ -69,48 +38,112 @@ class Batch:
     position: Longs
     """Absolute position of the request's first token of this step."""
 
+    def take(self, index: NDArray[Any]) -> Batch:
+        """The requests at `index`."""
+        return Batch(
+            self.slots[index], self.offset[index], self.n_tokens[index], self.position[index]
+        )
+
 
 @dataclass(frozen=True)
-class RequestRows:
-    """A request's share of a group block."""
+class Named:
+    """Tokens of a request that are steered by position."""
 
-    key: str
-    start: int
-    """Index of its first token within the block."""
     positions: Longs
-    """Absolute positions of its tokens."""
+    """Sorted."""
+    configs: Ints
+    """Steering configuration of each."""
+
+
+class RequestTable:
+    """What the plan has to know of each live request, as parallel arrays."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.group: Ints = np.full(capacity, -1, dtype=np.int32)
+        """Capture group, or -1."""
+        self.lo: Longs = np.zeros(capacity, dtype=np.int64)
+        self.hi: Longs = np.zeros(capacity, dtype=np.int64)
+        """Captured positions are those of [lo, hi), or the listed ones within."""
+        self.config: Ints = np.zeros(capacity, dtype=np.int32)
+        """Steering configuration of tokens that nothing names."""
+        self.until: Longs = np.zeros(capacity, dtype=np.int64)
+        """One past the last steered position; 0 for a request that does not steer."""
+        self.listed: dict[int, Longs] = {}
+        """Sorted explicit positions of requests that capture some."""
+        self.named: dict[int, Named] = {}
+        """Of requests that steer some positions differently."""
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def take(self) -> int:
+        """A slot that captures and steers nothing."""
+        if not self._free:
+            size = len(self.group)
+            self.group = np.concatenate([self.group, np.full(size, -1, dtype=np.int32)])
+            self.lo, self.hi, self.until = (
+                np.concatenate([a, np.zeros(size, dtype=np.int64)])
+                for a in (self.lo, self.hi, self.until)
+            )
+            self.config = np.concatenate([self.config, np.zeros(size, dtype=np.int32)])
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """Clear a slot and give it back."""
+        self.group[slot] = -1
+        self.config[slot] = self.until[slot] = 0
+        self.listed.pop(slot, None)
+        self.named.pop(slot, None)
+        self._free.append(slot)
 
 
 @dataclass(frozen=True)
 class GroupBlock:
-    """Rows of all requests that capture the same sites."""
+    """Rows of all requests that belong to one group: (taps of the group, tokens)."""
 
-    sites: tuple[int, ...]
+    group: int
     base: int
-    """First ring slot."""
+    """First ring row."""
     n_tokens: int
-    requests: tuple[RequestRows, ...]
+    slots: Longs
+    """Requests, in the order of their rows."""
+    counts: Longs
+    """Rows of each request at each tap."""
+    first: Longs
+    """Position of each request's first row."""
+    listed: dict[int, Longs]
+    """By index in `slots`: the positions, where they need not be consecutive."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The maps of one step and where its rows will lie."""
 
-    steer: list[tuple[int, Longs, Ints]]
-    """(site, token indices, rows)."""
-    capture: list[tuple[int, Longs, int]]
-    """(site, token indices, first ring slot); slots are consecutive."""
+    tokens: Ints
+    """(tokens, 3): steering configuration, capture group of this step, place in its block."""
+    base: Ints
+    """(groups of this step, taps): ring row of the first token at a tap, -1 for no capture."""
+    steers: Bools
+    """(taps,): whether the step steers there."""
+    captures: Bools
+    """(taps,): whether the step captures there."""
     blocks: list[GroupBlock]
-    steered: dict[str, Longs]
-    """Positions steered in this step, per request that is not past its last one."""
+    """One per group of this step."""
+    steered: Batch
+    """Requests of the step that are not past their last steered position."""
     ring_rows: int
     """Ring rows that the step fills."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any tap has something to do."""
+        return bool(self.steers.any() or self.captures.any())
 
 
 def plan_step(
     batch: Batch,
-    capture: dict[str, CaptureRule],
-    steer: dict[str, SteerRule],
+    table: RequestTable,
+    group_taps: list[Longs],
+    config_taps: Bools,
     *,
     ring_rows: int,
     first_row: int = 0,
@@ -119,8 +152,9 @@ def plan_step(
 
     Args:
         batch: the requests of the step that use the lens.
-        capture: rules by request key.
-        steer: rules by request key.
+        table: what they want.
+        group_taps: ascending taps of each capture group.
+        config_taps: (configurations, taps); whether a configuration steers at a tap.
         ring_rows: ring rows that the step may fill.
         first_row: the first of them.
 
@@ -131,71 +165,88 @@ def plan_step(
         OverflowError: the step needs more ring rows than there are. The front-end's limits
             make that impossible, so it is a bug where it happens.
     """
-    steer_writes: list[tuple[int, Longs, Ints]] = []
-    steered: dict[str, Longs] = {}
-    groups: dict[tuple[int, ...], list[tuple[str, int, Longs]]] = {}
-    for i, key in enumerate(batch.keys):
-        offset, count, position = (
-            int(batch.offset[i]),
-            int(batch.n_tokens[i]),
-            int(batch.position[i]),
-        )
-        if (rule := steer.get(key)) is not None and position < rule.until:
-            steered[key] = _plan_steer(rule, offset, count, position, steer_writes)
-        if (wanted := capture.get(key)) is not None:
-            positions = _captured_positions(wanted, position, count)
-            if len(positions):
-                groups.setdefault(wanted.sites, []).append((key, offset - position, positions))
-    capture_writes, blocks, used = _plan_groups(groups, first_row)
+    n = int((batch.offset + batch.n_tokens).max(initial=0))
+    tokens = np.empty((n, 3), dtype=np.int32)
+    tokens[:, 0], tokens[:, 1] = 0, -1
+    steered = batch.take(np.flatnonzero(batch.position < table.until[batch.slots]))
+    steers = _steer(steered, table, tokens, config_taps)
+    blocks, base = _capture(batch, table, tokens, group_taps, config_taps.shape[1], first_row)
+    used = sum(block.n_tokens * len(group_taps[block.group]) for block in blocks)
     if used > ring_rows:
         raise OverflowError(f"a step needs {used} ring rows and there are {ring_rows}")
-    return StepPlan(steer_writes, capture_writes, blocks, steered, used)
+    captures: Bools = np.logical_or.reduce(base >= 0, axis=0)
+    return StepPlan(tokens, base, steers, captures, blocks, steered, used)
 
 
-def _plan_steer(
-    rule: SteerRule,
-    offset: int,
-    count: int,
-    position: int,
-    writes: list[tuple[int, Longs, Ints]],
-) -> Longs:
-    touched = np.zeros(count, dtype=bool)
-    for site, every, named in zip(rule.sites, rule.every, rule.named, strict=True):
-        rows = np.full(count, every, dtype=np.int32)
-        if named is not None:
-            positions, named_rows = named
-            a, b = np.searchsorted(positions, (position, position + count))
-            rows[positions[a:b] - position] = named_rows[a:b]
-        (index,) = rows.nonzero()
-        if len(index):
-            writes.append((site, index + offset, rows[index]))
-            touched[index] = True
-    return touched.nonzero()[0] + position
+def _steer(steered: Batch, table: RequestTable, tokens: Ints, config_taps: Bools) -> Bools:
+    if not len(steered.slots):
+        return np.zeros(config_taps.shape[1], dtype=np.bool_)
+    configs = table.config[steered.slots]
+    tokens[_expand(steered.offset, steered.n_tokens), 0] = np.repeat(configs, steered.n_tokens)
+    used = [configs]
+    if table.named:
+        for i, slot in enumerate(steered.slots.tolist()):
+            named = table.named.get(slot)
+            if named is None:
+                continue
+            position = int(steered.position[i])
+            a, b = named.positions.searchsorted((position, position + int(steered.n_tokens[i])))
+            tokens[named.positions[a:b] + (int(steered.offset[i]) - position), 0] = named.configs[
+                a:b
+            ]
+            used.append(named.configs[a:b])
+    steers: Bools = np.logical_or.reduce(config_taps[np.unique(np.concatenate(used))], axis=0)
+    return steers
 
 
-def _captured_positions(rule: CaptureRule, position: int, count: int) -> Longs:
-    if rule.positions is not None:
-        a, b = np.searchsorted(rule.positions, (position, position + count))
-        return rule.positions[a:b]
-    return np.arange(max(rule.lo, position), max(0, min(rule.hi, position + count)), dtype=np.int64)
-
-
-def _plan_groups(
-    groups: dict[tuple[int, ...], list[tuple[str, int, Longs]]],
+def _capture(
+    batch: Batch,
+    table: RequestTable,
+    tokens: Ints,
+    group_taps: list[Longs],
+    n_taps: int,
     first_row: int,
-) -> tuple[list[tuple[int, Longs, int]], list[GroupBlock], int]:
-    writes: list[tuple[int, Longs, int]] = []
+) -> tuple[list[GroupBlock], Ints]:
+    group = table.group[batch.slots]
+    start = np.maximum(table.lo[batch.slots], batch.position)
+    stop = np.minimum(table.hi[batch.slots], batch.position + batch.n_tokens)
+    counts = np.where(group >= 0, np.maximum(stop - start, 0), 0)
+    listed: dict[int, Longs] = {}
+    if table.listed:
+        for i, slot in enumerate(batch.slots.tolist()):
+            if (positions := table.listed.get(slot)) is not None and counts[i]:
+                a, b = positions.searchsorted((start[i], stop[i]))
+                listed[i], counts[i] = positions[a:b], b - a
+    present = np.unique(group[counts > 0])
+    base = np.full((len(present), n_taps), -1, dtype=np.int32)
     blocks: list[GroupBlock] = []
-    base = first_row
-    for sites, members in groups.items():
-        tokens = np.concatenate([positions + shift for _, shift, positions in members])
-        requests: list[RequestRows] = []
-        start = 0
-        for key, _, positions in members:
-            requests.append(RequestRows(key, start, positions))
-            start += len(positions)
-        for rank, site in enumerate(sites):
-            writes.append((site, tokens, base + rank * start))
-        blocks.append(GroupBlock(sites, base, start, tuple(requests)))
-        base += len(sites) * start
-    return writes, blocks, base - first_row
+    for local, gid in enumerate(present.tolist()):
+        members = np.flatnonzero((group == gid) & (counts > 0))
+        mine = counts[members]
+        total = int(mine.sum())
+        shift = batch.offset[members] - batch.position[members]
+        index = _expand(start[members] + shift, mine)
+        own = {k: listed[i] for k, i in enumerate(members.tolist()) if i in listed}
+        if own:
+            ends = np.cumsum(mine)
+            for k, positions in own.items():
+                index[ends[k] - mine[k] : ends[k]] = positions + shift[k]
+        tokens[index, 1] = local
+        tokens[index, 2] = np.arange(total, dtype=np.int32)
+        taps = group_taps[gid]
+        base[local, taps] = first_row + np.arange(len(taps), dtype=np.int32) * total
+        blocks.append(
+            GroupBlock(gid, first_row, total, batch.slots[members], mine, start[members], own)
+        )
+        first_row += len(taps) * total
+    return blocks, base
+
+
+def _expand(first: Longs, counts: Longs) -> Longs:
+    """first[0], first[0]+1, … for counts[0] entries, then the same for the next."""
+    total = int(counts.sum())
+    if total == len(counts) and (counts == 1).all():
+        return first.copy()
+    ends = np.cumsum(counts)
+    index: Longs = np.arange(total, dtype=np.int64) + np.repeat(first - (ends - counts), counts)
+    return index

@@ -23,29 +23,28 @@ class TapState:
     """Buffers of one worker.
 
     Attributes:
-        taps: the taps of this worker, in the order in which a forward pass meets them.
-        steer_rows: (sites, tokens) int32; bank row of each token, 0 for none.
-        slots: (sites, tokens) int32; ring slot of each token, -1 for none.
-        bank: steering rows.
+        taps: what each tap reads, in the order of the forward pass.
+        header: int32; one allocation that a step fills in one copy: the number of tokens that
+            the maps describe, a flag per tap, and three numbers per token.
+        base: (groups, taps) int32; ring row of a group's first token at a tap, or -1.
+        bank: steering rows and configurations.
         ring: (regions * region rows, hidden) in the dtype of the residual stream.
-        flags: (sites,) int32; what a tap does in this step, where the host cannot tell it.
         regions: equal parts of the ring that steps use in turn, so that one can be copied out
             while the next step fills another.
-        site_of: site index by address of the site's `ctl` tensor.
-        steering: per site, whether this step steers there.
-        capturing: per site, whether this step captures there.
-        is_active: whether any site does anything in this step; the taps' only question
-            in a step that asks for nothing.
+        tap_of: index by address of a tap's `ctl` tensor.
+        steering: per tap, whether this step steers there.
+        capturing: per tap, whether this step captures there.
+        is_active: whether any tap does anything in this step; the taps' only question in a
+            step that asks for nothing.
     """
 
     taps: tuple[TapPoint, ...]
-    steer_rows: torch.Tensor
-    slots: torch.Tensor
+    header: torch.Tensor
+    base: torch.Tensor
     bank: BankTensors
     ring: torch.Tensor
-    flags: torch.Tensor
     regions: int = 1
-    site_of: dict[int, int] = field(default_factory=dict)
+    tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
     capturing: list[bool] = field(default_factory=list)
     is_active: bool = False
@@ -58,31 +57,41 @@ class TapState:
         hidden: int,
         dtype: torch.dtype,
         max_tokens: int,
+        max_groups: int,
         ring_rows: int,
         bank_rows: int,
         device: torch.device,
     ) -> TapState:
         """Allocate all buffers of a worker."""
-        sites = len(taps)
+        n = len(taps)
         regions = 2 if device.type == "cuda" else 1
         return cls(
             taps=taps,
-            steer_rows=torch.zeros(sites, max_tokens, dtype=torch.int32, device=device),
-            slots=torch.full((sites, max_tokens), -1, dtype=torch.int32, device=device),
+            header=torch.zeros(1 + n + 3 * max_tokens, dtype=torch.int32, device=device),
+            base=torch.full((max_groups, n), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
-            bank=BankTensors.allocate(bank_rows + 1, hidden, device),
+            bank=BankTensors.allocate(bank_rows + 1, hidden, n, device),
             ring=torch.zeros(regions * ring_rows, hidden, dtype=dtype, device=device),
-            flags=torch.zeros(sites, dtype=torch.int32, device=device),
             regions=regions,
-            steering=[False] * sites,
-            capturing=[False] * sites,
+            steering=[False] * n,
+            capturing=[False] * n,
         )
 
-    def new_ctl(self, site: int) -> torch.Tensor:
-        """Make the identity token of a site."""
-        ctl = torch.full((1,), site, dtype=torch.int32, device=self.ring.device)
-        self.site_of[ctl.data_ptr()] = site
+    def new_ctl(self, tap: int) -> torch.Tensor:
+        """Make the identity token of a tap."""
+        ctl = torch.full((1,), tap, dtype=torch.int32, device=self.ring.device)
+        self.tap_of[ctl.data_ptr()] = tap
         return ctl
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """(taps,) int32; what each tap does in this step."""
+        return self.header[1 : 1 + len(self.taps)]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(tokens, 3) int32; configuration, group of the step, place in the group's block."""
+        return self.header[1 + len(self.taps) :].view(-1, 3)
 
     @property
     def region_rows(self) -> int:
@@ -92,15 +101,8 @@ class TapState:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        tensors = (
-            self.steer_rows,
-            self.slots,
-            self.bank.vectors,
-            self.bank.norm,
-            self.bank.link,
-            self.ring,
-        )
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors = (self.header, self.base, self.ring)
+        return self.bank.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
 
 class _Slot:

@@ -7,8 +7,9 @@ requests it concerns, clears their rows, and the engine goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,44 +19,32 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EnginePath
 
 from . import _state
-from ._bank import Bank
+from ._arena import BOARD_SIZE
+from ._bank import Bank, Steering
+from ._drafts import Drafts
 from ._envelope import Envelope
-from ._exporter import Exporter
+from ._exporter import Exporter, Rows
 from ._maps import maps_for
-from ._message import BlockHeader, FailureHeader, Span, StepHeader
-from ._plan import (
-    Batch,
-    CaptureRule,
-    GroupBlock,
-    RequestRows,
-    SteerRule,
-    StepPlan,
-    plan_step,
-)
+from ._message import PATHS, Failure, Opening, packed
+from ._plan import Batch, GroupBlock, Longs, RequestTable, StepPlan, plan_step
 from ._state import TapState
 
 __all__ = ["Stepper"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
+_REMEMBERED = 4096
+"""Removed requests whose number is kept: a pre-empted one comes back under its key."""
+
 
 @dataclass
 class _Request:
+    key: str
     reply: str
-    salt: str | None = None
-    is_new: bool = True
-    rows: list[int] = field(default_factory=list)
-    drafts_after: int | None = None
-    """Where drafts may be rejected: the length of the prompt, which never is."""
-    reported: int = 0
-    """Up to where it was reported as settled."""
-    until: int = 0
-    """Up to where it has to be."""
-
-    def settled(self, position: int, count: int) -> int:
-        """One past the last token of a step that is not a draft."""
-        end = position + count
-        return end if self.drafts_after is None else min(end, max(position + 1, self.drafts_after))
+    number: int
+    slot: int
+    salt: str | None
+    steering: Steering | None
 
 
 class Stepper:
@@ -66,23 +55,33 @@ class Stepper:
 
         Args:
             state: the worker's buffers.
-            exporter: where rows go.
-            is_exporting: whether this rank sends rows; the residual stream is the same on
+            exporter: where results go.
+            is_exporting: whether this rank sends anything; the residual stream is the same on
                 all tensor-parallel ranks, so one of them does.
         """
         self.state = state
         self._exporter = exporter
+        self._copier = exporter.copier
+        self._board = exporter.arena.view.board
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank)
-        self._site_of = {point: i for i, point in enumerate(state.taps)}
+        self._tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self._requests: dict[str, _Request] = {}
-        self._capture: dict[str, CaptureRule] = {}
-        self._steer: dict[str, SteerRule] = {}
+        self._table = RequestTable()
+        self._by_slot: dict[int, _Request] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._group_taps: list[Longs] = []
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._next_number = 1
+        self._live_records: set[int] = set()
+        self._number_of = np.zeros(1, dtype=np.int64)
+        self._unannounced: dict[str, tuple[int, list[Opening]]] = {}
         self._maps = maps_for(state)
         self._region = 0
         self._plan: StepPlan | None = None
-        self._fed: dict[str, int] = {}
-        self._settled: dict[str, int] = {}
+        self._drafts = Drafts()
+        self._new: set[int] = set()
+        """Slots of requests that no step has run yet."""
         self._poisoned: set[str] = set()
         """Salts under which a request ran unsteered after it had failed here."""
 
@@ -92,52 +91,65 @@ class Stepper:
         return bool(self._requests)
 
     @property
-    def keys(self) -> Mapping[str, object]:
-        """Live requests that use the lens, by key."""
-        return self._requests
-
-    @property
     def rows_in_use(self) -> int:
         """Steering rows that live requests hold."""
         return self._bank.rows_in_use
 
-    def add(self, key: str, packed: Mapping[str, Any]) -> None:
+    @property
+    def n_requests(self) -> int:
+        """Live requests that use the lens."""
+        return len(self._requests)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Shared memory that no front-end has taken yet."""
+        return self._exporter.arena.bytes_in_use
+
+    def batch(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> Batch:
+        """Pick the requests that use the lens out of a step's layout.
+
+        Args:
+            keys: all requests of the step, in batch order.
+            offset: index of each one's first token in the step.
+            n_tokens: tokens of each in this step.
+            position: absolute position of each one's first token.
+        """
+        known = self._requests
+        found = [(i, r.slot) for i, key in enumerate(keys) if (r := known.get(key)) is not None]
+        if not found:
+            none = np.zeros(0, dtype=np.int64)
+            return Batch(none, none, none, none)
+        both = np.asarray(found, dtype=np.int64)
+        index = both[:, 0]
+        return Batch(
+            both[:, 1],
+            offset[index].astype(np.int64),
+            n_tokens[index].astype(np.int64),
+            position[index].astype(np.int64),
+        )
+
+    def add(self, key: str, envelope: Mapping[str, Any]) -> None:
         """Take up a request; one that is known under the key is replaced."""
         self.remove(key)
         try:
-            envelope = Envelope.unpack(packed)
-            self._requests[key] = request = _Request(envelope.reply, envelope.steer_hash)
-            if envelope.is_speculative:
-                request.drafts_after = envelope.n_prompt
-            if envelope.steer:
-                rule, request.rows = self._bank.admit(envelope, self._site_of)
-                # A pipeline stage reports on requests that it has something to do for.
-                if rule.sites:
-                    self._steer[key] = rule
-                    request.until = rule.until
-            if (capture := envelope.capture) is not None and self._is_exporting:
-                # With pipeline parallelism a stage serves the layers it has.
-                sites = [self._site_of[p] for p in capture.taps if p in self._site_of]
-                positions = (
-                    None
-                    if capture.positions is None
-                    else np.asarray(capture.positions, dtype=np.int64)
-                )
-                if sites:
-                    wanted = CaptureRule(tuple(sites), capture.lo, capture.hi, positions)
-                    self._capture[key] = wanted
-                    request.until = max(request.until, wanted.hi)
+            self._add(key, Envelope.unpack(envelope))
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own request
-            self._fail(key, error, reply=str(packed.get("reply", "")))
+            self._fail(key, error, str(envelope.get("reply", "")), envelope.get("hash"))
 
     def remove(self, key: str) -> None:
         """Forget a request; one that is not known is fine."""
         request = self._requests.pop(key, None)
         if request is None:
             return
-        self._capture.pop(key, None)
-        self._steer.pop(key, None)
-        self._bank.release(request.rows)
+        del self._by_slot[request.slot]
+        self._table.give(request.slot)
+        self._drafts.remove(request.slot)
+        self._live_records.discard(request.number % BOARD_SIZE)
+        self._numbers[key] = request.number
+        if len(self._numbers) > _REMEMBERED:
+            self._numbers.popitem(last=False)
+        if request.steering is not None:
+            self._bank.release(request.steering)
 
     def begin_step(self, batch: Batch) -> None:
         """Fill the maps for the step that is about to run.
@@ -151,30 +163,24 @@ class Stepper:
             rows = self.state.region_rows
             plan = plan_step(
                 batch,
-                self._capture,
-                self._steer,
+                self._table,
+                self._group_taps,
+                self._bank.config_taps,
                 ring_rows=rows,
                 first_row=self._region * rows,
             )
-            if plan.capture:
-                self._exporter.wait_for_region(self._region)
+            if plan.blocks:
+                self._copier.wait_for_region(self._region)
+            self._drafts.begin(batch)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
             self._plan = plan
-            self.state.is_active = bool(plan.steer or plan.capture)
-            if self.state.is_active:
+            if plan.is_active:
                 self._maps.write(plan)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             self._clear()
-            for key in batch.keys:
-                self._fail(key, error)
-            return
-        self._fed = {
-            key: self._requests[key].settled(int(batch.position[i]), int(batch.n_tokens[i]))
-            for i, key in enumerate(batch.keys)
-        }
-        self._settled = self._take_settled()
-        if not (plan.steered or plan.capture or self._settled):
-            self._clear()
+            for slot in batch.slots.tolist():
+                if (request := self._by_slot.get(slot)) is not None:
+                    self._fail(request.key, error)
             return
         # Two engines may live in one process; the one that steps is the current one.
         _state.install(self.state)
@@ -190,13 +196,18 @@ class Stepper:
             return
         try:
             if self._is_exporting:
+                self._announce()
+                self._note(plan.steered, path)
                 self._export(plan, path)
-            if plan.capture:
-                self._exporter.release_region(self._region)
+                self._settle()
+            if plan.blocks:
+                self._copier.release_region(self._region)
                 self._region = (self._region + 1) % self.state.regions
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
-            for key in {r.key for b in plan.blocks for r in b.requests} | set(plan.steered):
-                self._fail(key, error)
+            slots = [s for b in plan.blocks for s in b.slots.tolist()]
+            for slot in {*slots, *plan.steered.slots.tolist(), *self._drafts.running}:
+                if (request := self._by_slot.get(slot)) is not None:
+                    self._fail(request.key, error)
         finally:
             self._clear()
 
@@ -208,15 +219,82 @@ class Stepper:
             for key in list(self._requests):
                 self._fail(key, error)
 
+    def close(self) -> None:
+        """Free sockets, shared memory and the process-global state."""
+        self._exporter.close()
+        _state.uninstall(self.state)
+
+    def _add(self, key: str, envelope: Envelope) -> None:
+        capture = envelope.capture
+        taps = () if capture is None else capture.taps
+        # With pipeline parallelism a stage serves the taps it has.
+        mine = [self._tap_index[t] for t in taps if t in self._tap_index]
+        steered = {t for s in envelope.steer for t in s.taps if t in self._tap_index}
+        steering = self._bank.admit(envelope, self._tap_index) if steered else None
+        slot, number = self._table.take(), self._take_number(key)
+        request = _Request(key, envelope.reply, number, slot, envelope.steer_hash, steering)
+        self._requests[key] = self._by_slot[slot] = request
+        self._remember_number(slot, number)
+        if steering is not None:
+            self._table.config[slot] = steering.config
+            self._table.until[slot] = envelope.steer_until
+            if steering.named is not None:
+                self._table.named[slot] = steering.named
+        if capture is not None and mine and self._is_exporting:
+            self._table.group[slot] = self._group(tuple(mine))
+            self._table.lo[slot], self._table.hi[slot] = capture.lo, capture.hi
+            if capture.positions is not None:
+                self._table.listed[slot] = np.asarray(capture.positions, dtype=np.int64)
+        self._new.add(slot)
+        if not self._is_exporting:
+            return
+        if envelope.is_speculative:
+            until = envelope.steer_until if steered else 0
+            until = max(until, capture.hi if capture is not None and mine else 0)
+            self._drafts.add(slot, envelope.n_prompt, until)
+        first = min((i for i, t in enumerate(taps) if t in self._tap_index), default=0)
+        opening = Opening(number, key, first, len(mine), len(steered))
+        self._unannounced.setdefault(envelope.reply, (envelope.pid, []))[1].append(opening)
+
+    def _group(self, taps: tuple[int, ...]) -> int:
+        if taps not in self._groups:
+            self._groups[taps] = len(self._group_taps)
+            self._group_taps.append(np.asarray(taps, dtype=np.int64))
+        return self._groups[taps]
+
+    def _take_number(self, key: str) -> int:
+        """A number whose board record nobody live holds; a pre-empted request keeps its own."""
+        number = self._numbers.pop(key, None)
+        record = None if number is None else number % BOARD_SIZE
+        if number is None or record in self._live_records or self._board[record, 0] != number:
+            number = self._next_number
+            while number % BOARD_SIZE in self._live_records:
+                number += 1
+            self._next_number = number + 1
+            # Of the tensor-parallel ranks, the one that exports writes; the others have boards
+            # of their own that nobody reads.
+            self._board[number % BOARD_SIZE] = (number, -1, 0, 0)
+        self._live_records.add(number % BOARD_SIZE)
+        return number
+
+    def _remember_number(self, slot: int, number: int) -> None:
+        if slot >= len(self._number_of):
+            grown = np.zeros(max(2 * len(self._number_of), slot + 1), dtype=np.int64)
+            grown[: len(self._number_of)] = self._number_of
+            self._number_of = grown
+        self._number_of[slot] = number
+
     def _without_poisoned(self, batch: Batch) -> Batch:
         """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
+        new, self._new = self._new, set()
+        if not self._poisoned or not new:
+            return batch
         kept = []
-        for i, key in enumerate(batch.keys):
-            request = self._requests[key]
-            was_new, request.is_new = request.is_new, False
-            if was_new and batch.position[i] > 0 and request.salt in self._poisoned:
+        for i, slot in enumerate(batch.slots.tolist()):
+            request = self._by_slot[slot]
+            if slot in new and batch.position[i] > 0 and request.salt in self._poisoned:
                 self._fail(
-                    key,
+                    request.key,
                     CaptureError(
                         "the prefix cache holds blocks of a failed request with the same steering; "
                         "try again"
@@ -224,94 +302,93 @@ class Stepper:
                 )
             else:
                 kept.append(i)
-        if len(kept) == len(batch.keys):
+        if len(kept) == len(batch.slots):
             return batch
-        return Batch(
-            [batch.keys[i] for i in kept],
-            batch.offset[kept],
-            batch.n_tokens[kept],
-            batch.position[kept],
-        )
+        return batch.take(np.asarray(kept, dtype=np.int64))
 
-    def _take_settled(self) -> dict[str, int]:
-        """Requests with drafts that still have to report how far they are settled."""
-        found = {}
-        for key, fed in self._fed.items():
-            request = self._requests[key]
-            if request.drafts_after is not None and request.reported < request.until:
-                found[key] = request.reported = fed
-        return found
+    def _announce(self) -> None:
+        """Tell front-ends of new requests, before the first row or record of theirs."""
+        if not self._unannounced:
+            return
+        waiting, self._unannounced = self._unannounced, {}
+        for reply, (pid, openings) in waiting.items():
+            if not self._exporter.announce(reply, pid, openings):
+                self._drop(reply)
 
-    def close(self) -> None:
-        """Free sockets and the process-global state."""
-        self._exporter.close()
-        _state.uninstall(self.state)
+    def _note(self, steered: Batch, path: EnginePath) -> None:
+        """Write on the board how far each steered request has been fed."""
+        if not len(steered.slots):
+            return
+        board, record = self._board, self._number_of[steered.slots] % BOARD_SIZE
+        was = board[record, 1]
+        board[record, 1] = np.where(was < 0, steered.position, np.minimum(was, steered.position))
+        board[record, 3] |= 1 << PATHS.index(path)
+        board[record, 2] = np.maximum(board[record, 2], steered.position + steered.n_tokens)
 
     def _export(self, plan: StepPlan, path: EnginePath) -> None:
-        replies = {self._requests[k].reply for k in plan.steered}
-        replies |= {self._requests[k].reply for k in self._settled}
-        replies |= {self._requests[r.key].reply for b in plan.blocks for r in b.requests}
-        for reply in replies:
-            headers: list[BlockHeader] = []
-            tensors: list[torch.Tensor] = []
-            for block in plan.blocks:
-                mine = [r for r in block.requests if self._requests[r.key].reply == reply]
-                if mine:
-                    head, tensor = self._block(block, mine)
-                    headers.append(head)
-                    tensors.append(tensor)
-            steered = {
-                key: (self._fed[key], Span.of(where) if len(where) else None)
-                for key, where in plan.steered.items()
-                if self._requests[key].reply == reply
-            }
-            settled = {k: n for k, n in self._settled.items() if self._requests[k].reply == reply}
-            header = StepHeader(path, headers, steered, settled)
-            if not self._exporter.send_step(reply, header, tensors):
-                gone = [k for k, r in self._requests.items() if r.reply == reply]
-                logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
-                for key in gone:
-                    self._fail(key, CaptureError("the front-end took no rows"))
+        if not plan.blocks:
+            return
+        self._copier.begin()
+        for block in plan.blocks:
+            taps = len(self._group_taps[block.group])
+            rows = self.state.ring[block.base : block.base + taps * block.n_tokens]
+            rows = rows.view(taps, block.n_tokens, -1)
+            replies = {self._by_slot[s].reply for s in block.slots.tolist()}
+            for reply in replies:
+                if not self._exporter.send(reply, self._rows(block, rows, reply, replies), path):
+                    self._drop(reply)
 
-    def _block(
-        self, block: GroupBlock, mine: list[RequestRows]
-    ) -> tuple[BlockHeader, torch.Tensor]:
-        sites, n = len(block.sites), block.n_tokens
-        rows = self.state.ring[block.base : block.base + sites * n].view(sites, n, -1)
-        if len(mine) != len(block.requests):
+    def _rows(self, block: GroupBlock, rows: torch.Tensor, reply: str, replies: set[str]) -> Rows:
+        slots, counts, first, listed = block.slots, block.counts, block.first, block.listed
+        if len(replies) > 1:
             # Several front-ends share the block: each gets its own requests' rows only.
-            index = np.concatenate([np.arange(r.start, r.start + len(r.positions)) for r in mine])
-            rows = rows[:, torch.from_numpy(index)]
-        header = BlockHeader(
-            taps=tuple(self.state.taps[s] for s in block.sites),
-            n_tokens=sum(len(r.positions) for r in mine),
-            hidden=int(rows.shape[-1]),
-            dtype=str(rows.dtype).removeprefix("torch."),
-            requests=[(r.key, Span.of(r.positions)) for r in mine],
+            mine = np.asarray([self._by_slot[s].reply == reply for s in slots.tolist()])
+            rows = self._copier.select(rows, np.flatnonzero(np.repeat(mine, counts)))
+            at = np.flatnonzero(mine)
+            listed = {k: listed[i] for k, i in enumerate(at.tolist()) if i in listed}
+            slots, counts, first = slots[at], counts[at], first[at]
+        return Rows(
+            rows,
+            numbers=packed(self._number_of[slots]),
+            counts=packed(counts),
+            first=packed(first),
+            listed={i: packed(p) for i, p in listed.items()},
         )
-        return header, rows
+
+    def _settle(self) -> None:
+        by_reply: dict[str, list[int]] = {}
+        for slot in self._drafts.running:
+            if (request := self._by_slot.get(slot)) is not None:
+                by_reply.setdefault(request.reply, []).append(slot)
+        for reply, slots in by_reply.items():
+            settled = np.asarray([self._drafts.running[s] for s in slots], dtype=np.int64)
+            if not self._exporter.settle(reply, packed(self._number_of[slots]), packed(settled)):
+                self._drop(reply)
+
+    def _drop(self, reply: str) -> None:
+        gone = [k for k, r in self._requests.items() if r.reply == reply]
+        logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
+        for key in gone:
+            self._fail(key, CaptureError("the front-end took no rows"))
 
     def _clear(self) -> None:
-        state, plan = self.state, self._plan
-        self._plan = None
-        if plan is None:
-            return
-        if state.is_active:
-            state.is_active = False
-            self._maps.clear(plan)
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.is_active:
+            self._maps.clear()
 
-    def _fail(self, key: str, error: Exception, *, reply: str = "") -> None:
+    def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
+        """Fail a request; `reply` and `salt` are those of one that was never taken up."""
         request = self._requests.get(key)
+        if request is not None:
+            reply, salt = request.reply, request.salt
         self.remove(key)
-        if request is not None and request.salt is not None:
+        if salt is not None:
             # vLLM runs it to its end, unsteered, and its blocks are cached under this salt.
-            self._poisoned.add(request.salt)
+            self._poisoned.add(salt)
         logger.error("inspect_lens: request %s failed: %s", key, error)
-        address = request.reply if request is not None else reply
         try:
-            if address:
-                header = FailureHeader(key, type(error).__name__, str(error))
-                self._exporter.send_failure(address, header)
+            if reply:
+                self._exporter.send_failure(reply, Failure(key, type(error).__name__, str(error)))
         except Exception:
             # Nobody can be told; the front-end's time-out fails the request.
             logger.exception("inspect_lens: the failure of %s could not be reported", key)

@@ -16,7 +16,7 @@ import torch
 from inspect_lens.errors import LensError
 
 from . import _state
-from ._kernels.tap_reference import capture_rows, steer_rows
+from ._kernels.tap_reference import capture_rows, ring_rows, steer_rows
 
 __all__ = ["tap", "warm_up"]
 
@@ -30,35 +30,30 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
     state = _state.current()
     if state is None or not state.is_active:
         return
-    site = _site(state, ctl)
-    n = hidden.shape[0]
-    if state.steering[site]:
-        steer_rows(hidden, residual, state.steer_rows[site, :n], state.bank)
-    if state.capturing[site]:
-        capture_rows(hidden, residual, state.slots[site, :n], state.ring)
+    tap = _tap_index(state, ctl)
+    tokens = state.tokens[: min(hidden.shape[0], int(state.header[0]))]
+    if state.steering[tap]:
+        rows = state.bank.table[:, tap].index_select(0, tokens[:, 0])
+        steer_rows(hidden, residual, rows, state.bank)
+    if state.capturing[tap]:
+        capture_rows(hidden, residual, ring_rows(tokens, state.base[:, tap]), state.ring)
 
 
 def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:
     state = _state.current()
     if state is None:
         return
-    # Outside a graph the host knows whether anything is asked, and saves the launch. While a
-    # graph is being captured the launch must be in it: its replays read the flags.
-    if not state.is_active and not torch.cuda.is_current_stream_capturing():
+    # Outside a graph the host knows whether anything is asked of this tap, and saves the
+    # launch. While a graph is being captured the launch must be in it: its replays read the
+    # flags.
+    tap = _tap_index(state, ctl)
+    is_asked = state.is_active and (state.steering[tap] or state.capturing[tap])
+    if not is_asked and not torch.cuda.is_current_stream_capturing():
         return
     # Imported here: Triton is not there on a CPU-only machine.
     from ._kernels.tap_triton import launch
 
-    launch(
-        hidden,
-        residual,
-        site=_site(state, ctl),
-        flags=state.flags,
-        steer_rows=state.steer_rows,
-        slots=state.slots,
-        bank=state.bank,
-        ring=state.ring,
-    )
+    launch(hidden, residual, tap=tap, state=state)
 
 
 def warm_up(state: _state.TapState) -> None:
@@ -69,26 +64,17 @@ def warm_up(state: _state.TapState) -> None:
 
     rows = torch.zeros(1, state.ring.shape[1], dtype=state.ring.dtype, device=state.ring.device)
     for residual in (None, rows):
-        launch(
-            rows,
-            residual,
-            site=0,
-            flags=state.flags,
-            steer_rows=state.steer_rows,
-            slots=state.slots,
-            bank=state.bank,
-            ring=state.ring,
-        )
+        launch(rows, residual, tap=0, state=state)
 
 
-def _site(state: _state.TapState, ctl: torch.Tensor) -> int:
-    site = state.site_of.get(ctl.data_ptr())
-    if site is None:
+def _tap_index(state: _state.TapState, ctl: torch.Tensor) -> int:
+    tap = state.tap_of.get(ctl.data_ptr())
+    if tap is None:
         raise LensError(
             "a tap ran with a control tensor that this worker did not make: the model's buffers "
             "were moved or copied after loading; restart the engine"
         )
-    return site
+    return tap
 
 
 def _tap_fake(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:

@@ -95,13 +95,8 @@ class Results:
     def expect(self, key: str, packed: Mapping[str, Any], *, n_prompt: int) -> None:
         """Take note of a request before the engine sees it."""
         envelope = Envelope.unpack(packed)
-        capture = envelope.capture
         self._expected[key] = _Expected(envelope, n_prompt)
-        self._the_collector().open(
-            key,
-            taps=capture.taps if capture is not None else (),
-            steer_until=envelope.steer_until,
-        )
+        self._the_collector().open(key, envelope)
 
     def is_expected(self, key: str) -> bool:
         """Whether a request uses the lens."""
@@ -154,7 +149,7 @@ class Results:
             positions = expected.positions(n_fed)
             collected = self._the_collector().take(
                 ticket.key,
-                positions=positions,
+                n_positions=len(positions),
                 n_fed=n_fed,
                 timeout_s=self._timeout_s,
                 settled=n_fed + 1 - max(ticket.n_last, 1)
@@ -173,7 +168,9 @@ class Results:
             if tensor is not None and capture is not None:
                 tensors = tensors_by_name(tensor, capture)
                 completion.inspect_lens_tensors = tensors
-                completion.activations = {name: to_torch(t) for name, t in tensors.items()}
+                completion.activations = {
+                    name: to_torch(t, copy=False) for name, t in tensors.items()
+                }
 
     def _the_collector(self) -> Collector:
         if self._collector is None:
@@ -200,7 +197,7 @@ def _receipt(
             sites=in_site_order(s.site for s in envelope.steer),
             n_tokens=collected.n_steered,
             cached_tokens=cached_tokens,
-            vectors=tuple(s.vectors.sha256 for s in envelope.steer),
+            vectors=tuple(s.sha256 for s in envelope.steer),
         )
     return Receipt(
         n_prompt=expected.n_prompt,

@@ -81,14 +81,9 @@ class RunnerV1:
     def _batch(self, num_scheduled_tokens: Any) -> Batch:
         batch = self._runner.input_batch
         counts = np.asarray(num_scheduled_tokens, dtype=np.int64)
-        offsets = np.cumsum(counts) - counts
-        known = self._stepper.keys
-        index = [i for i, key in enumerate(batch.req_ids) if key in known]
-        return Batch(
-            keys=[batch.req_ids[i] for i in index],
-            offset=offsets[index],
-            n_tokens=counts[index],
-            position=batch.num_computed_tokens_cpu[index].astype(np.int64),
+        keys = batch.req_ids
+        return self._stepper.batch(
+            keys, np.cumsum(counts) - counts, counts, batch.num_computed_tokens_cpu[: len(keys)]
         )
 
     def _path(self) -> EnginePath:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from inspect_lens._engine._plan import Batch
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens.spec import ENVELOPE_KEY, EnginePath
@@ -83,13 +81,11 @@ class RunnerV2:
         self._stepper.end_step(self._path())
 
     def _batch(self, batch: Any) -> Batch:
-        known = self._stepper.keys
-        index = [i for i, key in enumerate(batch.req_ids) if key in known]
-        return Batch(
-            keys=[batch.req_ids[i] for i in index],
-            offset=batch.query_start_loc_np[:-1][index].astype(np.int64),
-            n_tokens=batch.num_scheduled_tokens[index].astype(np.int64),
-            position=batch.num_computed_tokens_np[index].astype(np.int64),
+        return self._stepper.batch(
+            batch.req_ids,
+            batch.query_start_loc_np[:-1],
+            batch.num_scheduled_tokens,
+            batch.num_computed_tokens_np,
         )
 
     def _watch_graphs(self) -> None:

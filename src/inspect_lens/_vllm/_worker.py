@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from inspect_lens._engine._exporter import Exporter, ZmqExporter
+from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._copier import copier_for
+from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._maps import CAPTURE
-from inspect_lens._engine._side_stream import SideStreamExporter
 from inspect_lens._engine._state import TapState, install
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up
@@ -54,12 +55,17 @@ def stats(worker: Any) -> dict[str, int]:
     """What the lens holds in this worker; `collective_rpc("inspect_lens_stats")` calls it.
 
     Returns:
-        `requests`: live requests that use the lens; `steering_rows`: rows they hold.
+        `requests`: live requests that use the lens; `steering_rows`: rows they hold;
+        `shared_bytes`: bytes of rows that no front-end has taken yet.
     """
     stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
     if stepper is None:
-        return {"requests": 0, "steering_rows": 0}
-    return {"requests": len(stepper.keys), "steering_rows": stepper.rows_in_use}
+        return {"requests": 0, "steering_rows": 0, "shared_bytes": 0}
+    return {
+        "requests": stepper.n_requests,
+        "steering_rows": stepper.rows_in_use,
+        "shared_bytes": stepper.bytes_in_use,
+    }
 
 
 def exported_taps(worker: Any) -> list[str]:
@@ -90,6 +96,7 @@ def _install(worker: Any, settings: Settings) -> None:
         hidden=facts.hidden,
         dtype=config.model_config.dtype,
         max_tokens=_max_tokens(config, facts),
+        max_groups=int(config.scheduler_config.max_num_seqs),
         ring_rows=min(facts.ring_rows, len(here) * facts.max_step_tokens),
         bank_rows=facts.bank_rows,
         device=worker.device,
@@ -108,10 +115,11 @@ def _install(worker: Any, settings: Settings) -> None:
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
     warm_up(state)
-    exporter: Exporter = ZmqExporter()
-    if worker.device.type == "cuda":
-        exporter = SideStreamExporter(exporter, worker.device, regions=state.regions)
-    stepper = Stepper(state, exporter, is_exporting=is_exporting_rank())
+    is_exporting = is_exporting_rank()
+    # The other ranks send failures only.
+    arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
+    copier = copier_for(arena, worker.device, state.regions)
+    stepper = Stepper(state, Exporter(arena, copier), is_exporting=is_exporting)
     runner.inspect_lens = stepper
     # The two model runners of vLLM; the newer one keeps per-model state in an object.
     adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
@@ -122,7 +130,7 @@ def _install(worker: Any, settings: Settings) -> None:
     install(state)
     logger.info(
         "inspect_lens: %d taps (%s) in %d of %d layers, capture buffer of %d rows, %d steering "
-        "rows, %.1f MiB",
+        "rows, %.1f MiB on the device, %.1f MiB shared with the front-end",
         len(here),
         ", ".join(facts.sites),
         len({tap.layer for tap in here}),
@@ -130,6 +138,7 @@ def _install(worker: Any, settings: Settings) -> None:
         state.region_rows,
         facts.bank_rows,
         state.nbytes / 2**20,
+        arena.nbytes / 2**20,
     )
 
 
@@ -241,22 +250,23 @@ def self_check(runner: Any, stepper: Stepper, *, is_sharded: bool = False) -> No
     n = len(state.taps)
     marker = _marker(state.ring)
     state.ring[:n].copy_(marker)
-    for i in range(n):
-        state.slots[i, 0] = i
-        state.capturing[i] = True
+    # One token of one group, whose rows lie one behind the other.
+    state.tokens[0] = torch.tensor([0, 0, 0], dtype=torch.int32)
+    state.base[0] = torch.arange(n, dtype=torch.int32)
     state.flags.fill_(CAPTURE)
+    state.header[0] = 1
+    state.capturing = [True] * n
     state.is_active = True
     install(state)
     try:
         runner._dummy_run(1)
     finally:
         state.is_active = False
-        state.flags.zero_()
-        state.capturing[:] = [False] * n
-        state.slots[:, 0] = -1
+        state.capturing = [False] * n
+        state.header[: 1 + n] = 0
     # Compared as bits: a dummy pass may well compute NaN.
     same = state.ring[:n].view(torch.uint8) == marker.expand(n, -1).contiguous().view(torch.uint8)
-    silent = [f"{state.taps[i].site}.{state.taps[i].layer}" for i in range(n) if same[i].all()]
+    silent = [f"{t.site}.{t.layer}" for i, t in enumerate(state.taps) if bool(same[i].all())]
     shares = _different_over_ranks(state.ring[:n]) if is_sharded else []
     state.ring[:n].zero_()
     if silent:

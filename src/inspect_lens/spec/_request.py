@@ -72,6 +72,47 @@ def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None
     """
     if not extra_args:
         return None
+    # A batch gives one mapping to a thousand requests, and each is read three times.
+    key, kept = _fingerprint(extra_args)
+    if key is not None and (known := _PARSED.get(key)) is not None:
+        return known[1]
+    request = _parse(extra_args)
+    if key is not None:
+        if len(_PARSED) >= _PARSED_MOST:
+            _PARSED.clear()
+        _PARSED[key] = (kept, request)
+    return request
+
+
+_PARSED: dict[tuple[object, ...], tuple[list[Any], LensRequest | None]] = {}
+_PARSED_MOST = 256
+
+
+def _fingerprint(extra_args: Mapping[str, Any]) -> tuple[tuple[object, ...] | None, list[object]]:
+    """Names the content of plain requests exactly; None where it would take looking inside.
+
+    With it come the objects that are named by their identity: whoever keeps the name has to
+    keep them, so that no other object can get it.
+    """
+    parts: list[object] = []
+    kept: list[object] = []
+    for key, value in extra_args.items():
+        items = value if type(value) in (list, tuple) else (value,)
+        if len(items) > 128:
+            return None, []
+        parts += [key, type(value)]
+        for item in items:
+            if type(item) in (int, bool, str, type(None)):
+                parts += [type(item), item]
+            elif isinstance(item, SteeringVector | LensRequest):
+                parts.append(id(item))  # they never change
+                kept.append(item)
+            else:
+                return None, []
+    return tuple(parts), kept
+
+
+def _parse(extra_args: Mapping[str, Any]) -> LensRequest | None:
     keys = [key for key in extra_args if key in LENS_KEYS]
     _check_keys(extra_args, has_lens=bool(keys))
     if not keys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,148 +10,174 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inspect_lens._engine._plan import Batch, CaptureRule, SteerRule, StepPlan, plan_step
+from inspect_lens._engine._plan import Batch, Named, RequestTable, StepPlan, plan_step
 
-SITES = 3
+TAPS = 3
 EVERY = 1 << 62
+GROUPS = [np.asarray(g, dtype=np.int64) for g in ([0], [1, 2], [0, 1, 2])]
+CONFIG_TAPS = np.asarray([[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]], dtype=np.bool_)
+
+
+@dataclass
+class Rules:
+    """What one request wants, as its test states it."""
+
+    group: int | None
+    captured: set[int]
+    config: int
+    named: dict[int, int]
+
+    @property
+    def until(self) -> int:
+        return EVERY if self.config else max((p + 1 for p in self.named), default=0)
+
+    def config_at(self, position: int) -> int:
+        return self.named.get(position, self.config)
+
+
+@dataclass
+class Step:
+    batch: Batch
+    table: RequestTable
+    rules: list[Rules]
 
 
 @st.composite
-def capture_rules(draw: Any) -> CaptureRule:
-    sites = tuple(sorted(draw(st.sets(st.integers(0, SITES - 1), min_size=1))))
-    if draw(st.booleans()):
-        positions = sorted(draw(st.sets(st.integers(0, 40), min_size=1, max_size=6)))
-        return CaptureRule(
-            sites, positions[0], positions[-1] + 1, np.asarray(positions, dtype=np.int64)
-        )
-    lo = draw(st.integers(0, 40))
-    return CaptureRule(sites, lo, lo + draw(st.integers(0, 40)), None)
-
-
-@st.composite
-def steer_rules(draw: Any) -> SteerRule:
-    sites = tuple(sorted(draw(st.sets(st.integers(0, SITES - 1), min_size=1))))
-    every, named = [], []
-    last = 0
-    for _ in sites:
-        every.append(draw(st.integers(0, 3)))
-        where = sorted(draw(st.sets(st.integers(0, 40), max_size=5)))
-        last = max(last, EVERY if every[-1] else 0, *(p + 1 for p in where), 0)
-        rows = [draw(st.integers(1, 9)) for _ in where]
-        named.append(
-            (np.asarray(where, dtype=np.int64), np.asarray(rows, dtype=np.int32)) if where else None
-        )
-    return SteerRule(sites, tuple(every), tuple(named), last)
-
-
-@st.composite
-def steps(draw: Any) -> tuple[Batch, dict[str, CaptureRule], dict[str, SteerRule]]:
+def steps(draw: Any) -> Step:
     n = draw(st.integers(0, 5))
-    keys = [f"r{i}" for i in range(n)]
-    counts = [draw(st.integers(1, 12)) for _ in keys]
-    gaps = [draw(st.integers(0, 3)) for _ in keys]
+    counts = [draw(st.integers(1, 12)) for _ in range(n)]
+    gaps = [draw(st.integers(0, 3)) for _ in range(n)]
     offsets = [sum(gaps[: i + 1]) + sum(counts[:i]) for i in range(n)]
-    batch = Batch(
-        keys=keys,
-        offset=np.asarray(offsets, dtype=np.int64),
-        n_tokens=np.asarray(counts, dtype=np.int64),
-        position=np.asarray([draw(st.integers(0, 30)) for _ in keys], dtype=np.int64),
-    )
-    capture = {k: draw(capture_rules()) for k in keys if draw(st.booleans())}
-    steer = {k: draw(steer_rules()) for k in keys if draw(st.booleans())}
-    return batch, capture, steer
+    positions = [draw(st.integers(0, 30)) for _ in range(n)]
+    table = RequestTable(capacity=2)
+    rules, slots = [], []
+    for _ in range(n):
+        slots.append(table.take())
+        rules.append(draw(requests(table, slots[-1])))
+    arrays = (np.asarray(a, dtype=np.int64) for a in (slots, offsets, counts, positions))
+    return Step(Batch(*arrays), table, rules)
 
 
-def maps(plan: StepPlan, tokens: int) -> tuple[Any, Any]:
-    rows = np.zeros((SITES, tokens), dtype=int)
-    slots = np.full((SITES, tokens), -1)
-    for site, index, values in plan.steer:
-        rows[site, index] = values
-    for site, index, first in plan.capture:
-        slots[site, index] = np.arange(first, first + len(index))
-    return rows, slots
+@st.composite
+def requests(draw: Any, table: RequestTable, slot: int) -> Rules:
+    group, captured = None, set()
+    if draw(st.booleans()):
+        group = draw(st.integers(0, len(GROUPS) - 1))
+        table.group[slot] = group
+        if draw(st.booleans()):
+            captured = draw(st.sets(st.integers(0, 40), min_size=1, max_size=6))
+            table.listed[slot] = np.asarray(sorted(captured), dtype=np.int64)
+            table.lo[slot], table.hi[slot] = min(captured), max(captured) + 1
+        else:
+            lo = draw(st.integers(0, 40))
+            hi = lo + draw(st.integers(0, 40))
+            captured = set(range(lo, hi))
+            table.lo[slot], table.hi[slot] = lo, hi
+    named = draw(st.dictionaries(st.integers(0, 40), st.integers(1, 3), max_size=5))
+    rules = Rules(group, captured, draw(st.integers(0, 3)), named)
+    table.config[slot], table.until[slot] = rules.config, rules.until
+    if named:
+        where = sorted(named)
+        table.named[slot] = Named(
+            np.asarray(where, dtype=np.int64),
+            np.asarray([named[p] for p in where], dtype=np.int32),
+        )
+    return rules
 
 
-@given(steps())
-def test_every_token_gets_the_row_and_the_slot_that_its_rules_say(
-    step: tuple[Batch, dict[str, CaptureRule], dict[str, SteerRule]],
-) -> None:
-    batch, capture, steer = step
-    total = int((batch.offset + batch.n_tokens).max(initial=0)) + 2
-    plan = plan_step(batch, capture, steer, ring_rows=10_000)
-    rows, slots = maps(plan, total)
-    owner = {
-        int(batch.offset[i] + j): (key, int(batch.position[i] + j))
-        for i, key in enumerate(batch.keys)
+def plan_of(step: Step, **options: Any) -> StepPlan:
+    options = {"ring_rows": 10_000} | options
+    return plan_step(step.batch, step.table, GROUPS, CONFIG_TAPS, **options)
+
+
+def owners(batch: Batch) -> dict[int, tuple[int, int]]:
+    """Request and position of each token of the step."""
+    return {
+        int(batch.offset[i] + j): (i, int(batch.position[i] + j))
+        for i in range(len(batch.slots))
         for j in range(int(batch.n_tokens[i]))
     }
-    used: set[int] = set()
-    for site in range(SITES):
-        for token in range(total):
-            key, position = owner.get(token, ("", -1))
-            assert rows[site, token] == expected_row(steer.get(key), site, position)
-            wanted = is_captured(capture.get(key), site, position)
-            assert (slots[site, token] >= 0) == wanted
-            if wanted:
-                assert place(plan, int(slots[site, token])) == (site, key, position)
-                used.add(int(slots[site, token]))
-    assert used == set(range(plan.ring_rows))
-
-
-def expected_row(rule: SteerRule | None, site: int, position: int) -> int:
-    if rule is None or site not in rule.sites:
-        return 0
-    i = rule.sites.index(site)
-    named = rule.named[i]
-    if named is not None and position in named[0]:
-        return int(named[1][list(named[0]).index(position)])
-    return rule.every[i]
-
-
-def is_captured(rule: CaptureRule | None, site: int, position: int) -> bool:
-    if rule is None or site not in rule.sites:
-        return False
-    if rule.positions is not None:
-        return position in rule.positions
-    return rule.lo <= position < rule.hi
-
-
-def place(plan: StepPlan, slot: int) -> tuple[int, str, int]:
-    """What the block headers say lies in a ring slot."""
-    for block in plan.blocks:
-        inside = slot - block.base
-        if 0 <= inside < len(block.sites) * block.n_tokens:
-            rank, token = divmod(inside, block.n_tokens)
-            for request in block.requests:
-                if request.start <= token < request.start + len(request.positions):
-                    where = int(request.positions[token - request.start])
-                    return block.sites[rank], request.key, where
-    raise AssertionError(slot)
 
 
 @given(steps())
-def test_steered_positions_are_those_with_a_row(
-    step: tuple[Batch, dict[str, CaptureRule], dict[str, SteerRule]],
+def test_every_token_gets_the_configuration_that_its_request_names(step: Step) -> None:
+    plan = plan_of(step)
+    owner = owners(step.batch)
+    steers = np.zeros(TAPS, dtype=bool)
+    for token in range(len(plan.tokens)):
+        config = 0
+        if token in owner:
+            i, position = owner[token]
+            config = step.rules[i].config_at(position)
+        assert plan.tokens[token, 0] == config
+        steers |= CONFIG_TAPS[config]
+    # A tap may be told that it steers where no token of this step needs it; never the reverse.
+    assert (plan.steers | ~steers).all()
+    steered = {i for i, rule in enumerate(step.rules) if int(step.batch.position[i]) < rule.until}
+    assert set(plan.steered.slots.tolist()) == {int(step.batch.slots[i]) for i in steered}
+
+
+@given(steps(), st.integers(0, 7))
+def test_every_captured_token_has_a_ring_row_that_the_blocks_explain(
+    step: Step, first: int
 ) -> None:
-    batch, capture, steer = step
-    plan = plan_step(batch, capture, steer, ring_rows=10_000)
-    for i, key in enumerate(batch.keys):
-        rule = steer.get(key)
-        first, count = int(batch.position[i]), int(batch.n_tokens[i])
-        expected = [
-            p
-            for p in range(first, first + count)
-            if any(expected_row(rule, site, p) for site in range(SITES))
-        ]
-        if rule is None or first >= rule.until:
-            assert key not in plan.steered
-            assert not expected
-        else:
-            assert plan.steered[key].tolist() == expected
+    plan = plan_of(step, first_row=first)
+    owner = owners(step.batch)
+    used: set[int] = set()
+    captures = np.zeros(TAPS, dtype=bool)
+    for token in range(len(plan.tokens)):
+        i, position = owner.get(token, (-1, -1))
+        rules = step.rules[i] if i >= 0 else None
+        wanted = rules is not None and rules.group is not None and position in rules.captured
+        assert (plan.tokens[token, 1] >= 0) == wanted
+        if not wanted:
+            continue
+        assert rules is not None
+        assert rules.group is not None
+        for tap in range(TAPS):
+            base = int(plan.base[plan.tokens[token, 1], tap])
+            assert (base >= 0) == (tap in GROUPS[rules.group])
+            if base >= 0:
+                row = base + int(plan.tokens[token, 2])
+                assert explain(plan, row) == (tap, int(step.batch.slots[i]), position)
+                used.add(row)
+                captures[tap] = True
+    assert used == set(range(first, first + plan.ring_rows))
+    assert (plan.captures == captures).all()
+
+
+def explain(plan: StepPlan, row: int) -> tuple[int, int, int]:
+    """Tap, request and position that the blocks claim for a ring row."""
+    for block in plan.blocks:
+        taps = GROUPS[block.group]
+        inside = row - block.base
+        if 0 <= inside < len(taps) * block.n_tokens:
+            rank, token = divmod(inside, block.n_tokens)
+            ends = np.cumsum(block.counts)
+            k = int(np.searchsorted(ends, token, side="right"))
+            nth = token - int(ends[k] - block.counts[k])
+            position = block.listed[k][nth] if k in block.listed else block.first[k] + nth
+            return int(taps[rank]), int(block.slots[k]), int(position)
+    raise AssertionError(row)
 
 
 def test_a_step_that_needs_more_rows_than_there_are_is_an_error() -> None:
-    batch = Batch(["a"], np.asarray([0]), np.asarray([5]), np.asarray([0]))
-    rule = CaptureRule((0, 1), 0, 99, None)
+    table = RequestTable()
+    slot = table.take()
+    table.group[slot], table.hi[slot] = 1, 99
+    one = (np.asarray([v], dtype=np.int64) for v in (slot, 0, 5, 0))
     with pytest.raises(OverflowError, match="10 ring rows"):
-        plan_step(batch, {"a": rule}, {}, ring_rows=9)
+        plan_of(Step(Batch(*one), table, []), ring_rows=9)
+
+
+def test_a_slot_that_was_given_back_wants_nothing() -> None:
+    table = RequestTable(capacity=1)
+    slot = table.take()
+    table.group[slot], table.config[slot], table.until[slot] = 1, 2, 9
+    table.listed[slot] = np.zeros(1, dtype=np.int64)
+    table.give(slot)
+    again = {table.take() for _ in range(5)}
+    assert len(again) == 5
+    assert (table.group[list(again)] == -1).all()
+    assert not table.until[list(again)].any()
+    assert not table.listed

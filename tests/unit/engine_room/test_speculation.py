@@ -50,14 +50,14 @@ def test_rows_of_rejected_drafts_are_not_returned(worker: Worker, collector: Col
     # Rows 4 to 7 are there, and 6 and 7 are of rejected drafts. The last step, at 6, has fed
     # one token more and two drafts that were accepted; its rows are still on their way.
     with pytest.raises(CaptureError, match="rejected drafts"):
-        collector.take("a", positions=np.arange(8), n_fed=9, settled=7, timeout_s=0.2)
+        collector.take("a", n_positions=8, n_fed=9, settled=7, timeout_s=0.2)
 
 
 def test_the_last_write_wins(worker: Worker, collector: Collector) -> None:
     begin(worker, collector, "b", sealed(collector, capture()))
     run_to_rejection(worker, "b")
     worker.step([("b", 2, 6, 4)])
-    got = collector.take("b", positions=np.arange(9), n_fed=9, settled=7, timeout_s=5)
+    got = collector.take("b", n_positions=9, n_fed=9, settled=7, timeout_s=5)
     assert got.tensor is not None
     expected = torch.cat([rows(1, 0, 0, 4), rows(7, 0, 4, 2), rows(2, 0, 6, 3)])
     np.testing.assert_array_equal(got.tensor.storage[0], expected.numpy())
@@ -69,12 +69,12 @@ def test_a_named_position_waits_for_the_step_behind_it(
     begin(worker, collector, "c", sealed(collector, capture((6,))))
     run_to_rejection(worker, "c")
     with pytest.raises(CaptureError, match="rejected drafts"):
-        collector.take("c", positions=np.asarray([6]), n_fed=12, settled=12, timeout_s=0.2)
+        collector.take("c", n_positions=1, n_fed=12, settled=12, timeout_s=0.2)
     begin(worker, collector, "d", sealed(collector, capture((5,))))
     run_to_rejection(worker, "d")
     # Row 5 was an accepted draft; the step at 6 has no row to send and says so all the same.
     worker.step([("d", 2, 6, 1)])
-    got = collector.take("d", positions=np.asarray([5]), n_fed=12, settled=12, timeout_s=5)
+    got = collector.take("d", n_positions=1, n_fed=12, settled=12, timeout_s=5)
     assert got.tensor is not None
     np.testing.assert_array_equal(got.tensor.storage[0], rows(7, 0, 5, 1).numpy())
 
@@ -84,13 +84,12 @@ def test_steering_is_confirmed_up_to_the_last_step(worker: Worker, collector: Co
     steer = LensRequest(steer=(vector,))
     begin(worker, collector, "e", sealed(collector, steer))
     run_to_rejection(worker, "e")
-    none = np.zeros(0, np.int64)
-    with pytest.raises(CaptureError, match="must not be used"):
-        collector.take("e", positions=none, n_fed=8, settled=7, timeout_s=0.2)
+    with pytest.raises(CaptureError, match="last step was not reported"):
+        collector.take("e", n_positions=0, n_fed=8, settled=7, timeout_s=0.2)
     begin(worker, collector, "f", sealed(collector, steer))
     run_to_rejection(worker, "f")
     worker.step([("f", 2, 6, 2)])
-    assert collector.take("f", positions=none, n_fed=8, settled=7, timeout_s=5).n_steered == 8
+    assert collector.take("f", n_positions=0, n_fed=8, settled=7, timeout_s=5).n_steered == 8
 
 
 def test_steering_of_a_named_draft_is_confirmed(worker: Worker, collector: Collector) -> None:
@@ -100,5 +99,4 @@ def test_steering_of_a_named_draft_is_confirmed(worker: Worker, collector: Colle
     begin(worker, collector, "g", sealed(collector, LensRequest(steer=(vector,))))
     run_to_rejection(worker, "g")
     worker.step([("g", 2, 6, 1)])
-    none = np.zeros(0, np.int64)
-    assert collector.take("g", positions=none, n_fed=7, settled=7, timeout_s=5).n_steered == 1
+    assert collector.take("g", n_positions=0, n_fed=7, settled=7, timeout_s=5).n_steered == 1

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine._arena import ArenaWriter
 from inspect_lens._engine._collector import Collector
+from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._envelope import Envelope, seal
-from inspect_lens._engine._exporter import ZmqExporter
-from inspect_lens._engine._message import FailureHeader, StepHeader
-from inspect_lens._engine._plan import Batch
+from inspect_lens._engine._exporter import Exporter, Rows
+from inspect_lens._engine._message import Failure
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap
@@ -51,6 +52,7 @@ class Worker:
             hidden=HIDDEN,
             dtype=torch.float32,
             max_tokens=32,
+            max_groups=8,
             ring_rows=96,
             bank_rows=12,
             device=torch.device("cpu"),
@@ -60,16 +62,11 @@ class Worker:
 
     def step(self, parts: list[tuple[str, int, int, int]]) -> None:
         """Run one step of (key, number of the request, first position, tokens)."""
-        offset = np.cumsum([0] + [p[3] for p in parts])[:-1]
-        known = [i for i, p in enumerate(parts) if p[0] in self.stepper.keys]
-        self.stepper.begin_step(
-            Batch(
-                keys=[parts[i][0] for i in known],
-                offset=offset[known],
-                n_tokens=np.asarray([parts[i][3] for i in known], dtype=np.int64),
-                position=np.asarray([parts[i][2] for i in known], dtype=np.int64),
-            )
-        )
+        counts = np.asarray([p[3] for p in parts], dtype=np.int64)
+        positions = np.asarray([p[2] for p in parts], dtype=np.int64)
+        keys = [p[0] for p in parts]
+        stepper = self.stepper
+        stepper.begin_step(stepper.batch(keys, np.cumsum(counts) - counts, counts, positions))
         for site, layer in enumerate(LAYERS):
             hidden = torch.cat([rows(number, layer, p, n) for _, number, p, n in parts])
             tap(hidden, None, self.ctls[site])
@@ -84,6 +81,11 @@ def rows(number: int, layer: int, first: int, count: int) -> torch.Tensor:
     return out
 
 
+def exporter(nbytes: int = 1 << 20) -> Exporter:
+    arena = ArenaWriter(nbytes)
+    return Exporter(arena, CpuCopier(arena))
+
+
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     made = Collector()
@@ -93,7 +95,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker(ZmqExporter())
+    made = Worker(exporter())
     yield made
     made.stepper.close()
 
@@ -103,12 +105,7 @@ def sealed(collector: Collector, request: LensRequest, n_prompt: int, max_tokens
 
 
 def begin(worker: Worker, collector: Collector, key: str, envelope: Envelope) -> None:
-    capture = envelope.capture
-    collector.open(
-        key,
-        taps=capture.taps if capture else (),
-        steer_until=envelope.steer_until,
-    )
+    collector.open(key, envelope)
     worker.stepper.add(key, envelope.pack())
 
 
@@ -124,7 +121,7 @@ def test_chunks_overlaps_and_surplus_rows_are_placed_by_position(
     worker.step([("a", 1, 0, 12)])  # computed again after a pre-emption
     worker.step([("a", 1, 12, 1), ("x", 9, 3, 1)])
     worker.step([("a", 1, 13, 1)])  # past the stop
-    got = collector.take("a", positions=np.arange(13), n_fed=13, timeout_s=5)
+    got = collector.take("a", n_positions=13, n_fed=13, timeout_s=5)
     assert got.tensor is not None
     expected = torch.stack([rows(1, 0, 0, 13), rows(1, 5, 0, 13)])
     np.testing.assert_array_equal(got.tensor.storage, expected.numpy())
@@ -138,8 +135,8 @@ def test_missing_rows_fail_the_request_with_their_number(
     begin(worker, collector, "b", sealed(collector, CAPTURE, 4, 4))
     worker.step([("b", 1, 0, 4)])
     with pytest.raises(CaptureError, match="2 of 10 captured rows"):
-        collector.take("b", positions=np.arange(5), n_fed=5, timeout_s=0.2)
-    assert not collector.is_open("b")
+        collector.take("b", n_positions=5, n_fed=5, timeout_s=0.2)
+    assert collector.n_open == 0
 
 
 def test_unreported_steering_fails_the_request(worker: Worker, collector: Collector) -> None:
@@ -147,7 +144,7 @@ def test_unreported_steering_fails_the_request(worker: Worker, collector: Collec
     begin(worker, collector, "c", sealed(collector, LensRequest(steer=(vector,)), 4, 4))
     worker.step([("c", 1, 0, 4)])
     with pytest.raises(CaptureError, match="must not be used"):
-        collector.take("c", positions=np.zeros(0, np.int64), n_fed=6, timeout_s=0.2)
+        collector.take("c", n_positions=0, n_fed=6, timeout_s=0.2)
 
 
 def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -> None:
@@ -158,7 +155,7 @@ def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -
     worker.step([("d", 1, 0, 2)])
     worker.step([("d", 1, 0, 4)])
     worker.step([("d", 1, 4, 1)])
-    got = collector.take("d", positions=np.zeros(0, np.int64), n_fed=5, timeout_s=5)
+    got = collector.take("d", n_positions=0, n_fed=5, timeout_s=5)
     assert got.n_steered == 2
 
 
@@ -172,9 +169,9 @@ def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: 
     begin(worker, collector, "f", sealed(collector, many(1), 8, 2))
     assert worker.stepper.rows_in_use == held
     with pytest.raises(CapacityError, match="12 rows"):
-        collector.take("f", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5)
+        collector.take("f", n_positions=0, n_fed=8, timeout_s=5)
     worker.step([("e", 1, 0, 8)])
-    assert collector.take("e", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5).n_steered == 8
+    assert collector.take("e", n_positions=0, n_fed=8, timeout_s=5).n_steered == 8
     worker.stepper.remove("e")
     assert worker.stepper.rows_in_use == 0
 
@@ -191,22 +188,19 @@ def test_equal_vectors_share_rows(worker: Worker, collector: Collector) -> None:
     assert worker.stepper.rows_in_use == 0
 
 
-class BrokenExporter:
-    def __init__(self) -> None:
-        self.failures: list[FailureHeader] = []
+class BrokenExporter(Exporter):
+    """One that cannot send rows, and keeps what it is told of failures."""
 
-    def send_step(self, reply: str, header: StepHeader, blocks: list[torch.Tensor]) -> bool:
+    def __init__(self) -> None:
+        arena = ArenaWriter(1 << 20)
+        super().__init__(arena, CpuCopier(arena))
+        self.failures: list[Failure] = []
+
+    def send(self, reply: str, rows: Rows, path: str) -> bool:
         raise RuntimeError("the wire is cut")
 
-    def send_failure(self, reply: str, header: FailureHeader) -> None:
-        self.failures.append(header)
-
-    def wait_for_region(self, region: int) -> None: ...
-
-    def release_region(self, region: int) -> None: ...
-
-    def close(self) -> None:
-        return None
+    def send_failure(self, reply: str, failure: Failure) -> None:
+        self.failures.append(failure)
 
 
 def test_a_fault_in_a_step_fails_its_requests_and_raises_nothing(collector: Collector) -> None:
@@ -217,7 +211,7 @@ def test_a_fault_in_a_step_fails_its_requests_and_raises_nothing(collector: Coll
     assert [(f.key, f.message) for f in exporter.failures] == [("j", "the wire is cut")]
     assert not worker.stepper.is_watching
     assert not worker.state.is_active
-    assert bool((worker.state.slots == -1).all())
+    assert not worker.state.flags.any()
 
 
 def test_an_envelope_of_another_release_fails_its_request() -> None:
@@ -232,7 +226,7 @@ def test_a_dead_front_end_does_not_stop_the_worker(
 ) -> None:
     monkeypatch.setattr("inspect_lens._engine._exporter._SEND_TIMEOUT_S", 0.1)
     monkeypatch.setattr("inspect_lens._engine._exporter.SEND_QUEUE", 1)
-    worker = Worker(ZmqExporter())
+    worker = Worker(exporter())
     packed = sealed(collector, CAPTURE, 30, 2).pack() | {"reply": "ipc:///nowhere-at-all"}
     worker.stepper.add("l", packed)
     started = time.monotonic()
@@ -306,8 +300,8 @@ def test_any_order_of_events_leaves_nothing_behind(
             collector.discard(key)
             fed.pop(key, None)
         assert not worker.state.is_active
-        assert not worker.state.steer_rows.any()
-        assert bool((worker.state.slots == -1).all())
+        assert not worker.state.flags.any()
+        assert not worker.state.flags.any()
     for number in range(5):
         worker.stepper.remove(f"r{number}")
         collector.discard(f"r{number}")
@@ -326,17 +320,17 @@ def test_a_retry_does_not_start_behind_blocks_that_its_failed_twin_left(
     begin(worker, collector, "m", sealed(collector, steering(0), 8, 2))
     begin(worker, collector, "n", sealed(collector, steering(1), 8, 2))
     with pytest.raises(CapacityError):
-        collector.take("n", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5)
+        collector.take("n", n_positions=0, n_fed=8, timeout_s=5)
     worker.stepper.remove("m")
     # The same salt, and four tokens that the cache already had.
     begin(worker, collector, "o", sealed(collector, steering(1), 8, 2))
     worker.step([("o", 1, 4, 4)])
     with pytest.raises(CaptureError, match="failed request with the same steering"):
-        collector.take("o", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5)
+        collector.take("o", n_positions=0, n_fed=8, timeout_s=5)
     # From its first token on there is nothing to be wrong.
     begin(worker, collector, "p", sealed(collector, steering(1), 8, 2))
     worker.step([("p", 1, 0, 8)])
-    assert collector.take("p", positions=np.zeros(0, np.int64), n_fed=8, timeout_s=5).n_steered == 8
+    assert collector.take("p", n_positions=0, n_fed=8, timeout_s=5).n_steered == 8
     worker.stepper.remove("p")
 
 
@@ -363,3 +357,52 @@ def test_a_fault_outside_a_step_fails_all_and_raises_nothing(collector: Collecto
     guarded(worker.stepper, broken)
     assert [f.key for f in exporter.failures] == ["r"]
     assert not worker.stepper.is_watching
+
+
+def test_two_front_ends_get_their_own_rows_only(worker: Worker, collector: Collector) -> None:
+    other = Collector()
+    try:
+        begin(worker, collector, "s", sealed(collector, CAPTURE, 4, 2))
+        begin(worker, other, "t", sealed(other, CAPTURE, 6, 2))
+        worker.step([("s", 1, 0, 4), ("t", 2, 0, 3)])
+        worker.step([("t", 2, 3, 3), ("s", 1, 4, 1)])
+        mine = collector.take("s", n_positions=5, n_fed=5, timeout_s=5).tensor
+        theirs = other.take("t", n_positions=6, n_fed=6, timeout_s=5).tensor
+        assert mine is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(mine.storage[1], rows(1, 5, 0, 5).numpy())
+        np.testing.assert_array_equal(theirs.storage[1], rows(2, 5, 0, 6).numpy())
+    finally:
+        other.close()
+
+
+def test_rows_of_more_bytes_than_there_is_room_for_come_in_pieces(collector: Collector) -> None:
+    # Two taps of 30 tokens are 1920 bytes; a block takes 4096, and the memory has room for two.
+    worker = Worker(exporter(8192))
+    worker.stepper._exporter.arena.nbytes = 8192
+    request = LensRequest(capture=CaptureSpec(layers=(0, 2, 5)))
+    begin(worker, collector, "u", sealed(collector, request, 600, 2))
+    for first in range(0, 600, 30):
+        worker.step([("u", 3, first, 30)])
+    got = collector.take("u", n_positions=600, n_fed=600, timeout_s=5).tensor
+    assert got is not None
+    np.testing.assert_array_equal(got.storage[2], rows(3, 5, 0, 600).numpy())
+    assert worker.stepper.bytes_in_use == 0
+    worker.stepper.close()
+
+
+def test_a_pre_empted_request_that_is_added_again_is_one_request(
+    worker: Worker, collector: Collector
+) -> None:
+    vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
+    envelope = sealed(collector, LensRequest(steer=(vector,), capture=CAPTURE.capture), 6, 4)
+    begin(worker, collector, "v", envelope)
+    worker.step([("v", 1, 0, 6)])
+    worker.stepper.remove("v")
+    worker.stepper.add("v", envelope.pack())
+    worker.step([("v", 1, 2, 4)])  # four of its six tokens were still in the cache
+    worker.step([("v", 1, 6, 1)])
+    got = collector.take("v", n_positions=7, n_fed=7, timeout_s=5)
+    assert got.n_steered == 7
+    assert got.rows == 14
+    worker.stepper.remove("v")

@@ -25,6 +25,7 @@ def state() -> Iterator[TapState]:
         hidden=HIDDEN,
         dtype=torch.float32,
         max_tokens=TOKENS + 4,
+        max_groups=2,
         ring_rows=40,
         bank_rows=6,
         device=torch.device("cpu"),
@@ -34,15 +35,22 @@ def state() -> Iterator[TapState]:
     _state.uninstall(made)
 
 
-def fill(state: TapState, *, site: int) -> None:
+def fill(state: TapState, *, taps: tuple[int, ...]) -> None:
     """Row 1 adds, row 2 is scaled by the norm, row 3 adds and links to row 2."""
     torch.manual_seed(0)
     state.bank.vectors[1:4] = torch.randn(3, HIDDEN)
     state.bank.norm[2] = 1
     state.bank.link[3] = 2
-    state.steer_rows[site, :4] = torch.tensor([1, 2, 3, 0], dtype=torch.int32)
-    state.slots[site, 2:6] = torch.arange(10, 14, dtype=torch.int32)
-    state.steering[site] = state.capturing[site] = True
+    state.tokens[:, :] = torch.tensor([0, -1, 0])
+    state.tokens[:4, 0] = torch.arange(1, 5)
+    state.tokens[2:6, 1] = 0
+    state.tokens[2:6, 2] = torch.arange(4)
+    state.header[0] = TOKENS - 1
+    for rank, index in enumerate(taps):
+        # Configurations 1 to 3 apply the rows of their number; 4 applies none here.
+        state.bank.table[1:4, index] = torch.arange(1, 4, dtype=torch.int32)
+        state.base[0, index] = 10 + 4 * rank
+        state.steering[index] = state.capturing[index] = True
     state.is_active = True
 
 
@@ -58,7 +66,7 @@ def expected(hidden: torch.Tensor, residual: torch.Tensor | None, bank: Any) -> 
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_rows_are_edited_and_captured(state: TapState, is_fused: bool) -> None:
-    fill(state, site=1)
+    fill(state, taps=(1,))
     ctl = state.new_ctl(1)
     hidden = torch.randn(TOKENS, HIDDEN)
     residual = torch.randn(TOKENS, HIDDEN) if is_fused else None
@@ -72,8 +80,8 @@ def test_rows_are_edited_and_captured(state: TapState, is_fused: bool) -> None:
     assert not state.ring[:10].any()
 
 
-def test_another_site_and_an_idle_step_do_nothing(state: TapState) -> None:
-    fill(state, site=1)
+def test_another_tap_and_an_idle_step_do_nothing(state: TapState) -> None:
+    fill(state, taps=(1,))
     hidden = torch.randn(TOKENS, HIDDEN)
     before = hidden.clone()
     tap(hidden, None, state.new_ctl(0))
@@ -85,7 +93,7 @@ def test_another_site_and_an_idle_step_do_nothing(state: TapState) -> None:
 
 
 def test_bfloat16_is_rounded_once(state: TapState) -> None:
-    fill(state, site=0)
+    fill(state, taps=(0,))
     hidden = torch.randn(TOKENS, HIDDEN).bfloat16()
     before = hidden.clone()
     tap(hidden, None, state.new_ctl(0))
@@ -115,8 +123,7 @@ def test_a_compiled_graph_keeps_the_taps_and_equals_eager(state: TapState) -> No
     with torch.no_grad():
         idle = compiled(x)
         torch.testing.assert_close(idle, model(x))
-        for site in (0, 1):
-            fill(state, site=site)
+        fill(state, taps=(0, 1))
         eager = model(x)
         rows = state.ring.clone()
         state.ring.zero_()
@@ -128,7 +135,7 @@ def test_a_compiled_graph_keeps_the_taps_and_equals_eager(state: TapState) -> No
 
 
 def test_a_moved_control_tensor_is_an_error_and_not_a_silent_no(state: TapState) -> None:
-    fill(state, site=0)
+    fill(state, taps=(0,))
     with pytest.raises(LensError, match="control tensor"):
         tap(torch.zeros(2, HIDDEN), None, state.new_ctl(0).clone())
 
@@ -137,3 +144,14 @@ def test_without_an_engine_a_tap_does_nothing() -> None:
     hidden = torch.ones(2, HIDDEN)
     tap(hidden, None, torch.zeros(1, dtype=torch.int32))
     assert torch.equal(hidden, torch.ones(2, HIDDEN))
+
+
+def test_tokens_that_the_maps_do_not_describe_are_left_alone(state: TapState) -> None:
+    fill(state, taps=(0,))
+    state.header[0] = 1
+    hidden = torch.randn(TOKENS, HIDDEN)
+    before = hidden.clone()
+    tap(hidden, None, state.new_ctl(0))
+    assert torch.equal(hidden[1:], before[1:])
+    assert not torch.equal(hidden[0], before[0])
+    assert not state.ring.any()

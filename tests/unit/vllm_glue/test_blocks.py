@@ -12,6 +12,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from inspect_lens._engine import _state
+from inspect_lens._engine._maps import CAPTURE
 from inspect_lens._engine._state import TapState
 from inspect_lens._vllm._blocks import BlockInput, block_module, check_reduced, module_output
 from inspect_lens._vllm._worker import add_tap
@@ -209,6 +210,7 @@ def test_every_site_of_a_block_writes_its_rows() -> None:
         hidden=HIDDEN,
         dtype=torch.float32,
         max_tokens=3,
+        max_groups=1,
         ring_rows=12,
         bank_rows=1,
         device=torch.device("cpu"),
@@ -216,8 +218,12 @@ def test_every_site_of_a_block_writes_its_rows() -> None:
     layer = Layer()
     for i, point in enumerate(taps):
         add_tap(layer, point, state.new_ctl(i))
-        state.slots[i] = torch.arange(3 * i, 3 * i + 3, dtype=torch.int32)
-        state.capturing[i] = True
+    # One group: the three tokens at each of the four taps.
+    state.tokens[:3] = torch.tensor([[0, 0, i] for i in range(3)], dtype=torch.int32)
+    state.base[0] = 3 * torch.arange(4, dtype=torch.int32)
+    state.flags.fill_(CAPTURE)
+    state.header[0] = 1
+    state.capturing = [True] * 4
     state.is_active = True
     _state.install(state)
     try:

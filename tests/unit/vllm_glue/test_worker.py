@@ -11,7 +11,9 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine import _state
+from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._copier import CpuCopier
+from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._vllm._discovery import decoder_layers, split_output
@@ -112,19 +114,6 @@ def test_a_batch_axis_of_one_is_looked_through() -> None:
     assert bool((x == 1).all())
 
 
-class Silent:
-    def send_step(self, *_: Any) -> bool:
-        return True
-
-    def send_failure(self, *_: Any) -> None: ...
-
-    def wait_for_region(self, *_: Any) -> None: ...
-
-    def release_region(self, *_: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Runner:
     """Runs its layers, as a compiled model would; one of them may have lost its tap."""
 
@@ -144,6 +133,7 @@ def tapped() -> Iterator[tuple[Runner, Stepper]]:
         hidden=HIDDEN,
         dtype=torch.float32,
         max_tokens=4,
+        max_groups=1,
         ring_rows=12,
         bank_rows=2,
         device=torch.device("cpu"),
@@ -151,8 +141,10 @@ def tapped() -> Iterator[tuple[Runner, Stepper]]:
     layers: list[nn.Module] = [Layer() for _ in range(3)]
     for i, layer in enumerate(layers):
         add_tap(layer, TAPS[i], state.new_ctl(i))
-    yield Runner(layers), Stepper(state, Silent())
-    _state.uninstall(state)
+    arena = ArenaWriter(1 << 16)
+    stepper = Stepper(state, Exporter(arena, CpuCopier(arena)))
+    yield Runner(layers), stepper
+    stepper.close()
 
 
 def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Stepper]) -> None:
@@ -160,7 +152,7 @@ def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Step
     self_check(runner, stepper)
     assert not stepper.state.is_active
     assert not stepper.state.ring.any()
-    assert bool((stepper.state.slots == -1).all())
+    assert not stepper.state.header[:4].any()
 
 
 def test_the_start_up_check_names_the_taps_that_are_silent(

@@ -6,7 +6,7 @@ import torch
 
 from inspect_lens._engine._bank import BankTensors
 
-__all__ = ["capture_rows", "steer_rows"]
+__all__ = ["capture_rows", "ring_rows", "steer_rows"]
 
 
 def steer_rows(
@@ -63,3 +63,19 @@ def capture_rows(
     if residual is not None:
         stream = (stream.float() + residual[index].float()).to(ring.dtype)
     ring[slots[index].long()] = stream.to(ring.dtype)
+
+
+def ring_rows(tokens: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Ring row of each token at one tap.
+
+    Args:
+        tokens: (tokens, 3) int32; the second column is the group, -1 for none, and the third
+            the place in the group's block.
+        base: (groups,) int32; ring row of each group's first token at this tap, or -1.
+
+    Returns:
+        (tokens,) int32; -1 for tokens without one.
+    """
+    group = tokens[:, 1]
+    first = base.index_select(0, group.clamp(min=0))
+    return torch.where((group >= 0) & (first >= 0), first + tokens[:, 2], -1)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inspect_lens._engine._bank import BankTensors
+from inspect_lens._engine._state import TapState
 
 __all__ = ["launch"]
 
@@ -24,36 +24,41 @@ _PROGRAMS = 1056
 """Eight per multiprocessor of an H200: enough to fill the memory bus while capturing."""
 
 
-@triton.jit(do_not_specialize=["site", "n_tokens"])
+@triton.jit(do_not_specialize=["tap", "n_tokens"])
 def _tap(
     hidden,
     residual,
     hidden_stride,
     residual_stride,
-    flags,
-    steer_rows,
-    slots,
-    map_stride,
+    header,
+    base,
     vectors,
     norm_flags,
     links,
+    table,
     ring,
-    site,
+    tap,
     n_tokens,
+    TAPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ):
-    flag = tl.load(flags + site)
+    flag = tl.load(header + 1 + tap)
     if flag == 0:
         return
+    # A graph runs over padding, which the maps do not describe.
+    n_tokens = tl.minimum(n_tokens, tl.load(header))
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        row = tl.load(steer_rows + site * map_stride + token)
-        row = tl.where((flag & 1) != 0, row, 0)
-        slot = tl.load(slots + site * map_stride + token)
-        slot = tl.where((flag & 2) != 0, slot, -1)
+        entry = header + 1 + TAPS + 3 * token
+        config = tl.load(entry, mask=(flag & 1) != 0, other=0)
+        row = tl.load(table + config * TAPS + tap)
+        group = tl.load(entry + 1, mask=(flag & 2) != 0, other=-1)
+        first = tl.load(base + group * TAPS + tap, mask=group >= 0, other=-1)
+        place = tl.load(entry + 2, mask=first >= 0, other=0)
+        slot = tl.where(first >= 0, first + place, -1)
         if (row != 0) | (slot >= 0):
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
             mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -81,45 +86,34 @@ def _tap(
 
 
 def launch(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    *,
-    site: int,
-    flags: torch.Tensor,
-    steer_rows: torch.Tensor,
-    slots: torch.Tensor,
-    bank: BankTensors,
-    ring: torch.Tensor,
+    hidden: torch.Tensor, residual: torch.Tensor | None, *, tap: int, state: TapState
 ) -> None:
-    """Edit and capture the rows of one site.
+    """Edit and capture the rows of one tap.
 
     Args:
         hidden: (tokens, hidden); the rows of steered tokens are edited in place.
         residual: (tokens, hidden) or None.
-        site: index of the site.
-        flags: (sites,) int32; bit 0 steers, bit 1 captures.
-        steer_rows: (sites, tokens) int32 bank rows, 0 for none.
-        slots: (sites, tokens) int32 ring slots, -1 for none.
-        bank: the steering rows.
-        ring: (rows, hidden).
+        tap: index of the tap.
+        state: what it reads and where rows go.
     """
     n_tokens, width = hidden.shape
     kernel: Any = _tap
+    bank = state.bank
     kernel[(min(n_tokens, _PROGRAMS),)](
         hidden,
         hidden if residual is None else residual,
         hidden.stride(0),
         0 if residual is None else residual.stride(0),
-        flags,
-        steer_rows,
-        slots,
-        steer_rows.stride(0),
+        state.header,
+        state.base,
         bank.vectors,
         bank.norm,
         bank.link,
-        ring,
-        site,
+        bank.table,
+        state.ring,
+        tap,
         n_tokens,
+        TAPS=len(state.taps),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         IS_FUSED=residual is not None,

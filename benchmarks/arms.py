@@ -1,0 +1,116 @@
+"""What each arm asks for, as data: which engine, and the lens request of each of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .shapes import Shape
+
+__all__ = ["ARMS", "ENGINES", "Arm", "EngineKind", "Vector", "vector"]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A steering vector, made into the engine's own class by the worker."""
+
+    values: np.ndarray
+    layer: int
+    scale: float
+
+
+Request = Mapping[str, Any] | None
+"""Extra arguments of one request; None for a plain one."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm."""
+
+    engine: str
+    request: Callable[[Shape, int], Request] = lambda shape, i: None
+    """Extra arguments of the i-th request. `Vector` stands for a steering vector."""
+    setup: Callable[[Any, Shape], None] | None = None
+    """Called once with the engine before the arm's first run, for example to register probes."""
+    note: str = ""
+    refusal: str = ""
+    """Why the arm cannot run yet; it is then skipped with this reason."""
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """How an engine of some arms is started."""
+
+    environment: Callable[[Shape], Mapping[str, str]] = lambda shape: {}
+    options: Mapping[str, Any] = ()  # type: ignore[assignment]
+    is_peer: bool = False
+    is_hf: bool = False
+
+
+def vector(shape: Shape, seed: int) -> Vector:
+    """A random direction of unit norm at the arm's layer, weak enough to leave numbers finite."""
+    values = np.random.default_rng(seed).standard_normal(shape.hidden)
+    return Vector(values / np.linalg.norm(values), shape.layer, scale=0.5)
+
+
+def _one_layer(shape: Shape, i: int) -> Request:
+    return {"output_residual_stream": [shape.layer]}
+
+
+def _steer(shape: Shape, i: int) -> Request:
+    return {"apply_steering_vectors": [vector(shape, 0)]}
+
+
+def _mixed(shape: Shape, i: int) -> Request:
+    if i % 2 == 0:
+        return None
+    return _one_layer(shape, i) if i % 4 == 1 else _steer(shape, i)
+
+
+def _four_layers(shape: Shape) -> Mapping[str, str]:
+    chosen = sorted({0, shape.layer, 2 * shape.layer, shape.layers - 1})
+    return {"INSPECT_LENS_LAYERS": ",".join(map(str, chosen))}
+
+
+_OFF = {"INSPECT_LENS_DISABLE": "1"}
+
+ENGINES = {
+    "plain": EngineKind(lambda shape: _OFF),
+    "eager": EngineKind(lambda shape: _OFF, options={"enforce_eager": True}),
+    "vllm-lens": EngineKind(lambda shape: _OFF, is_peer=True),
+    "hf": EngineKind(lambda shape: _OFF, is_hf=True),
+    "lens": EngineKind(),
+    "lens-4": EngineKind(_four_layers),
+}
+"""`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them."""
+
+ARMS = {
+    "default": Arm("plain", note="vLLM's defaults, no plug-in"),
+    "eager": Arm("eager", note="vLLM without graphs and compilation, no plug-in"),
+    "vllm-lens": Arm("vllm-lens", _one_layer, note="vllm-lens captures one layer, all tokens"),
+    "hf": Arm("hf", note="transformers, forward hook at one layer, static batches"),
+    "idle": Arm("lens", note="every layer tapped, nothing asked for"),
+    "idle-4": Arm("lens-4", note="four layers tapped, nothing asked for"),
+    "capture-1": Arm("lens", _one_layer, note="one layer, all tokens"),
+    "capture-all": Arm(
+        "lens", lambda shape, i: {"output_residual_stream": True}, note="all layers, all tokens"
+    ),
+    "steer": Arm("lens", _steer, note="one vector at one layer, all tokens"),
+    "probes-16x4": Arm(
+        "lens",
+        note="16 linear probes at each of 4 layers, scores only",
+        refusal="in-engine probes have no request key in this version",
+    ),
+    "steer-256": Arm(
+        "lens",
+        lambda shape, i: {"apply_steering_vectors": [vector(shape, i % 256)]},
+        note="request i has vector i mod 256",
+    ),
+    "mixed": Arm(
+        "lens", _mixed, note="half of the requests plain, a quarter capture-1, a quarter steer"
+    ),
+}
+"""Arms in the order of even repetitions; odd ones run them backwards."""

@@ -1,0 +1,287 @@
+"""`python -m benchmarks.run --out benchmarks/results/MACHINE-DATE.json`: all arms, interleaved.
+
+Every engine lives in a child process of its own, all on one GPU at once, and arms take turns:
+each repetition runs each arm once, odd repetitions in the reverse order. The file is written
+after every repetition, so that a run that is cut short leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.kit.child import ROOT, Child, ChildError
+
+from .arms import ARMS, ENGINES
+from .loads import LOADS
+from .results_file import Key, Results, write_json
+from .shapes import SHAPES
+
+__all__ = ["main", "order", "parse", "plan"]
+
+
+def order(arms: Sequence[str], repetition: int) -> list[str]:
+    """Arms of one repetition: as given in even ones, backwards in odd ones."""
+    return list(arms) if repetition % 2 == 0 else list(reversed(arms))
+
+
+def plan(
+    loads: Sequence[str], arms: Sequence[str], repetitions: int
+) -> Iterator[tuple[str, int, list[str]]]:
+    """Every (load, repetition, arms in order); repetition -1 warms up and is not recorded."""
+    for load in loads:
+        for repetition in range(-1, repetitions):
+            yield load, repetition, order(arms, repetition)
+
+
+class Bench:
+    """The engines of one model, and what is measured on them."""
+
+    def __init__(self, options: argparse.Namespace, model: str, results: Results) -> None:
+        self.options, self.model, self.results = options, model, results
+        self.deadline: float = options.deadline
+        self.children: dict[str, Child] = {}
+        self.work = Path(options.work)
+        self.folder = SHAPES[model].write(self.work / model)
+
+    def left(self) -> float:
+        """Seconds until the run has to end."""
+        return self.deadline - time.monotonic()
+
+    def skip(self, arm: str, reason: str, loads: Sequence[str] | None = None) -> None:
+        """Record why an arm has no number, or no more of them."""
+        for load in loads or self.options.loads:
+            self.results.skipped.setdefault((self.model, load, arm), reason)
+
+    def start(self) -> list[str]:
+        """Start every engine that an arm needs, one after the other; returns the arms to run."""
+        runnable = []
+        for arm in self.options.arms:
+            kind = ARMS[arm].engine
+            if ARMS[arm].refusal:
+                self.skip(arm, ARMS[arm].refusal)
+                continue
+            name = f"{self.model}/{kind}"
+            if name not in self.results.engines:
+                self.results.engines[name] = self._start_engine(kind)
+            refusal = self.results.engines[name].get("refused")
+            if refusal:
+                self.skip(arm, f"the engine did not start: {refusal}")
+            else:
+                runnable.append(arm)
+        return runnable
+
+    def _start_engine(self, kind: str) -> dict[str, Any]:
+        if ENGINES[kind].is_peer and not self.options.peer_path:
+            return {"refused": "--peer-path was not given"}
+        engine_options = self._engine_options(kind)
+        child = Child(
+            "benchmarks.worker",
+            environment=self._environment(kind),
+            log=self.work / f"{self.model}-{kind}.log",
+        )
+        # Kept at once, so that it is ended whatever happens.
+        self.children[kind] = child
+        shown = {k: v for k, v in engine_options.items() if k != "model"}
+        try:
+            about = child.ask(
+                self.left(), do="start", kind=kind, model=self.model, options=engine_options
+            )
+        except ChildError as error:
+            reason = f"{error} | {child.tail(600)}"
+            self._drop(kind)
+            sys.stderr.write(f"{self.model} {kind}: not started: {reason[:3000]}\n")
+            return {"refused": str(error)[:500], "options": shown}
+        self.results.environment.update(about["environment"])
+        seconds = about["cold_start_seconds"]
+        sys.stderr.write(f"{self.model} {kind}: started in {seconds:.1f} s\n")
+        is_warm = bool(self.options.cache_root)
+        return {
+            "cold_start_seconds": round(seconds, 2),
+            "compile_cache": "kept between runs" if is_warm else "empty at the start",
+            "options": shown,
+            "peak_shared_bytes": 0,
+        }
+
+    def _drop(self, kind: str) -> None:
+        child = self.children.pop(kind, None)
+        if child is not None:
+            child.close()
+
+    def close(self) -> None:
+        """End all engines, all at once: each takes seconds."""
+        for child in self.children.values():
+            child.stop()
+        for kind in list(self.children):
+            self._drop(kind)
+
+    def _environment(self, kind: str) -> dict[str, str]:
+        own = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        own.update(ENGINES[kind].environment(SHAPES[self.model]))
+        path = [str(ROOT / "src"), str(ROOT), own.get("PYTHONPATH", "")]
+        if ENGINES[kind].is_peer:
+            path.insert(0, self.options.peer_path)
+            own["VLLM_PLUGINS"] = "activations"
+            own["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        else:
+            own["VLLM_PLUGINS"] = "inspect_lens"
+        if own.get("INSPECT_LENS_DISABLE") != "1":
+            own.update(item.split("=", 1) for item in self.options.lens_setting)
+        own["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
+        cache = self.options.cache_root or str(self.work / "cache")
+        own["VLLM_CACHE_ROOT"] = str(Path(cache) / f"{self.model}-{kind}")
+        own.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if self.options.steps:
+            # Functions of this repository, sent to the engine's own process.
+            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        return own
+
+    def _engine_options(self, kind: str) -> dict[str, Any]:
+        shape = SHAPES[self.model]
+        if ENGINES[kind].is_hf:
+            return {"batch": self.options.hf_batch}
+        kv_gib = self.options.kv_gib or shape.kv_gib
+        options = {
+            "model": str(self.folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": shape.dtype,
+            "max_model_len": shape.max_model_len,
+            # Engines share the GPU; the bytes, not the share, size the cache.
+            "gpu_memory_utilization": self.options.gpu_share,
+            "kv_cache_memory_bytes": int(kv_gib * (1 << 30)),
+            "disable_log_stats": False,
+            **dict(ENGINES[kind].options),
+        }
+        if self.options.max_num_seqs:
+            options["max_num_seqs"] = self.options.max_num_seqs
+        return options
+
+    def run(self, arms: Sequence[str]) -> None:
+        """Measure; stops with what it has when the time is up."""
+        for load, repetition, turn in plan(self.options.loads, arms, self.options.repetitions):
+            if repetition < 0 and self.options.no_warm_up:
+                continue
+            for arm in turn:
+                key = (self.model, load, arm)
+                if key not in self.results.skipped:
+                    self._turn(key, repetition)
+            if repetition >= 0:
+                write_json(Path(self.options.out), self.results.to_json())
+        if self.options.steps:
+            self._steps(arms)
+        write_json(Path(self.options.out), self.results.to_json())
+
+    def _turn(self, key: Key, repetition: int) -> None:
+        _, load, arm = key
+        kind = ARMS[arm].engine
+        done = len(self.results.seconds.get(key, ()))
+        likely = self.results.median(key) or 0.0
+        if self.left() < 1.2 * likely + 1:
+            self.skip(arm, f"the time limit came after {done} repetitions", [load])
+            return
+        child = self.children.get(kind)
+        if child is None:
+            self.skip(arm, "its engine ended in an earlier run", [load])
+            return
+        limit = min(self.left(), self.options.run_limit)
+        asked = {"arm": arm, "load": load, "seed": max(repetition, 0), "limit_s": limit}
+        started = time.monotonic()
+        try:
+            run = child.ask(limit, do="run", **asked)
+        except ChildError as error:
+            took = time.monotonic() - started
+            if took >= limit - 1:
+                # The engine is still at it, and would disturb the others.
+                self.skip(arm, f"not finished after {took:.0f} s", [load])
+                self._drop(kind)
+            else:
+                self.skip(arm, str(error)[:500], [load])
+            return
+        about = self.results.engines[f"{self.model}/{kind}"]
+        about["peak_shared_bytes"] = max(about["peak_shared_bytes"], run["shared_bytes"])
+        if repetition >= 0:
+            self.results.add(key, run)
+        sys.stderr.write(f"{self.model} {load} {arm} {repetition} {run['seconds']:.3f}\n")
+
+    def _steps(self, arms: Sequence[str]) -> None:
+        """One more run of each arm and load, with a clock around each step."""
+        for load in self.options.loads:
+            for arm in arms:
+                child = self.children.get(ARMS[arm].engine)
+                key = (self.model, load, arm)
+                if child is None or ENGINES[ARMS[arm].engine].is_hf or not self.results.median(key):
+                    continue
+                if self.left() < 2 * (self.results.median(key) or 0) + 2:
+                    return
+                asked = {"arm": arm, "load": load, "seed": 0, "limit_s": self.left()}
+                with contextlib.suppress(ChildError):
+                    found = child.ask(self.left(), do="steps", **asked)["steps"]
+                    if found is not None:
+                        row = {"model": self.model, "load": load, "arm": arm, **found}
+                        self.results.steps.append(row)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    results = Results(
+        {
+            # Without folders, which are of one machine.
+            "command": "python -m benchmarks.run "
+            + " ".join(Path(w).name if "/" in w else w for w in words),
+            "arms": {name: ARMS[name].note for name in options.arms},
+        }
+    )
+    options.deadline = time.monotonic() + options.time_limit
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as work:
+        options.work = work
+        for model in options.models:
+            bench = Bench(options, model, results)
+            try:
+                bench.run(bench.start())
+            finally:
+                bench.close()
+                write_json(Path(options.out), results.to_json())
+    sys.stdout.write(results.table())
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Measure all arms, interleaved."
+    )
+    add = parser.add_argument
+    add("--out", required=True, help="JSON file")
+    add("--models", nargs="+", default=["llama-8b"], choices=list(SHAPES))
+    add("--loads", nargs="+", default=["8x256", "256x128"], choices=list(LOADS))
+    add("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    add("--repetitions", type=int, default=5)
+    add("--no-warm-up", action="store_true", help="record from the first run on")
+    add("--time-limit", type=float, default=570.0, help="seconds after which to write and end")
+    add("--run-limit", type=float, default=300.0, help="seconds of one run of one arm")
+    add("--peer-path", default="", help="folder in which vllm-lens is unpacked")
+    add("--cache-root", default="", help="keep compile caches here; starts are then warm")
+    add("--kv-gib", type=float, default=0.0, help="cache of each engine; 0: the shape's own")
+    add("--gpu-share", type=float, default=0.05, help="gpu_memory_utilization of each engine")
+    add("--max-num-seqs", type=int, default=0, help="of each engine; 0: vLLM's default")
+    add("--hf-batch", type=int, default=64, help="batch of the hf arm")
+    add("--steps", action="store_true", help="time each step of one more run per arm and load")
+    add(
+        "--lens-setting", action="append", default=[], metavar="NAME=VALUE",
+        help="environment variable of the engines with the lens",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Sizes of real models as `config.json`: weights are random, and nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SHAPES", "Shape"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's sizes."""
+
+    config: dict[str, Any]
+    dtype: str
+    kv_gib: float
+    """Key-value cache of each engine: what 1000 requests of the fixed loads need, if it fits."""
+    max_model_len: int = 2048
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config["hidden_size"])
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def layer(self) -> int:
+        """The layer that arms of one layer use: a third of the way up."""
+        return self.layers // 3
+
+    def write(self, folder: Path) -> Path:
+        """Write the folder that engines load."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        return folder
+
+
+def _llama(hidden: int, middle: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": middle,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+        "head_dim": hidden // heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+SHAPES = {
+    "llama-8b": Shape(_llama(4096, 14336, 32, 32, 128256), "bfloat16", kv_gib=24),
+    "opt-30b": Shape(
+        {
+            "architectures": ["OPTForCausalLM"],
+            "model_type": "opt",
+            "hidden_size": 7168,
+            "word_embed_proj_dim": 7168,
+            "ffn_dim": 28672,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 56,
+            "vocab_size": 50272,
+            "max_position_embeddings": 2048,
+            "do_layer_norm_before": True,
+            "activation_function": "relu",
+            "torch_dtype": "float16",
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+            "pad_token_id": 1,
+        },
+        "float16",
+        kv_gib=4,
+    ),
+    "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
+}
+"""Llama-8B, OPT-30B, and one that a CPU runs in a second."""

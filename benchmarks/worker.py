@@ -1,0 +1,183 @@
+"""Child process with one engine. The parent gives commands as JSON lines (`tests/kit/child.py`).
+
+The engine's own processes are below this one, as vLLM has it by default. Seconds are those of
+`LLM.generate`: from the first request to the last tensor in this process's hands.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tests.kit.child import requests_and_reply
+from tests.kit.process_tree import cpu_model, usage
+
+from .arms import ARMS, ENGINES, Vector
+from .loads import LOADS, requests
+from .shapes import SHAPES, Shape
+from .step_clock import start_clock, stop_clock, summary
+
+__all__ = ["main"]
+
+
+class Vllm:
+    """An offline vLLM engine."""
+
+    def __init__(self, shape: Shape, options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        self._shape = shape
+        self._set_up: set[str] = set()
+        self.llm: Any = LLM(**options)
+
+    def _extra_args(self, request: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if not request:
+            return None
+        return {
+            key: [self._vector(v) for v in value] if key == "apply_steering_vectors" else value
+            for key, value in request.items()
+        }
+
+    def _vector(self, vector: Vector) -> Any:
+        import torch
+
+        from inspect_lens import SteeringVector
+
+        return SteeringVector(
+            activations=torch.from_numpy(vector.values).float()[None],
+            layer_indices=[vector.layer],
+            scale=vector.scale,
+        )
+
+    def prepare(self, arm: str) -> None:
+        """Set an arm up, once."""
+        setup = ARMS[arm].setup
+        if setup is not None and arm not in self._set_up:
+            setup(self.llm, self._shape)
+        self._set_up.add(arm)
+
+    def run(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
+        """One timed run. vLLM cannot be interrupted: the parent enforces the limit."""
+        from vllm import SamplingParams
+
+        self.prepare(arm)
+        drawn = requests(LOADS[load], vocab=self._shape.vocab, seed=seed)
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in drawn]
+        asked = [ARMS[arm].request(self._shape, i) for i in range(len(drawn))]
+        params = [
+            SamplingParams(
+                max_tokens=sampled,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=self._extra_args(request),
+            )
+            for (_, sampled), request in zip(drawn, asked, strict=True)
+        ]
+        self.llm.reset_prefix_cache()
+        before = self._preemptions()
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        shared = usage(os.getpid()).shared_bytes
+        self._check(outputs, asked, drawn)
+        return {
+            "seconds": seconds,
+            "tokens": sum(sampled for _, sampled in drawn),
+            "preemptions": self._preemptions() - before,
+            "shared_bytes": shared,
+        }
+
+    def _preemptions(self) -> int:
+        found = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        return int(sum(m.value for m in found))
+
+    def _check(self, outputs: list[Any], asked: list[Any], drawn: list[Any]) -> None:
+        """What was asked for came: otherwise the seconds mean nothing."""
+        for output, request, (prompt, sampled) in zip(outputs, asked, drawn, strict=True):
+            n = len(output.outputs[0].token_ids)
+            if n != sampled:
+                raise RuntimeError(f"{n} tokens sampled instead of {sampled}")
+            layers = (request or {}).get("output_residual_stream")
+            if layers:
+                expected = (
+                    self._shape.layers if layers is True else len(layers),
+                    len(prompt) + sampled - 1,
+                    self._shape.hidden,
+                )
+                if tuple(output.activations["residual_stream"].shape) != expected:
+                    raise RuntimeError(f"a tensor is not {expected}")
+            elif (request or {}).get("apply_steering_vectors"):
+                n_tokens = output.inspect_lens.steer.n_tokens
+                if n_tokens != len(prompt) + sampled - 1:
+                    raise RuntimeError(f"{n_tokens} tokens were steered")
+
+    def steps(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
+        """Median time of a decode step in one run that is not timed otherwise."""
+        self.llm.collective_rpc(start_clock)
+        try:
+            self.run(arm, load, seed, limit_s)
+        finally:
+            steps = self.llm.collective_rpc(stop_clock)[0]
+        return {"steps": summary([tuple(s) for s in steps])}
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    commands, reply = requests_and_reply()
+    engine: Any = None
+    for command in commands:
+        name = command.pop("do")
+        try:
+            if name == "start":
+                started = time.perf_counter()
+                engine = _start(**command)
+                reply({"cold_start_seconds": time.perf_counter() - started, **_about()})
+            else:
+                reply(getattr(engine, name)(**command))
+        except Exception as error:  # noqa: BLE001 (the parent records why an arm has no number)
+            reply({"error": f"{type(error).__name__}: {error}"[:2000]})
+    if engine is not None:
+        engine.close()
+
+
+def _start(kind: str, model: str, options: dict[str, Any]) -> Any:
+    if ENGINES[kind].is_hf:
+        from .hugging_face import HuggingFace
+
+        return HuggingFace(SHAPES[model], **options)
+    return Vllm(SHAPES[model], options)
+
+
+def _about() -> dict[str, Any]:
+    import platform
+
+    import torch
+    import transformers
+    import vllm
+
+    import inspect_lens
+
+    is_cuda = torch.cuda.is_available()
+    return {
+        "environment": {
+            "gpu": torch.cuda.get_device_name() if is_cuda else None,
+            "cpu": cpu_model(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "vllm": vllm.__version__,
+            "transformers": transformers.__version__,
+            "inspect_lens": inspect_lens.__version__,
+        }
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Memory that a worker shares with front-ends: rows on their way, and what was done so far.
+
+An anonymous file (`memfd_create`): it needs no space under /dev/shm, has no name that could be
+left behind, and is gone with the last process that holds it, however that one ended. Front-ends
+of the same host open it through the worker's entry in /proc.
+
+The data part is a ring of blocks. The worker places a block, has it copied, and then, in the
+same stream, the number of the message that tells of it (`landed`). A front-end that has taken
+the rows writes that number into its cursor, which frees the block.
+
+The board has a record per request: which positions have been fed to the model under steering,
+and how. It is written in every step, so it must cost nothing: no message is sent for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import CapacityError
+
+__all__ = ["BOARD_SIZE", "ArenaReader", "ArenaWriter"]
+
+BOARD_SIZE = 1 << 15
+"""Records; a request's is its number modulo this, so numbers of live requests must differ."""
+
+_READERS = 256
+_CURSORS = 8
+_BOARD = 4096
+_DATA = _BOARD + BOARD_SIZE * 4 * 8
+_ALIGN = 4096
+_WAIT_S = 60.0
+
+
+class _View:
+    """The parts of the file, as arrays."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        words = whole[:_BOARD].view(np.int64)
+        self.landed: NDArray[np.int64] = words[1:2]
+        self.cursors: NDArray[np.int64] = words[_CURSORS : _CURSORS + _READERS]
+        self.board: NDArray[np.int64] = whole[_BOARD:_DATA].view(np.int64).reshape(BOARD_SIZE, 4)
+        """number of the request, first position fed, one past the last, ways of the steps."""
+        self.data: NDArray[np.uint8] = whole[_DATA:]
+        self.whole = whole
+
+
+class ArenaWriter:
+    """The worker's side."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Make the file.
+
+        Args:
+            nbytes: bytes for rows. They are taken from the system when first written, unless
+                somebody pins them.
+        """
+        self._fd = os.memfd_create("inspect-lens", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, _DATA + nbytes)
+        self.view = _View(mmap.mmap(self._fd, _DATA + nbytes))
+        # Numbers of processes and files are used again; the third part is not.
+        self.name = f"{os.getpid()}/{self._fd}/{secrets.token_hex(8)}"
+        self.nbytes = nbytes
+        self._readers: dict[str, tuple[int, int]] = {}
+        self._gone: set[int] = set()
+        self._blocks: deque[tuple[int, int, int, int]] = deque()
+        """(sequence number, reader, offset, bytes) of blocks in use, oldest first."""
+        self._head = 0
+
+    def reader(self, address: str, pid: int) -> int:
+        """The index of a front-end's cursor.
+
+        Raises:
+            CapacityError: more front-ends than cursors have come and gone.
+        """
+        if address not in self._readers:
+            index = len(self._readers)
+            if index >= _READERS:
+                raise CapacityError(
+                    f"this engine has served {_READERS} front-end processes; restart it"
+                )
+            self._readers[address] = (index, pid)
+        return self._readers[address][0]
+
+    def place(self, seq: int, address: str, nbytes: int) -> int:
+        """Find room for a block, waiting for the front-ends where there is none.
+
+        Args:
+            seq: number of the message that will tell of the block.
+            address: who will read it.
+            nbytes: its size.
+
+        Returns:
+            Its offset in `view.data`.
+
+        Raises:
+            CapacityError: it is larger than the file, or no front-end made room in time.
+        """
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        if size > self.nbytes:
+            raise CapacityError(
+                f"a step has {nbytes} bytes of rows and INSPECT_LENS_SHM_BYTES allows {self.nbytes}"
+            )
+        index = self._readers[address][0]
+        if (offset := self._fit(size)) is None:
+            deadline = time.monotonic() + _WAIT_S
+            while (offset := self._fit(size)) is None:
+                if time.monotonic() > deadline:
+                    raise CapacityError(
+                        f"no shared memory came free within {_WAIT_S:g} s: the front-end takes "
+                        "rows more slowly than the model makes them"
+                    )
+                self._drop_dead()
+                time.sleep(0.0005)
+        self._blocks.append((seq, index, offset, size))
+        self._head = offset + size
+        return offset
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that some front-end has not taken yet."""
+        self._free_taken()
+        return sum(size for _, _, _, size in self._blocks)
+
+    def close(self) -> None:
+        """Close the file; front-ends keep what they have mapped."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def _fit(self, size: int) -> int | None:
+        self._free_taken()
+        if not self._blocks:
+            # From the start again: pages that were never used need never be there.
+            return 0
+        tail = self._blocks[0][2]
+        if self._head > tail:
+            if self._head + size <= self.nbytes:
+                return self._head
+            return 0 if size <= tail else None
+        return self._head if self._head + size <= tail else None
+
+    def _free_taken(self) -> None:
+        cursors = self.view.cursors
+        while self._blocks:
+            seq, index, _, _ = self._blocks[0]
+            if cursors[index] < seq and index not in self._gone:
+                return
+            self._blocks.popleft()
+
+    def _drop_dead(self) -> None:
+        for index, pid in self._readers.values():
+            if index not in self._gone and not os.path.exists(f"/proc/{pid}"):
+                self._gone.add(index)
+
+
+class ArenaReader:
+    """The front-end's side."""
+
+    def __init__(self, name: str) -> None:
+        """Map a worker's file.
+
+        Raises:
+            OSError: the worker is gone, or runs where this process cannot see it.
+        """
+        pid, number, _ = name.split("/")
+        self.name = name
+        self._path = f"/proc/{pid}/fd/{number}"
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.view = _View(mmap.mmap(fd, os.fstat(fd).st_size))
+        finally:
+            os.close(fd)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the worker still holds the file."""
+        return os.path.exists(self._path)
+
+    def wait(self, seq: int, timeout_s: float = _WAIT_S, stop: Callable[[], bool] = bool) -> bool:
+        """Wait until the blocks of a message are there; False where they do not come."""
+        landed = self.view.landed
+        if landed[0] >= seq:
+            return True
+        deadline = time.monotonic() + timeout_s
+        while landed[0] < seq:
+            if stop() or time.monotonic() > deadline or not self.is_alive:
+                return bool(landed[0] >= seq)
+            time.sleep(0.0002)
+        return True
+
+    def done(self, reader: int, seq: int) -> None:
+        """Say that all blocks up to a message have been taken."""
+        self.view.cursors[reader] = seq

@@ -1,0 +1,135 @@
+"""Getting rows out of the ring into shared memory: at once on a CPU, on a side stream on a GPU.
+
+On a GPU the step loop only records events and starts copies; it never waits for the device. The
+number that says "the rows are there" is itself copied behind them in the same stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ._arena import ArenaWriter
+
+__all__ = ["Copier", "CpuCopier", "StreamCopier", "copier_for"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_EVENT: Any = torch.cuda.Event  # its constructor has no types
+_PIECE = 32 << 20
+"""Bytes of one copy: a small one that is waited for must not queue behind a large one."""
+
+
+class Copier(Protocol):
+    """Copies what a step left in the ring."""
+
+    def wait_for_region(self, region: int) -> None:
+        """Order the step that will fill a region of the ring behind the region's last copy."""
+        ...
+
+    def begin(self) -> None:
+        """Order the copies that follow behind the forward pass that was just started."""
+        ...
+
+    def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
+        """Some tokens of (taps, tokens, width) rows."""
+        ...
+
+    def copy(self, rows: torch.Tensor, offset: int, seq: int) -> None:
+        """Copy rows to an offset of the shared memory, and then `seq` to its `landed`."""
+        ...
+
+    def release_region(self, region: int) -> None:
+        """Note that all copies out of a region have been asked for."""
+        ...
+
+
+class CpuCopier:
+    """Copies at once."""
+
+    def __init__(self, arena: ArenaWriter) -> None:
+        self._view = arena.view
+
+    def wait_for_region(self, region: int) -> None:
+        """See `Copier.wait_for_region`; rows have left when `copy` returns."""
+
+    def begin(self) -> None:
+        """See `Copier.begin`."""
+
+    def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
+        """See `Copier.select`."""
+        return rows[:, torch.from_numpy(index)]
+
+    def copy(self, rows: torch.Tensor, offset: int, seq: int) -> None:
+        """See `Copier.copy`."""
+        source = rows.contiguous().view(torch.uint8).reshape(-1).numpy()
+        self._view.data[offset : offset + len(source)] = source
+        self._view.landed[0] = seq
+
+    def release_region(self, region: int) -> None:
+        """See `Copier.release_region`."""
+
+
+class StreamCopier:
+    """Copies on a stream of its own, into shared memory that the driver has pinned."""
+
+    def __init__(self, arena: ArenaWriter, device: torch.device, regions: int) -> None:
+        make_stream: Any = torch.cuda.Stream  # its constructor has no types
+        self._stream = make_stream(device)
+        self._filled = _EVENT()
+        self._released = [_EVENT() for _ in range(regions)]
+        self._seq = torch.zeros(1, dtype=torch.int64, device=device)
+        whole = torch.from_numpy(arena.view.whole)
+        self._data = torch.from_numpy(arena.view.data)
+        self._landed = torch.from_numpy(arena.view.landed)
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+        if int(code) != 0:
+            # Copies are then made while the step loop waits: slow, and still right.
+            logger.warning(
+                "inspect_lens: %d MiB of shared memory could not be pinned (CUDA error %d); "
+                "captures will be slow. Lower INSPECT_LENS_SHM_BYTES or raise the memlock limit",
+                whole.numel() >> 20,
+                int(code),
+            )
+
+    def wait_for_region(self, region: int) -> None:
+        """See `Copier.wait_for_region`: the main stream waits, the CPU does not."""
+        torch.cuda.current_stream().wait_event(self._released[region])
+
+    def begin(self) -> None:
+        """See `Copier.begin`."""
+        self._filled.record()
+        self._stream.wait_event(self._filled)
+
+    def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
+        """See `Copier.select`."""
+        with torch.cuda.stream(self._stream):
+            where = torch.from_numpy(index).pin_memory().to(rows.device, non_blocking=True)
+            return rows.index_select(1, where)
+
+    def copy(self, rows: torch.Tensor, offset: int, seq: int) -> None:
+        """See `Copier.copy`."""
+        with torch.cuda.stream(self._stream):
+            source = rows.contiguous().view(torch.uint8).reshape(-1)
+            size = source.numel()
+            for a in range(0, size, _PIECE):
+                b = min(a + _PIECE, size)
+                self._data[offset + a : offset + b].copy_(source[a:b], non_blocking=True)
+            self._seq.fill_(seq)
+            self._landed.copy_(self._seq, non_blocking=True)
+
+    def release_region(self, region: int) -> None:
+        """See `Copier.release_region`."""
+        self._released[region].record(self._stream)
+
+
+def copier_for(arena: ArenaWriter, device: torch.device, regions: int) -> Copier:
+    """The copier for a device."""
+    if device.type == "cuda":
+        return StreamCopier(arena, device, regions)
+    return CpuCopier(arena)

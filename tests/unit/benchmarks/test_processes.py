@@ -1,0 +1,96 @@
+"""Children answer line by line whatever they print, and what a process tree holds is seen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kit.child import ROOT, Child, ChildError
+from tests.kit.process_tree import cpu_model, settled_usage, usage
+
+ECHO = """
+import os, subprocess, sys, time
+from tests.kit.child import requests_and_reply
+
+commands, reply = requests_and_reply()
+grandchild = subprocess.Popen(["sleep", "300"])
+for command in commands:
+    print("noise", flush=True)
+    subprocess.run(["echo", "noise of a child"], check=True)
+    if command["do"] == "echo":
+        reply({"said": command["text"], "grandchild": grandchild.pid})
+    elif command["do"] == "fail":
+        reply({"error": "ValueError: no"})
+    elif command["do"] == "die":
+        sys.stderr.write("last words\\n")
+        os._exit(3)
+    else:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with Child("echo_child", environment=environment, log=tmp_path / "log") as made:
+        yield made
+
+
+def test_what_a_child_prints_is_in_the_log_and_not_in_its_answers(child: Child) -> None:
+    for text in ("one", "two"):
+        assert child.ask(30, do="echo", text=text)["said"] == text
+    assert child.tail().count("noise of a child") == 2
+
+
+def test_an_error_is_raised_and_the_child_goes_on(child: Child) -> None:
+    with pytest.raises(ChildError, match="ValueError: no"):
+        child.ask(30, do="fail")
+    assert child.ask(30, do="echo", text="still")["said"] == "still"
+
+
+def test_a_dead_child_is_reported_with_the_end_of_its_log(child: Child) -> None:
+    with pytest.raises(ChildError, match="last words"):
+        child.ask(30, do="die")
+
+
+def test_a_late_answer_is_an_error_and_closing_ends_grandchildren(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.kit.child._STOP_S", 0.2)
+    grandchild = child.ask(30, do="echo", text="")["grandchild"]
+    with pytest.raises(ChildError, match="no answer after 0 s"):
+        child.ask(0.3, do="sleep")
+    process = psutil.Process(grandchild)
+    child.close()
+    # It is nobody's child now: ended, or ended and not yet collected.
+    deadline = time.monotonic() + 5
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_shared_memory_and_descriptors_are_counted_once() -> None:
+    before = usage(os.getpid())
+    memory = SharedMemory(create=True, size=1 << 20)
+    again = SharedMemory(memory.name)
+    try:
+        held = settled_usage(os.getpid())
+        assert held.shared_bytes - before.shared_bytes == 1 << 20
+        assert held.descriptors > before.descriptors
+    finally:
+        again.close()
+        memory.close()
+        memory.unlink()
+    assert usage(os.getpid()).shared_bytes == before.shared_bytes
+
+
+def test_the_processor_has_a_name_where_linux_tells_it() -> None:
+    text = Path("/proc/cpuinfo").read_text()
+    assert cpu_model() in text

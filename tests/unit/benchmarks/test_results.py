@@ -1,0 +1,192 @@
+"""Order of the arms, statistics and schema of the file, and the loads that they are measured on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.arms import ARMS, ENGINES, Vector
+from benchmarks.loads import LOADS, requests
+from benchmarks.results_file import Results, write_json
+from benchmarks.run import Bench, order, parse, plan
+from benchmarks.shapes import SHAPES
+from benchmarks.step_clock import summary
+from tests.kit.child import ChildError
+
+NAMES = (
+    "default", "eager", "vllm-lens", "hf", "idle", "idle-4", "capture-1", "capture-all", "steer",
+    "probes-16x4", "steer-256", "mixed",
+)  # fmt: skip
+
+
+def test_arms_have_their_names_and_an_engine_each() -> None:
+    assert tuple(ARMS) == NAMES
+    assert {arm.engine for arm in ARMS.values()} == set(ENGINES)
+
+
+def test_the_order_is_reversed_every_other_repetition_after_a_warm_up() -> None:
+    turns = list(plan(["x"], ["a", "b", "c"], 3))
+    assert [repetition for _, repetition, _ in turns] == [-1, 0, 1, 2]
+    assert [turn for _, _, turn in turns[1:]] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+    assert order(["a"], 1) == ["a"]
+
+
+def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) -> None:
+    results = Results({"gpu": "x"})
+    for arm, values in {
+        "default": [1.0, 9.0, 2.0],
+        "vllm-lens": [8.0],
+        "idle": [2.0, 2.2, 2.1],
+    }.items():
+        for seconds in values:
+            results.add(("m", "8x256", arm), {"seconds": seconds, "tokens": 100, "preemptions": 2})
+    results.skipped["m", "8x256", "hf"] = "not finished after 5 s"
+    write_json(tmp_path / "r.json", results.to_json())
+    read = json.loads((tmp_path / "r.json").read_text())
+    runs = {run["arm"]: run for run in read["runs"]}
+    assert list(runs["idle"]) == [
+        "model", "load", "arm", "seconds", "tokens_per_second", "ratio_to_default",
+        "ratio_to_vllm_lens", "preemptions",
+    ]  # fmt: skip
+    assert runs["idle"]["ratio_to_default"] == pytest.approx(1.05)
+    assert runs["idle"]["ratio_to_vllm_lens"] == pytest.approx(2.1 / 8)
+    assert runs["idle"]["tokens_per_second"] == pytest.approx(100 / 2.1)
+    assert runs["idle"]["preemptions"] == 6
+    assert runs["default"]["seconds"] == [1.0, 9.0, 2.0]
+    assert read["skipped"] == [
+        {"model": "m", "load": "8x256", "arm": "hf", "reason": "not finished after 5 s"}
+    ]
+    assert "1.050" in results.table()
+
+
+def test_without_a_reference_there_is_no_ratio() -> None:
+    results = Results({})
+    results.add(("m", "l", "idle"), {"seconds": 1.0, "tokens": 1, "preemptions": 0})
+    (run,) = results.to_json()["runs"]
+    assert run["ratio_to_default"] is None
+    assert run["ratio_to_vllm_lens"] is None
+
+
+@pytest.mark.parametrize("name", list(LOADS))
+def test_requests_are_fixed_by_their_seed(name: str) -> None:
+    drawn = requests(LOADS[name], vocab=500, seed=3)
+    assert drawn == requests(LOADS[name], vocab=500, seed=3)
+    assert drawn != requests(LOADS[name], vocab=500, seed=4)
+    assert len(drawn) == LOADS[name].n
+    assert all(min(p) >= 3 and max(p) < 500 for p, _ in drawn)
+
+
+def test_alpaca_lengths_have_the_stated_means_and_bounds() -> None:
+    pairs = [
+        (len(p), m) for seed in range(5) for p, m in requests(LOADS["alpaca"], vocab=9, seed=seed)
+    ]
+    prompts, answers = np.array(pairs).T
+    assert prompts.mean() == pytest.approx(13, abs=0.5)
+    assert answers.mean() == pytest.approx(315, rel=0.03)
+    assert (prompts.min(), answers.min()) >= (4, 8)
+    assert prompts.max() <= 60
+    assert answers.max() <= 1024
+
+
+def test_each_request_of_an_arm_asks_for_what_the_arm_is_called() -> None:
+    shape = SHAPES["llama-8b"]
+    vectors: list[Vector] = []
+    for i in range(512):
+        request: Any = ARMS["steer-256"].request(shape, i)
+        vectors += request["apply_steering_vectors"]
+    assert len({v.values.tobytes() for v in vectors}) == 256
+    assert {v.values.shape for v in vectors} == {(4096,)}
+    mixed = [ARMS["mixed"].request(shape, i) for i in range(8)]
+    assert [bool(r) for r in mixed] == [False, True] * 4
+    assert sum("apply_steering_vectors" in (r or {}) for r in mixed) == 2
+    assert ENGINES["lens-4"].environment(shape) == {"INSPECT_LENS_LAYERS": "0,10,20,31"}
+    assert all(
+        ARMS[name].request(shape, 0) is None for name in ("default", "eager", "idle", "idle-4")
+    )
+
+
+def test_shapes_have_the_sizes_of_their_models() -> None:
+    llama, opt = SHAPES["llama-8b"].config, SHAPES["opt-30b"].config
+    per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    n_llama = llama["num_hidden_layers"] * per_layer + 2 * llama["vocab_size"] * 4096
+    assert n_llama == pytest.approx(8.03e9, rel=0.002)
+    d = opt["hidden_size"]
+    n_opt = opt["num_hidden_layers"] * (4 * d * d + 2 * d * opt["ffn_dim"]) + opt["vocab_size"] * d
+    assert n_opt == pytest.approx(30e9, rel=0.01)
+
+
+def test_the_step_clock_takes_the_decode_steps_of_the_fullest_batch() -> None:
+    steps = [(8, 300, 50.0), (8, 8, 3.0), (8, 8, 1.0), (8, 8, 2.0), (4, 4, 0.1)]
+    assert summary(steps) == {"sequences": 8, "steps": 3, "ms_median": 2.0, "ms_p90": 3.0}
+    assert summary([(1, 9, 1.0)]) is None
+
+
+class FakeChild:
+    """Answers what it is told to."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[dict[str, Any]] = []
+        self.closed = False
+
+    def ask(self, _timeout_s: float, **message: Any) -> dict[str, Any]:
+        self.asked.append(message)
+        answer = self.answers.pop(0) if self.answers else {"seconds": 1.0}
+        if isinstance(answer, Exception):
+            raise answer
+        return {"tokens": 48, "preemptions": 0, "shared_bytes": 5, **answer}
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def bench(tmp_path: Path, arms: list[str], **children: FakeChild) -> Bench:
+    out = ["--out", str(tmp_path / "r.json"), "--models", "tiny", "--loads", "smoke"]
+    options = parse([*out, "--arms", *arms, "--repetitions", "2"])
+    options.work, options.deadline = str(tmp_path), float("inf")
+    made = Bench(options, "tiny", Results({}))
+    for kind, child in children.items():
+        made.children[kind] = child  # type: ignore[assignment]
+        made.results.engines[f"tiny/{kind}"] = {"peak_shared_bytes": 0}
+    return made
+
+
+def test_a_run_warms_up_interleaves_and_writes(tmp_path: Path) -> None:
+    plain, lens = FakeChild(), FakeChild({"seconds": 9.0}, {"seconds": 3.0}, {"seconds": 5.0})
+    made = bench(tmp_path, ["default", "idle"], plain=plain, lens=lens)
+    made.run(["default", "idle"])
+    runs = {r["arm"]: r for r in json.loads((tmp_path / "r.json").read_text())["runs"]}
+    assert runs["idle"]["seconds"] == [3.0, 5.0]
+    assert runs["idle"]["ratio_to_default"] == 4.0
+    assert [m["seed"] for m in plain.asked] == [0, 0, 1]
+    assert made.results.engines["tiny/lens"]["peak_shared_bytes"] == 5
+
+
+def test_an_arm_whose_request_is_refused_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    made = bench(tmp_path, ["steer"], lens=FakeChild(ChildError("SpecError: no")))
+    made.run(["steer"])
+    assert made.results.skipped == {("tiny", "smoke", "steer"): "SpecError: no"}
+    assert json.loads((tmp_path / "r.json").read_text())["runs"] == []
+
+
+def test_an_arm_that_does_not_finish_loses_its_engine(tmp_path: Path) -> None:
+    slow = FakeChild(ChildError("no answer"))
+    made = bench(tmp_path, ["vllm-lens"], **{"vllm-lens": slow})
+    made.options.run_limit = 0.5
+    made.run(["vllm-lens"])
+    assert made.results.skipped["tiny", "smoke", "vllm-lens"] == "not finished after 0 s"
+    assert slow.closed
+
+
+def test_an_arm_that_cannot_run_yet_says_why(tmp_path: Path) -> None:
+    made = bench(tmp_path, ["probes-16x4", "vllm-lens"])
+    refused = [arm for arm in ("probes-16x4",) if ARMS[arm].refusal]
+    assert made.start() == [arm for arm in ("probes-16x4",) if arm not in refused]
+    assert "--peer-path" in made.results.skipped["tiny", "smoke", "vllm-lens"]

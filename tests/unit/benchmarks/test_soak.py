@@ -1,0 +1,87 @@
+"""The soak draws the same mix each time, and its judge sees each thing that may go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.soak import allowed_differences, judge
+from benchmarks.soak_plan import N_PROMPTS, draw_items, draw_prompts
+
+FLOOR = {"requests": 200, "different": 0}
+KINDS = ("plain", "steered", "captured", "steered-captured", "aborted")
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    right: dict[str, Any] = {
+        "requests": dict.fromkeys(KINDS, 100),
+        "different": dict.fromkeys(KINDS, 0),
+        "left_early": 90,
+        "rows": 1000,
+        "largest_row_error": 3e-6,
+        "errors": [],
+        "n_errors": 0,
+        "left": {"requests": 0, "steering_rows": 0},
+        "descriptors": 0,
+        "shared_bytes": 0,
+        "processes": 0,
+        "lives": True,
+    }
+    return right | changes
+
+
+def test_a_clean_mix_has_no_problem() -> None:
+    assert judge(FLOOR, found(), "torch.float32") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"different": dict.fromkeys(KINDS, 0) | {"plain": 1}}, "1 of 100 plain"),
+        ({"different": dict.fromkeys(KINDS, 0) | {"steered": 1}}, "1 of 100 steered"),
+        ({"n_errors": 2, "errors": ["x"]}, "2 requests failed"),
+        ({"rows": 0}, "no row"),
+        ({"largest_row_error": 1e-3}, "error of a row"),
+        ({"largest_row_error": float("nan")}, "error of a row"),
+        ({"left": {"requests": 1}}, "1 requests left"),
+        ({"descriptors": 1}, "descriptors grew"),
+        ({"shared_bytes": 4096}, "shared_bytes grew"),
+        ({"processes": 1}, "processes grew"),
+        ({"lives": False}, "plain request differs"),
+        ({"left_early": 0}, "no client"),
+    ],
+)
+def test_each_fault_is_a_problem(changes: dict[str, Any], word: str) -> None:
+    problems = judge(FLOOR, found(**changes), "torch.float32")
+    assert len(problems) == 1
+    assert word in problems[0]
+
+
+def test_the_noise_of_an_engine_without_the_lens_is_allowed_for() -> None:
+    assert allowed_differences(1000, 0, 200) == 0
+    # Exact interval of 10 of 200 at 95%: 2.4% to 9.0%.
+    assert allowed_differences(1000, 10, 200) == 90
+    assert allowed_differences(1000, 200, 200) == 1000
+
+
+def test_the_mix_is_fixed_by_its_seed_and_holds_every_kind() -> None:
+    items = draw_items(3, 600)
+    assert items == draw_items(3, 600)
+    assert items != draw_items(4, 600)
+    assert {item.kind for item in items} == set(KINDS)
+    for item in items:
+        assert 0 <= item.prompt < N_PROMPTS
+        assert (item.leave_after is not None) == (item.kind == "aborted")
+        if item.kind != "aborted":
+            assert (item.vector is not None) == ("steered" in item.kind)
+            assert item.is_captured == ("captured" in item.kind)
+
+
+def test_prompts_share_prefixes_and_fit_the_engine() -> None:
+    prompts = draw_prompts(0)
+    assert prompts == draw_prompts(0)
+    assert len(prompts) == N_PROMPTS
+    assert all(len(p.tokens) + p.max_tokens <= 256 for p in prompts)
+    heads = [p.tokens[:64] for p in prompts if len(p.tokens) >= 64]
+    assert len(heads) - len(set(heads)) == N_PROMPTS // 3

@@ -1,0 +1,120 @@
+"""Each test of the suite passes on a right engine, and fails on one that does it wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.protocol import Suite
+from conformance.round_trip import judge_round_trip
+from conformance.suite import NAMES, run_suite, write_json
+from tests.kit.fake_engine import FakeBackend, Model
+
+ENGINE_TESTS = [1, 2, 3, 4, 5, 6, 7, 8, 10]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
+
+
+def results(model: Model, tmp_path: Path, fault: str, tests: list[int]) -> dict[int, Any]:
+    backend = FakeBackend(model, fault)
+    suite = Suite(backend, model, tmp_path, aborts=64)
+    rows = run_suite(suite, tests)["results"]
+    return {int(row["test"].split()[0]): row for row in rows}
+
+
+def test_a_right_engine_passes_all(model: Model, tmp_path: Path) -> None:
+    found = results(model, tmp_path, "", ENGINE_TESTS)
+    assert {n: row["passed"] for n, row in found.items()} == dict.fromkeys(ENGINE_TESTS, True), (
+        found
+    )
+    assert [row["test"] for row in found.values()] == [NAMES[n] for n in sorted(ENGINE_TESTS)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        ("swapped requests", 1),
+        ("layers swapped", 1),
+        ("a row is missing", 1),
+        ("positions of the chunk", 2),
+        ("decodes as position 0", 3),
+        ("steers nothing", 3),
+        ("duplicate rows", 4),
+        ("a row is missing", 4),
+        ("one cache for all", 5),
+        ("steers nothing", 5),
+        ("answers anyway", 6),
+        ("slots leak", 7),
+        ("descriptors leak", 7),
+        ("ranks differ", 8),
+        ("lists of each rank", 8),
+        ("five percent too much", 10),
+        ("steers nothing", 10),
+    ],
+)
+def test_a_wrong_engine_fails_the_test_made_for_it(
+    model: Model, tmp_path: Path, fault: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conformance.isolation.SETTLE_S", 0.0)
+    row = results(model, tmp_path, fault, [number])[number]
+    assert row["passed"] is False, row
+
+
+def test_where_the_cache_cannot_be_reset_salts_keep_requests_apart(
+    model: Model, tmp_path: Path
+) -> None:
+    assert results(model, tmp_path, "cannot reset", [5])[5]["passed"] is True
+
+
+def test_one_device_is_not_a_pass(model: Model, tmp_path: Path) -> None:
+    suite = Suite(FakeBackend(model, devices=1), model, tmp_path)
+    row = run_suite(suite, [8])["results"][0]
+    assert (row["passed"], row["detail"]) == (None, "not run: 1 device")
+
+
+FIRST = {"log": "x.eval", "scores": {"a": 1.25, "b": -0.5}}
+SAME = {"scores": dict(FIRST["scores"])}  # type: ignore[arg-type]
+MISSING = {"error": "ArtifactError: x.safetensors is missing"}
+
+
+@pytest.mark.parametrize(
+    ("again", "without", "n_sidecars", "passed"),
+    [
+        (SAME, MISSING, 1, True),
+        (SAME, SAME, 0, True),
+        (SAME, SAME, 1, False),
+        (SAME, {"error": "TypeError: 'NoneType' object"}, 1, False),
+        ({"scores": {"a": 1.25, "b": -0.5000001}}, MISSING, 1, False),
+        ({"scores": {"a": 1.25}}, MISSING, 1, False),
+        ({"error": "TypeError: the log holds None"}, MISSING, 1, False),
+    ],
+)
+def test_scores_of_a_log_must_be_bit_identical_and_a_lost_file_named(
+    again: dict[str, Any], without: dict[str, Any], n_sidecars: int, passed: bool
+) -> None:
+    verdict = judge_round_trip(FIRST, again, without, n_sidecars=n_sidecars)
+    assert verdict.passed is passed, verdict
+
+
+def test_a_backend_that_raises_fails_its_tests_and_the_rest_are_run(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError("the engine died")
+
+    monkeypatch.setattr(FakeBackend, "rescore", broken)
+    rows = run_suite(Suite(FakeBackend(model), model, tmp_path), [9, 10])["results"]
+    assert [row["passed"] for row in rows] == [False, True]
+    assert "the engine died" in rows[0]["detail"]
+
+
+def test_the_file_is_written_whole(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
