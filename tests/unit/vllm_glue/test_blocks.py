@@ -222,7 +222,7 @@ def test_every_site_of_a_block_writes_its_rows() -> None:
     state.tokens[:3] = torch.tensor([[0, 0, i] for i in range(3)], dtype=torch.int32)
     state.base[0] = 3 * torch.arange(4, dtype=torch.int32)
     state.flags.fill_(CAPTURE)
-    state.header[0] = 1
+    state.header[0] = 3
     state.capturing = [True] * 4
     state.is_active = True
     _state.install(state)
