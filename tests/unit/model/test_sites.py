@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError
-from inspect_lens.model import lens_config, read_activations
+from inspect_lens.model import read_activations
+from inspect_lens.solver import with_capture
 from inspect_lens.spec import SITES, CaptureSpec, SteeringVector, result_name
 from tests.kit.fake_server import FakeLensServer, at_site, residual
 from tests.unit.model.conftest import RunEval
@@ -47,16 +47,8 @@ def test_steering_at_a_site_travels_by_the_native_key(server: FakeLensServer) ->
     assert '"site": "attn_out"' in server.requests[-1]["vllm_xargs"]["inspect_lens"]
 
 
-@solver
-def ask() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        return await generate(state, extra_body=lens_config(capture=CAPTURE).extra_body)
-
-    return solve
-
-
 def test_the_sidecar_has_a_tensor_per_site(server: FakeLensServer, run_eval: RunEval) -> None:
-    log = run_eval(server, solver=ask(), n=1)
+    log = run_eval(server, solver=with_capture([1, 2], site=SITES), n=1)
     assert log.status == "success"
     (call,) = read_activations(log)
     acts = call.activations
