@@ -149,7 +149,7 @@ class LensClient:
             steering_vectors: vectors to add.
             activations_transport: `binary` fetches tensors beside the response; None has them
                 in it.
-            capture: a CaptureSpec, for what `capture_layers` cannot say (positions).
+            capture: a CaptureSpec, for what `capture_layers` cannot say (sites, positions).
             hooks: of vllm-lens; not served by this release.
             capture_qk: of vllm-lens; not served by this release.
             logprobs: log-probabilities per token.

@@ -23,9 +23,11 @@ import numpy as np
 
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
+    SITES,
     CaptureReceipt,
     LensRequest,
     Receipt,
+    Site,
     SteerReceipt,
     TensorData,
     as_tensor_data,
@@ -35,7 +37,7 @@ from inspect_lens.spec import (
     result_name,
 )
 
-__all__ = ["FakeLensServer", "residual", "tokens_of"]
+__all__ = ["FakeLensServer", "at_site", "residual", "tokens_of"]
 
 Dialect = Literal["inspect_lens", "vllm_lens", "plain"]
 JSON = dict[str, Any]
@@ -44,6 +46,12 @@ JSON = dict[str, Any]
 def tokens_of(text: str) -> list[int]:
     """One token per word, the same in every process."""
     return [zlib.crc32(word.encode()) % 1000 for word in text.split()]
+
+
+def at_site(tensor: TensorData, site: Site) -> TensorData:
+    """What the fake model has at another site: the stream, turned along its last axis."""
+    turns = SITES[::-1].index(site)
+    return TensorData(np.roll(tensor.storage, turns, axis=-1), tensor.dtype)
 
 
 def residual(
@@ -238,7 +246,7 @@ class FakeLensServer:
             )
             tensor = residual(tokens, layers, list(chosen), self.hidden)
             captured = {
-                result_name(site): self._encode(tensor, request.capture.transport)
+                result_name(site): self._encode(at_site(tensor, site), request.capture.transport)
                 for site in request.capture.sites
             }
             receipt = CaptureReceipt(

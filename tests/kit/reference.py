@@ -25,12 +25,14 @@ class HuggingFace:
     Args:
         folder: the checkpoint.
         layers: path of the list of decoder layers in the model.
+        is_text: whether it is a language model alone, and not a multimodal one.
     """
 
-    def __init__(self, folder: Path, layers: str = "model.layers") -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, folder: Path, layers: str = "model.layers", *, is_text: bool = True) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        auto: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        self.model: Any = auto.from_pretrained(folder, dtype=torch.float32).eval()
         self._layers: Any = self.model.get_submodule(layers)
 
     def residual_stream(

@@ -31,7 +31,7 @@ from inspect_lens.spec import EnginePath, TensorData
 
 from ._arena import BOARD_SIZE
 from ._envelope import Envelope
-from ._message import PATHS, Block, Failure, Opened, decode, unpacked
+from ._message import PATHS, Block, Failure, Opened, Settled, decode, unpacked
 from ._pending import ROWS, SCORES, SHARE_BYTES, STORAGE, Pending, Worker
 from ._slabs import SlabPool
 
@@ -119,7 +119,13 @@ class Collector:
             return pending.streams[SCORES].further(since)
 
     def take(
-        self, key: str, *, counts: Mapping[int, int], n_fed: int, timeout_s: float
+        self,
+        key: str,
+        *,
+        counts: Mapping[int, int],
+        n_fed: int,
+        timeout_s: float,
+        settled: int | None = None,
     ) -> Collected:
         """Wait for the last rows of a finished request and put them together.
 
@@ -129,6 +135,9 @@ class Collector:
                 are the first ones.
             n_fed: tokens that were fed to the model.
             timeout_s: seconds to wait for rows that are on their way.
+            settled: where drafts may be rejected, one past the first position of the last step.
+                Rows of a rejected draft are written again, so the step that writes them last
+                has to have reported.
 
         Returns:
             What arrived, whole.
@@ -141,7 +150,8 @@ class Collector:
         with self._changed:
             pending = self._pending.get(key)
             if pending is not None:
-                self._wait(pending, counts, n_fed, timeout_s)
+                self._wait(pending, counts, n_fed, timeout_s, settled)
+            is_settled = pending is None or pending.is_settled(counts, settled)
             paths = pending.all_paths() if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
@@ -152,6 +162,11 @@ class Collector:
             raise CaptureError(
                 f"request {key}: the engine fed {n_fed} tokens and the worker reported steering "
                 f"up to token {fed} within {timeout_s:g} s; the output must not be used"
+            )
+        if not is_settled:
+            raise CaptureError(
+                f"request {key}: the last step was not reported within {timeout_s:g} s; rows of "
+                "rejected drafts may be among those that arrived, and steering is not confirmed"
             )
         for i, stream in pending.streams.items():
             if not stream.has(counts[i]):
@@ -181,10 +196,15 @@ class Collector:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(
-        self, pending: Pending, counts: Mapping[int, int], n_fed: int, timeout_s: float
+        self,
+        pending: Pending,
+        counts: Mapping[int, int],
+        n_fed: int,
+        timeout_s: float,
+        settled: int | None,
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        while not pending.is_ready(counts, n_fed):
+        while not pending.is_ready(counts, n_fed, settled):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -219,6 +239,8 @@ class Collector:
         with self._changed:
             if isinstance(message, Opened):
                 self._accept_openings(message)
+            elif isinstance(message, Settled):
+                self._accept_settled(message)
             elif isinstance(message, Failure) and message.key in self._pending:
                 self._pending[message.key].failure = message
             self._changed.notify_all()
@@ -240,6 +262,13 @@ class Collector:
             pending.shares = [(o, w) for o, w in pending.shares if w is not worker]
             pending.shares.append((opening, worker))
             worker.enter(opening, pending.streams)
+
+    def _accept_settled(self, message: Settled) -> None:
+        worker, numbers = self._workers[message.worker], unpacked(message.numbers)
+        record = numbers % BOARD_SIZE
+        is_open = worker.number[record] == numbers
+        record, settled = record[is_open], unpacked(message.settled)[is_open]
+        worker.settled[record] = np.maximum(worker.settled[record], settled)
 
     def _pool(self, row_bytes: int) -> SlabPool:
         if row_bytes not in self._pools:

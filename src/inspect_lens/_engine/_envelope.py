@@ -133,6 +133,10 @@ class Envelope:
     capture: CaptureEnvelope | None
     steer: tuple[SteerEnvelope, ...]
     probes: ProbesEnvelope | None
+    n_prompt: int
+    """Prompt tokens."""
+    is_speculative: bool
+    """Whether a step may feed tokens that are rejected afterwards."""
     steer_hash: str | None
     """What the prefix cache is salted with: a content hash over the steering, and what keeps a
     request away from blocks that a failed one of the same content left behind."""
@@ -152,6 +156,8 @@ class Envelope:
             "reply": self.reply,
             "pid": self.pid,
             "hash": self.steer_hash,
+            "n_prompt": self.n_prompt,
+            "is_speculative": self.is_speculative,
             "capture": None
             if self.capture is None
             else {
@@ -238,6 +244,8 @@ class Envelope:
                 probes["lo"],
                 probes["hi"],
             ),
+            n_prompt=value["n_prompt"],
+            is_speculative=value["is_speculative"],
             steer_hash=value["hash"],
         )
 
@@ -280,6 +288,8 @@ def seal(
         capture=_seal_capture(request, facts, n_prompt, n_max),
         steer=steer,
         probes=_seal_probes(request, probes or {}, n_prompt, n_max),
+        n_prompt=n_prompt,
+        is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer)) if steer else None,
     )
 

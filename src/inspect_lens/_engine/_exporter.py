@@ -12,7 +12,7 @@ import zmq
 
 from ._arena import ArenaWriter
 from ._copier import Copier
-from ._message import Block, Failure, Message, Opened, Opening, encode, packed
+from ._message import Block, Failure, Message, Opened, Opening, Settled, encode, packed
 from ._plan import Longs
 
 __all__ = ["Exporter", "Rows"]
@@ -111,6 +111,14 @@ class Exporter:
             if not self._send(reply, block):
                 return False
         return True
+
+    def settle(self, reply: str, numbers: bytes, settled: bytes) -> bool:
+        """Tell a front-end how far its requests are settled, behind the rows of the step.
+
+        Returns:
+            False when the front-end did not take the message: its requests have failed.
+        """
+        return self._send(reply, Settled(self.arena.name, numbers, settled))
 
     def send_failure(self, reply: str, failure: Failure) -> None:
         """Tell a front-end that a request failed; does nothing when nobody listens."""

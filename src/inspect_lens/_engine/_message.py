@@ -17,6 +17,7 @@ __all__ = [
     "Message",
     "Opened",
     "Opening",
+    "Settled",
     "decode",
     "encode",
     "packed",
@@ -75,6 +76,19 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
     """By index of the request: int64 positions, where they need not be consecutive."""
 
 
+class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
+    """How far requests are past what may be fed again, where drafts can be rejected.
+
+    It follows the rows of its step.
+    """
+
+    worker: str
+    numbers: bytes
+    """int64; requests."""
+    settled: bytes
+    """int64; one past the last position that no later step feeds again, of each."""
+
+
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     """A request that a worker could not serve."""
 
@@ -84,7 +98,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     message: str
 
 
-Message = Opened | Block | Failure
+Message = Opened | Block | Settled | Failure
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -101,7 +115,7 @@ def decode(data: bytes) -> Message:
         msgspec.MsgspecError: the bytes are none.
     """
     # A decoder per call: it is cheap, and decoders must not be shared between threads.
-    decoder: Any = msgspec.msgpack.Decoder(Opened | Block | Failure)
+    decoder: Any = msgspec.msgpack.Decoder(Opened | Block | Settled | Failure)
     return decoder.decode(data)  # type: ignore[no-any-return]
 
 

@@ -53,6 +53,12 @@ class Stream:
         flags = self.slab.arrived[: self.taps * self.most]
         return flags.reshape(self.taps, self.most)[:, :count]
 
+    def end(self, count: int) -> int:
+        """One past the last of the first positions."""
+        if not count:
+            return 0
+        return (self.lo + count - 1 if self.listed is None else int(self.listed[count - 1])) + 1
+
     def further(self, since: int) -> NDArray[Any]:
         """Rows that have come without a gap behind the first `since` positions."""
         if self.slab is None:
@@ -101,6 +107,8 @@ class Worker:
         self.reader = ArenaReader(name)
         self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
         self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        self.settled: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        """One past the last position whose row no later step writes again."""
         shape = (_STREAMS, BOARD_SIZE)
         self.base: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
         """Row of the slab pool of the worker's first tap at the first position."""
@@ -113,6 +121,7 @@ class Worker:
         """Note where the rows of a request belong."""
         record = opening.number % BOARD_SIZE
         self.number[record], self.paths[record] = opening.number, 0
+        self.settled[record] = 0
         self.base[:, record] = -1
         for i, stream in streams.items():
             if stream.slab is not None:
@@ -160,11 +169,34 @@ class Pending:
                 first, last = max(first, record[1]), min(last, record[2])
         return first, last
 
-    def is_ready(self, counts: Mapping[int, int], n_fed: int) -> bool:
+    def is_settled(self, counts: Mapping[int, int], settled: int | None) -> bool:
+        """Whether no row, and no steering, can come a second time.
+
+        Args:
+            counts: positions asked for that were fed, by stream.
+            settled: where drafts may be rejected, one past the first position of the last step.
+        """
+        if settled is None:
+            return True
+        for opening, worker in self.shares:
+            record = opening.number % BOARD_SIZE
+            needed = self.steer_until if opening.n_steered else 0
+            for i, stream in self.streams.items():
+                if opening.shares[i][1]:
+                    needed = max(needed, stream.end(counts[i]))
+            if worker.number[record] != opening.number:
+                return False
+            if worker.settled[record] < min(settled, needed):
+                return False
+        return True
+
+    def is_ready(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> bool:
         """Whether everything has arrived, or the request has failed."""
         if self.failure is not None:
             return True
         if self.n_steered and self.fed()[1] < min(n_fed, self.steer_until):
+            return False
+        if not self.is_settled(counts, settled):
             return False
         return all(stream.has(counts[i]) for i, stream in self.streams.items())
 

@@ -7,7 +7,6 @@ requests it concerns, clears their rows, and the engine goes on.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,13 @@ from inspect_lens.spec import EnginePath
 from . import _state
 from ._arena import BOARD_SIZE
 from ._bank import Bank, Steering
+from ._drafts import Drafts
 from ._envelope import Envelope
 from ._exporter import Exporter, Rows
 from ._groups import Groups
 from ._maps import maps_for
-from ._message import PATHS, Failure, Opening
+from ._message import PATHS, Failure, Opening, packed
+from ._numbers import Numbers
 from ._plan import Batch, GroupBlock, Longs, RequestTable, StepPlan, plan_step
 from ._readout import ProbeStore
 from ._state import TapState
@@ -33,9 +34,6 @@ from ._state import TapState
 __all__ = ["Stepper"]
 
 logger = logging.getLogger("vllm.inspect_lens")
-
-_REMEMBERED = 4096
-"""Removed requests whose number is kept: a pre-empted one comes back under its key."""
 
 
 @dataclass
@@ -72,14 +70,12 @@ class Stepper:
         self._by_slot: dict[int, _Request] = {}
         self.probes = ProbeStore(state.ring.device)
         self._groups = Groups(self._tap_index, self.probes)
-        self._numbers: OrderedDict[str, int] = OrderedDict()
-        self._next_number = 1
-        self._live_records: set[int] = set()
-        self._number_of = np.zeros(1, dtype=np.int64)
+        self._numbers = Numbers(self._board)
         self._unannounced: dict[str, tuple[int, list[Opening]]] = {}
         self._maps = maps_for(state)
         self._region = 0
         self._plan: StepPlan | None = None
+        self._drafts = Drafts()
         self._new: set[int] = set()
         """Slots of requests that no step has run yet."""
         self._poisoned: set[str] = set()
@@ -143,10 +139,8 @@ class Stepper:
             return
         del self._by_slot[request.slot]
         self._table.give(request.slot)
-        self._live_records.discard(request.number % BOARD_SIZE)
-        self._numbers[key] = request.number
-        if len(self._numbers) > _REMEMBERED:
-            self._numbers.popitem(last=False)
+        self._drafts.remove(request.slot)
+        self._numbers.give(key, request.number)
         if request.steering is not None:
             self._bank.release(request.steering)
 
@@ -170,6 +164,7 @@ class Stepper:
             )
             if plan.blocks:
                 self._copier.wait_for_region(self._region)
+            self._drafts.begin(batch)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
             self._plan = plan
             if plan.is_active:
@@ -197,12 +192,13 @@ class Stepper:
                 self._announce()
                 self._note(plan.steered, path)
                 self._export(plan, path)
+                self._settle()
             if plan.blocks:
                 self._copier.release_region(self._region)
                 self._region = (self._region + 1) % self.state.regions
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             slots = [s for b in plan.blocks for s in b.slots.tolist()]
-            for slot in {*slots, *plan.steered.slots.tolist()}:
+            for slot in {*slots, *plan.steered.slots.tolist(), *self._drafts.running}:
                 if (request := self._by_slot.get(slot)) is not None:
                     self._fail(request.key, error)
         finally:
@@ -226,10 +222,10 @@ class Stepper:
         steered = {t for s in envelope.steer for t in s.taps if t in self._tap_index}
         group = self._groups.of(envelope) if self._is_exporting else None
         steering = self._bank.admit(envelope, self._tap_index) if steered else None
-        slot, number = self._table.take(), self._take_number(key)
+        slot, number = self._table.take(), self._numbers.take(key)
         request = _Request(key, envelope.reply, number, slot, envelope.steer_hash, steering)
         self._requests[key] = self._by_slot[slot] = request
-        self._remember_number(slot, number)
+        self._numbers.set(slot, number)
         self._new.add(slot)
         if steering is not None:
             self._table.config[slot] = steering.config
@@ -241,6 +237,11 @@ class Stepper:
             self._groups.watch(self._table, slot, envelope)
         if not self._is_exporting:
             return
+        if envelope.is_speculative:
+            until = envelope.steer_until if steered else 0
+            if group is not None:
+                until = max(until, int(self._table.hi[slot]))
+            self._drafts.add(slot, envelope.n_prompt, until)
         probed = () if envelope.probes is None else envelope.probes.taps
         shares = [
             (
@@ -251,28 +252,6 @@ class Stepper:
         ]
         opening = Opening(number, key, shares, len(steered))
         self._unannounced.setdefault(envelope.reply, (envelope.pid, []))[1].append(opening)
-
-    def _take_number(self, key: str) -> int:
-        """A number whose board record nobody live holds; a pre-empted request keeps its own."""
-        number = self._numbers.pop(key, None)
-        record = None if number is None else number % BOARD_SIZE
-        if number is None or record in self._live_records or self._board[record, 0] != number:
-            number = self._next_number
-            while number % BOARD_SIZE in self._live_records:
-                number += 1
-            self._next_number = number + 1
-            # Of the tensor-parallel ranks, the one that exports writes; the others have boards
-            # of their own that nobody reads.
-            self._board[number % BOARD_SIZE] = (number, -1, 0, 0)
-        self._live_records.add(number % BOARD_SIZE)
-        return number
-
-    def _remember_number(self, slot: int, number: int) -> None:
-        if slot >= len(self._number_of):
-            grown = np.zeros(max(2 * len(self._number_of), slot + 1), dtype=np.int64)
-            grown[: len(self._number_of)] = self._number_of
-            self._number_of = grown
-        self._number_of[slot] = number
 
     def _without_poisoned(self, batch: Batch) -> Batch:
         """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
@@ -309,7 +288,7 @@ class Stepper:
         """Write on the board how far each steered request has been fed."""
         if not len(steered.slots):
             return
-        board, record = self._board, self._number_of[steered.slots] % BOARD_SIZE
+        board, record = self._board, self._numbers.of_slot[steered.slots] % BOARD_SIZE
         was = board[record, 1]
         board[record, 1] = np.where(was < 0, steered.position, np.minimum(was, steered.position))
         board[record, 3] |= 1 << PATHS.index(path)
@@ -349,7 +328,7 @@ class Stepper:
                 return
             rows = self._copier.select(rows, index)
         for reply in replies:
-            mine = Rows.of(rows, self._number_of[slots], counts, first, listed, stream)
+            mine = Rows.of(rows, self._numbers.of_slot[slots], counts, first, listed, stream)
             if len(replies) > 1:
                 # Several front-ends share the block: each gets its own requests' rows only.
                 own = np.asarray([self._by_slot[s].reply == reply for s in slots.tolist()])
@@ -358,13 +337,25 @@ class Stepper:
                     continue
                 mine = Rows.of(
                     self._copier.select(rows, np.flatnonzero(np.repeat(own, counts))),
-                    self._number_of[slots[at]],
+                    self._numbers.of_slot[slots[at]],
                     counts[at],
                     first[at],
                     {k: listed[i] for k, i in enumerate(at.tolist()) if i in listed},
                     stream,
                 )
             if not self._exporter.send(reply, mine, path):
+                self._drop(reply)
+
+    def _settle(self) -> None:
+        by_reply: dict[str, list[int]] = {}
+        for slot in self._drafts.running:
+            if (request := self._by_slot.get(slot)) is not None:
+                by_reply.setdefault(request.reply, []).append(slot)
+        for reply, slots in by_reply.items():
+            settled = np.asarray([self._drafts.running[s] for s in slots], dtype=np.int64)
+            if not self._exporter.settle(
+                reply, packed(self._numbers.of_slot[slots]), packed(settled)
+            ):
                 self._drop(reply)
 
     def _drop(self, reply: str) -> None:

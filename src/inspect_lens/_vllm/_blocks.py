@@ -17,7 +17,7 @@ from torch import nn
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import Site
 
-from ._discovery import describe, has_mixer
+from ._discovery import as_rows, describe, has_mixer
 
 __all__ = ["BlockInput", "block_module", "check_reduced", "module_output"]
 
@@ -40,8 +40,15 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
     children = dict(block.named_children())
     if site == "attn_out":
         found = {name: child for name, child in children.items() if has_mixer(child)}
-        if len(found) == 1 and not _is_kernel(next(iter(found.values()))):
-            return next(iter(found.values()))
+        if len(found) == 1:
+            mixer = next(iter(found.values()))
+            # Where the kernel and its projections lie in the block itself, the last projection
+            # ends the attention part.
+            ends = [child for child in children.values() if _is_row_parallel(child)]
+            if not _is_kernel(mixer):
+                return mixer
+            if len(ends) == 1:
+                return ends[0]
         raise _unclear(block, site, "a module with its attention or state-space layer", found)
     found = {
         name: child
@@ -96,8 +103,9 @@ def module_output(
     found = kwargs.get("output") if output is None else output
     if isinstance(found, tuple) and found and all(item is None for item in found[1:]):
         found = found[0]
-    if isinstance(found, torch.Tensor) and found.dim() == 2:
-        return found
+    rows = as_rows(found)
+    if rows is not None:
+        return rows
     raise UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: inspect_lens does not know the output of "
         f"{type(module).__name__}: {describe(output)}; known are a (tokens, hidden) tensor, a "
@@ -136,11 +144,11 @@ class BlockInput:
         """
         hidden = self._argument("hidden_states", args, kwargs)
         residual = self._argument("residual", args, kwargs)
-        if isinstance(hidden, torch.Tensor) and hidden.dim() == 2:
-            if residual is None:
-                return hidden, None
-            if isinstance(residual, torch.Tensor) and residual.shape == hidden.shape:
-                return hidden, residual
+        rows, added = as_rows(hidden), as_rows(residual)
+        if rows is not None and residual is None:
+            return rows, None
+        if rows is not None and added is not None and added.shape == rows.shape:
+            return rows, added
         raise UnsupportedError(
             f"INSPECT_LENS_SITES: resid_pre: {self._block} is called with hidden_states="
             f"{describe(hidden)} and residual={describe(residual)}; known are (tokens, hidden) "

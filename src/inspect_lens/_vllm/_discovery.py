@@ -9,23 +9,9 @@ from torch import nn
 
 from inspect_lens.errors import UnsupportedError
 
-__all__ = ["decoder_layers", "describe", "has_mixer", "split_output"]
+from ._layout import Layout
 
-_STALE_RESIDUAL = frozenset(
-    {
-        "cohere2_moe",
-        "cohere_compass",
-        "commandr",
-        "exaone4",
-        "granitemoehybrid",
-        "hyperclovax",
-        "muse_glimmer",
-        "phimoe",
-        "stablelm",
-    }
-)
-"""Files of vLLM's models whose layers return `(stream, residual)` where the first is complete:
-their sum would count a part of the stream twice. Read in vLLM 0.32."""
+__all__ = ["as_rows", "decoder_layers", "describe", "has_mixer", "split_output"]
 
 _HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
 
@@ -77,12 +63,15 @@ def has_mixer(layer: nn.Module) -> bool:
     return any(isinstance(module, AttentionLayerBase) for module in layer.modules())
 
 
-def split_output(layer: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def split_output(
+    layer: nn.Module, output: Any, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Read a decoder layer's output as the two halves of the residual stream.
 
     Args:
         layer: the layer, for the message.
         output: what its forward returned.
+        layout: what its source says.
 
     Returns:
         `(hidden, residual)`: the stream is their sum, or `hidden` alone when residual is None.
@@ -91,29 +80,34 @@ def split_output(layer: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Ten
         UnsupportedError: another layout. This happens while the engine starts, when the first
             forward pass is traced.
     """
-    family = type(layer).__module__.rpartition(".")[2]
-    if family in _STALE_RESIDUAL:
-        raise UnsupportedError(
-            f"inspect_lens does not serve {type(layer).__name__}: models of {family} return the "
-            f"whole stream beside a residual that nobody adds; {_HINT}"
-        )
-    if _is_rows(output):
-        return output, None
-    if isinstance(output, tuple) and len(output) == 2 and _is_rows(output[0]):
-        hidden, residual = output
-        if residual is None:
+    if isinstance(output, tuple) and len(output) == 2:
+        hidden, residual = as_rows(output[0]), output[1]
+    else:
+        hidden, residual = as_rows(output), None
+    if hidden is not None:
+        if residual is None or layout == "stale":
             return hidden, None
-        if isinstance(residual, torch.Tensor) and residual.shape == hidden.shape:
-            return hidden, residual
+        added = as_rows(residual)
+        if added is not None and added.shape == hidden.shape and layout == "fused":
+            return hidden, added
     raise UnsupportedError(
-        f"inspect_lens does not know the output of {type(layer).__name__}: "
-        f"{describe(output)}; known are a (tokens, hidden) tensor, "
-        f"(hidden, residual) and (hidden, None); {_HINT}"
+        f"inspect_lens does not know the output of {type(layer).__name__}: {describe(output)}, and "
+        f"its source reads as {layout!r}; known are a (tokens, hidden) tensor, (hidden, None), and "
+        f"(hidden, residual) where the source shows whether their sum is the stream; {_HINT}"
     )
 
 
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 2
+def as_rows(value: Any) -> torch.Tensor | None:
+    """A value as (tokens, hidden), sharing its memory; None when it is something else.
+
+    Models that vLLM takes over from transformers keep a batch axis of one.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 2:
+            return value
+        if value.dim() == 3 and value.shape[0] == 1:
+            return value[0]
+    return None
 
 
 def describe(output: Any) -> str:

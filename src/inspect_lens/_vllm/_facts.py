@@ -32,7 +32,7 @@ def refusal(vllm_config: Any) -> str | None:
         "INSPECT_LENS_DISABLE is set": Settings.load().disable,
         "it does not generate text": vllm_config.model_config.runner_type != "generate",
         "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
-        "speculative decoding is not served": vllm_config.speculative_config is not None,
+        **_speculation(vllm_config),
         "KV connectors may not honour the cache salt": vllm_config.kv_transfer_config is not None,
         "dual-batch overlap moves tokens": getattr(parallel, "enable_dbo", False),
         "prefill context parallelism splits prompts": getattr(
@@ -43,12 +43,49 @@ def refusal(vllm_config: Any) -> str | None:
             vllm_config.cache_config, "kv_sharing_fast_prefill", False
         ),
         "rows travel within one host, and this engine spans several": (
-            getattr(parallel, "nnodes", 1) > 1
-            or parallel.data_parallel_size_local != parallel.data_parallel_size
+            getattr(parallel, "nnodes", 1) > 1 or _has_remote_engines(parallel)
         ),
-        "pipeline parallelism is not served": parallel.pipeline_parallel_size > 1,
+        "with an external launcher each rank has a front-end of its own, and one rank sends rows": (
+            getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+        ),
+        "sequence parallelism splits tokens over ranks": getattr(
+            vllm_config.compilation_config.pass_config, "enable_sp", False
+        ),
     }
     return next((reason for reason, applies in found.items() if applies), None)
+
+
+def _speculation(vllm_config: Any) -> dict[str, bool]:
+    """Why speculative decoding cannot be served, as far as it cannot.
+
+    A rejected draft's row is written again by the step that feeds the right token, so positions
+    must be exact when a step is laid out. They are where the scheduler has seen what was
+    accepted; a scheduler that runs ahead gives upper bounds.
+    """
+    scheduler = vllm_config.scheduler_config
+    is_on = vllm_config.speculative_config is not None
+    return {
+        "with speculative decoding an asynchronous scheduler does not know positions exactly; "
+        "start with --no-async-scheduling": is_on and bool(scheduler.async_scheduling),
+        "speculative decoding over a pipeline is not served": is_on
+        and vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "speculative decoding with stream_interval > 1 hides where the last step began": is_on
+        and getattr(scheduler, "stream_interval", 1) > 1,
+    }
+
+
+def _has_remote_engines(parallel: Any) -> bool:
+    """Whether a front-end hands requests to data-parallel engines of other hosts.
+
+    Behind an outer load balancer, and where each rank is a program of its own, a front-end has
+    the engines of its host only.
+    """
+    is_local = (
+        parallel.data_parallel_external_lb
+        or parallel.data_parallel_hybrid_lb
+        or parallel.data_parallel_rank_local is not None
+    )
+    return not is_local and parallel.data_parallel_size_local != parallel.data_parallel_size
 
 
 def is_compiled(vllm_config: Any) -> bool:
@@ -95,6 +132,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         ring_rows=min(len(taps) * step, fit),
         bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
         vllm_version=vllm_version(),
+        is_speculative=vllm_config.speculative_config is not None,
     )
 
 

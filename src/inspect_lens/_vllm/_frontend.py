@@ -195,7 +195,9 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
         results = front_end().results
         if finish_reason is not None and results.is_expected(self.request_id):
             completion.inspect_lens_ticket = Ticket(
-                self.request_id, n_completion=self.detokenizer.num_output_tokens()
+                self.request_id,
+                n_completion=self.detokenizer.num_output_tokens(),
+                n_last=len(token_ids),
             )
         elif results.streams_tokens(self.request_id):
             completion.inspect_lens_scores = results.take_new_scores(self.request_id)

@@ -19,13 +19,14 @@ def register() -> None:
     from ._compat import SEAMS, add_method, seam, verify, wrap
     from ._frontend import FRONT_END_WRAPPERS
     from ._serve import install_when_serving
+    from ._worker import exported_taps, stats, wrap_load_model
     from ._worker import register as register_probe
-    from ._worker import stats, wrap_load_model
 
     verify(SEAMS)
     wrap(seam("load_model"), wrap_load_model)
     add_method(seam("load_model"), "inspect_lens_stats", stats)
     add_method(seam("load_model"), "inspect_lens_register", register_probe)
+    add_method(seam("load_model"), "inspect_lens_taps", exported_taps)
     for name, make in FRONT_END_WRAPPERS.items():
         wrap(seam(name), make)
     install_when_serving()

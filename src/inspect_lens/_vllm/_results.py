@@ -34,6 +34,8 @@ class Ticket:
     """Internal id of the choice."""
     n_completion: int
     """Sampled tokens."""
+    n_last: int = 1
+    """Those of the last step; more than one where drafts were accepted."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ class Results:
         """Token scores of a running request that have come since the last call, by probe."""
         expected = self._expected.get(key)
         if expected is None or expected.reading is None:
+            return {}
+        if expected.envelope.is_speculative:
+            # Numbers of a rejected draft come again, corrected: all are read at the end.
             return {}
         numbers = self._the_collector().scores(key, expected.reading.n_seen)
         return {} if numbers is None else expected.reading.feed(numbers)
@@ -192,6 +197,9 @@ class Results:
                 counts={ROWS: len(positions), SCORES: expected.n_read(n_fed)},
                 n_fed=n_fed,
                 timeout_s=self._timeout_s,
+                settled=n_fed + 1 - max(ticket.n_last, 1)
+                if expected.envelope.is_speculative
+                else None,
             )
             if (reading := expected.reading) is not None:
                 numbers = collected.tensors[SCORES].storage[:, reading.n_seen :]

@@ -18,17 +18,18 @@ from inspect_lens._engine._state import TapState, install
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up
 from inspect_lens._settings import Settings
-from inspect_lens.errors import CompatError
+from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import EngineFacts, EngineProbe, Site, TapPoint
 
 from ._blocks import BlockInput, block_module, check_reduced, module_output
 from ._discovery import decoder_layers, split_output
 from ._facts import facts_of, refusal
+from ._layout import layout_of
 from ._registry import start_items
 from ._runner_v1 import RunnerV1
 from ._runner_v2 import RunnerV2
 
-__all__ = ["register", "stats", "wrap_load_model"]
+__all__ = ["exported_taps", "register", "stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -89,6 +90,17 @@ def register(worker: Any, probe: dict[str, Any], remove: bool = False) -> bool:
     return stepper is not None
 
 
+def exported_taps(worker: Any) -> list[str]:
+    """Taps whose rows this worker sends; `collective_rpc("inspect_lens_taps")` calls it.
+
+    Over the workers of an engine each tap stands in one list.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    if stepper is None or not is_exporting_rank():
+        return []
+    return [f"{tap.site}.{tap.layer}" for tap in stepper.state.taps]
+
+
 def _install(worker: Any, settings: Settings) -> None:
     config = worker.vllm_config
     runner = worker.model_runner
@@ -137,7 +149,8 @@ def _install(worker: Any, settings: Settings) -> None:
     # The two model runners of vLLM; the newer one keeps per-model state in an object.
     adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
     adapter(runner, stepper).attach()
-    if settings.self_check:
+    # Whether a feed-forward module leaves a sum to others shows only in its values.
+    if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
         _check_after_warm_up(worker, stepper)
     install(state)
     logger.info(
@@ -210,9 +223,10 @@ def _tap_input(block: nn.Module, ctl: torch.Tensor) -> None:
 
 def _tap_output(block: nn.Module, ctl: torch.Tensor) -> None:
     block.register_buffer("_inspect_lens_post", ctl, persistent=False)
+    layout = layout_of(type(block))
 
     def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        hidden, residual = split_output(module, output)
+        hidden, residual = split_output(module, output, layout)
         tap(hidden, residual, module._inspect_lens_post)
 
     block.register_forward_hook(hook)
@@ -239,21 +253,23 @@ def _check_after_warm_up(worker: Any, stepper: Stepper) -> None:
     @functools.wraps(original)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self_check(worker.model_runner, stepper)
+        self_check(worker.model_runner, stepper, is_sharded=tp_size() > 1)
         return result
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
-def self_check(runner: Any, stepper: Stepper) -> None:
+def self_check(runner: Any, stepper: Stepper, *, is_sharded: bool = False) -> None:
     """Run one pass in which every tap must write a row.
 
     Args:
         runner: the model runner, compiled and warm.
         stepper: of this worker.
+        is_sharded: whether tensor-parallel ranks have to agree on every row.
 
     Raises:
         CompatError: a tap did not fire, so the engine must not start.
+        UnsupportedError: tensor-parallel ranks see different rows at a tap.
     """
     state = stepper.state
     n = len(state.taps)
@@ -276,6 +292,7 @@ def self_check(runner: Any, stepper: Stepper) -> None:
     # Compared as bits: a dummy pass may well compute NaN.
     same = state.ring[:n].view(torch.uint8) == marker.expand(n, -1).contiguous().view(torch.uint8)
     silent = [f"{t.site}.{t.layer}" for i, t in enumerate(state.taps) if bool(same[i].all())]
+    shares = _different_over_ranks(state.ring[:n]) if is_sharded else []
     state.ring[:n].zero_()
     if silent:
         raise CompatError(
@@ -283,7 +300,26 @@ def self_check(runner: Any, stepper: Stepper) -> None:
             "compiled graph without taps may have been loaded: clear vLLM's compile cache, or "
             "set INSPECT_LENS_DISABLE=1 to run without the lens"
         )
+    if shares:
+        names = ", ".join(f"{state.taps[i].site}.{state.taps[i].layer}" for i in shares)
+        raise UnsupportedError(
+            f"inspect_lens: at the taps {names} of {type(runner.get_model()).__name__} each "
+            "tensor-parallel rank has its own share of a sum; leave the site out of "
+            "INSPECT_LENS_SITES, or use one GPU per stage"
+        )
     logger.info("inspect_lens: start-up check passed, %d of %d taps fired", n, n)
+
+
+def _different_over_ranks(rows: torch.Tensor) -> list[int]:
+    """Which rows are not the same on all tensor-parallel ranks, rounding aside."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    mine = rows.float()
+    all_ranks = get_tp_group().all_gather(mine.contiguous(), dim=0).view(-1, *mine.shape)
+    error = (all_ranks - all_ranks[0]).norm(dim=-1).amax(dim=0)
+    size = all_ranks.norm(dim=-1).amax(dim=0)
+    # A dummy pass may compute NaN, which shows nothing.
+    return [i for i, differs in enumerate((error > 0.05 * size).tolist()) if differs]
 
 
 def _marker(ring: torch.Tensor) -> torch.Tensor:

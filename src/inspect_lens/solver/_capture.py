@@ -8,14 +8,16 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.model import lens_config
-from inspect_lens.spec import Positions
+from inspect_lens.spec import RESID_POST, Positions, Site
 
 __all__ = ["with_capture"]
 
 
 @solver
 def with_capture(
-    layers: Sequence[int] | int | str = "all", positions: Positions | Sequence[int] = "all"
+    layers: Sequence[int] | int | str = "all",
+    positions: Positions | Sequence[int] = "all",
+    site: Site | Sequence[Site] = RESID_POST,
 ) -> Solver:
     """Generate with capture: what `generate()` is to a task without it.
 
@@ -25,14 +27,15 @@ def with_capture(
     Args:
         layers: `all`, or layer numbers.
         positions: tokens to keep, such as `completion`.
+        site: place in the block, or several; the server has to serve them.
 
     Returns:
         The solver; activations are in `state.output.metadata["activations"]`.
 
     Raises:
-        SpecError: layers or positions are wrong.
+        SpecError: layers, positions or site are wrong.
     """
-    capture = {"layers": layers, "positions": positions}
+    capture = {"layers": layers, "positions": positions, "site": site}
     lens_config(capture=capture, base=GenerateConfig())  # refuse a wrong spec before any sample
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:

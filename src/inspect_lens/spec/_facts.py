@@ -37,6 +37,8 @@ class EngineFacts:
     """Vectors that the steering table holds for all running requests together."""
     vllm_version: str
     """Version of vLLM."""
+    is_speculative: bool = False
+    """Whether a step may feed draft tokens that are rejected afterwards."""
 
     @cached_property
     def _tapped(self) -> frozenset[TapPoint]:

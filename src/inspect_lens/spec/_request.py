@@ -254,6 +254,11 @@ def check_request(request: LensRequest, facts: EngineFacts) -> None:
         UnsupportedError: a site of a layer without a tap, or more rows than the buffers hold.
     """
     rows = 0
+    if facts.is_speculative and any(use.alarm == "stop" for use in request.probes):
+        raise UnsupportedError(
+            "probes: alarm='stop' beside speculative decoding, whose drafts have scores before "
+            "they are accepted; use alarm='flag', or an engine without speculative decoding"
+        )
     if request.capture is not None:
         asked = request.capture.layers
         layers = tuple(range(facts.n_layers)) if asked == "all" else asked

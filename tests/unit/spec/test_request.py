@@ -166,3 +166,40 @@ def test_positions_resolve_against_the_prompt() -> None:
     for wrong in ((14,), (-11,), (9, -1)):
         with pytest.raises(SpecError):
             resolve(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "site", "sites"),
+    [
+        ("attn_out", "attn_out", ("attn_out",)),
+        (["mlp_out"], "mlp_out", ("mlp_out",)),
+        (["resid_post", "resid_pre", "resid_post"], ("resid_pre", "resid_post"), None),
+    ],
+)
+def test_sites_are_normalised(given: Any, site: Any, sites: Any) -> None:
+    capture = CaptureSpec(site=given)
+    assert capture.site == site
+    assert capture.sites == (sites or site)
+    assert CaptureSpec.model_validate_json(capture.model_dump_json()) == capture
+
+
+@pytest.mark.parametrize("site", [[], "qk", ["resid_pre", "qk"], 3, None])
+def test_an_unknown_site_is_refused_with_the_allowed_ones(site: Any) -> None:
+    with pytest.raises(SpecError, match="resid_pre, attn_out, mlp_out, resid_post"):
+        parse_extra_args({"inspect_lens": {"capture": {"site": site}}})
+
+
+def test_a_site_is_served_where_its_tap_is() -> None:
+    served = LensRequest(capture=CaptureSpec(layers=(1, 2), site="resid_pre"))
+    check_request(served, FACTS)
+    with pytest.raises(UnsupportedError, match=r"layer 0 has no tap for resid_pre.*LENS_SITES"):
+        check_request(LensRequest(capture=CaptureSpec(layers=(0,), site="resid_pre")), FACTS)
+    with pytest.raises(UnsupportedError, match=r"steer\[0\].*layer 1 has no tap for mlp_out"):
+        check_request(LensRequest(steer=(vector(site="mlp_out"),)), FACTS)
+
+
+def test_the_default_site_of_a_vector_is_not_on_the_wire() -> None:
+    assert "site" not in vector().model_dump(mode="json")
+    assert vector(site="attn_out").model_dump(mode="json")["site"] == "attn_out"
+    assert "site" not in vector().reference()
+    assert vector(site="attn_out").reference()["site"] == "attn_out"

@@ -82,10 +82,16 @@ H, R = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
 
 
 @pytest.mark.parametrize(
-    ("output", "expected"), [(H, (H, None)), ((H, R), (H, R)), ((H, None), (H, None))]
+    ("output", "layout", "expected"),
+    [
+        (H, "unknown", (H, None)),
+        ((H, R), "fused", (H, R)),
+        ((H, None), "fused", (H, None)),
+        ((H, R), "stale", (H, None)),
+    ],
 )
-def test_known_layouts(output: Any, expected: Any) -> None:
-    hidden, residual = split_output(Layer(), output)
+def test_known_layouts(output: Any, layout: Any, expected: Any) -> None:
+    hidden, residual = split_output(Layer(), output, layout)
     assert hidden is expected[0]
     assert residual is expected[1]
 
@@ -93,7 +99,19 @@ def test_known_layouts(output: Any, expected: Any) -> None:
 @pytest.mark.parametrize("output", [(H, R, R), [H, R], {"h": H}, (None, H), None])
 def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
     with pytest.raises(UnsupportedError, match="output of Layer"):
-        split_output(Layer(), output)
+        split_output(Layer(), output, "fused")
+
+
+def test_a_pair_whose_source_does_not_show_its_sum_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"output of Layer.*'unknown'"):
+        split_output(Layer(), (H, R), "unknown")
+
+
+def test_a_batch_axis_of_one_is_looked_through() -> None:
+    x = torch.zeros(1, 2, HIDDEN)
+    hidden, _ = split_output(Layer(), x, "plain")
+    hidden += 1
+    assert bool((x == 1).all())
 
 
 class Runner:

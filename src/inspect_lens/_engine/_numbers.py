@@ -1,0 +1,60 @@
+"""The short names under which a worker tells front-ends of their requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._arena import BOARD_SIZE
+
+__all__ = ["Numbers"]
+
+_REMEMBERED = 4096
+"""Removed requests whose number is kept: a pre-empted one comes back under its key."""
+
+
+class Numbers:
+    """Gives each live request a number whose board record nobody else holds."""
+
+    def __init__(self, board: NDArray[np.int64]) -> None:
+        """Start at one.
+
+        Args:
+            board: (records, 4) of the worker's shared memory.
+        """
+        self._board = board
+        self._known: OrderedDict[str, int] = OrderedDict()
+        self._next = 1
+        self._live: set[int] = set()
+        self.of_slot: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        """Number of the request in each slot."""
+
+    def take(self, key: str) -> int:
+        """A number; a pre-empted request keeps its own, and what its record says."""
+        number = self._known.pop(key, None)
+        record = None if number is None else number % BOARD_SIZE
+        if number is None or record in self._live or self._board[record, 0] != number:
+            number = self._next
+            while number % BOARD_SIZE in self._live:
+                number += 1
+            self._next = number + 1
+            self._board[number % BOARD_SIZE] = (number, -1, 0, 0)
+        self._live.add(number % BOARD_SIZE)
+        return number
+
+    def give(self, key: str, number: int) -> None:
+        """Take note that a request has gone."""
+        self._live.discard(number % BOARD_SIZE)
+        self._known[key] = number
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    def set(self, slot: int, number: int) -> None:
+        """Note the number of the request in a slot."""
+        if slot >= len(self.of_slot):
+            grown = np.zeros(max(2 * len(self.of_slot), slot + 1), dtype=np.int64)
+            grown[: len(self.of_slot)] = self.of_slot
+            self.of_slot = grown
+        self.of_slot[slot] = number

@@ -1,0 +1,95 @@
+"""One tiny model of each layout against Hugging Face: rows at every site, and steering."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inspect_lens import SteeringVector
+from inspect_lens.spec import result_name
+from tests.engine.conftest import Engine, start, tokens
+from tests.engine.test_capture import fed
+from tests.kit.architectures import CASES, HIDDEN, LAYERS, Case, write
+from tests.kit.reference import HuggingFace, max_relative_error
+
+TOLERANCE = 3e-4
+"""float32, other kernels; recurrences add up more than attention does."""
+
+Close = Callable[[torch.Tensor, torch.Tensor], bool]
+
+
+def check_case(
+    case: Case, folder: Path, close: Close, *, dtype: torch.dtype, **options: Any
+) -> None:
+    """Start an engine, and compare captures and steering with Hugging Face."""
+    write(case, folder, dtype)
+    reference = HuggingFace(folder, case.layers, is_text=case.is_text)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INSPECT_LENS_SITES", ",".join(case.sites))
+        engine = start(
+            folder,
+            dtype=str(dtype).removeprefix("torch."),
+            enable_prefix_caching=False,
+            max_model_len=256,
+            **(case.options | options),
+        )
+    try:
+        check_rows(case, engine, reference, close)
+        check_steering(case, engine, reference, close)
+    finally:
+        engine.close()
+
+
+def check_rows(case: Case, engine: Engine, reference: HuggingFace, close: Close) -> None:
+    request = {"inspect_lens": {"capture": {"site": list(case.sites)}}}
+    for output in engine.run([tokens(n, seed=n) for n in (3, 90)], request, max_tokens=10):
+        expected = reference.sites(fed(output), sites=case.sites)
+        for site in case.sites:
+            rows = output.activations[result_name(site)]  # type: ignore[arg-type]
+            assert rows.shape == expected[site].shape
+            assert close(rows, expected[site]), (case.name, site)
+        # Rows of another layer could not pass.
+        stream = expected["resid_post"]
+        assert not close(stream[1:], stream[:-1])
+
+
+def check_steering(case: Case, engine: Engine, reference: HuggingFace, close: Close) -> None:
+    v = 4.0 * torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
+    prompt, layer, where = tokens(80, seed=4), LAYERS - 2, [0, 40, 79]
+    vector = SteeringVector(activations=v, layer_indices=[layer], position_indices=where)
+    everything = {"output_residual_stream": True}
+    request = {"apply_steering_vectors": [vector], **everything}
+    plain, steered = engine.run([prompt, prompt], [everything, request], max_tokens=10)
+
+    def edit(h: torch.Tensor) -> torch.Tensor:
+        out = h.clone()
+        out[where] += v[0]
+        return out
+
+    before, after = (o.activations["residual_stream"] for o in (plain, steered))
+    assert close(after, reference.residual_stream(fed(steered), {layer: edit}))
+    assert close(before, reference.residual_stream(fed(plain)))
+    changed = (before[layer, :80] != after[layer, :80]).any(dim=-1).nonzero().flatten().tolist()
+    assert set(where) <= set(changed)
+    exact = [p for p in range(80) if p not in where]
+    assert close(after[layer, exact], before[layer, exact])
+    assert steered.inspect_lens.steer.n_tokens == len(where)
+
+
+@pytest.mark.engine
+# The fused layout without more is what every other test of this folder runs.
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
+def test_an_architecture_equals_hugging_face(case: Case, tmp_path: Path) -> None:
+    assert "INSPECT_LENS_LAYERS" not in os.environ
+    check_case(
+        case,
+        tmp_path,
+        lambda found, expected: max_relative_error(found, expected) <= TOLERANCE,
+        dtype=torch.float32,
+        enforce_eager=True,
+    )

@@ -1,0 +1,88 @@
+"""Two workers on a CPU, tensor- and pipeline-parallel: rows of all stages, none twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inspect_lens import SteeringVector
+from inspect_lens.spec import SITES
+from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
+from tests.engine.test_capture import TOLERANCE, fed
+from tests.engine.test_sites import capture, check
+from tests.kit.reference import HuggingFace, max_relative_error
+
+pytestmark = pytest.mark.engine
+
+ALL = {"output_residual_stream": True}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    ids=["tp2", "pp2"],
+)
+def two(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INSPECT_LENS_SITES", "all")
+        # One core for each; the default wants a memory node for each.
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        made = start(tiny_folder, enforce_eager=True, **request.param)
+    yield made
+    made.close()
+
+
+def test_rows_of_every_site_equal_hugging_face(two: Engine, hugging_face: HuggingFace) -> None:
+    for output in two.run([tokens(n, seed=n) for n in (1, 50, 150)], capture(*SITES)):
+        check(output, hugging_face.sites(fed(output)))
+        n_fed = len(fed(output))
+        assert output.inspect_lens.capture.rows == (3 * LAYERS + 1) * n_fed
+
+
+@pytest.mark.parametrize("layers", [[0], [LAYERS - 1], [1, 2]])
+def test_rows_of_some_layers(two: Engine, hugging_face: HuggingFace, layers: list[int]) -> None:
+    output = two.run([tokens(70)], {"output_residual_stream": layers})[0]
+    expected = hugging_face.residual_stream(fed(output))[layers]
+    assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layers", [[0], [LAYERS - 1], [1, 2]])
+def test_steering_on_one_stage_or_both(
+    two: Engine, hugging_face: HuggingFace, layers: list[int]
+) -> None:
+    v = torch.randn(len(layers), HIDDEN, generator=torch.Generator().manual_seed(3))
+    vector = SteeringVector(activations=v, layer_indices=layers, scale=3.0)
+    prompts = [tokens(60 + i, seed=i) for i in range(3)]
+    request: dict[str, Any] = {"apply_steering_vectors": [vector], **ALL}
+    outputs = two.run(prompts, [request, ALL, request], max_tokens=9)
+    for i, output in enumerate(outputs):
+        edits = {
+            layer: (lambda h, row=row: h + 3.0 * row) for layer, row in zip(layers, v, strict=True)
+        }
+        expected = hugging_face.residual_stream(fed(output), edits if i != 1 else None)
+        assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE
+        if i != 1:
+            assert output.inspect_lens.steer.layers == tuple(layers)
+            assert output.inspect_lens.steer.n_tokens == len(fed(output))
+
+
+def test_steering_without_capture_is_confirmed(two: Engine) -> None:
+    vector = SteeringVector(activations=torch.ones(2, HIDDEN), layer_indices=[0, LAYERS - 1])
+    output = two.run([tokens(40)], {"apply_steering_vectors": [vector]}, max_tokens=5)[0]
+    assert output.inspect_lens.steer.n_tokens == 44
+
+
+def test_each_tap_is_sent_by_one_worker(two: Engine) -> None:
+    sent = [tap for taps in two.llm.collective_rpc("inspect_lens_taps") for tap in taps]
+    assert len(sent) == len(set(sent)) == 3 * LAYERS + 1
+
+
+def test_nothing_is_left_behind(two: Engine) -> None:
+    two.run([tokens(20)], ALL)
+    two.run([tokens(20)])
+    for stats in two.llm.collective_rpc("inspect_lens_stats"):
+        assert stats == {"requests": 0, "steering_rows": 0, "shared_bytes": 0}

@@ -1,0 +1,25 @@
+"""The layouts of `tests/engine/test_architectures.py` on a GPU: bfloat16, compiled, graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_architectures import check_case
+from tests.kit.architectures import CASES, Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float(torch.cosine_similarity(found.float(), expected.float(), dim=-1).min()) >= 0.998
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_architecture_equals_hugging_face(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path, close, dtype=torch.bfloat16, kv_cache_memory_bytes=1 << 30)

@@ -1,0 +1,69 @@
+"""Several sites in one answer: each by its name, live, in the sidecar and through the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inspect_lens.client import LensClient
+from inspect_lens.errors import CaptureError
+from inspect_lens.model import read_activations
+from inspect_lens.solver import with_capture
+from inspect_lens.spec import SITES, CaptureSpec, SteeringVector, result_name
+from tests.kit.fake_server import FakeLensServer, at_site, residual
+from tests.unit.model.conftest import RunEval
+
+CAPTURE = {"layers": [1, 2], "site": list(SITES)}
+
+
+def expected(tokens: list[int], site: Any) -> Any:
+    stream = residual(tokens, (1, 2), list(range(len(tokens) - 1)))
+    return at_site(stream, site).to_float32()
+
+
+@pytest.mark.parametrize("transport", ["inline", "binary"])
+def test_the_client_has_a_tensor_per_site(server: FakeLensServer, transport: str) -> None:
+    with LensClient(server.url) as client:
+        out = client.generate(
+            "one two three", capture=CAPTURE, max_tokens=2, activations_transport=transport
+        )
+    assert out.activations is not None
+    assert list(out.activations) == [result_name(site) for site in SITES]
+    tokens = out.prompt_token_ids + out.token_ids
+    for site in SITES:
+        found = out.activations.numpy(result_name(site))
+        np.testing.assert_array_equal(found, expected(tokens, site))
+    assert out.receipt is not None
+    assert out.receipt.capture is not None
+    assert out.receipt.capture.site == SITES
+
+
+def test_steering_at_a_site_travels_by_the_native_key(server: FakeLensServer) -> None:
+    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1], site="attn_out")
+    with LensClient(server.url) as client:
+        client.generate("one", steering_vectors=[vector], max_tokens=2)
+    assert '"site": "attn_out"' in server.requests[-1]["vllm_xargs"]["inspect_lens"]
+
+
+def test_the_sidecar_has_a_tensor_per_site(server: FakeLensServer, run_eval: RunEval) -> None:
+    log = run_eval(server, solver=with_capture([1, 2], site=SITES), n=1)
+    assert log.status == "success"
+    (call,) = read_activations(log)
+    acts = call.activations
+    assert list(acts.keys()) == [result_name(site) for site in SITES]
+    tokens = [*acts.prompt_token_ids, *acts.token_ids]
+    for site in SITES:
+        np.testing.assert_array_equal(acts.numpy(result_name(site)), expected(tokens, site))
+    assert acts.layers == (1, 2)
+
+
+def test_a_site_that_did_not_come_is_an_error(server: FakeLensServer) -> None:
+    from inspect_lens.model._response import ChoiceFields, decode_payload
+
+    with LensClient(server.url) as client:
+        raw = client.generate("one", capture={"layers": [1]}, max_tokens=2).raw
+    choice = ChoiceFields(activations=raw["activations"], token_ids=[1, 2])
+    with pytest.raises(CaptureError, match=r"attn_out asked for.*residual_stream"):
+        decode_payload(choice, [1], CaptureSpec(layers=(1,), site="attn_out"), {})

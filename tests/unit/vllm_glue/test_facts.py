@@ -1,0 +1,130 @@
+"""What the configuration says: which taps there are, and which engines are not served."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._settings import Settings
+from inspect_lens._vllm._facts import facts_of, refusal
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import TapPoint
+
+
+def config(**changes: Any) -> Any:
+    """What is read of vLLM's configuration, with `part__field` changed."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "runner_type": "generate",
+            "is_encoder_decoder": False,
+            "hf_text_config": SimpleNamespace(num_hidden_layers=4),
+            "get_hidden_size": lambda: 8,
+            "dtype": "torch.float32",
+            "model": "org/model",
+        },
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "data_parallel_size_local": 1,
+            "data_parallel_external_lb": False,
+            "data_parallel_hybrid_lb": False,
+            "data_parallel_rank_local": None,
+        },
+        "scheduler_config": {"max_num_batched_tokens": 16, "async_scheduling": True},
+        "cache_config": {},
+        "compilation_config": {"pass_config": SimpleNamespace(enable_sp=False)},
+        "device_config": {"device_type": "cpu"},
+    }
+    top: dict[str, Any] = {"speculative_config": None, "kv_transfer_config": None}
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[part][field] = value
+        else:
+            top[part] = value
+    return SimpleNamespace(**{k: SimpleNamespace(**v) for k, v in parts.items()}, **top)
+
+
+SPECULATIVE = {"speculative_config": object()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel_config__pipeline_parallel_size": 4},
+        SPECULATIVE | {"scheduler_config__async_scheduling": False},
+        {"parallel_config__data_parallel_size": 2, "parallel_config__data_parallel_size_local": 2},
+        {
+            "parallel_config__data_parallel_size": 2,
+            "parallel_config__data_parallel_external_lb": True,
+        },
+    ],
+)
+def test_served(changes: dict[str, Any]) -> None:
+    assert refusal(config(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (SPECULATIVE, "no-async-scheduling"),
+        (
+            SPECULATIVE
+            | {
+                "scheduler_config__async_scheduling": False,
+                "parallel_config__pipeline_parallel_size": 2,
+            },
+            "over a pipeline",
+        ),
+        (
+            SPECULATIVE
+            | {"scheduler_config__async_scheduling": False, "scheduler_config__stream_interval": 4},
+            "stream_interval",
+        ),
+        ({"parallel_config__data_parallel_size": 2}, "several"),
+        ({"parallel_config__nnodes": 2}, "several"),
+        ({"parallel_config__distributed_executor_backend": "external_launcher"}, "launcher"),
+        ({"compilation_config__pass_config": SimpleNamespace(enable_sp=True)}, "sequence"),
+        ({"kv_transfer_config": object()}, "salt"),
+        ({"model_config__runner_type": "pooling"}, "generate"),
+    ],
+)
+def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
+    found = refusal(config(**changes))
+    assert found is not None
+    assert reason in found
+
+
+def taps(**settings: Any) -> tuple[TapPoint, ...]:
+    return facts_of(config(), Settings(**settings)).taps
+
+
+def test_both_ends_of_a_block_cost_one_tap_more_than_one() -> None:
+    default = taps()
+    assert default == (TapPoint("resid_pre", 0), *(TapPoint("resid_post", i) for i in range(4)))
+    assert taps(sites="resid_post") == default[1:]
+    assert taps(layers="2") == (TapPoint("resid_post", 1), TapPoint("resid_post", 2))
+
+
+def test_taps_come_in_the_order_of_a_forward_pass() -> None:
+    found = taps(sites="all", layers="0,1")
+    assert [tap.site for tap in found] == [
+        "resid_pre",
+        "attn_out",
+        "mlp_out",
+        "resid_post",
+        "attn_out",
+        "mlp_out",
+        "resid_post",
+    ]
+
+
+@pytest.mark.parametrize("sites", ["", "resid_mid", "resid_post,oops"])
+def test_an_unknown_site_is_refused(sites: str) -> None:
+    with pytest.raises(SpecError, match="INSPECT_LENS_SITES"):
+        taps(sites=sites)
