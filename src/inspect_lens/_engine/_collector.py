@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 
 from inspect_lens import errors
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import DType, TensorData
+from inspect_lens.spec import EnginePath, TensorData
 
 from ._arena import BOARD_SIZE, ArenaReader
-from ._envelope import EVERY, Envelope
+from ._envelope import EVERY, CaptureEnvelope, Envelope
 from ._message import PATHS, Block, Failure, Opened, Opening, decode, unpacked
+from ._slabs import Slab, SlabPool
 
 __all__ = ["STORAGE", "Collected", "Collector"]
 
@@ -41,69 +42,100 @@ STORAGE: dict[str, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"
 _SHARE_BYTES = 4 << 20
 """Rows of more bytes are placed by several threads."""
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-_RESERVE_BYTES = 64 << 20
-"""A result of fewer bytes gets all its memory at once; the system provides it when written."""
+_STREAMS = 2
+"""Results of one request at most."""
 
 
 class _Stream:
     """One result of a request: rows at some taps, for some positions."""
 
-    def __init__(
-        self,
-        taps: int,
-        width: int,
-        dtype: str,
-        lo: int,
-        hi: int,
-        positions: tuple[int, ...] | None,
-    ) -> None:
-        self.dtype, self.lo = dtype, lo
-        self.width, self.storage = width, np.dtype(STORAGE[dtype])
-        self.listed = None if positions is None else np.asarray(positions, dtype=np.int64)
-        self.most = hi - lo if self.listed is None else len(self.listed)
-        # Memory is taken when the first row comes, by the thread that receives it.
-        self.rows: NDArray[Any] = np.empty((taps, 0, width), dtype=self.storage)
-        self.arrived: NDArray[np.bool_] = np.zeros((taps, 0), dtype=np.bool_)
+    def __init__(self, capture: CaptureEnvelope) -> None:
+        self.taps, self.width = capture.shape
+        self.dtype, self.lo = capture.dtype, capture.lo
+        self.listed = None
+        self.most = capture.hi - capture.lo
+        """Positions at most."""
+        if capture.positions is not None:
+            self.listed = np.asarray(capture.positions, dtype=np.int64)
+            self.most = len(self.listed)
+        self.slab: Slab | None = None
 
-    def place(self, tap: int, rows: NDArray[Any], first: int, listed: bytes | None) -> None:
-        """Copy (taps, tokens, width) rows to where their positions lie."""
-        n = rows.shape[1]
-        at: Any
-        if self.listed is None:
-            start = first - self.lo
-            at, stop = slice(start, start + n), start + n
-        else:
-            wanted = np.arange(first, first + n) if listed is None else unpacked(listed)
-            at = self.listed.searchsorted(wanted)
-            stop = int(at[-1]) + 1
-        if stop > self.rows.shape[1]:
-            self._grow(stop)
-        self.rows[tap : tap + len(rows), at] = rows
-        self.arrived[tap : tap + len(rows), at] = True
+    @property
+    def row_bytes(self) -> int:
+        return self.width * np.dtype(STORAGE[self.dtype]).itemsize
+
+    def arrived(self, count: int) -> NDArray[np.bool_]:
+        """(taps, count); which of the first positions have come."""
+        if self.slab is None:
+            return np.zeros((self.taps, count), dtype=np.bool_)
+        flags = self.slab.arrived[: self.taps * self.most]
+        return flags.reshape(self.taps, self.most)[:, :count]
 
     def has(self, count: int) -> bool:
         """Whether the first positions have come at all taps."""
-        return self.arrived.shape[1] >= count and bool(self.arrived[:, :count].all())
+        return not count or bool(self.arrived(count).all())
 
-    def missing(self, count: int) -> int:
-        """Rows of the first positions that have not come."""
-        return len(self.rows) * count - int(np.count_nonzero(self.arrived[:, :count]))
+    def take(self, count: int, threads: ThreadPoolExecutor) -> TensorData:
+        """The first positions as one contiguous array."""
+        storage = np.dtype(STORAGE[self.dtype])
+        if self.slab is None:
+            rows = np.zeros((self.taps, count, self.width), dtype=storage)
+        else:
+            whole = self.slab.array(storage)[: self.taps * self.most * self.width]
+            rows = whole.reshape(self.taps, self.most, self.width)[:, :count]
+            if not rows.flags.c_contiguous:
+                # It ended before it was long: a copy of what is there frees the rest.
+                rows = _copied(rows, threads)
+        return TensorData(rows, self.dtype)
 
-    def take(self, count: int) -> TensorData:
-        """The first positions, in memory of their own size."""
-        rows = self.rows if self.rows.shape[1] == count else self.rows[:, :count].copy()
-        return TensorData(rows, cast("DType", self.dtype))
 
-    def _grow(self, needed: int) -> None:
-        have, taps = self.rows.shape[1], len(self.rows)
-        row = max(1, taps * self.width * self.storage.itemsize)
-        size = self.most
-        if size * row > _RESERVE_BYTES:
-            size = min(size, max(needed, 2 * have))
-        rows = np.empty((taps, size, self.width), dtype=self.storage)
-        arrived = np.zeros((taps, size), dtype=np.bool_)
-        rows[:, :have], arrived[:, :have] = self.rows, self.arrived
-        self.rows, self.arrived = rows, arrived
+def _copied(rows: NDArray[Any], threads: ThreadPoolExecutor) -> NDArray[Any]:
+    out = np.empty(rows.shape, dtype=rows.dtype)
+
+    def copy(tap: int) -> None:
+        out[tap] = rows[tap]
+
+    if out.nbytes > _SHARE_BYTES:
+        list(threads.map(copy, range(len(rows))))
+    else:
+        out[...] = rows
+    return out
+
+
+class _Worker:
+    """A worker's shared memory, and where the rows of its requests belong, by board record."""
+
+    def __init__(self, name: str) -> None:
+        self.reader = ArenaReader(name)
+        self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        shape = (_STREAMS, BOARD_SIZE)
+        self.base: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
+        """Row of the slab pool of the worker's first tap at the first position."""
+        self.lo: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.most: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.listed: dict[tuple[int, int], NDArray[np.int64]] = {}
+        """Explicit positions, by stream and record."""
+
+    def enter(self, opening: Opening, streams: list[_Stream]) -> None:
+        """Note where the rows of a request belong."""
+        record = opening.number % BOARD_SIZE
+        self.number[record], self.paths[record] = opening.number, 0
+        self.base[:, record] = -1
+        for i, stream in enumerate(streams):
+            if stream.slab is not None:
+                self.base[i, record] = stream.slab.start + opening.first_tap * stream.most
+                self.lo[i, record], self.most[i, record] = stream.lo, stream.most
+                if stream.listed is not None:
+                    self.listed[i, record] = stream.listed
+
+    def leave(self, opening: Opening) -> None:
+        """Drop what still comes for a request."""
+        record = opening.number % BOARD_SIZE
+        if self.number[record] == opening.number:
+            self.number[record] = 0
+            for stream in range(_STREAMS):
+                self.listed.pop((stream, record), None)
 
 
 class _Pending:
@@ -118,14 +150,8 @@ class _Pending:
             self.named = np.asarray(sorted(named), dtype=np.int64)
         self.n_taps = 0 if capture is None else len(capture.taps)
         self.n_steered = len({t for s in envelope.steer for t in s.taps})
-        self.streams: list[_Stream] = []
-        if capture is not None:
-            taps, width = capture.shape
-            self.streams.append(
-                _Stream(taps, width, capture.dtype, capture.lo, capture.hi, capture.positions)
-            )
-        self.shares: list[tuple[Opening, ArenaReader]] = []
-        self.paths: set[str] = set()
+        self.streams = [] if capture is None else [_Stream(capture)]
+        self.shares: list[tuple[Opening, _Worker]] = []
         self.failure: Failure | None = None
 
     def fed(self) -> tuple[int, int]:
@@ -133,9 +159,9 @@ class _Pending:
         if sum(opening.n_steered for opening, _ in self.shares) < self.n_steered:
             return 0, 0
         first, last = 0, EVERY
-        for opening, reader in self.shares:
+        for opening, worker in self.shares:
             if opening.n_steered:
-                record = reader.view.board[opening.number % BOARD_SIZE].tolist()
+                record = worker.reader.view.board[opening.number % BOARD_SIZE].tolist()
                 if record[0] != opening.number:
                     return 0, 0
                 first, last = max(first, record[1]), min(last, record[2])
@@ -165,12 +191,14 @@ class _Pending:
     def all_paths(self) -> tuple[str, ...]:
         """Ways in which the steps of the request ran, sorted."""
         bits = 0
-        for opening, reader in self.shares:
-            record = reader.view.board[opening.number % BOARD_SIZE].tolist()
-            if record[0] == opening.number:
-                bits |= record[3]
-        noted = {path for i, path in enumerate(PATHS) if bits >> i & 1}
-        return tuple(sorted(self.paths | noted))
+        for opening, worker in self.shares:
+            record = opening.number % BOARD_SIZE
+            if worker.number[record] == opening.number:
+                bits |= int(worker.paths[record])
+            noted = worker.reader.view.board[record].tolist()
+            if noted[0] == opening.number:
+                bits |= noted[3]
+        return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))
 
 
 @dataclass(frozen=True)
@@ -189,13 +217,19 @@ class Collected:
 class Collector:
     """Receives from all workers of this process's engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_bytes: int = 1 << 30) -> None:
+        """Open the socket and start the thread.
+
+        Args:
+            keep_bytes: bytes of memory of dropped results that is kept for the next ones.
+        """
+        self._keep_bytes = keep_bytes
+        self._pools: dict[int, SlabPool] = {}
         self._folder = tempfile.mkdtemp(prefix="inspect-lens-")
         self.address = f"ipc://{os.path.join(self._folder, 'rows')}"
         self._pid = os.getpid()
         self._pending: dict[str, _Pending] = {}
-        self._workers: dict[str, ArenaReader] = {}
-        self._numbered: dict[tuple[str, int], tuple[_Pending, Opening]] = {}
+        self._workers: dict[str, _Worker] = {}
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
         self._context = zmq.Context()
@@ -249,6 +283,7 @@ class Collector:
             pending = self._pending.get(key)
             if pending is not None:
                 self._wait(pending, n_positions, n_fed, timeout_s)
+            paths = pending.all_paths() if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
             raise CaptureError(f"request {key}: results were already taken, or it was aborted")
@@ -262,16 +297,16 @@ class Collector:
         for stream in pending.streams:
             if not stream.has(n_positions):
                 raise CaptureError(
-                    f"request {key}: {stream.missing(n_positions)} of "
-                    f"{len(stream.rows) * n_positions} captured rows did not arrive within "
+                    f"request {key}: {int((~stream.arrived(n_positions)).sum())} of "
+                    f"{stream.taps * n_positions} captured rows did not arrive within "
                     f"{timeout_s:g} s; the request has failed and nothing partial is returned"
                 )
-        tensor = pending.streams[0].take(n_positions) if pending.streams else None
+        tensor = pending.streams[0].take(n_positions, self._threads) if pending.streams else None
         return Collected(
             tensor=tensor,
             rows=pending.n_taps * n_positions,
             n_steered=pending.steered_tokens(n_fed),
-            paths=pending.all_paths(),
+            paths=paths,
         )
 
     def close(self) -> None:
@@ -298,8 +333,8 @@ class Collector:
     def _pop(self, key: str) -> _Pending | None:
         pending = self._pending.pop(key, None)
         if pending is not None:
-            for opening, reader in pending.shares:
-                self._numbered.pop((reader.name, opening.number), None)
+            for opening, worker in pending.shares:
+                worker.leave(opening)
         return pending
 
     def _receive(self) -> None:
@@ -328,61 +363,80 @@ class Collector:
             self._changed.notify_all()
 
     def _accept_openings(self, message: Opened) -> None:
-        reader = self._workers.get(message.worker)
-        if reader is None:
+        worker = self._workers.get(message.worker)
+        if worker is None:
             # Memory of engines that are gone is given back when another one begins.
-            self._workers = {k: r for k, r in self._workers.items() if r.is_alive}
-            reader = self._workers[message.worker] = ArenaReader(message.worker)
+            self._workers = {k: w for k, w in self._workers.items() if w.reader.is_alive}
+            worker = self._workers[message.worker] = _Worker(message.worker)
         for opening in message.openings:
             pending = self._pending.get(opening.key)
-            # A pre-empted request may be taken up again; its number is the same.
-            if pending is not None and (message.worker, opening.number) not in self._numbered:
-                pending.shares = [(o, r) for o, r in pending.shares if r is not reader]
-                pending.shares.append((opening, reader))
-                self._numbered[message.worker, opening.number] = (pending, opening)
+            # A pre-empted request may be taken up again, under its number.
+            if pending is None or (opening, worker) in pending.shares:
+                continue
+            for stream in pending.streams:
+                if stream.slab is None and stream.most:
+                    stream.slab = self._pool(stream.row_bytes).take(stream.taps * stream.most)
+            pending.shares = [(o, w) for o, w in pending.shares if w is not worker]
+            pending.shares.append((opening, worker))
+            worker.enter(opening, pending.streams)
+
+    def _pool(self, row_bytes: int) -> SlabPool:
+        if row_bytes not in self._pools:
+            self._pools[row_bytes] = SlabPool(row_bytes, self._keep_bytes)
+        return self._pools[row_bytes]
 
     def _accept_block(self, block: Block) -> None:
-        reader = self._workers[block.worker]
+        worker = self._workers[block.worker]
         try:
-            if not reader.wait(block.seq, stop=lambda: self._is_closing):
+            if not worker.reader.wait(block.seq, stop=lambda: self._is_closing):
                 logger.error("inspect_lens: rows were announced and did not come")
                 return
-            self._place(block, reader)
+            self._place(block, worker)
         finally:
             # Also where it went wrong: the worker must not wait for this block for ever.
-            reader.done(block.reader, block.seq)
+            worker.reader.done(block.reader, block.seq)
 
-    def _place(self, block: Block, reader: ArenaReader) -> None:
+    def _place(self, block: Block, worker: _Worker) -> None:
         taps, tokens, width = block.shape
-        storage = np.dtype(STORAGE[block.dtype])
-        nbytes = taps * tokens * width * storage.itemsize
-        rows = reader.view.data[block.offset : block.offset + nbytes].view(storage)
-        rows = rows.reshape(taps, tokens, width)
-        with self._changed:
-            found = [self._numbered.get((block.worker, n)) for n in unpacked(block.numbers)]
-        counts = unpacked(block.counts).tolist()
-        first = unpacked(block.first).tolist()
-        starts = np.cumsum([0, *counts]).tolist()
+        numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
+        stream, record = block.stream, numbers % BOARD_SIZE
+        base, most = worker.base[stream, record], worker.most[stream, record]
+        is_open = (worker.number[record] == numbers) & (base >= 0)
+        ends = np.cumsum(counts)
+        # Of each token: the row of the pool for the worker's first tap.
+        start = base + first - worker.lo[stream, record]
+        target = np.repeat(start - (ends - counts), counts) + np.arange(tokens)
+        for i, listed in block.listed.items():
+            wanted = worker.listed.get((stream, int(record[i])))
+            if is_open[i] and wanted is not None:
+                at = wanted.searchsorted(unpacked(listed))
+                target[ends[i] - counts[i] : ends[i]] = base[i] + at
+        step = np.repeat(most, counts)
+        targets = target + (np.arange(taps)[:, None] + block.tap) * step
+        row_bytes = width * np.dtype(STORAGE[block.dtype]).itemsize
+        pool = self._pool(row_bytes)
+        nbytes = taps * tokens * row_bytes
+        rows = worker.reader.view.data[block.offset : block.offset + nbytes].view(pool.rows.dtype)
+        where = targets.reshape(-1)
+        if not is_open.all():
+            kept = np.flatnonzero(np.tile(np.repeat(is_open, counts), taps))
+            rows, where = rows[kept], where[kept]
+        self._copy(rows, pool, where)
+        pool.arrived[where] = True
+        worker.paths[record] |= 1 << PATHS.index(cast("EnginePath", block.path))
 
-        def place(begin: int, end: int) -> None:
-            for i in range(begin, end):
-                if (mine := found[i]) is not None:
-                    pending, opening = mine
-                    pending.streams[block.stream].place(
-                        opening.first_tap + block.tap,
-                        rows[:, starts[i] : starts[i + 1]],
-                        first[i],
-                        block.listed.get(i),
-                    )
-                    pending.paths.add(block.path)
+    def _copy(self, rows: NDArray[Any], pool: SlabPool, where: NDArray[np.int64]) -> None:
+        n = len(where)
+        parts = min(_THREADS, n) if n * pool.row_bytes > _SHARE_BYTES else 1
+        cuts = [n * k // parts for k in range(parts + 1)]
 
-        n = len(found)
-        shares = min(_THREADS, n) if nbytes > _SHARE_BYTES else 1
-        if shares == 1:
-            place(0, n)
+        def copy(a: int, b: int) -> None:
+            pool.rows[where[a:b]] = rows[a:b]
+
+        if parts == 1:
+            copy(0, n)
         else:
-            cuts = [n * k // shares for k in range(shares + 1)]
-            list(self._threads.map(place, cuts[:-1], cuts[1:]))
+            list(self._threads.map(copy, cuts[:-1], cuts[1:]))
 
 
 def _as_error(failure: Failure) -> errors.LensError:

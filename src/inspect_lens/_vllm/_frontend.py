@@ -11,6 +11,7 @@ import copy
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -45,6 +46,8 @@ class FrontEnd:
         self.engines: list[EngineFacts | str] = []
         """Facts of each engine of this process, or why the lens does not serve it."""
         self.results = Results(self.settings.result_timeout_s)
+        # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
+        self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
 
     def learn(self, processor: Any, vllm_config: Any) -> None:
         """Take note of an engine; called when its input processor is made."""
@@ -282,13 +285,14 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+        loop, waiting = asyncio.get_running_loop(), front_end().waiting
         missing: int = params.n if params is not None and _asks_for_results(params) else 0
         async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if has_tickets(output):
                     # In a thread: it may wait for rows, and it compresses tensors for HTTP.
                     try:
-                        missing -= await asyncio.to_thread(_attach_for_http, output)
+                        missing -= await loop.run_in_executor(waiting, _attach_for_http, output)
                     except CapacityError as error:
                         raise busy(str(error)) from error
                 if output.finished and missing > 0:

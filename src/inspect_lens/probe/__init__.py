@@ -1,10 +1,14 @@
 """Applying a trained probe to arrays, and loading its file.
 
-Owns probes, their cards and files, pooling, and the statistics that judge them.
-May import numpy, pydantic, safetensors and `spec`; keeps out torch, sklearn and Inspect.
+Owns probes, their cards and files, pooling and token selection, and the statistics that judge
+them. May import numpy, pydantic, safetensors and `spec`; keeps out torch, sklearn and Inspect.
 """
 
+from ._alarm import AlarmDelays, alarm_delays
+from ._bootstrap import bootstrap_interval
 from ._card import (
+    Baseline,
+    Calibration,
     Evaluation,
     Interval,
     LayerScore,
@@ -12,11 +16,22 @@ from ._card import (
     ProbeCard,
     Threshold,
     TrainingFacts,
+    Transfer,
 )
+from ._compare import Comparison, compare_auroc, paired_permutation_test, permutation_test
 from ._files import write_atomic
-from ._intervals import bootstrap_interval, clopper_pearson, delong_interval
+from ._head import (
+    LEARNED_POOLS,
+    HeadOutputs,
+    HeadSpec,
+    StreamingHead,
+    head_outputs,
+    parse_head_pool,
+    pool_head,
+)
+from ._intervals import clopper_pearson, delong_interval
 from ._linear import Probe
-from ._load import load_probe, register_probe_dir
+from ._load import AnyProbe, load_probe, register_probe_dir
 from ._metrics import (
     OperatingPoint,
     auroc,
@@ -26,33 +41,87 @@ from ._metrics import (
     split_classes,
 )
 from ._model import check_model, fingerprint_model
-from ._pool import POOLS, Pool, parse_pool, pool_scores
+from ._neural import NeuralProbe
+from ._pool import POOLS, Pool, parse_pool, pool_scores, sentence_ends
+from ._ranking import (
+    ROCCurve,
+    average_precision,
+    balanced_accuracy,
+    partial_auroc,
+    precision_at_base_rate,
+    roc_band,
+    roc_curve,
+)
+from ._reliability import (
+    Reliability,
+    brier_score,
+    expected_calibration_error,
+    reliability_curve,
+)
+from ._streaming import StreamingPool, first_crossing, running_pool
+from ._tokens import SELECTIONS, TokenText, select_tokens
 
 __all__ = [
+    "LEARNED_POOLS",
     "POOLS",
+    "SELECTIONS",
+    "AlarmDelays",
+    "AnyProbe",
+    "Baseline",
+    "Calibration",
+    "Comparison",
     "Evaluation",
+    "HeadOutputs",
+    "HeadSpec",
     "Interval",
     "LayerScore",
     "ModelRef",
+    "NeuralProbe",
     "OperatingPoint",
     "Pool",
     "Probe",
     "ProbeCard",
+    "ROCCurve",
+    "Reliability",
+    "StreamingHead",
+    "StreamingPool",
     "Threshold",
+    "TokenText",
     "TrainingFacts",
+    "Transfer",
+    "alarm_delays",
     "auroc",
+    "average_precision",
+    "balanced_accuracy",
     "bootstrap_interval",
+    "brier_score",
     "check_model",
     "clopper_pearson",
+    "compare_auroc",
     "conformal_threshold",
     "delong_interval",
+    "expected_calibration_error",
     "fingerprint_model",
+    "first_crossing",
+    "head_outputs",
     "load_probe",
+    "paired_permutation_test",
+    "parse_head_pool",
     "parse_pool",
+    "partial_auroc",
+    "permutation_test",
+    "pool_head",
     "pool_scores",
+    "precision_at_base_rate",
     "recall_at_fpr",
     "register_probe_dir",
+    "reliability_curve",
     "required_negatives",
+    "roc_band",
+    "roc_curve",
+    "running_pool",
+    "select_tokens",
+    "sentence_ends",
     "split_classes",
     "write_atomic",
 ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
 
-from ._pool import parse_pool
+from ._head import LEARNED_POOLS, HeadSpec, parse_head_pool
 
 __all__ = [
+    "Baseline",
+    "Calibration",
     "Evaluation",
     "Interval",
     "LayerScore",
@@ -20,6 +22,7 @@ __all__ = [
     "ProbeCard",
     "Threshold",
     "TrainingFacts",
+    "Transfer",
 ]
 
 
@@ -125,6 +128,51 @@ class Evaluation(_Record):
     fpr_interval: Interval | None = None
 
 
+class Baseline(_Record):
+    """What something simpler than the probe does on the same set."""
+
+    name: str
+    """`bag_of_words`, `length`, `random_direction`, `judge` or another."""
+    set: str
+    """Name of the set."""
+    auroc: float | None = None
+    auroc_interval: Interval | None = None
+    p_value: float | None = None
+    """Of the null hypothesis that the probe's AUROC is no larger; DeLong, paired."""
+    note: str = ""
+
+
+class Transfer(_Record):
+    """Whether what was learned on the training set holds on a set of another kind."""
+
+    set: str
+    transfers: bool
+    """The lower bound of the AUROC's interval lies above the bar."""
+    bar: float
+    """AUROC that counts as transfer."""
+    statement: str
+    """One sentence for people."""
+
+
+class Calibration(_Record):
+    """Map from scores to probabilities."""
+
+    method: Literal["platt", "temperature", "isotonic"]
+    set: str
+    """Name of the set it was fitted on."""
+    n: int
+    slope: float | None = None
+    """Of Platt and temperature: p = sigmoid(slope · score + intercept)."""
+    intercept: float | None = None
+    x: tuple[float, ...] = ()
+    """Of isotonic: scores of the steps, ascending."""
+    y: tuple[float, ...] = ()
+    """Of isotonic: probabilities at them."""
+    ece: float | None = None
+    """Expected calibration error (15 bins) on a set that it was not fitted on."""
+    brier: float | None = None
+
+
 class ProbeCard(_Record):
     """Facts about a probe; saved as `card.json`, rendered as `card.md`."""
 
@@ -147,12 +195,23 @@ class ProbeCard(_Record):
     is not among them."""
     pool: str = "mean"
     """How token scores become one score."""
+    selection: str = ""
+    """Tokens among `positions` that were read, as `select_tokens` takes it; empty means all."""
+    kind: Literal["linear", "neural"] = "linear"
+    """Which class the tensors belong to: `Probe` or `NeuralProbe`."""
+    head: HeadSpec | None = None
+    """Settings of a neural probe."""
 
     model: ModelRef | None = None
     training: TrainingFacts | None = None
     sweep: tuple[LayerScore, ...] = ()
     thresholds: tuple[Threshold, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    calibration: Calibration | None = None
+    selectivity: float | None = None
+    """Accuracy on the task minus accuracy on a control task with labels that mean nothing."""
 
     notes: tuple[str, ...] = ()
     inspect_lens_version: str = Field(default_factory=_package_version)
@@ -175,4 +234,14 @@ class ProbeCard(_Record):
     @field_validator("pool")
     @classmethod
     def _pool(cls, value: str) -> str:
-        return str(parse_pool(value))
+        return str(parse_head_pool(value))
+
+    @model_validator(mode="after")
+    def _kind(self) -> ProbeCard:
+        learned = self.pool.partition(":")[0] in LEARNED_POOLS
+        if self.kind == "linear" and (learned or self.head is not None):
+            raise ValueError(
+                f"kind 'linear' with pool {self.pool!r}; a learned pool and a head belong to kind "
+                "'neural'"
+            )
+        return self

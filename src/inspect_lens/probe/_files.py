@@ -39,7 +39,8 @@ PROBE_FILE = "probe.safetensors"
 CARD_FILE = "card.json"
 _FORMAT = "inspect_lens.probe/1"
 _KEY = "inspect_lens"
-_TENSORS = frozenset({"weight", "bias", "mean", "scale"})
+_LINEAR = frozenset({"weight", "bias", "mean", "scale"})
+_NEURAL = frozenset({"value", "bias", "mean", "scale"})
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -72,7 +73,7 @@ def encode_probe(tensors: dict[str, NDArray[np.float32]], card: ProbeCard) -> by
     """Content of `probe.safetensors`.
 
     Args:
-        tensors: weight, bias, mean and scale, float32.
+        tensors: float32, by name.
         card: of the same probe.
 
     Returns:
@@ -93,7 +94,7 @@ def decode_probe(content: bytes, card: ProbeCard, folder: Path) -> dict[str, NDA
         folder: for error messages.
 
     Returns:
-        weight, bias, mean and scale, float32.
+        Tensors by name, float32.
 
     Raises:
         ArtifactError: damaged, of another format, or not the probe of this card.
@@ -109,11 +110,14 @@ def decode_probe(content: bytes, card: ProbeCard, folder: Path) -> dict[str, NDA
             f"{file}: not a probe of inspect_lens ({type(error).__name__}: {error}); allowed is "
             "what Probe.save writes; restore the file or train the probe again"
         ) from None
-    if set(tensors) != _TENSORS or any(t.dtype != np.float32 for t in tensors.values()):
+    linear = card.kind == "linear"
+    fits = set(tensors) == _LINEAR if linear else set(tensors) >= _NEURAL
+    if not fits or any(t.dtype != np.float32 for t in tensors.values()):
         held = {name: str(t.dtype) for name, t in sorted(tensors.items())}
         raise ArtifactError(
-            f"{file}: holds {held}; allowed are {sorted(_TENSORS)}, all float32; restore the file "
-            "or train the probe again"
+            f"{file}: holds {held}; allowed for a {card.kind} probe are "
+            f"{sorted(_LINEAR if linear else _NEURAL)}, all float32; restore the file or train "
+            "the probe again"
         )
     for key, expected in _header(card).items():
         if header.get(key) != expected:
@@ -185,4 +189,6 @@ def _header(card: ProbeCard) -> dict[str, Any]:
     kept = ("name", "layers", "hidden", "site", "positions", "pool", "model")
     header = {key: card_json[key] for key in kept}
     header["thresholds"] = [[t.fpr, t.value] for t in card.thresholds]
+    if card.kind != "linear" or card.selection:
+        header |= {key: card_json[key] for key in ("kind", "head", "selection")}
     return {"format": _FORMAT} | header

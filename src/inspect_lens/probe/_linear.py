@@ -270,6 +270,11 @@ class Probe:
                 that of the tensors, or both disagree on what decides a score.
         """
         folder, content, card = read_probe_files(Path(path))
+        if card.kind != "linear":
+            raise ArtifactError(
+                f"{folder}: holds a {card.kind} probe; Probe allows linear ones; use load_probe, "
+                "which reads every kind"
+            )
         tensors = decode_probe(content, card, folder)
         try:
             return cls(**tensors, card=card, path=folder)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
 
-from ._files import CARD_FILE, PROBE_FILE
+from ._files import CARD_FILE, PROBE_FILE, decode_probe, read_probe_files
+from ._hub import fetch_probe
 from ._linear import Probe
+from ._neural import NeuralProbe
 
-__all__ = ["load_probe", "register_probe_dir"]
+__all__ = ["AnyProbe", "load_probe", "register_probe_dir"]
+
+AnyProbe: TypeAlias = Probe | NeuralProbe
+"""What `load_probe` returns; both score arrays the same way."""
 
 _registered: Final[list[Path]] = []
 
@@ -29,8 +34,11 @@ def register_probe_dir(folder: str | Path) -> None:
     _registered.insert(0, path)
 
 
-def load_probe(probe: str | Path | Probe) -> Probe:
-    """Load a probe by path or by name.
+def load_probe(probe: str | Path | AnyProbe) -> AnyProbe:
+    """Load a probe by name, by path or from the Hugging Face hub.
+
+    `hf://owner/repository/folder@revision` (folder and revision may be left out) is downloaded
+    into the hub's cache.
 
     A path that exists wins. Else it is looked up in the registered folders, then in the working
     directory and each folder above it (Inspect loads a task in the task's own folder), as a name
@@ -39,37 +47,50 @@ def load_probe(probe: str | Path | Probe) -> Probe:
     it is unique, which is all that Inspect logs of a `Path`.
 
     Args:
-        probe: a folder, its `probe.safetensors`, a name, or a probe, which is returned.
+        probe: a folder, its `probe.safetensors`, a name, an `hf://` address, or a probe, which
+            is returned.
 
     Returns:
-        The probe.
+        A `Probe` (linear) or a `NeuralProbe`, as its card says.
 
     Raises:
         ArtifactError: nothing is found, a name is ambiguous, or the files are wrong.
     """
-    if isinstance(probe, Probe):
+    if isinstance(probe, AnyProbe):
         return probe
     if not isinstance(probe, str | Path):
         raise ArtifactError(
             f"probe={probe!r}: a {type(probe).__name__}; allowed are a name, a path or a Probe; a "
             "log that shows this used a probe that was never saved: save it and pass its path"
         )
+    if str(probe).startswith("hf://"):
+        return _read(fetch_probe(str(probe)))
     path = Path(probe).expanduser()
     if path.is_file() or (path / PROBE_FILE).exists() or (path / CARD_FILE).exists():
-        return Probe.load(path)
+        return _read(path)
     roots = _roots()
     for root in roots:
         found = _find(root, path)
         if found is not None:
-            return Probe.load(found)
+            return _read(found)
     if len(path.parts) > 1 and ".." not in path.parts:
         for folder in Path.cwd().parents:
             if (folder / path / PROBE_FILE).is_file():
-                return Probe.load(folder / path)
+                return _read(folder / path)
     raise ArtifactError(
         f"probe={str(probe)!r} was not found; allowed are a folder with {PROBE_FILE}, or a name "
         f"below one of {[str(r) for r in roots]}; check the spelling, or train the probe first"
     )
+
+
+def _read(path: Path) -> AnyProbe:
+    folder, content, card = read_probe_files(path)
+    if card.kind == "linear":
+        return Probe.load(folder)
+    try:
+        return NeuralProbe(tensors=decode_probe(content, card, folder), card=card, path=folder)
+    except SpecError as error:
+        raise ArtifactError(f"{folder}: {error}") from None
 
 
 def _roots() -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from inspect_lens.errors import ArtifactError
 
 from ._linear import Probe
+from ._neural import NeuralProbe
 
 __all__ = ["check_model", "fingerprint_model"]
 
@@ -52,7 +53,7 @@ def fingerprint_model(path: str | Path) -> str | None:
     return digest.hexdigest()
 
 
-def check_model(probe: Probe, model: str) -> bool:
+def check_model(probe: Probe | NeuralProbe, model: str) -> bool:
     """Refuse a probe on a model that is known to be another one.
 
     Args:

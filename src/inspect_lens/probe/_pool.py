@@ -1,7 +1,13 @@
-"""Token aggregation: how the scores of many tokens become one number."""
+"""Token aggregation: how the scores of many tokens become one number.
+
+Every rule here has a twin in `_streaming.py` that sees one token at a time and keeps a state of
+fixed size. Sums run in the order of the tokens (`cumsum`, not numpy's pairwise `sum`), so that
+both give the same bits.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -10,87 +16,150 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["POOLS", "Pool", "parse_pool", "pool_scores"]
+__all__ = ["POOLS", "Pool", "check_scores", "parse_pool", "pool_scores", "sentence_ends"]
+
+_SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
 
 
 class Pool(NamedTuple):
-    """A rule and its width, written `mean` or `top_k_mean:5`."""
+    """A rule and its parameter, written `mean` or `top_k_mean:5`."""
 
     name: str
     """One of `POOLS`."""
-    k: int | None = None
-    """Tokens of a top-k mean or of a window; None where the rule has no width."""
+    k: float | None = None
+    """Tokens of a top-k mean or of a window, sharpness of a softmax, rate of an average; None
+    where the rule has no parameter."""
 
     def __str__(self) -> str:
         """The form that `parse_pool` reads."""
-        return self.name if self.k is None else f"{self.name}:{self.k}"
+        return self.name if self.k is None else f"{self.name}:{self.k:g}"
+
+    @property
+    def width(self) -> int:
+        """The parameter as a number of tokens."""
+        return int(self.k or 1)
+
+    @property
+    def rate(self) -> float:
+        """The parameter as a number."""
+        return float(self.k or 0.0)
 
 
-def _top_k_mean(scores: NDArray[np.float64], k: int) -> float:
-    k = min(k, scores.size)
-    return float(np.partition(scores, scores.size - k)[scores.size - k :].mean())
+def ordered_mean(scores: NDArray[np.float64]) -> float:
+    """Mean summed from the first token to the last, as a stream does."""
+    return float(np.cumsum(scores)[-1]) / scores.size
 
 
-def _rolling_mean_max(scores: NDArray[np.float64], k: int) -> float:
-    k = min(k, scores.size)
-    return float(np.lib.stride_tricks.sliding_window_view(scores, k).mean(axis=1).max())
+def _top_k_mean(scores: NDArray[np.float64], pool: Pool) -> float:
+    k = min(pool.width, scores.size)
+    return ordered_mean(np.sort(np.partition(scores, scores.size - k)[scores.size - k :])[::-1])
+
+
+def _rolling_mean_max(scores: NDArray[np.float64], pool: Pool) -> float:
+    k = min(pool.width, scores.size)
+    windows = np.lib.stride_tricks.sliding_window_view(scores, k)
+    return float((np.cumsum(windows, axis=1)[:, -1] / k).max())
+
+
+def _softmax_mean(scores: NDArray[np.float64], pool: Pool) -> float:
+    top = float(scores.max())
+    # Weights of the distance to the largest, so that nothing overflows.
+    weights = np.exp(pool.rate * (scores - top))
+    return float(np.cumsum(scores * weights)[-1] / np.cumsum(weights)[-1])
+
+
+def _averages(scores: NDArray[np.float64], pool: Pool) -> list[float]:
+    rate, values = pool.rate, scores.tolist()
+    state = values[0]
+    averages = [state]
+    for value in values[1:]:
+        state = rate * value + (1.0 - rate) * state
+        averages.append(state)
+    return averages
+
+
+def _sentence_mean_max(scores: NDArray[np.float64], ends: NDArray[np.bool_]) -> float:
+    stops = [*(np.flatnonzero(ends) + 1).tolist(), scores.size]
+    starts = [0, *stops[:-1]]
+    return max(ordered_mean(scores[a:b]) for a, b in zip(starts, stops, strict=True) if b > a)
 
 
 _PLAIN: Final[dict[str, Callable[[NDArray[np.float64]], float]]] = {
-    "mean": lambda scores: float(scores.mean()),
+    "mean": ordered_mean,
     "last": lambda scores: float(scores[-1]),
     "max": lambda scores: float(scores.max()),
 }
-_WIDE: Final[dict[str, tuple[Callable[[NDArray[np.float64], int], float], int]]] = {
+_WIDE: Final[dict[str, tuple[Callable[[NDArray[np.float64], Pool], float], float]]] = {
     "top_k_mean": (_top_k_mean, 5),
     "rolling_mean_max": (_rolling_mean_max, 10),
+    "softmax_mean": (_softmax_mean, 5.0),
+    "ema": (lambda scores, pool: _averages(scores, pool)[-1], 0.1),
+    "ema_max": (lambda scores, pool: max(_averages(scores, pool)), 0.1),
 }
+_SENTENCE = "sentence_mean_max"
+_WHOLE = frozenset({"top_k_mean", "rolling_mean_max"})
 
-POOLS: Final = (*_PLAIN, *_WIDE)
-"""Names of the rules; `top_k_mean` and `rolling_mean_max` take a width after a colon."""
+POOLS: Final = (*_PLAIN, *_WIDE, _SENTENCE)
+"""Names of the rules; `parse_pool` says which take a parameter after a colon."""
 
 
 def parse_pool(value: str) -> Pool:
     """Read a pool as a user writes it.
 
     Args:
-        value: `mean`, `last`, `max`, `top_k_mean` (k 5), `rolling_mean_max` (window 10), the
-            last two also with another width, such as `top_k_mean:3`.
+        value: `mean`, `last`, `max`, `top_k_mean` (k 5), `rolling_mean_max` (window 10),
+            `softmax_mean` (sum of s·exp(phi·s) over sum of exp(phi·s), phi 5), `ema`
+            (exponential average, rate 0.1, its last value), `ema_max` (its largest),
+            `sentence_mean_max` (largest mean of a sentence). Those with a number also take
+            another one, such as `top_k_mean:3` or `ema:0.2`.
 
     Returns:
-        The rule, its width filled in.
+        The rule, its parameter filled in.
 
     Raises:
         SpecError: anything else.
 
     Source:
-        Defaults of top-k and window: arXiv:2601.11516.
+        Defaults of top-k and window: arXiv:2601.11516; softmax and exponential average:
+        arXiv:2506.10805.
     """
-    name, colon, width = str(value).partition(":")
-    if name in _PLAIN and not colon:
+    name, colon, text = str(value).partition(":")
+    if (name in _PLAIN or name == _SENTENCE) and not colon:
         return Pool(name)
-    if name in _WIDE and (not colon or (width.isdecimal() and int(width) > 0)):
-        return Pool(name, int(width) if colon else _WIDE[name][1])
+    if name in _WIDE:
+        given = _parameter(name, text) if colon else _WIDE[name][1]
+        if given is not None:
+            return Pool(name, given)
     raise SpecError(
-        f"pool={value!r}; allowed are {', '.join(_PLAIN)}, {', '.join(_WIDE)}, the last two also "
-        "with a width as in top_k_mean:5; correct the name"
+        f"pool={value!r}; allowed are {', '.join((*_PLAIN, _SENTENCE))}, and with a parameter as "
+        f"in top_k_mean:5 or ema:0.1 {', '.join(_WIDE)} (rates of an average up to 1); correct "
+        "the name"
     )
 
 
-def pool_scores(scores: ArrayLike, pool: str | Pool = "mean") -> float:
-    """Aggregate token scores.
+def _parameter(name: str, text: str) -> float | None:
+    """A positive number that the rule can use, or None."""
+    if name in _WHOLE:
+        return int(text) if text.isdecimal() and int(text) > 0 else None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    top = 1.0 if name.startswith("ema") else 1e6
+    return number if 0.0 < number <= top else None
 
-    A width larger than the number of tokens is cut to it.
+
+def check_scores(scores: ArrayLike) -> NDArray[np.float64]:
+    """Token scores as float64.
 
     Args:
-        scores: (tokens,) float, in the order of the tokens.
-        pool: the rule.
+        scores: (tokens,) float.
 
     Returns:
-        One number.
+        (tokens,) float64.
 
     Raises:
-        SpecError: no token, a NaN, or an unknown rule.
+        SpecError: no token, or a NaN.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
@@ -103,7 +172,67 @@ def pool_scores(scores: ArrayLike, pool: str | Pool = "mean") -> float:
             f"scores: {int(np.isnan(values).sum())} of {values.size} tokens are NaN; allowed are "
             "numbers; the activations are damaged"
         )
+    return values
+
+
+def pool_scores(
+    scores: ArrayLike, pool: str | Pool = "mean", *, ends: ArrayLike | None = None
+) -> float:
+    """Aggregate token scores.
+
+    A width larger than the number of tokens is cut to it.
+
+    Args:
+        scores: (tokens,) float, in the order of the tokens.
+        pool: the rule.
+        ends: (tokens,) bool, whether a sentence ends with the token, as `sentence_ends` tells;
+            needed by `sentence_mean_max` only.
+
+    Returns:
+        One number, bit-equal to what `StreamingPool` makes of the same tokens (`softmax_mean`:
+        equal to 1e-12).
+
+    Raises:
+        SpecError: no token, a NaN, an unknown rule, or no sentence ends where they are needed.
+    """
+    values = check_scores(scores)
     rule = pool if isinstance(pool, Pool) else parse_pool(pool)
-    if rule.k is None:
+    if rule.name == _SENTENCE:
+        return _sentence_mean_max(values, check_ends(ends, values.size))
+    if rule.name in _PLAIN:
         return _PLAIN[rule.name](values)
-    return _WIDE[rule.name][0](values, rule.k)
+    return _WIDE[rule.name][0](values, rule)
+
+
+def check_ends(ends: ArrayLike | None, n: int) -> NDArray[np.bool_]:
+    """Sentence ends (n,) as bools, or SpecError when they are missing."""
+    marks = None if ends is None else np.asarray(ends, dtype=bool)
+    if marks is None or marks.shape != (n,):
+        raise SpecError(
+            f"ends: {'not given' if marks is None else f'shape {marks.shape}'} for {n} tokens; "
+            f"{_SENTENCE} allows one bool per token; make them with sentence_ends(pieces)"
+        )
+    return marks
+
+
+def sentence_ends(pieces: list[str] | tuple[str, ...]) -> NDArray[np.bool_]:
+    """Tell with which tokens a sentence ends.
+
+    A sentence ends with a token that ends in `.`, `!` or `?` (closing quotes and brackets may
+    follow) when the next token begins with white space or there is none, and with a line break.
+
+    Args:
+        pieces: text of each token, in order.
+
+    Returns:
+        (tokens,) bool.
+    """
+    following = [*pieces[1:], " "]
+    return np.array(
+        [
+            bool(_SENTENCE_END.search(piece))
+            and (piece[-1:].isspace() or after[:1].isspace() or not after)
+            for piece, after in zip(pieces, following, strict=True)
+        ],
+        dtype=bool,
+    )

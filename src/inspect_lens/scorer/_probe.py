@@ -10,7 +10,7 @@ from inspect_ai.scorer import Score, Scorer, Target, scorer
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Probe, Threshold, check_model, load_probe, parse_pool
+from inspect_lens.probe import AnyProbe, Probe, Threshold, check_model, load_probe, parse_pool
 from inspect_lens.spec import Positions, parse_positions
 
 from ._metrics import auroc, recall_at_fpr
@@ -87,7 +87,7 @@ def deception_probe(
 class _Plan(NamedTuple):
     """The arguments, checked before any sample runs."""
 
-    probe: Probe
+    probe: AnyProbe
     positions: Positions
     pool: str
     source: Source

@@ -4,22 +4,65 @@ Owns estimators, activation sets, the choice of the layer, calibration and evalu
 May import numpy, torch, sklearn, `probe` and `spec`; keeps out Inspect and vLLM.
 """
 
+from ._binary import BinaryEstimator
 from ._calibrate import evaluate_probe, fit_threshold
 from ._dataset import ActivationSet
 from ._direction import DirectionEstimator, MeanDifferenceProbe
+from ._ensemble import DEPTHS, EnsembleProbe, layers_at
+from ._erasure import Erasure, erase, erasure_check
+from ._heads import (
+    AttentionLiteProbe,
+    AttentionProbe,
+    GDMAttentionProbe,
+    MLPProbe,
+    MultiMaxProbe,
+    RollingAttentionProbe,
+)
+from ._lat import LATProbe
 from ._logistic import LogisticProbe
+from ._massmean import LDAProbe, MassMeanProbe
+from ._platt import IsotonicCalibrator, PlattCalibrator, TemperatureCalibrator, calibrate
+from ._sae import SAEFeatureProbe
 from ._select import LayerChoice, select_layer
+from ._sequence import SequenceEstimator
 from ._splits import require_disjoint, split_by_group
+from ._stream import fit_stream
+from ._torch_logistic import CCSProbe, TorchLogisticProbe
 from ._train import train_probe
 
 __all__ = [
+    "DEPTHS",
     "ActivationSet",
+    "AttentionLiteProbe",
+    "AttentionProbe",
+    "BinaryEstimator",
+    "CCSProbe",
     "DirectionEstimator",
+    "EnsembleProbe",
+    "Erasure",
+    "GDMAttentionProbe",
+    "IsotonicCalibrator",
+    "LATProbe",
+    "LDAProbe",
     "LayerChoice",
     "LogisticProbe",
+    "MLPProbe",
+    "MassMeanProbe",
     "MeanDifferenceProbe",
+    "MultiMaxProbe",
+    "PlattCalibrator",
+    "RollingAttentionProbe",
+    "SAEFeatureProbe",
+    "SequenceEstimator",
+    "TemperatureCalibrator",
+    "TorchLogisticProbe",
+    "calibrate",
+    "erase",
+    "erasure_check",
     "evaluate_probe",
+    "fit_stream",
     "fit_threshold",
+    "layers_at",
     "require_disjoint",
     "select_layer",
     "split_by_group",

@@ -6,17 +6,17 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
+from ._binary import BinaryEstimator
+
 __all__ = ["DirectionEstimator", "MeanDifferenceProbe"]
 
 
-class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class DirectionEstimator(BinaryEstimator):
     """Base of estimators with `decision = coef · (x - mean) / scale + intercept`.
 
     Subclasses set `coef_`, `intercept_`, `mean_` and `scale_` in `_fit_rows`.
@@ -30,13 +30,6 @@ class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scale_: (hidden,) what is divided by.
     """
 
-    method: str = ""
-    """How the direction is found, for the card."""
-    source: str = ""
-    """Where the method comes from, for the card."""
-
-    classes_: NDArray[Any]
-    n_features_in_: int
     coef_: NDArray[np.floating[Any]]
     intercept_: float
     mean_: NDArray[np.floating[Any]]
@@ -49,7 +42,7 @@ class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X: (rows, hidden) float; a row is a token or a pooled sample.
             y: (rows,) two classes; the larger label is the positive one.
             groups: (rows,) accepted by every estimator, so that those that pair rows within
-                a group can be swapped in; not used here.
+                a group can be swapped in; the others do not use it.
 
         Returns:
             self.
@@ -58,16 +51,17 @@ class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             ValueError: not two classes, NaN, or shapes disagree.
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        check_classification_targets(labels)
-        self.classes_ = np.unique(labels)
-        if self.classes_.size != 2:
-            classes = "class" if self.classes_.size == 1 else "classes"
-            raise ValueError(
-                f"y: {self.classes_.size} {classes} given; Only binary classification is "
-                "supported, so allowed are exactly two classes; check the labels of the set"
-            )
-        self._fit_rows(x, labels == self.classes_[1])
+        positive = self._positive(labels)
+        self._fit_groups(x, positive, groups)
         return self
+
+    def _fit_groups(
+        self,
+        x: NDArray[np.floating[Any]],
+        positive: NDArray[np.bool_],
+        groups: ArrayLike | None,
+    ) -> None:
+        self._fit_rows(x, positive)
 
     def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
         raise NotImplementedError
@@ -78,17 +72,6 @@ class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         scores: NDArray[np.floating[Any]] = ((x - self.mean_) / self.scale_) @ self.coef_
         return scores + self.intercept_
-
-    def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """Class (rows,) of each row: the positive one where the decision is above 0."""
-        positive = self.decision_function(X) > 0
-        classes: NDArray[Any] = self.classes_[positive.astype(int)]
-        return classes
-
-    def describe(self) -> str:
-        """Method and settings, for the card."""
-        settings = ", ".join(f"{k}={v}" for k, v in sorted(self.get_params().items()))
-        return f"{self.method} ({type(self).__name__}: {settings})"
 
     def to_probe(self, card: ProbeCard) -> Probe:
         """Freeze the fitted direction.
@@ -118,11 +101,6 @@ class DirectionEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             scale=np.asarray(self.scale_, dtype=np.float32)[None],
             card=card.model_copy(update=filled),
         )
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = False
-        return tags
 
 
 class MeanDifferenceProbe(DirectionEstimator):

@@ -31,7 +31,7 @@ def test_value(pool: str, value: float) -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_one_token_is_its_own_pool(pool: str) -> None:
-    assert pool_scores([2.5], pool) == 2.5
+    assert pool_scores([2.5], pool, ends=[True]) == 2.5
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(1, 45))

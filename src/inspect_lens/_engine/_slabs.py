@@ -1,0 +1,137 @@
+"""Memory for results: rows of all requests in one address range, so that one call places a step.
+
+A step of a thousand requests brings a thousand rows that belong into a thousand results. Copied
+one by one they would cost more Python than the step has time for. So results are slabs of one
+large anonymous mapping, indexed by row: a step's rows are placed by a single fancy assignment,
+which numpy carries out without holding the interpreter's lock.
+
+The mapping reserves addresses only; memory is taken when a row is written. A slab is given back
+when the last array that looks at it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections import deque
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import CapacityError
+
+__all__ = ["Slab", "SlabPool"]
+
+_RESERVE = 1 << 41
+"""Bytes of addresses, 2 TiB of the 128 that a process has."""
+_LEAST = 1 << 32
+_PAGE = mmap.PAGESIZE
+
+
+class Slab:
+    """Consecutive rows of a pool."""
+
+    def __init__(self, pool: SlabPool, start: int, size: int) -> None:
+        self.start, self.size = start, size
+        self._pool = pool
+        nbytes = size * pool.row_bytes
+        # The buffer is held by every array made of it, however many views lie between.
+        self._buffer = (ctypes.c_char * nbytes).from_buffer(pool.memory, start * pool.row_bytes)
+        weakref.finalize(self._buffer, pool.returned.append, (start, size)).atexit = False
+
+    @property
+    def arrived(self) -> NDArray[np.bool_]:
+        """(rows,); whether each row has been written."""
+        return self._pool.arrived[self.start : self.start + self.size]
+
+    def array(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The rows, flat; keeps the slab alive."""
+        return np.frombuffer(cast("Any", self._buffer), dtype=dtype)
+
+
+class SlabPool:
+    """Slabs of rows of one width. One thread allocates; any thread may drop a slab."""
+
+    def __init__(self, row_bytes: int, keep_bytes: int) -> None:
+        """Reserve addresses.
+
+        Args:
+            row_bytes: bytes of a row.
+            keep_bytes: bytes of unused slabs whose memory is kept for the next ones.
+        """
+        self.row_bytes = row_bytes
+        self.memory = _reserve(row_bytes)
+        self._most = len(self.memory) // row_bytes
+        # Rows are opaque: only their place matters here.
+        row = np.dtype((np.void, row_bytes))
+        self.rows: NDArray[np.void] = np.frombuffer(self.memory, dtype=row)
+        self.arrived: NDArray[np.bool_] = np.frombuffer(_mapped(self._most), dtype=np.bool_)
+        self.returned: deque[tuple[int, int]] = deque()
+        self._keep = keep_bytes
+        self._kept = 0
+        self._warm: dict[int, list[int]] = {}
+        self._cold: dict[int, list[int]] = {}
+        self._end = 0
+
+    def take(self, rows: int) -> Slab:
+        """A slab of at least this many rows, none of which has arrived.
+
+        Raises:
+            CapacityError: all addresses are in use.
+        """
+        self._take_back()
+        size = _rounded(rows)
+        for free in (self._warm, self._cold):
+            if free.get(size):
+                start = free[size].pop()
+                if free is self._warm:
+                    self._kept -= size * self.row_bytes
+                break
+        else:
+            if self._end + size > self._most:
+                raise CapacityError(
+                    f"results of {len(self.memory) >> 30} GiB are open or held; drop some of them"
+                )
+            start, self._end = self._end, self._end + size
+        self.arrived[start : start + size] = False
+        return Slab(self, start, size)
+
+    def _take_back(self) -> None:
+        while self.returned:
+            start, size = self.returned.popleft()
+            nbytes = size * self.row_bytes
+            if self._kept + nbytes <= self._keep:
+                self._kept += nbytes
+                self._warm.setdefault(size, []).append(start)
+            else:
+                first = -(-start * self.row_bytes // _PAGE) * _PAGE
+                last = (start + size) * self.row_bytes // _PAGE * _PAGE
+                if last > first:
+                    self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+                self._cold.setdefault(size, []).append(start)
+
+
+def _reserve(row_bytes: int) -> mmap.mmap:
+    """As many addresses as the process may have, in whole rows."""
+    nbytes = _RESERVE
+    while True:
+        try:
+            return _mapped(nbytes // row_bytes * row_bytes)
+        except OSError:
+            # A limit on addresses (`ulimit -v`), or a kernel that does not overcommit.
+            nbytes //= 4
+            if nbytes < _LEAST:
+                raise
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return mmap.mmap(-1, nbytes, flags=flags)
+
+
+def _rounded(rows: int) -> int:
+    """Up to a size with three leading bits, so that freed slabs fit the next request."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return -(-rows // step) * step

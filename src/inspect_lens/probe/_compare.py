@@ -1,0 +1,182 @@
+"""Is one probe better than another, or than chance: DeLong's test and permutations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+
+from ._card import Interval
+from ._intervals import check_level, placements
+from ._metrics import auroc, midranks, split_classes
+
+__all__ = ["Comparison", "compare_auroc", "paired_permutation_test", "permutation_test"]
+
+Floats = NDArray[np.float64]
+_CELLS = 4_000_000
+
+
+class Comparison(NamedTuple):
+    """Two probes on the same samples."""
+
+    auroc_a: float
+    auroc_b: float
+    difference: float
+    """a minus b."""
+    interval: Interval
+    """Of the difference."""
+    z: float
+    p_value: float
+    """Two-sided, of no difference."""
+
+
+def compare_auroc(
+    labels: ArrayLike, a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95
+) -> Comparison:
+    """DeLong's test of two probes that scored the same samples.
+
+    Args:
+        labels: (samples,) 0 and 1, at least two of each.
+        a: (samples,) scores of one probe.
+        b: (samples,) scores of the other.
+        confidence: of the interval.
+
+    Returns:
+        Both areas, their difference with its interval, and the test. With no variance at all
+        (both perfect, say) z is 0 and p 1 for equal areas, and NaN otherwise.
+
+    Raises:
+        SpecError: shapes disagree, a score is NaN, or a class has fewer than two samples.
+
+    Source:
+        DeLong, DeLong and Clarke-Pearson 1988.
+    """
+    level = check_level(confidence)
+    sides = [split_classes(labels, s) for s in (a, b)]
+    m, n = sides[0][0].size, sides[0][1].size
+    if m < 2 or n < 2:
+        raise SpecError(
+            f"labels: {m} positive and {n} negative; allowed are two or more of each; a variance "
+            "needs them"
+        )
+    above, below = (
+        np.stack(part) for part in zip(*(placements(p, q) for p, q in sides), strict=True)
+    )
+    areas = above.mean(axis=1)
+    covariance = np.cov(above) / m + np.cov(below) / n
+    contrast = np.array([1.0, -1.0])
+    difference = float(contrast @ areas)
+    spread = math.sqrt(max(float(contrast @ covariance @ contrast), 0.0))
+    no_spread = 0.0 if abs(difference) < 1e-15 else math.nan
+    z = no_spread if spread < 1e-15 else difference / spread
+    step = NormalDist().inv_cdf(0.5 + level / 2.0) * spread
+    interval = Interval(
+        low=difference - step, high=difference + step, confidence=confidence, method="delong"
+    )
+    return Comparison(
+        float(areas[0]), float(areas[1]), difference, interval, z, math.erfc(abs(z) / math.sqrt(2))
+    )
+
+
+def permutation_test(
+    labels: ArrayLike,
+    scores: ArrayLike,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    n_permutations: int = 10_000,
+    seed: int = 0,
+) -> float:
+    """Probability of an AUROC this large if labels meant nothing.
+
+    Args:
+        labels: (samples,) 0 and 1, both.
+        scores: (samples,) float.
+        groups: (samples,) shuffle labels within a group only, which keeps what groups differ
+            by; None shuffles all.
+        n_permutations: shuffles.
+        seed: of the generator.
+
+    Returns:
+        One-sided p, never below 1 / (n_permutations + 1).
+
+    Raises:
+        SpecError: shapes disagree, a score is NaN, a class is missing, or every group has one
+            class only.
+    """
+    positive, negative = split_classes(labels, scores)
+    y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
+    if not positive.size or not negative.size:
+        raise SpecError("labels: one class is missing; allowed are both; there is nothing to tell")
+    ranks, rng = midranks(s), np.random.default_rng(seed)
+    observed = float(ranks[y].sum())
+    strata = [np.arange(y.size)]
+    if groups is not None:
+        if len(groups) != y.size:
+            raise SpecError(f"groups: {len(groups)} for {y.size} samples; allowed is one each")
+        members: dict[Hashable, list[int]] = {}
+        for i, group in enumerate(groups):
+            members.setdefault(group, []).append(i)
+        strata = [np.array(m) for m in members.values() if 0 < y[m].sum() < len(m)]
+        if not strata:
+            raise SpecError(
+                "groups: each has one class only; allowed are groups with both; leave groups out"
+            )
+    # Groups of one class keep their labels, so their part of the sum is fixed.
+    mixed = np.concatenate(strata)
+    fixed = observed - float(ranks[mixed][y[mixed]].sum())
+    step = max(1, _CELLS // mixed.size)
+    above = 0
+    for first in range(0, n_permutations, step):
+        b = min(step, n_permutations - first)
+        total = np.full(b, fixed)
+        for part in strata:
+            shuffled = rng.permuted(np.broadcast_to(ranks[part], (b, part.size)), axis=1)
+            total += shuffled[:, : int(y[part].sum())].sum(axis=1)
+        above += int((total >= observed - 1e-9).sum())
+    return (above + 1) / (n_permutations + 1)
+
+
+def paired_permutation_test(
+    labels: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    n_permutations: int = 2000,
+    seed: int = 0,
+) -> float:
+    """Probability of a difference in AUROC this large if the probes were interchangeable.
+
+    Scores become ranks first, so that probes of different scale can be swapped.
+
+    Args:
+        labels: (samples,) 0 and 1, both.
+        a: (samples,) scores of one probe.
+        b: (samples,) scores of the other.
+        n_permutations: how often each sample's two scores are swapped at random.
+        seed: of the generator.
+
+    Returns:
+        Two-sided p, never below 1 / (n_permutations + 1).
+
+    Raises:
+        SpecError: shapes disagree, a score is NaN, or a class is missing.
+    """
+    for scores in (a, b):
+        positive, negative = split_classes(labels, scores)
+        if not positive.size or not negative.size:
+            raise SpecError("labels: one class is missing; allowed are both; nothing to compare")
+    y = np.asarray(labels).astype(bool)
+    first, second = (midranks(np.asarray(s, dtype=np.float64)) for s in (a, b))
+    observed = abs(auroc(y, first) - auroc(y, second))
+    rng, above = np.random.default_rng(seed), 0
+    for _ in range(n_permutations):
+        swap = rng.random(y.size) < 0.5
+        one, two = np.where(swap, second, first), np.where(swap, first, second)
+        above += abs(auroc(y, one) - auroc(y, two)) >= observed - 1e-12
+    return (above + 1) / (n_permutations + 1)

@@ -1,0 +1,224 @@
+"""More about a ranking: the ROC curve and its band, partial area, precision, one threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+
+from ._bootstrap import resample
+from ._intervals import check_level
+from ._metrics import split_classes
+
+__all__ = [
+    "ROCCurve",
+    "average_precision",
+    "balanced_accuracy",
+    "partial_auroc",
+    "precision_at_base_rate",
+    "roc_band",
+    "roc_curve",
+]
+
+Floats = NDArray[np.float64]
+
+
+class ROCCurve(NamedTuple):
+    """Operating points of all thresholds, from none flagged to all flagged."""
+
+    fpr: Floats
+    tpr: Floats
+    thresholds: Floats
+    """A point flags scores at or above its threshold; the first is infinite."""
+
+
+def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
+    """ROC curve with one point per distinct score.
+
+    Args:
+        labels: (samples,) 0 and 1, both.
+        scores: (samples,) float.
+
+    Returns:
+        The curve; samples of equal score share a point.
+
+    Raises:
+        SpecError: shapes disagree, a score is NaN, or a class is missing.
+    """
+    positive, negative = _both(labels, scores)
+    values = np.unique(np.concatenate([positive, negative]))[::-1]
+    # How many of a class lie at or above each value.
+    tpr = 1.0 - np.searchsorted(np.sort(positive), values, side="left") / positive.size
+    fpr = 1.0 - np.searchsorted(np.sort(negative), values, side="left") / negative.size
+    zero = np.zeros(1)
+    return ROCCurve(
+        np.concatenate([zero, fpr]), np.concatenate([zero, tpr]), np.concatenate([[np.inf], values])
+    )
+
+
+def roc_band(
+    labels: ArrayLike,
+    scores: ArrayLike,
+    *,
+    grid: ArrayLike | None = None,
+    groups: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+    n_resamples: int = 1000,
+    seed: int = 0,
+) -> tuple[Floats, Floats, Floats]:
+    """Pointwise bootstrap band of the ROC curve.
+
+    Args:
+        labels: (samples,) 0 and 1, both.
+        scores: (samples,) float.
+        grid: (points,) false positive rates; 101 from 0 to 1 by default.
+        groups: (samples,) clusters to draw instead of samples.
+        confidence: of each point.
+        n_resamples: draws.
+        seed: of the generator.
+
+    Returns:
+        The grid, and the lower and upper recall at each of its points.
+
+    Raises:
+        SpecError: as `roc_curve`, or groups do not fit.
+    """
+    _both(labels, scores)
+    level = check_level(confidence)
+    y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
+    at = np.linspace(0.0, 1.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
+    draws = resample(y, groups, n_resamples=n_resamples, rng=np.random.default_rng(seed))
+    curves = np.stack([_recall_at(y[i], s[i], at) for i in draws])
+    low, high = np.quantile(curves, [(1.0 - level) / 2.0, (1.0 + level) / 2.0], axis=0)
+    return at, np.asarray(low), np.asarray(high)
+
+
+def partial_auroc(
+    labels: ArrayLike, scores: ArrayLike, *, max_fpr: float = 0.01, standardized: bool = False
+) -> float:
+    """Area under the ROC curve up to a false positive rate.
+
+    Args:
+        labels: (samples,) 0 and 1.
+        scores: (samples,) float.
+        max_fpr: where to stop, in (0, 1].
+        standardized: McClish's form, in which chance is 0.5 and perfection 1; otherwise the
+            area over `max_fpr`, in which perfection is 1.
+
+    Returns:
+        The area, or NaN when a class is missing.
+
+    Raises:
+        SpecError: shapes disagree, a score is NaN, or the rate is impossible.
+
+    Source:
+        McClish 1989; the standardised form equals
+        `sklearn.metrics.roc_auc_score(max_fpr=...)`.
+    """
+    if not 0.0 < max_fpr <= 1.0:
+        raise SpecError(f"max_fpr={max_fpr!r}; allowed is above 0 and up to 1; 0.01 is usual")
+    positive, negative = split_classes(labels, scores)
+    if not positive.size or not negative.size:
+        return math.nan
+    curve = roc_curve(labels, scores)
+    stop = int(np.searchsorted(curve.fpr, max_fpr, side="right"))
+    edge = float(np.interp(max_fpr, curve.fpr, curve.tpr)) if max_fpr < 1.0 else 1.0
+    if stop < curve.fpr.size:
+        # On a vertical step np.interp takes its top; the area needs the slope from there.
+        a, b = stop - 1, stop
+        share = (max_fpr - curve.fpr[a]) / (curve.fpr[b] - curve.fpr[a])
+        edge = float(curve.tpr[a] + share * (curve.tpr[b] - curve.tpr[a]))
+    x, t = np.append(curve.fpr[:stop], max_fpr), np.append(curve.tpr[:stop], edge)
+    area = float(np.trapezoid(t, x))
+    if not standardized:
+        return area / max_fpr
+    chance = max_fpr**2 / 2.0
+    return 0.5 * (1.0 + (area - chance) / (max_fpr - chance))
+
+
+def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
+    """Sum of precision times the step in recall, over distinct scores.
+
+    Args:
+        labels: (samples,) 0 and 1.
+        scores: (samples,) float.
+
+    Returns:
+        The average, or NaN without a positive.
+
+    Raises:
+        SpecError: shapes disagree, or a score is NaN.
+
+    Source:
+        Equals `sklearn.metrics.average_precision_score`.
+    """
+    positive, negative = split_classes(labels, scores)
+    if not positive.size:
+        return math.nan
+    values = np.unique(np.concatenate([positive, negative]))[::-1]
+    hits = positive.size - np.searchsorted(np.sort(positive), values, side="left")
+    false = negative.size - np.searchsorted(np.sort(negative), values, side="left")
+    steps = np.diff(hits, prepend=0) / positive.size
+    return float((steps * hits / (hits + false)).sum())
+
+
+def balanced_accuracy(labels: ArrayLike, scores: ArrayLike, threshold: float) -> float:
+    """Mean of recall and of one minus the false positive rate at a threshold.
+
+    Args:
+        labels: (samples,) 0 and 1.
+        scores: (samples,) float.
+        threshold: a score strictly above it is flagged.
+
+    Returns:
+        The mean, or NaN when a class is missing.
+
+    Raises:
+        SpecError: shapes disagree, or a score is NaN.
+    """
+    positive, negative = split_classes(labels, scores)
+    if not positive.size or not negative.size:
+        return math.nan
+    return float(((positive > threshold).mean() + (negative <= threshold).mean()) / 2.0)
+
+
+def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float:
+    """Share of flagged samples that are positive, where positives are as rare as in use.
+
+    Args:
+        recall: at the threshold.
+        fpr: false positive rate at the threshold.
+        base_rate: share of positives in use, inside (0, 1).
+
+    Returns:
+        The precision, or NaN when nothing is flagged.
+
+    Raises:
+        SpecError: a value is not a rate.
+    """
+    for name, value in (("recall", recall), ("fpr", fpr), ("base_rate", base_rate)):
+        if not 0.0 <= value <= 1.0:
+            raise SpecError(f"{name}={value!r}; allowed is 0 to 1; give a share, not a count")
+    flagged = recall * base_rate + fpr * (1.0 - base_rate)
+    return recall * base_rate / flagged if flagged > 0 else math.nan
+
+
+def _both(labels: ArrayLike, scores: ArrayLike) -> tuple[Floats, Floats]:
+    positive, negative = split_classes(labels, scores)
+    if not positive.size or not negative.size:
+        raise SpecError(
+            f"labels: {positive.size} positive and {negative.size} negative; allowed are both "
+            "classes; a curve compares them"
+        )
+    return positive, negative
+
+
+def _recall_at(y: NDArray[np.bool_], s: Floats, grid: Floats) -> Floats:
+    curve = roc_curve(y, s)
+    # The last point at or below each rate: the step function that the data say.
+    return np.asarray(curve.tpr[np.searchsorted(curve.fpr, grid, side="right") - 1])

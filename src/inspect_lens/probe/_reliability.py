@@ -1,0 +1,114 @@
+"""Whether probabilities mean what they say."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+
+__all__ = ["Reliability", "brier_score", "expected_calibration_error", "reliability_curve"]
+
+Floats = NDArray[np.float64]
+
+
+class Reliability(NamedTuple):
+    """Bins of predicted probabilities, empty ones left out."""
+
+    predicted: Floats
+    """Mean probability of each bin."""
+    observed: Floats
+    """Share of positives of each bin."""
+    size: NDArray[np.int64]
+    """Samples of each bin."""
+
+
+def reliability_curve(
+    labels: ArrayLike, probabilities: ArrayLike, *, n_bins: int = 15
+) -> Reliability:
+    """Compare probabilities with frequencies in bins of equal width.
+
+    Args:
+        labels: (samples,) 0 and 1.
+        probabilities: (samples,) of the positive class.
+        n_bins: over [0, 1].
+
+    Returns:
+        The bins that hold a sample.
+
+    Raises:
+        SpecError: shapes disagree, or a value is no probability.
+    """
+    y, p = _check(labels, probabilities)
+    bins = np.minimum((p * n_bins).astype(np.int64), n_bins - 1)
+    every = np.bincount(bins, minlength=n_bins)
+    kept = every > 0
+    size = every[kept]
+    return Reliability(
+        np.bincount(bins, weights=p, minlength=n_bins)[kept] / size,
+        np.bincount(bins, weights=y, minlength=n_bins)[kept] / size,
+        size,
+    )
+
+
+def expected_calibration_error(
+    labels: ArrayLike, probabilities: ArrayLike, *, n_bins: int = 15
+) -> float:
+    """Mean gap between probability and frequency, bins weighted by their samples.
+
+    Args:
+        labels: (samples,) 0 and 1.
+        probabilities: (samples,) of the positive class.
+        n_bins: over [0, 1].
+
+    Returns:
+        The error, 0 to 1.
+
+    Raises:
+        SpecError: shapes disagree, or a value is no probability.
+
+    Source:
+        arXiv:1706.04599.
+    """
+    curve = reliability_curve(labels, probabilities, n_bins=n_bins)
+    gaps = np.abs(curve.predicted - curve.observed)
+    return float((gaps * curve.size).sum() / curve.size.sum())
+
+
+def brier_score(labels: ArrayLike, probabilities: ArrayLike) -> float:
+    """Mean squared distance of probability and label.
+
+    Args:
+        labels: (samples,) 0 and 1.
+        probabilities: (samples,) of the positive class.
+
+    Returns:
+        The score, 0 to 1; smaller is better.
+
+    Raises:
+        SpecError: shapes disagree, or a value is no probability.
+
+    Source:
+        Brier 1950; equals `sklearn.metrics.brier_score_loss`.
+    """
+    y, p = _check(labels, probabilities)
+    return float(((p - y) ** 2).mean())
+
+
+def _check(labels: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats]:
+    y, p = np.asarray(labels), np.asarray(probabilities, dtype=np.float64)
+    if y.ndim != 1 or y.shape != p.shape or not y.size:
+        raise SpecError(
+            f"labels and probabilities: shapes {y.shape} and {p.shape}; allowed is one label per "
+            "probability, at least one; drop unscored samples from both"
+        )
+    if not np.isin(y, (0, 1)).all():
+        raise SpecError("labels: allowed are 0 and 1; map your classes to them first")
+    if not ((p >= 0.0) & (p <= 1.0)).all():
+        raise SpecError(
+            "probabilities: holds values outside [0, 1] or NaN; allowed are probabilities; "
+            "calibrate scores first, as with train.PlattCalibrator"
+        )
+    return y.astype(np.float64), p

@@ -1,0 +1,261 @@
+"""The pools of `_pool.py` for tokens that arrive one after the other, in a state of fixed size."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+
+from ._pool import Pool, check_ends, check_scores, parse_pool
+
+__all__ = ["StreamingPool", "first_crossing", "running_pool"]
+
+
+class _Rule:
+    """State of one rule; `add` takes a token, `value` needs one at least."""
+
+    def add(self, score: float, end: bool) -> None:
+        raise NotImplementedError
+
+    @property
+    def value(self) -> float:
+        raise NotImplementedError
+
+
+class _Mean(_Rule):
+    def __init__(self, _: Pool) -> None:
+        self.total, self.n = 0.0, 0
+
+    def add(self, score: float, end: bool) -> None:
+        self.total += score
+        self.n += 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.n
+
+
+class _Last(_Rule):
+    def __init__(self, _: Pool) -> None:
+        self.state = math.nan
+
+    def add(self, score: float, end: bool) -> None:
+        self.state = score
+
+    @property
+    def value(self) -> float:
+        return self.state
+
+
+class _Max(_Last):
+    def __init__(self, _: Pool) -> None:
+        self.state = -math.inf
+
+    def add(self, score: float, end: bool) -> None:
+        self.state = max(self.state, score)
+
+
+class _TopK(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.k, self.kept = pool.width, list[float]()
+
+    def add(self, score: float, end: bool) -> None:
+        insort(self.kept, score)
+        if len(self.kept) > self.k:
+            del self.kept[0]
+
+    @property
+    def value(self) -> float:
+        total = 0.0
+        for score in reversed(self.kept):
+            total += score
+        return total / len(self.kept)
+
+
+class _RollingMax(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.window: deque[float] = deque(maxlen=pool.width)
+        self.best = -math.inf
+
+    def add(self, score: float, end: bool) -> None:
+        self.window.append(score)
+        if len(self.window) == self.window.maxlen:
+            self.best = max(self.best, self._mean())
+
+    def _mean(self) -> float:
+        total = 0.0
+        for score in self.window:
+            total += score
+        return total / len(self.window)
+
+    @property
+    def value(self) -> float:
+        # Before the window is full, all there is makes the one window.
+        return self._mean() if len(self.window) != self.window.maxlen else self.best
+
+
+class _Softmax(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.sharpness, self.top, self.total, self.weight = pool.rate, -math.inf, 0.0, 0.0
+
+    def add(self, score: float, end: bool) -> None:
+        if score > self.top:
+            shrink = math.exp(self.sharpness * (self.top - score))
+            self.top, self.total, self.weight = score, self.total * shrink, self.weight * shrink
+        weight = math.exp(self.sharpness * (score - self.top))
+        self.total += score * weight
+        self.weight += weight
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+class _Average(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.rate, self.state, self.largest = pool.rate, math.nan, -math.inf
+        self.of_all = pool.name == "ema_max"
+
+    def add(self, score: float, end: bool) -> None:
+        first = math.isnan(self.state)
+        self.state = score if first else self.rate * score + (1.0 - self.rate) * self.state
+        self.largest = max(self.largest, self.state)
+
+    @property
+    def value(self) -> float:
+        return self.largest if self.of_all else self.state
+
+
+class _SentenceMax(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.sentence, self.best = _Mean(pool), -math.inf
+
+    def add(self, score: float, end: bool) -> None:
+        self.sentence.add(score, end)
+        if end:
+            self.best, self.sentence = max(self.best, self.sentence.value), _Mean(Pool("mean"))
+
+    @property
+    def value(self) -> float:
+        return max(self.best, self.sentence.value) if self.sentence.n else self.best
+
+
+_RULES: Final[dict[str, Callable[[Pool], _Rule]]] = {
+    "mean": _Mean,
+    "last": _Last,
+    "max": _Max,
+    "top_k_mean": _TopK,
+    "rolling_mean_max": _RollingMax,
+    "softmax_mean": _Softmax,
+    "ema": _Average,
+    "ema_max": _Average,
+    "sentence_mean_max": _SentenceMax,
+}
+
+
+class StreamingPool:
+    """A pool over tokens that arrive in pieces; its memory does not grow with them.
+
+    Args:
+        pool: the rule.
+
+    Raises:
+        SpecError: an unknown rule.
+    """
+
+    def __init__(self, pool: str | Pool = "mean") -> None:
+        self.pool = pool if isinstance(pool, Pool) else parse_pool(pool)
+        self.n = 0
+        self._rule = _RULES[self.pool.name](self.pool)
+
+    def update(self, scores: ArrayLike, *, ends: ArrayLike | None = None) -> StreamingPool:
+        """Take the next tokens.
+
+        Args:
+            scores: (tokens,) float; any number of them, also none.
+            ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+        Returns:
+            self.
+
+        Raises:
+            SpecError: a NaN, or no sentence ends where they are needed.
+        """
+        if np.size(scores) == 0:
+            return self
+        values = check_scores(scores)
+        needs_ends = self.pool.name == "sentence_mean_max"
+        marks = check_ends(ends, values.size).tolist() if needs_ends else [False] * values.size
+        for score, end in zip(values.tolist(), marks, strict=True):
+            self._rule.add(score, end)
+        self.n += values.size
+        return self
+
+    @property
+    def value(self) -> float:
+        """The pooled score of all tokens so far.
+
+        Raises:
+            SpecError: there was no token yet.
+        """
+        if self.n == 0:
+            raise SpecError(
+                "StreamingPool: no token yet; allowed is a value after at least one; call update "
+                "with scores first"
+            )
+        return self._rule.value
+
+
+def running_pool(
+    scores: ArrayLike, pool: str | Pool = "mean", *, ends: ArrayLike | None = None
+) -> NDArray[np.float64]:
+    """The pooled score after each token: what a monitor sees while the model writes.
+
+    Args:
+        scores: (tokens,) float.
+        pool: the rule; `last` gives the scores themselves.
+        ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+    Returns:
+        (tokens,) float64; its last entry is `pool_scores` of all.
+
+    Raises:
+        SpecError: as `pool_scores`.
+    """
+    values = check_scores(scores)
+    stream = StreamingPool(pool)
+    marks = None if ends is None else np.asarray(ends, dtype=bool)
+    made = np.empty(values.size)
+    for i in range(values.size):
+        part = None if marks is None else marks[i : i + 1]
+        made[i] = stream.update(values[i : i + 1], ends=part).value
+    return made
+
+
+def first_crossing(
+    scores: ArrayLike, threshold: float, *, pool: str | Pool = "last", ends: ArrayLike | None = None
+) -> int | None:
+    """The token at which a monitor first raises the alarm.
+
+    Args:
+        scores: (tokens,) float.
+        threshold: the alarm is raised strictly above it.
+        pool: what the monitor compares: `last` the token's own score, `ema` a smoothed one,
+            or any other rule over the tokens so far.
+        ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+    Returns:
+        0-based index of the token, or None when there is no alarm.
+
+    Raises:
+        SpecError: as `pool_scores`.
+    """
+    above = np.flatnonzero(running_pool(scores, pool, ends=ends) > threshold)
+    return int(above[0]) if above.size else None

@@ -1,0 +1,220 @@
+"""Which tokens of a text a probe reads: turns, reasoning, answers, tool calls, patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+
+__all__ = ["SELECTIONS", "TokenText", "select_tokens"]
+
+Span = tuple[int, int]
+
+_TURNS: Final = (
+    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?=<\|im_end\|>|\Z)", re.DOTALL),
+    re.compile(
+        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)"
+        r"(?=<\|eot_id\|>|<\|eom_id\|>|\Z)",
+        re.DOTALL,
+    ),
+    re.compile(r"<start_of_turn>(?P<role>\w+)\n(?P<text>.*?)(?=<end_of_turn>|\Z)", re.DOTALL),
+)
+"""ChatML (Qwen and others), Llama 3, Gemma."""
+_ASSISTANT: Final = frozenset({"assistant", "model"})
+_THINK: Final = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+_TOOL_CALL: Final = re.compile(
+    r"<tool_call>(.*?)(?:</tool_call>|\Z)|<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenText:
+    """The tokens of one request as text.
+
+    Args:
+        pieces: text of each token, prompt and completion; joined they are the whole text.
+        n_prompt: how many of them are the prompt.
+        special: (tokens,) bool, tokens of the template such as `<|im_end|>` and end-of-text;
+            no selection keeps them. None: none is special.
+    """
+
+    pieces: tuple[str, ...]
+    n_prompt: int
+    special: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.n_prompt <= len(self.pieces):
+            raise SpecError(
+                f"n_prompt={self.n_prompt}; allowed is 0 to the number of tokens, "
+                f"{len(self.pieces)}; count the prompt's tokens"
+            )
+        if self.special is not None and len(self.special) != len(self.pieces):
+            raise SpecError(
+                f"special: {len(self.special)} values for {len(self.pieces)} tokens; allowed is "
+                "one bool each; leave it out when no token is special"
+            )
+
+    @property
+    def text(self) -> str:
+        """All pieces, joined."""
+        return "".join(self.pieces)
+
+    def spans(self) -> list[Span]:
+        """Start and end of each token in `text`."""
+        ends = np.cumsum([len(piece) for piece in self.pieces]).tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
+
+
+def select_tokens(
+    tokens: TokenText, selection: str = "completion", *, keep_special: bool = False
+) -> NDArray[np.bool_]:
+    """Choose tokens by what they are.
+
+    A token is chosen by a span of text when it overlaps it. Tokens marked special are never
+    chosen, because a probe that reads `<|im_end|>` reads the template.
+
+    Args:
+        tokens: of one request.
+        selection: `completion` (the default of every probe), `prompt`, `all`, `last:K` (the
+            last K tokens of the completion), `assistant` (all turns of the assistant, found by
+            the markers of ChatML, Llama 3 and Gemma templates, and the completion),
+            `reasoning` (inside `<think>`), `answer` (the completion after it), `tool_calls`
+            (inside `<tool_call>` or after `<|python_tag|>`), or `regex:PATTERN` (the first
+            group of every match in the completion, or the whole match without a group).
+        keep_special: keep special tokens too.
+
+    Returns:
+        (tokens,) bool; all False when nothing matches.
+
+    Raises:
+        SpecError: an unknown selection, or a pattern that does not compile.
+    """
+    name, colon, argument = selection.partition(":")
+    rule = _RULES.get(name)
+    if rule is None or bool(colon) != (name in _WITH_ARGUMENT):
+        raise SpecError(
+            f"selection={selection!r}; allowed are {', '.join(SELECTIONS)}; correct the name"
+        )
+    chosen = rule(tokens, argument)
+    if tokens.special is not None and not keep_special:
+        chosen &= ~np.asarray(tokens.special, dtype=bool)
+        if name == "last":
+            chosen = _last(tokens, argument, allowed=~np.asarray(tokens.special, dtype=bool))
+    return chosen
+
+
+def _prompt(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    return np.arange(len(tokens.pieces)) < tokens.n_prompt
+
+
+def _completion(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    return ~_prompt(tokens, _)
+
+
+def _all(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    return np.ones(len(tokens.pieces), dtype=bool)
+
+
+def _last(
+    tokens: TokenText, argument: str, allowed: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
+    if not argument.isdecimal() or int(argument) < 1:
+        raise SpecError(
+            f"selection='last:{argument}'; allowed is a positive number of tokens, as in last:5"
+        )
+    where = _completion(tokens, "")
+    where &= True if allowed is None else allowed
+    chosen = np.zeros(len(tokens.pieces), dtype=bool)
+    chosen[np.flatnonzero(where)[-int(argument) :]] = True
+    return chosen
+
+
+def _assistant(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    text = tokens.text
+    found = [
+        match.span("text")
+        for pattern in _TURNS
+        for match in pattern.finditer(text)
+        if match["role"] in _ASSISTANT
+    ]
+    return _overlap(tokens, found) | _completion(tokens, "")
+
+
+def _reasoning(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    start = _first_char(tokens)
+    # Some templates open the tag at the end of the prompt, so look from there.
+    found = [m.span(1) for m in _THINK.finditer(tokens.text) if m.end(1) > start]
+    return _overlap(tokens, found) & _completion(tokens, "")
+
+
+def _answer(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    start, text = _first_char(tokens), tokens.text
+    matches = [m for m in _THINK.finditer(text) if m.end() > start]
+    begin = max((m.end() for m in matches), default=start)
+    # White space after the tag belongs to neither.
+    begin += len(text[begin:]) - len(text[begin:].lstrip()) if matches else 0
+    return _overlap(tokens, [(begin, len(text))]) & _completion(tokens, "")
+
+
+def _tool_calls(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    start = _first_char(tokens)
+    found = [
+        m.span(1 if m[1] is not None else 2)
+        for m in _TOOL_CALL.finditer(tokens.text)
+        if m.end() > start
+    ]
+    return _overlap(tokens, found) & _completion(tokens, "")
+
+
+def _regex(tokens: TokenText, argument: str) -> NDArray[np.bool_]:
+    try:
+        pattern = re.compile(argument, re.DOTALL)
+    except re.error as error:
+        raise SpecError(
+            f"selection='regex:{argument}': {error}; allowed is a regular expression of Python"
+        ) from None
+    found = [
+        m.span(1 if pattern.groups else 0)
+        for m in pattern.finditer(tokens.text, _first_char(tokens))
+    ]
+    return _overlap(tokens, found)
+
+
+def _first_char(tokens: TokenText) -> int:
+    return sum(len(piece) for piece in tokens.pieces[: tokens.n_prompt])
+
+
+def _overlap(tokens: TokenText, wanted: Iterable[Span]) -> NDArray[np.bool_]:
+    spans: Sequence[Span] = tokens.spans()
+    chosen = np.zeros(len(spans), dtype=bool)
+    if not spans:
+        return chosen
+    starts, ends = (np.array(side) for side in zip(*spans, strict=True))
+    for begin, end in wanted:
+        chosen |= (starts < end) & (ends > begin)
+    return chosen
+
+
+_RULES: Final[dict[str, Callable[[TokenText, str], NDArray[np.bool_]]]] = {
+    "completion": _completion,
+    "prompt": _prompt,
+    "all": _all,
+    "last": _last,
+    "assistant": _assistant,
+    "reasoning": _reasoning,
+    "answer": _answer,
+    "tool_calls": _tool_calls,
+    "regex": _regex,
+}
+_WITH_ARGUMENT: Final = frozenset({"last", "regex"})
+SELECTIONS: Final = tuple(
+    {"last": "last:K", "regex": "regex:PATTERN"}.get(name, name) for name in _RULES
+)
+"""What `select_tokens` understands."""

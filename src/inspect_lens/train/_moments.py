@@ -1,0 +1,224 @@
+"""Counts, means and one pooled covariance of rows that come in pieces."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+
+__all__ = ["Moments", "RowSource", "accumulate", "prefetch", "read_chunk"]
+
+RowSource: TypeAlias = Callable[[], Iterable[tuple[Any, Any]]]
+"""A function that starts anew each time and yields (rows, labels) in pieces: rows (n, hidden) as a
+numpy array or torch tensor of any float type, labels (n,) of 0 and 1."""
+
+Floats = NDArray[np.float64]
+_AHEAD: Final = 1
+_SAMPLE_OF_PIECE: Final = 2048
+
+
+class Moments:
+    """What the closed-form families need to know of the rows.
+
+    Args:
+        hidden: width of a row; 0 learns it from the first rows.
+        covariance: keep second moments too: hidden x hidden numbers.
+        device: where torch computes.
+    """
+
+    def __init__(self, hidden: int, *, covariance: bool, device: str = "cpu") -> None:
+        self.n = np.zeros(2, dtype=np.int64)
+        """Rows of each class, (2,)."""
+        self.device = device
+        self._covariance = covariance
+        self._shift: torch.Tensor | None = None
+        self._begin(hidden)
+
+    def _begin(self, hidden: int) -> None:
+        device = self.device
+        self.hidden = hidden
+        self._sum = torch.zeros(2, hidden, dtype=torch.float64, device=device)
+        self._square = torch.zeros(hidden, dtype=torch.float64, device=device)
+        size = hidden if self._covariance else 0
+        self._outer = torch.zeros(size, size, dtype=torch.float64, device=device)
+
+    def add(self, x: torch.Tensor, positive: torch.Tensor) -> None:
+        """Take rows (n, hidden) float32 and their classes (n,) bool, both on the device."""
+        if self._shift is None:
+            if self.hidden != x.shape[1]:
+                self._begin(x.shape[1])
+            # Squares of distances from about the mean: the stream is often far from 0.
+            self._shift = x.mean(dim=0)
+        z = x - self._shift
+        for k, side in enumerate((~positive, positive)):
+            part = z[side]
+            self.n[k] += len(part)
+            # Sums of float32 rows in float64 by blocks: one block's error does not grow.
+            self._sum[k] += part.sum(dim=0).double()
+        self._square += (z * z).sum(dim=0).double()
+        if self._covariance:
+            self._outer += (z.T @ z).double()
+
+    @property
+    def total(self) -> int:
+        """Rows of both classes."""
+        return int(self.n.sum())
+
+    def class_means(self) -> tuple[Floats, Floats]:
+        """Mean of the negatives and of the positives, (hidden,) each.
+
+        Raises:
+            SpecError: a class is missing.
+        """
+        if self._shift is None or (self.n == 0).any():
+            raise SpecError(
+                f"rows: {int(self.n[1])} positive and {int(self.n[0])} negative; allowed are both "
+                "classes; check the labels"
+            )
+        shift = self._shift.double().cpu().numpy()
+        sums = self._sum.cpu().numpy()
+        return shift + sums[0] / self.n[0], shift + sums[1] / self.n[1]
+
+    def standard(self) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of all rows, (hidden,) each; 1 for a constant column."""
+        self.class_means()
+        assert self._shift is not None
+        shift = self._shift.double().cpu().numpy()
+        offset = self._sum.sum(dim=0).cpu().numpy() / self.total
+        variance = self._square.cpu().numpy() / self.total - offset**2
+        spread = np.sqrt(np.maximum(variance, 0.0))
+        tiny = spread <= 10 * np.finfo(np.float32).eps * np.maximum(1e-30, np.abs(shift + offset))
+        return shift + offset, np.where(tiny | (spread == 0), 1.0, spread)
+
+    def within(self) -> Floats:
+        """Pooled covariance around the class means, (hidden, hidden); divides by rows."""
+        self.class_means()
+        if not self._covariance:
+            raise SpecError("covariance: was not kept; allowed with covariance=True")
+        outer = self._outer / self.total
+        for k in range(2):
+            mean = self._sum[k] / int(self.n[k])
+            outer = outer - torch.outer(mean, mean) * (int(self.n[k]) / self.total)
+        made: Floats = outer.cpu().numpy()
+        return (made + made.T) / 2.0
+
+
+def read_chunk(
+    rows: Any, labels: Any, *, device: str, hidden: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A piece of a stream as float32 rows and bool classes on a device.
+
+    Args:
+        rows: (n, hidden) numpy array or torch tensor.
+        labels: (n,) of 0 and 1.
+        device: where to.
+        hidden: width to insist on.
+
+    Returns:
+        Rows and classes.
+
+    Raises:
+        SpecError: shapes disagree, a label is neither 0 nor 1, or a value is not finite.
+    """
+    x = rows if isinstance(rows, torch.Tensor) else torch.from_numpy(np.asarray(rows))
+    y = labels if isinstance(labels, torch.Tensor) else torch.from_numpy(np.asarray(labels))
+    if x.ndim != 2 or y.shape != x.shape[:1] or (hidden is not None and x.shape[1] != hidden):
+        raise SpecError(
+            f"rows and labels: shapes {tuple(x.shape)} and {tuple(y.shape)}; allowed is (n, "
+            f"{hidden or 'hidden'}) with one label each; every piece has the same width"
+        )
+    x = x.to(device, non_blocking=True).float()
+    y = y.to(device)
+    if not bool(((y == 0) | (y == 1)).all()):
+        raise SpecError("labels: allowed are 0 and 1; map your classes to them first")
+    if not bool(torch.isfinite(x.sum())):
+        raise SpecError("rows: hold NaN or infinity; allowed are finite numbers; leave them out")
+    return x, y == 1
+
+
+def accumulate(
+    source: RowSource,
+    *,
+    covariance: bool,
+    device: str = "cpu",
+    sample: Moments | None = None,
+    sample_rows: int = 0,
+) -> Moments:
+    """One pass over a stream.
+
+    Args:
+        source: of (rows, labels).
+        covariance: keep second moments too.
+        device: where torch computes.
+        sample: also takes rows, spread over the pieces, until it has `sample_rows`.
+        sample_rows: how many.
+
+    Returns:
+        The moments.
+
+    Raises:
+        SpecError: the stream is empty, or a piece is wrong.
+    """
+    moments: Moments | None = None
+    for rows, labels in prefetch(source()):
+        if not len(labels):
+            continue
+        if moments is None:
+            moments = Moments(int(rows.shape[1]), covariance=covariance, device=device)
+        x, y = read_chunk(rows, labels, device=device, hidden=moments.hidden)
+        moments.add(x, y)
+        if sample is not None and sample.total < sample_rows:
+            part = slice(None, None, max(1, len(x) // _SAMPLE_OF_PIECE))
+            sample.add(x[part], y[part])
+    if moments is None:
+        raise SpecError("source: yields no rows; allowed is one at least; check the filters")
+    return moments
+
+
+def prefetch(pieces: Iterable[Any]) -> Iterator[Any]:
+    """Read one piece ahead in a thread, so that the disk and the processor work at once.
+
+    Args:
+        pieces: what to read.
+
+    Yields:
+        The pieces, in order; an error of theirs is raised here.
+    """
+    waiting: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
+    stop, end = threading.Event(), object()
+
+    def put(item: Any) -> None:
+        while not stop.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for piece in pieces:
+                put(piece)
+                if stop.is_set():
+                    return
+            put(end)
+        except BaseException as error:  # noqa: BLE001 (handed to the reader)
+            put(error)
+
+    thread = threading.Thread(target=read, name="inspect-lens-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := waiting.get()) is not end:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

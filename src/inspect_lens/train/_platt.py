@@ -1,0 +1,214 @@
+"""From scores to probabilities: Platt's sigmoid, a temperature, isotonic regression."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize, minimize_scalar
+from scipy.special import expit
+from sklearn.base import BaseEstimator
+from sklearn.isotonic import IsotonicRegression
+from sklearn.utils.validation import check_is_fitted
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Calibration, brier_score, expected_calibration_error, split_classes
+
+__all__ = [
+    "IsotonicCalibrator",
+    "PlattCalibrator",
+    "TemperatureCalibrator",
+    "calibrate",
+    "fit_platt",
+]
+
+Floats = NDArray[np.float64]
+_ISOTONIC_FROM: Final = 1000
+
+
+def fit_platt(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float]:
+    """Slope and intercept of Platt's sigmoid.
+
+    Args:
+        scores: (samples,) float.
+        positive: (samples,) bool, both classes.
+
+    Returns:
+        (a, b) of p = sigmoid(a · score + b), by maximum likelihood of his smoothed targets.
+    """
+    s, y = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
+    n, m = int(y.sum()), int((~y).sum())
+    target = np.where(y, (n + 1.0) / (n + 2.0), 1.0 / (m + 2.0))
+    centre, spread = float(s.mean()), float(s.std()) or 1.0
+    z = (s - centre) / spread
+
+    def loss(p: Floats) -> tuple[float, Floats]:
+        f = p[0] * z + p[1]
+        gap = expit(f) - target
+        return float((np.logaddexp(0.0, f) - target * f).sum()), np.array([gap @ z, gap.sum()])
+
+    start = np.array([0.0, math.log((n + 1.0) / (m + 1.0))])
+    a, b = minimize(loss, start, jac=True, method="BFGS", options={"gtol": 1e-9}).x
+    return float(a / spread), float(b - a * centre / spread)
+
+
+class _Calibrator(BaseEstimator):  # type: ignore[misc]
+    """Base: scores (samples,) and labels in, probabilities (samples,) out."""
+
+    def fit(self, scores: ArrayLike, labels: ArrayLike) -> Self:
+        """Fit on scores that the probe was not trained on.
+
+        Args:
+            scores: (samples,) float.
+            labels: (samples,) 0 and 1, both.
+
+        Returns:
+            self.
+
+        Raises:
+            SpecError: a class is missing, or a score is NaN.
+        """
+        positive, negative = split_classes(labels, scores)
+        if not positive.size or not negative.size:
+            raise SpecError(
+                f"labels: {positive.size} positive and {negative.size} negative; allowed are both "
+                "classes; a calibration set holds both"
+            )
+        self._fit(np.asarray(scores, dtype=np.float64), np.asarray(labels).astype(bool))
+        return self
+
+    def _fit(self, scores: Floats, positive: NDArray[np.bool_]) -> None:
+        raise NotImplementedError
+
+    def predict(self, scores: ArrayLike) -> Floats:
+        """Probability (samples,) of the positive class for scores (samples,)."""
+        raise NotImplementedError
+
+
+class _Sigmoid(_Calibrator):
+    slope_: float
+    intercept_: float
+
+    def predict(self, scores: ArrayLike) -> Floats:
+        """Probability (samples,) of the positive class for scores (samples,)."""
+        check_is_fitted(self)
+        made: Floats = expit(self.slope_ * np.asarray(scores, dtype=np.float64) + self.intercept_)
+        return made
+
+
+class PlattCalibrator(_Sigmoid):
+    """p = sigmoid(slope · score + intercept), with Platt's smoothed targets.
+
+    Attributes:
+        slope_: of the score.
+        intercept_: a number.
+
+    Source:
+        Platt 1999, in the stable form of Lin, Lin and Weng 2007.
+    """
+
+    def _fit(self, scores: Floats, positive: NDArray[np.bool_]) -> None:
+        self.slope_, self.intercept_ = fit_platt(scores, positive)
+
+
+class TemperatureCalibrator(_Sigmoid):
+    """p = sigmoid(score / temperature), for scores that are logits already.
+
+    Attributes:
+        slope_: 1 / temperature.
+        intercept_: 0.
+
+    Source:
+        arXiv:1706.04599.
+    """
+
+    def _fit(self, scores: Floats, positive: NDArray[np.bool_]) -> None:
+        def loss(log_slope: float) -> float:
+            f = math.exp(log_slope) * scores
+            return float((np.logaddexp(0.0, f) - positive * f).mean())
+
+        found = minimize_scalar(loss, bounds=(-12.0, 12.0), method="bounded")
+        self.slope_, self.intercept_ = math.exp(float(found.x)), 0.0
+
+
+class IsotonicCalibrator(_Calibrator):
+    """The best non-decreasing map; refuses fewer than 1000 samples, which it would memorise.
+
+    Args:
+        allow_few: accept fewer.
+
+    Source:
+        Zadrozny and Elkan 2002; scikit-learn does the arithmetic.
+    """
+
+    x_: Floats
+    y_: Floats
+
+    def __init__(self, *, allow_few: bool = False) -> None:
+        self.allow_few = allow_few
+
+    def _fit(self, scores: Floats, positive: NDArray[np.bool_]) -> None:
+        if scores.size < _ISOTONIC_FROM and not self.allow_few:
+            raise SpecError(
+                f"scores: {scores.size} for isotonic regression; allowed are {_ISOTONIC_FROM} or "
+                "more, as it memorises fewer; use PlattCalibrator, or pass allow_few=True"
+            )
+        model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(
+            scores, positive.astype(np.float64)
+        )
+        self.x_, self.y_ = np.asarray(model.X_thresholds_), np.asarray(model.y_thresholds_)
+
+    def predict(self, scores: ArrayLike) -> Floats:
+        """Probability (samples,) of the positive class for scores (samples,)."""
+        check_is_fitted(self)
+        return np.asarray(np.interp(np.asarray(scores, dtype=np.float64), self.x_, self.y_))
+
+
+_METHODS: Final[dict[str, type[_Calibrator]]] = {
+    "platt": PlattCalibrator,
+    "temperature": TemperatureCalibrator,
+    "isotonic": IsotonicCalibrator,
+}
+
+
+def calibrate(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    *,
+    method: str = "platt",
+    name: str = "",
+    check: tuple[ArrayLike, ArrayLike] | None = None,
+) -> Calibration:
+    """Fit a map from scores to probabilities, for a card.
+
+    Args:
+        scores: (samples,) float, of a set that the probe was not trained on.
+        labels: (samples,) 0 and 1.
+        method: `platt`, `temperature` or `isotonic`.
+        name: of the set.
+        check: scores and labels of another set, to measure the calibration error on.
+
+    Returns:
+        The map, with its error where `check` is given.
+
+    Raises:
+        SpecError: an unknown method, a missing class, or too few samples.
+    """
+    if method not in _METHODS:
+        raise SpecError(f"method={method!r}; allowed are {', '.join(_METHODS)}; correct the name")
+    fitted: Any = _METHODS[method]().fit(scores, labels)
+    facts: dict[str, Any] = {}
+    if method == "isotonic":
+        facts |= {"x": tuple(fitted.x_.tolist()), "y": tuple(fitted.y_.tolist())}
+    else:
+        facts |= {"slope": fitted.slope_, "intercept": fitted.intercept_}
+    if check is not None:
+        p = fitted.predict(check[0])
+        facts |= {
+            "ece": expected_calibration_error(check[1], p), "brier": brier_score(check[1], p)
+        }  # fmt: skip
+    return Calibration.model_validate(
+        {"method": method, "set": name, "n": int(np.size(labels)), **facts}
+    )

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest, bootstrap, mannwhitneyu
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    brier_score_loss,
+    roc_auc_score,
+)
+from sklearn.metrics import roc_curve as sklearn_roc_curve
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    alarm_delays,
+    auroc,
+    average_precision,
+    balanced_accuracy,
+    bootstrap_interval,
+    brier_score,
+    clopper_pearson,
+    compare_auroc,
+    expected_calibration_error,
+    paired_permutation_test,
+    partial_auroc,
+    permutation_test,
+    precision_at_base_rate,
+    reliability_curve,
+    roc_band,
+    roc_curve,
+)
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Labels of both classes, and scores with many ties."""
+    n = draw(st.integers(2, 40))
+    y = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    y[0], y[1] = True, False
+    grid = draw(st.sampled_from([3, 10, 1000]))
+    s = np.array(draw(st.lists(st.integers(0, grid), min_size=n, max_size=n))) / grid
+    return y, s
+
+
+@settings(max_examples=200)
+@given(scored(), st.sampled_from([0.01, 0.1, 0.35, 1.0]))
+def test_rankings_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray], rate: float) -> None:
+    y, s = case
+    assert average_precision(y, s) == pytest.approx(average_precision_score(y, s), abs=1e-9)
+    expected = roc_auc_score(y, s, max_fpr=None if rate == 1.0 else rate)
+    assert partial_auroc(y, s, max_fpr=rate, standardized=True) == pytest.approx(expected, abs=1e-9)
+    assert balanced_accuracy(y, s, 0.4) == pytest.approx(balanced_accuracy_score(y, s > 0.4))
+    assert brier_score(y, s) == pytest.approx(brier_score_loss(y, s))
+    curve, (fpr, tpr, _) = roc_curve(y, s), sklearn_roc_curve(y, s, drop_intermediate=False)
+    np.testing.assert_allclose(curve.fpr, fpr, atol=1e-12)
+    np.testing.assert_allclose(curve.tpr, tpr, atol=1e-12)
+    assert float(np.trapezoid(curve.tpr, curve.fpr)) == pytest.approx(auroc(y, s))
+
+
+def test_calibration_equals_scikit_learn() -> None:
+    rng = np.random.default_rng(0)
+    p = rng.beta(2, 3, size=4000)
+    y = rng.random(4000) < p**1.3
+    observed, predicted = calibration_curve(y, p, n_bins=15)
+    curve = reliability_curve(y, p)
+    np.testing.assert_allclose(curve.observed, observed)
+    np.testing.assert_allclose(curve.predicted, predicted)
+    by_hand = sum(
+        m.mean() * abs(p[m].mean() - y[m].mean())
+        for k in range(15)
+        if (m := (p >= k / 15) & (p < (k + 1) / 15)).any()
+    )
+    assert expected_calibration_error(y, p) == pytest.approx(by_hand)
+    with pytest.raises(SpecError, match="calibrate scores first"):
+        brier_score([0, 1], [0.5, 1.5])
+
+
+@given(st.integers(1, 400), st.data())
+@settings(max_examples=60)
+def test_clopper_pearson_equals_scipy(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+    ours, theirs = clopper_pearson(k, n), binomtest(k, n).proportion_ci(method="exact")
+    assert ours.low == pytest.approx(theirs.low, abs=1e-6)
+    assert ours.high == pytest.approx(theirs.high, abs=1e-6)
+
+
+def test_delong_equals_its_definition() -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(41) % 3 == 0
+    a, b = (np.round(rng.normal(size=41) + shift * y, 1) for shift in (1.0, 0.4))
+    kernel = {}
+    for name, s in (("a", a), ("b", b)):
+        d = s[y][:, None] - s[~y][None]
+        kernel[name] = (d > 0) + 0.5 * (d == 0)
+    m, n = kernel["a"].shape
+    s10 = np.cov([kernel["a"].mean(1), kernel["b"].mean(1)])
+    s01 = np.cov([kernel["a"].mean(0), kernel["b"].mean(0)])
+    covariance = s10 / m + s01 / n
+    spread = math.sqrt(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
+    made = compare_auroc(y, a, b)
+    z = (kernel["a"].mean() - kernel["b"].mean()) / spread
+    assert made.z == pytest.approx(z, abs=1e-9)
+    assert made.p_value == pytest.approx(math.erfc(abs(z) / math.sqrt(2)), abs=1e-9)
+    assert made.auroc_a == pytest.approx(roc_auc_score(y, a))
+    assert made.interval.high - made.difference == pytest.approx(1.959964 * spread, abs=1e-6)
+    assert compare_auroc(y, a, a).p_value == 1.0
+
+
+def test_bca_equals_scipy() -> None:
+    rng = np.random.default_rng(1)
+    positive, negative = rng.normal(1.5, 1, size=25), rng.exponential(size=35)
+    y, s = np.repeat([1, 0], [25, 35]), np.concatenate([positive, negative])
+    ours = bootstrap_interval(y, s, method="bca", n_resamples=20_000)
+
+    def area(p: np.ndarray, q: np.ndarray, axis: int = -1) -> np.ndarray:
+        d = p[..., :, None] - q[..., None, :]
+        return ((d > 0) + 0.5 * (d == 0)).mean(axis=(-2, -1))
+
+    theirs = bootstrap(
+        (positive, negative), area, method="BCa", n_resamples=4000, rng=rng, vectorized=True
+    ).confidence_interval
+    assert ours.low == pytest.approx(theirs.low, abs=0.01)
+    assert ours.high == pytest.approx(theirs.high, abs=0.01)
+    percentile = bootstrap_interval(y, s, n_resamples=20_000)
+    assert abs(percentile.low - ours.low) > 0.005
+
+
+def test_bootstrap_of_any_statistic_and_of_clusters_agree_with_the_fast_way() -> None:
+    rng = np.random.default_rng(0)
+    y, s = np.arange(60) % 2, np.round(rng.normal(size=60) + np.arange(60) % 2, 1)
+    groups = [i // 4 for i in range(60)]
+    for method in ("percentile", "bca"):
+        for g in (None, groups):
+            fast = bootstrap_interval(y, s, groups=g, method=method, n_resamples=300)
+            slow = bootstrap_interval(
+                y, s, groups=g, method=method, n_resamples=300, statistic=lambda a, b: auroc(a, b)
+            )
+            assert (fast.low, fast.high) == pytest.approx((slow.low, slow.high), abs=0.004)
+
+
+class TestCoverage:
+    """Each interval holds the truth in 93 to 97 of 100 simulated sets."""
+
+    SETS = 1000
+    D = 1.2
+    TRUTH = 0.5 * (1.0 + math.erf(D / 2.0))
+
+    @staticmethod
+    def share(hits: list[bool]) -> float:
+        assert len(hits) >= 1000
+        return sum(hits) / len(hits)
+
+    def sets(self, n: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        rng, y = np.random.default_rng(seed), np.repeat([0, 1], n)
+        return [(y, rng.normal(size=2 * n) + self.D * y) for _ in range(self.SETS)]
+
+    def test_delong(self) -> None:
+        from inspect_lens.probe import delong_interval
+
+        made = [delong_interval(y, s) for y, s in self.sets(60, 1)]
+        assert 0.93 <= self.share([i.low <= self.TRUTH <= i.high for i in made]) <= 0.97
+
+    @pytest.mark.parametrize("method", ["percentile", "bca"])
+    def test_stratified_bootstrap(self, method: str) -> None:
+        made = [
+            bootstrap_interval(y, s, method=method, n_resamples=400, seed=i)
+            for i, (y, s) in enumerate(self.sets(60, 2))
+        ]
+        assert 0.93 <= self.share([i.low <= self.TRUTH <= i.high for i in made]) <= 0.97
+
+    @pytest.mark.parametrize("method", ["percentile", "bca"])
+    def test_cluster_bootstrap(self, method: str) -> None:
+        """Samples of a cluster share half of their variance; drawing samples would be too sure."""
+        rng, size, n = np.random.default_rng(3), 3, 100
+        group = np.repeat(np.arange(n), size)
+        y = group % 2
+        d = self.D * math.sqrt(2.0)  # the truth stays what it is when the variance doubles
+        hits, naive = [], []
+        for i in range(self.SETS):
+            s = np.round(d * y + rng.normal(size=n)[group] + rng.normal(size=n * size), 1)
+            made = bootstrap_interval(
+                y, s, groups=group.tolist(), method=method, n_resamples=300, seed=i
+            )
+            hits.append(made.low <= self.TRUTH <= made.high)
+            if i < 200:
+                plain = bootstrap_interval(y, s, n_resamples=400, seed=i)
+                naive.append(plain.low <= self.TRUTH <= plain.high)
+        assert 0.93 <= self.share(hits) <= 0.97
+        assert np.mean(naive) <= np.mean(hits[:200]) - 0.02
+
+    def test_difference_of_two_probes(self) -> None:
+        rng, y = np.random.default_rng(4), np.repeat([0, 1], 80)
+        hits = []
+        for _ in range(self.SETS):
+            shared = rng.normal(size=160)
+            a, b = (shared + rng.normal(size=160) + d * y for d in (2.0, 1.4))
+            truth = 0.5 * (math.erf(1.0 / math.sqrt(2)) - math.erf(0.7 / math.sqrt(2)))
+            made = compare_auroc(y, a, b).interval
+            hits.append(made.low <= truth <= made.high)
+        assert 0.93 <= self.share(hits) <= 0.97
+
+    def test_clopper_pearson(self) -> None:
+        counts = np.random.default_rng(5).binomial(900, 0.3, size=self.SETS)
+        table = {int(k): clopper_pearson(int(k), 900) for k in np.unique(counts)}
+        made = [table[int(k)] for k in counts]
+        assert 0.93 <= self.share([i.low <= 0.3 <= i.high for i in made]) <= 0.97
+
+    def test_threshold(self) -> None:
+        """The realised rate is the nominal one, and its interval holds the true one."""
+        from inspect_lens.probe import conformal_threshold
+
+        rng, n, rate = np.random.default_rng(6), 1999, 0.05
+        above = n - math.ceil((1 - rate) * (n + 1))
+        interval, truths = clopper_pearson(above, n), []
+        for _ in range(self.SETS):
+            scores = rng.normal(size=n)
+            threshold = conformal_threshold(scores, rate)
+            assert int((scores > threshold).sum()) == above
+            truths.append(0.5 * math.erfc(threshold / math.sqrt(2)))
+        assert 0.93 <= self.share([interval.low <= t <= interval.high for t in truths]) <= 0.97
+        error = math.sqrt(rate * (1 - rate) / n / self.SETS)
+        assert abs(float(np.mean(truths)) - rate) < 4 * error
+
+
+def test_permutations_equal_the_exact_test() -> None:
+    y, s = [1, 1, 1, 1, 0, 0, 0, 0, 0], [3.1, 2.2, 4.0, 1.6, 1.0, 2.0, 0.4, 1.5, 2.5]
+    exact = mannwhitneyu(s[:4], s[4:], alternative="greater", method="exact").pvalue
+    assert permutation_test(y, s, n_permutations=20_000) == pytest.approx(exact, abs=0.005)
+    assert permutation_test([1] * 20 + [0] * 20, range(40, 0, -1)) == 1 / 10_001
+
+
+def test_permutations_inside_groups_ignore_what_groups_differ_by() -> None:
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(10), 8)
+    # Groups differ in score and in share of positives; inside a group the label means nothing.
+    y = rng.random(80) < np.where(group < 5, 0.85, 0.15)
+    s = rng.normal(size=80) + 3 * (group < 5)
+    assert permutation_test(y, s) < 0.001
+    assert permutation_test(y, s, groups=group.tolist()) > 0.05
+    with pytest.raises(SpecError, match="one class only"):
+        permutation_test([0, 0, 1, 1], [1, 2, 3, 4], groups=[0, 0, 1, 1])
+
+
+def test_swapping_two_probes() -> None:
+    rng, y = np.random.default_rng(0), np.arange(120) % 2
+    good, bad, twin = (rng.normal(size=120) + d * y for d in (3.0, 0.2, 3.0))
+    assert paired_permutation_test(y, good * 1000, bad, n_permutations=500) < 0.01
+    assert paired_permutation_test(y, good, twin, n_permutations=500) > 0.05
+    ps = []
+    for _ in range(60):
+        a, b = rng.normal(size=(2, 120)) + y
+        ps.append(paired_permutation_test(y, a, b, n_permutations=99))
+    assert 0.35 < np.mean(ps) < 0.65
+
+
+def test_the_band_holds_the_true_curve() -> None:
+    rng, d = np.random.default_rng(0), 1.5
+    from scipy.stats import norm
+
+    inside = []
+    for seed in range(40):
+        y = np.repeat([0, 1], 150)
+        s = rng.normal(size=300) + d * y
+        grid, low, high = roc_band(y, s, grid=[0.1, 0.2, 0.4], n_resamples=200, seed=seed)
+        truth = norm.sf(norm.isf(grid) - d)
+        inside.append((low <= truth) & (truth <= high))
+    assert np.mean(inside) > 0.88
+    assert (low < high).all()
+
+
+def test_precision_in_use_is_not_that_of_the_test_set() -> None:
+    assert precision_at_base_rate(0.9, 0.01, 0.5) == pytest.approx(0.9 / 0.91)
+    assert precision_at_base_rate(0.9, 0.01, 0.001) == pytest.approx(0.0009 / (0.0009 + 0.00999))
+    assert math.isnan(precision_at_base_rate(0.0, 0.0, 0.5))
+    with pytest.raises(SpecError, match="fpr=3"):
+        precision_at_base_rate(0.5, 3, 0.5)
+
+
+def test_alarm_delay_counts_from_the_onset() -> None:
+    tokens = [[0, 0, 5, 0], [0, 0, 0, 0], [5, 0, 0, 5], [0, 5, 0, 0]]
+    made = alarm_delays(tokens, 1.0, onsets=[1, 0, 2, 1])
+    assert made.tokens.tolist()[0] == 1
+    assert math.isnan(made.tokens[1])
+    assert (made.detected, made.early, made.median) == (0.5, 0.25, 0.5)
+    assert made.interval.low < 0.5 < made.interval.high
+    smoothed = alarm_delays(tokens, 1.0, pool="ema:0.25")
+    assert list(itertools.compress(smoothed.tokens, ~np.isnan(smoothed.tokens))) == [2, 0, 1]
+    with pytest.raises(SpecError, match=r"onsets\[0\]=4"):
+        alarm_delays([[0, 1]], 1.0, onsets=[4])

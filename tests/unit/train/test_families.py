@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from sklearn.base import clone
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import HeadSpec, Probe, ProbeCard, delong_interval, parse_head_pool
+from inspect_lens.train import (
+    AttentionLiteProbe,
+    AttentionProbe,
+    CCSProbe,
+    EnsembleProbe,
+    GDMAttentionProbe,
+    LATProbe,
+    LDAProbe,
+    LogisticProbe,
+    MassMeanProbe,
+    MeanDifferenceProbe,
+    MLPProbe,
+    MultiMaxProbe,
+    RollingAttentionProbe,
+    SAEFeatureProbe,
+    SequenceEstimator,
+    TorchLogisticProbe,
+    erase,
+    erasure_check,
+    layers_at,
+)
+from inspect_lens.train._torch_head import head_logits
+
+H = 24
+LINEAR: list[Any] = [
+    LogisticProbe(), LogisticProbe(C=1e-3), MeanDifferenceProbe(), MassMeanProbe(),
+    MassMeanProbe(iid=True), LDAProbe(), LDAProbe(shrinkage=None), LDAProbe(shrinkage="ridge"),
+    LATProbe(n_pairs=2000), TorchLogisticProbe(lr=0.02, epochs=200), CCSProbe(lr=0.02, epochs=300),
+]  # fmt: skip
+CHECKED = [
+    MassMeanProbe(), MassMeanProbe(iid=True), LDAProbe(), LDAProbe(shrinkage="ridge"), LATProbe(),
+    TorchLogisticProbe(lr=0.1, epochs=20, weight_decay=0.01),
+    CCSProbe(epochs=15, lr=0.1, restarts=3), EnsembleProbe(base=MeanDifferenceProbe(), folds=2),
+    SAEFeatureProbe(), MLPProbe(hidden_size=8, lr=0.1, steps=12, batch=512),
+    AttentionLiteProbe(lr=0.2, steps=12, batch=512),
+    RollingAttentionProbe(window=2, heads=2, mlp_sizes=(8,), lr=0.1, steps=12, batch=512),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Any:
+    """Matrices here are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@parametrize_with_checks(CHECKED)
+def test_scikit_learn_accepts_the_estimator(estimator: object, check: Any) -> None:
+    check(estimator)
+
+
+def planted(n: int, dprime: float, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two isotropic Gaussians `dprime` apart along a known unit direction."""
+    rng = np.random.default_rng(seed)
+    direction = np.random.default_rng(99).normal(size=H)
+    direction /= np.linalg.norm(direction)
+    y = np.repeat([0, 1], n)
+    x = rng.normal(size=(2 * n, H)) + 5.0 + np.outer(y, dprime * direction)
+    return x.astype(np.float32), y, direction
+
+
+def card(layers: tuple[int, ...] = (3,), hidden: int = H, **more: Any) -> ProbeCard:
+    return ProbeCard(name="t/p", layers=layers, hidden=hidden, **more)
+
+
+@pytest.mark.parametrize("estimator", LINEAR, ids=str)
+def test_it_finds_the_planted_direction_and_its_area(estimator: Any) -> None:
+    # Unsupervised families need the planted direction to be where the data vary most.
+    dprime = 4.0 if isinstance(estimator, LATProbe | CCSProbe) else 1.5
+    x, y, direction = planted(4000, dprime)
+    fitted = clone(estimator).fit(x, y)
+    probe = fitted.to_probe(card())
+    assert float(probe.direction()[0] @ direction) >= 0.95
+    # What the direction that was found can do at best is known in closed form.
+    d = dprime * float(probe.direction()[0].astype(np.float64) @ direction)
+    truth = 0.5 * (1.0 + math.erf(d / 2.0))
+    fresh, labels, _ = planted(3000, dprime, seed=7)
+    scores = fitted.decision_function(fresh)
+    interval = delong_interval(labels, scores, confidence=0.999)
+    assert interval.low <= truth <= interval.high
+    np.testing.assert_allclose(probe.score_tokens(fresh[:50]), scores[:50], rtol=2e-3, atol=2e-3)
+    proba = fitted.predict_proba(fresh)
+    assert ((proba[:, 1] > 0.5) == (fitted.predict(fresh) == 1)).all()
+
+
+def test_logistic_and_discriminant_equal_scikit_learn() -> None:
+    x, y, _ = planted(300, 1.0)
+    wide = x.astype(np.float64)
+    for c in (0.1, 1e-3):
+        z = StandardScaler().fit_transform(wide)
+        reference = LogisticRegression(C=c, fit_intercept=False, max_iter=1000).fit(z, y)
+        ours = LogisticProbe(C=c).fit(wide, y)
+        np.testing.assert_allclose(
+            ours.decision_function(wide), reference.decision_function(z), atol=1e-6
+        )
+    for shrinkage in ("ledoit-wolf", 0.3, None):
+        reference = LinearDiscriminantAnalysis(
+            solver="lsqr", shrinkage="auto" if shrinkage == "ledoit-wolf" else shrinkage
+        ).fit(wide, y)
+        ours = LDAProbe(shrinkage=shrinkage).fit(wide, y)
+        np.testing.assert_allclose(
+            ours.decision_function(wide), reference.decision_function(wide), atol=1e-6
+        )
+
+
+def test_mean_families_equal_their_closed_forms() -> None:
+    x, y, _ = planted(200, 1.0)
+    x = x.astype(np.float64)
+    high, low = x[y == 1].mean(axis=0), x[y == 0].mean(axis=0)
+    theta = high - low
+    sigma = (np.cov(x[y == 1].T, bias=True) + np.cov(x[y == 0].T, bias=True)) / 2
+    centred = x - (high + low) / 2
+    forms = {
+        MeanDifferenceProbe(): theta,
+        MassMeanProbe(): theta,
+        MassMeanProbe(iid=True): np.linalg.pinv(sigma, hermitian=True) @ theta,
+        LDAProbe(shrinkage="ridge"): np.linalg.solve(
+            sigma + 0.01 * np.trace(sigma) / H * np.eye(H), theta
+        ),
+    }
+    for estimator, w in forms.items():
+        fitted = estimator.fit(x, y)
+        np.testing.assert_allclose(fitted.decision_function(x), centred @ w, atol=1e-6)
+        np.testing.assert_allclose(
+            fitted.predict_proba(x)[:, 1], 1 / (1 + np.exp(-(centred @ w))), atol=1e-6
+        )
+
+
+def test_torch_logistic_minimises_the_same_loss() -> None:
+    x, y, _ = planted(300, 1.0)
+    ours = TorchLogisticProbe(lr=0.05, weight_decay=0.0, epochs=1500).fit(x, y)
+    z = x.astype(np.float64) - x.mean(axis=0, dtype=np.float64)
+    reference = LogisticRegression(C=1e12, fit_intercept=False, max_iter=2000, tol=1e-10).fit(z, y)
+    np.testing.assert_allclose(ours.coef_, reference.coef_[0], atol=1e-3)
+
+
+def test_pairs_of_groups_and_the_sign_rule() -> None:
+    x, y, direction = planted(200, 2.0)
+    # A nuisance direction that varies between groups and not within them.
+    groups = np.tile(np.arange(200), 2)
+    nuisance = np.zeros(H)
+    nuisance[0] = 20.0
+    x = x + np.outer(np.random.default_rng(1).normal(size=200)[groups], nuisance)
+    paired = LATProbe().fit(x, y, groups).to_probe(card()).direction()[0]
+    blind = LATProbe().fit(x, y).to_probe(card()).direction()[0]
+    assert abs(float(paired @ direction)) > 0.6 > abs(float(blind @ direction))
+    for estimator in (LATProbe(), CCSProbe(epochs=100, lr=0.05)):
+        straight = clone(estimator).fit(x, y, groups)
+        turned = clone(estimator).fit(x, 1 - y, groups)
+        assert straight.score(x, y) > 0.5 < turned.score(x, 1 - y)
+
+
+def ragged(
+    n: int, *, seed: int, marker: Callable[[np.ndarray, int], None]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % 2
+    made = []
+    for label in y:
+        x = rng.normal(size=(int(rng.integers(5, 14)), 8))
+        marker(x, label)
+        made.append(x.astype(np.float32))
+    return made, y
+
+
+def needle(x: np.ndarray, label: int) -> None:
+    """One token of the positives is far out; every sequence has decoys of another kind."""
+    x[1, 2] += 4.0
+    if label:
+        x[-2, 3] += 6.0
+
+
+NEURAL: list[Any] = [
+    AttentionProbe(heads=2, lr=0.02, steps=250), AttentionLiteProbe(lr=0.02, steps=250),
+    AttentionProbe(heads=2, gate=True, mlp_size=8, dropout=0.1, lr=0.02, steps=250),
+    AttentionProbe(heads=1, optimizer="lbfgs", lr=1.0, steps=5, weight_decay=1e-3),
+    GDMAttentionProbe(heads=2, mlp_sizes=(16, 16), lr=3e-3, steps=250),
+    MultiMaxProbe(heads=2, mlp_sizes=(16,), lr=5e-3, steps=250),
+    RollingAttentionProbe(window=3, heads=2, mlp_sizes=(16,), lr=5e-3, steps=250),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    NEURAL,
+    ids=lambda e: f"{type(e).__name__}-{e.optimizer if hasattr(e, 'optimizer') else ''}",
+)
+def test_neural_families_find_a_needle(estimator: SequenceEstimator) -> None:
+    x, y = ragged(240, seed=1, marker=needle)
+    fresh, labels = ragged(200, seed=2, marker=needle)
+    fitted = clone(estimator).fit(x, y, np.arange(240) // 2)
+    scores = fitted.decision_function(fresh)
+    assert fitted.score(fresh, labels) > 0.85
+    probe = fitted.to_probe(card(hidden=8))
+    np.testing.assert_allclose([probe.score(s) for s in fresh[:20]], scores[:20], rtol=1e-6)
+    again = clone(estimator).fit(x, y, np.arange(240) // 2)
+    np.testing.assert_array_equal(again.decision_function(fresh), scores)
+
+
+@pytest.mark.parametrize("pool", ["attention", "multimax", "rolling_attention:3", "mean"])
+def test_the_torch_twin_computes_what_the_probe_computes(pool: str) -> None:
+    rng = np.random.default_rng(0)
+    spec = HeadSpec(gate=True, temperature=0.5)
+    weights = {
+        "w0": rng.normal(size=(5, 8)), "b0": rng.normal(size=5), "query": rng.normal(size=(3, 5)),
+        "value": rng.normal(size=(3, 5)), "position": rng.normal(size=3) / 5,
+        "bias": rng.normal(size=1),
+    }  # fmt: skip
+    from inspect_lens.probe import NeuralProbe
+
+    probe = NeuralProbe(
+        tensors=weights | {"mean": np.zeros(8), "scale": np.ones(8)},
+        card=card(hidden=8, kind="neural", pool=pool, head=spec),
+    )
+    sequences = [rng.normal(size=(n, 8)) for n in (1, 2, 3, 7)]
+    x, mask = np.zeros((4, 7, 8)), np.zeros((4, 7), dtype=bool)
+    for i, s in enumerate(sequences):
+        x[i, : len(s)], mask[i, : len(s)] = s, True
+    logits = head_logits(
+        {k: torch.from_numpy(v.astype(np.float32).astype(np.float64)) for k, v in weights.items()},
+        spec, parse_head_pool(pool), torch.from_numpy(x), torch.from_numpy(mask),
+    )  # fmt: skip
+    np.testing.assert_allclose(logits.numpy(), [probe.score(s) for s in sequences], rtol=1e-9)
+
+
+def test_an_mlp_learns_what_no_direction_can() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1500, 4))
+    y = (x[:, 0] * x[:, 1] > 0).astype(int)
+    mlp = MLPProbe(hidden_size=32, lr=0.01, steps=600).fit(x[:1000], y[:1000])
+    assert mlp.score(x[1000:], y[1000:]) > 0.9
+    assert LogisticProbe().fit(x[:1000], y[:1000]).score(x[1000:], y[1000:]) < 0.6
+    probe = mlp.to_probe(card(hidden=4, pool="max"))
+    assert probe.pool == "max"
+    tokens = mlp.decision_function(x[:5])
+    assert probe.score(x[:5]) == pytest.approx(tokens.max())
+
+
+def test_sequences_that_do_not_fit_are_refused() -> None:
+    x, y = ragged(20, seed=0, marker=needle)
+    with pytest.raises(SpecError, match="at least one token"):
+        AttentionLiteProbe(steps=2).fit([*x[:-1], np.zeros((0, 8))], y)
+    with pytest.raises(SpecError, match="NaN"):
+        AttentionLiteProbe(steps=2).fit([*x[:-1], np.full((2, 8), np.nan)], y)
+    fitted = AttentionLiteProbe(steps=2).fit(x, y)
+    with pytest.raises(SpecError, match="expecting 8 features"):
+        fitted.decision_function([np.zeros((2, 9))])
+    with pytest.raises(SpecError, match="width 8"):
+        fitted.to_probe(card(hidden=9))
+
+
+@pytest.mark.parametrize("stack", ["mean", "lr"])
+def test_an_ensemble_weighs_layers_by_what_they_can_say(stack: str) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(600) % 2
+    # The second layer says less, and says it a thousand times louder.
+    good = rng.normal(size=(600, 6)) + np.outer(y, [2.0, 0, 0, 0, 0, 0])
+    loud = 1000 * (rng.normal(size=(600, 6)) + np.outer(y, [0.2, 0, 0, 0, 0, 0]))
+    x = np.concatenate([good, loud], axis=1)
+    ensemble = EnsembleProbe(base=MeanDifferenceProbe(), n_layers=2, stack=stack)
+    fitted = ensemble.fit(x[:400], y[:400], np.arange(400) // 2)
+    assert fitted.score(x[400:], y[400:]) > 0.8
+    probe = fitted.to_probe(card(layers=(1, 4), hidden=6))
+    assert isinstance(probe, Probe)
+    both = np.stack([good[400:], loud[400:]])
+    np.testing.assert_allclose(
+        probe.score_tokens(both), fitted.decision_function(x[400:]), rtol=1e-3, atol=1e-4
+    )
+    assert layers_at(80) == (16, 28, 40, 52, 64)
+    assert layers_at(2) == (0, 1)
+    with pytest.raises(SpecError, match="allowed is a multiple"):
+        EnsembleProbe(n_layers=5).fit(x, y)
+
+
+def test_a_feature_of_an_sae_is_found(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    encoder = rng.normal(size=(40, H))
+    y = np.arange(400) % 2
+    x = rng.normal(size=(400, H)) + np.outer(y, encoder[17] / np.linalg.norm(encoder[17]) * 3)
+    bias, decoder_bias = rng.normal(size=40), rng.normal(size=H)
+    save_file(
+        {"W_enc": np.ascontiguousarray(encoder.T), "b_enc": bias, "b_dec": decoder_bias},
+        tmp_path / "sae_weights.safetensors",
+    )
+    (tmp_path / "cfg.json").write_text('{"architecture": "standard"}')
+    for raw in (False, True):
+        fitted = SAEFeatureProbe.from_saelens(tmp_path, k=8, raw=raw).fit(x, y)
+        assert fitted.features_[0] == 17
+        probe = fitted.to_probe(card())
+        np.testing.assert_allclose(
+            probe.score_tokens(x[:20]), fitted.decision_function(x[:20]), rtol=1e-3, atol=1e-3
+        )
+    activations = np.maximum((x - decoder_bias) @ encoder.T + bias, 0)
+    one = SAEFeatureProbe.from_saelens(tmp_path, k=1).fit(x, y)
+    expected = activations[:, 17] * one.coef_[0] + one.intercept_
+    np.testing.assert_allclose(one.decision_function(x), expected, rtol=1e-9)
+    (tmp_path / "cfg.json").write_text('{"architecture": "jumprelu"}')
+    with pytest.raises(ArtifactError, match="jumprelu"):
+        SAEFeatureProbe.from_saelens(tmp_path)
+
+
+def test_erasure_leaves_nothing_when_there_is_one_direction() -> None:
+    x, y, _ = planted(600, 3.0)
+    fresh, labels, _ = planted(600, 3.0, seed=3)
+    for method in ("projection", "leace"):
+        done = erasure_check(MeanDifferenceProbe(), x, y, fresh, labels, method=method)
+        assert done.before > 0.97
+        assert abs(done.after[0] - 0.5) < 0.06
+        assert done.drop > 0.4
+    # A second direction with the same concept survives the first.
+    twin = np.concatenate([x, x[::-1] * [1.0] * H], axis=1)
+    twin[:, H:] = planted(600, 3.0, seed=11)[0]
+    both = np.concatenate([fresh, planted(600, 3.0, seed=12)[0]], axis=1)
+    one = erasure_check(LogisticProbe(), twin[:, :], y, both, labels, rank=2)
+    assert len(one.after) == 2
+    assert one.after[1] <= one.after[0] + 0.05
+
+
+def test_leace_takes_the_covariance_with_the_concept_to_zero() -> None:
+    x, y, _ = planted(300, 2.0)
+    x = x.astype(np.float64) @ np.random.default_rng(5).normal(size=(H, H))
+    z = y - y.mean()
+    found = (x - x.mean(axis=0)).T @ z / len(z)
+    erased = erase(x, found, covariance=np.cov(x.T, bias=True), mean=x.mean(axis=0))
+    assert np.abs((erased - erased.mean(axis=0)).T @ z / len(z)).max() < 1e-8
+    with pytest.raises(SpecError, match="is zero"):
+        erase(x, np.zeros(H))
