@@ -134,7 +134,7 @@ class Worker:
         """What the lens holds, once it has had time to let go."""
         for _ in range(60):
             counts = await self.engine.collective_rpc("inspect_lens_stats")
-            held = {k: sum(c[k] for c in counts) for k in ("requests", "steering_rows")}
+            held = {k: sum(rank[k] for rank in counts) for k in counts[0]}
             if not any(held.values()):
                 break
             await asyncio.sleep(0.5)
