@@ -30,6 +30,7 @@ FITS = ("baseline", "mean_difference", "lda_ridge", "logistic", "sklearn_logisti
 
 
 def direction(hidden: int) -> np.ndarray:
+    """The planted direction, of unit norm."""
     made = np.random.default_rng(99).normal(size=hidden)
     return made / np.linalg.norm(made)
 
@@ -53,6 +54,7 @@ def make_rows(path: Path, rows: int, hidden: int, device: str) -> float:
 
 
 def read_rows(path: Path, rows: int, hidden: int) -> Iterator[tuple[Any, np.ndarray]]:
+    """Rows and labels, piece by piece."""
     import torch
 
     with path.open("rb") as file:
@@ -64,6 +66,7 @@ def read_rows(path: Path, rows: int, hidden: int) -> Iterator[tuple[Any, np.ndar
 
 
 def fit(name: str, path: Path, rows: int, hidden: int, device: str) -> dict[str, Any]:
+    """Fit one family; seconds, steps, and how near the planted direction it came."""
     import torch
 
     from inspect_lens.train import LDAProbe, LogisticProbe, MeanDifferenceProbe, fit_stream
@@ -109,6 +112,7 @@ def fit(name: str, path: Path, rows: int, hidden: int, device: str) -> dict[str,
 
 
 def child(options: argparse.Namespace) -> int:
+    """Run one fit in this process and print what it took."""
     facts = fit(options.fit, Path(options.data), options.rows, options.hidden, options.device)
     facts["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print("RESULT " + json.dumps(facts))  # noqa: T201
@@ -116,6 +120,7 @@ def child(options: argparse.Namespace) -> int:
 
 
 def machine(device: str) -> dict[str, Any]:
+    """Processor, memory and versions."""
     import torch
 
     memory = next(
@@ -134,6 +139,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Write the rows, then run each fit in a process of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--hidden", type=int, default=4096)

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-__all__ = ["Key", "Results", "write_json"]
+__all__ = ["Key", "Results"]
 
 Key = tuple[str, str, str]
 """Model, load, arm."""
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @dataclass

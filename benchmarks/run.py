@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.child import ROOT, Child, ChildError
+from tests.kit.files import write_json
 
 from .arms import ARMS, ENGINES
 from .loads import LOADS
-from .results_file import Key, Results, write_json
+from .results_file import Key, Results
 from .shapes import SHAPES
 
 __all__ = ["main", "order", "parse", "plan"]

@@ -17,8 +17,7 @@ from typing import Any
 
 from inspect_lens.probe import clopper_pearson
 from tests.kit.child import ROOT, Child
-
-from .results_file import write_json
+from tests.kit.files import write_json
 
 __all__ = ["allowed_differences", "judge", "main", "soak"]
 

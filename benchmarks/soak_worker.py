@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests.kit.child import requests_and_reply
+from tests.kit.child import serve
 from tests.kit.process_tree import settled_usage
 
 from .soak_plan import N_PROMPTS, N_VECTORS, Item, draw_items, draw_prompts, draw_vector
@@ -136,7 +134,7 @@ class Worker:
         """What the lens holds, once it has had time to let go."""
         for _ in range(60):
             counts = await self.engine.collective_rpc("inspect_lens_stats")
-            held = {k: sum(c[k] for c in counts) for k in ("requests", "steering_rows")}
+            held = {k: sum(rank[k] for rank in counts) for k in counts[0]}
             if not any(held.values()):
                 break
             await asyncio.sleep(0.5)
@@ -205,16 +203,9 @@ def _row_error(found: torch.Tensor, solo: Any, n_same: int) -> tuple[float, int]
 
 
 async def _serve() -> None:
-    commands, reply = requests_and_reply()
     worker = Worker()
-    loop = asyncio.get_running_loop()
-    following: Callable[[], Any] = functools.partial(next, commands, None)
-    while (command := await loop.run_in_executor(None, following)) is not None:
-        name = command.pop("do")
-        try:
-            reply(await getattr(worker, name)(**command))
-        except Exception as error:  # noqa: BLE001 (the parent decides what it means)
-            reply({"error": f"{type(error).__name__}: {error}"[:4000]})
+    await serve(worker)
+    # Still inside the loop, which the engine's tasks belong to.
     if worker.engine is not None:
         worker.engine.shutdown()
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.kit.files import write_json
+
 from .protocol import PROFILES, Backend, FloatArray, Suite
-from .suite import NAMES, run_suite, write_json
+from .suite import NAMES, run_suite
 
 __all__ = ["main"]
 

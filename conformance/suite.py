@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from tests.kit.process_tree import cpu_model
@@ -20,7 +19,7 @@ from .protocol import Engine, NotSupported, Profile, Suite, Verdict
 from .refusals import hook_failure
 from .round_trip import log_round_trip
 
-__all__ = ["ENGINE_TESTS", "NAMES", "run_suite", "write_json"]
+__all__ = ["ENGINE_TESTS", "NAMES", "run_suite"]
 
 EngineTest = Callable[[Engine, Suite], Verdict]
 
@@ -108,14 +107,3 @@ def run_suite(suite: Suite, numbers: Sequence[int]) -> dict[str, Any]:
     # Messages name files; where they lay on this machine says nothing to others.
     told: dict[str, Any] = json.loads(json.dumps(result).replace(str(suite.work), "WORK"))
     return told
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

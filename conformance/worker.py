@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import itertools
 import os
 import platform
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.kit.child import requests_and_reply
+from tests.kit.child import serve
 
 __all__ = ["main"]
 
@@ -179,16 +177,9 @@ def _answer(output: Any) -> tuple[dict[str, Any], Any]:
 
 
 async def _serve() -> None:
-    commands, reply = requests_and_reply()
     worker = Worker()
-    loop = asyncio.get_running_loop()
-    following: Callable[[], Any] = functools.partial(next, commands, None)
-    while (command := await loop.run_in_executor(None, following)) is not None:
-        name = command.pop("do")
-        try:
-            reply(await getattr(worker, name)(**command))
-        except Exception as error:  # noqa: BLE001 (the parent decides what it means)
-            reply({"error": f"{type(error).__name__}: {error}"[:4000]})
+    await serve(worker)
+    # Still inside the loop, which the engine's tasks belong to.
     if worker.engine is not None:
         worker.engine.shutdown()
 

@@ -6,7 +6,9 @@ from a descriptor of its own, so that what vLLM prints goes to a log and not int
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -22,7 +24,7 @@ from typing import Any, Self
 # Not from `repository`, which needs packages that machines for measuring lack.
 ROOT = Path(__file__).resolve().parents[2]
 
-__all__ = ["ROOT", "Child", "ChildError", "requests_and_reply"]
+__all__ = ["ROOT", "Child", "ChildError", "requests_and_reply", "serve"]
 
 _STOP_S = 20.0
 
@@ -149,3 +151,21 @@ def requests_and_reply() -> tuple[Iterator[dict[str, Any]], Callable[[dict[str, 
             yield command
 
     return commands(), reply
+
+
+async def serve(worker: Any) -> None:
+    """In the child: answer each command with what the worker's coroutine of that name returns.
+
+    Args:
+        worker: has a coroutine for each `do`, which takes the command's other fields and returns
+            something that JSON can say. What it raises is the answer's `error`.
+    """
+    commands, reply = requests_and_reply()
+    loop = asyncio.get_running_loop()
+    following: Callable[[], Any] = functools.partial(next, commands, None)
+    while (command := await loop.run_in_executor(None, following)) is not None:
+        name = command.pop("do")
+        try:
+            reply(await getattr(worker, name)(**command))
+        except Exception as error:  # noqa: BLE001 (the parent decides what it means)
+            reply({"error": f"{type(error).__name__}: {error}"[:4000]})

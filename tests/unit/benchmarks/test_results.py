@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.arms import ARMS, ENGINES, Vector
 from benchmarks.loads import LOADS, requests
-from benchmarks.results_file import Results, write_json
+from benchmarks.results_file import Results
 from benchmarks.run import Bench, order, parse, plan
 from benchmarks.shapes import SHAPES
 from benchmarks.step_clock import summary
 from tests.kit.child import ChildError
+from tests.kit.files import write_json
 
 NAMES = (
     "default", "eager", "vllm-lens", "hf", "idle", "idle-4", "capture-1", "capture-all", "steer",

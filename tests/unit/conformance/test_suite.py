@@ -10,8 +10,9 @@ import pytest
 
 from conformance.protocol import Suite
 from conformance.round_trip import judge_round_trip
-from conformance.suite import NAMES, run_suite, write_json
+from conformance.suite import NAMES, run_suite
 from tests.kit.fake_engine import FakeBackend, Model
+from tests.kit.files import write_json
 
 ENGINE_TESTS = [1, 2, 3, 4, 5, 6, 7, 8, 10]
 
