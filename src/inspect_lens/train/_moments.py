@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["Moments", "RowSource", "accumulate", "prefetch", "read_chunk"]
+__all__ = ["Moments", "RowSource", "accumulate", "prefetch", "read_blocks"]
 
 RowSource: TypeAlias = Callable[[], Iterable[tuple[Any, Any]]]
 """A function that starts anew each time and yields (rows, labels) in pieces: rows (n, hidden) as a
@@ -21,6 +21,7 @@ numpy array or torch tensor of any float type, labels (n,) of 0 and 1."""
 
 Floats = NDArray[np.float64]
 _AHEAD: Final = 1
+_BLOCK_NUMBERS: Final = 1 << 20
 _SAMPLE_OF_PIECE: Final = 2048
 
 
@@ -110,18 +111,22 @@ class Moments:
         return (made + made.T) / 2.0
 
 
-def read_chunk(
-    rows: Any, labels: Any, *, device: str, hidden: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A piece of a stream as float32 rows and bool classes on a device.
+def read_blocks(
+    rows: Any, labels: Any, *, device: str, hidden: int | None = None, large: bool = False
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A piece of a stream as float32 rows and bool classes on a device, block by block.
+
+    On a CPU a block fits into the cache, and into memory that the allocator already has: fresh
+    memory for a whole piece costs more than the arithmetic on it.
 
     Args:
         rows: (n, hidden) numpy array or torch tensor.
         labels: (n,) of 0 and 1.
         device: where to.
         hidden: width to insist on.
+        large: larger blocks, for products of rows with rows.
 
-    Returns:
+    Yields:
         Rows and classes.
 
     Raises:
@@ -134,13 +139,16 @@ def read_chunk(
             f"rows and labels: shapes {tuple(x.shape)} and {tuple(y.shape)}; allowed is (n, "
             f"{hidden or 'hidden'}) with one label each; every piece has the same width"
         )
-    x = x.to(device, non_blocking=True).float()
-    y = y.to(device)
     if not bool(((y == 0) | (y == 1)).all()):
         raise SpecError("labels: allowed are 0 and 1; map your classes to them first")
-    if not bool(torch.isfinite(x.sum())):
-        raise SpecError("rows: hold NaN or infinity; allowed are finite numbers; leave them out")
-    return x, y == 1
+    size = len(x) if device != "cpu" else max(1, (_BLOCK_NUMBERS << (4 * large)) // x.shape[1])
+    for first in range(0, len(x), max(size, 1)):
+        block = x[first : first + size].to(device, non_blocking=True).float()
+        if not bool(torch.isfinite(block.sum())):
+            raise SpecError(
+                "rows: hold NaN or infinity; allowed are finite numbers; leave them out"
+            )
+        yield block, y[first : first + size].to(device) == 1
 
 
 def accumulate(
@@ -172,11 +180,14 @@ def accumulate(
             continue
         if moments is None:
             moments = Moments(int(rows.shape[1]), covariance=covariance, device=device)
-        x, y = read_chunk(rows, labels, device=device, hidden=moments.hidden)
-        moments.add(x, y)
+        for x, y in read_blocks(
+            rows, labels, device=device, hidden=moments.hidden, large=covariance
+        ):
+            moments.add(x, y)
         if sample is not None and sample.total < sample_rows:
-            part = slice(None, None, max(1, len(x) // _SAMPLE_OF_PIECE))
-            sample.add(x[part], y[part])
+            part = slice(None, None, max(1, len(rows) // _SAMPLE_OF_PIECE))
+            for x, y in read_blocks(rows[part], labels[part], device=device, large=True):
+                sample.add(x, y)
     if moments is None:
         raise SpecError("source: yields no rows; allowed is one at least; check the filters")
     return moments

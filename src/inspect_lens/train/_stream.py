@@ -22,7 +22,7 @@ from inspect_lens.errors import UnsupportedError
 from ._direction import DirectionEstimator, MeanDifferenceProbe
 from ._logistic import LogisticProbe
 from ._massmean import LDAProbe, MassMeanProbe, inverse_times
-from ._moments import Moments, RowSource, accumulate, prefetch, read_chunk
+from ._moments import Moments, RowSource, accumulate, prefetch, read_blocks
 
 __all__ = ["fit_stream"]
 
@@ -171,17 +171,16 @@ class _LogisticPass:
         total, slope_offset = 0.0, 0.0
         slope = torch.zeros(hidden, dtype=torch.float64, device=self.device)
         for rows, labels in prefetch(self.source()):
-            x, positive = read_chunk(rows, labels, device=self.device, hidden=hidden)
-            x = x - self.mean
-            logits, target = x @ w + offset, positive.float()
-            total += float(
-                functional.binary_cross_entropy_with_logits(
+            for x, positive in read_blocks(rows, labels, device=self.device, hidden=hidden):
+                z = x - self.mean
+                logits, target = z @ w + offset, positive.float()
+                losses = functional.binary_cross_entropy_with_logits(
                     logits.double(), target.double(), reduction="sum"
                 )
-            )
-            gap = torch.sigmoid(logits) - target
-            slope += (gap @ x).double()
-            slope_offset += float(gap.double().sum())
+                total += float(losses)
+                gap = torch.sigmoid(logits) - target
+                slope += (gap @ z).double()
+                slope_offset += float(gap.double().sum())
         gradient: Floats = slope.cpu().numpy() / self.scale / self.n + self.penalty * weight
         value = total / self.n + 0.5 * self.penalty * float(weight @ weight)
         return value, gradient, slope_offset / self.n
