@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine._plan import Batch, Named, RequestTable, StepPlan, plan_step
@@ -99,6 +99,7 @@ def owners(batch: Batch) -> dict[int, tuple[int, int]]:
     }
 
 
+@settings(deadline=None)
 @given(steps())
 def test_every_token_gets_the_configuration_that_its_request_names(step: Step) -> None:
     plan = plan_of(step)
@@ -117,6 +118,7 @@ def test_every_token_gets_the_configuration_that_its_request_names(step: Step) -
     assert set(plan.steered.slots.tolist()) == {int(step.batch.slots[i]) for i in steered}
 
 
+@settings(deadline=None)
 @given(steps(), st.integers(0, 7))
 def test_every_captured_token_has_a_ring_row_that_the_blocks_explain(
     step: Step, first: int
