@@ -64,6 +64,20 @@ def _steer(shape: Shape, i: int) -> Request:
     return {"apply_steering_vectors": [vector(shape, 0)]}
 
 
+_PROBES = [f"probe-{i}" for i in range(16)]
+
+
+def _register_probes(llm: Any, shape: Shape) -> None:
+    from inspect_lens.engine import register
+    from inspect_lens.spec import EngineProbe
+
+    layers = sorted({0, shape.layer, 2 * shape.layer, shape.layers - 1})
+    for i, name in enumerate(_PROBES):
+        weight = np.random.default_rng(i).standard_normal((len(layers), shape.hidden))
+        probe = EngineProbe(layers=layers, tensors={"weight": weight.astype(np.float32)})
+        register(llm, name, probe)
+
+
 def _mixed(shape: Shape, i: int) -> Request:
     if i % 2 == 0:
         return None
@@ -101,8 +115,9 @@ ARMS = {
     "steer": Arm("lens", _steer, note="one vector at one layer, all tokens"),
     "probes-16x4": Arm(
         "lens",
-        note="16 linear probes at each of 4 layers, scores only",
-        refusal="in-engine probes have no request key in this version",
+        lambda shape, i: {"inspect_lens": {"probes": _PROBES}},
+        setup=_register_probes,
+        note="16 linear probes, each over 4 layers, mean over the completion; scores only",
     ),
     "steer-256": Arm(
         "lens",

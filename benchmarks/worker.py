@@ -109,6 +109,10 @@ class Vllm:
                 )
                 if tuple(output.activations["residual_stream"].shape) != expected:
                     raise RuntimeError(f"a tensor is not {expected}")
+            elif (request or {}).get("inspect_lens"):
+                read = {probe.n_tokens for probe in output.inspect_lens.probes}
+                if read != {sampled - 1}:
+                    raise RuntimeError(f"probes read {read} tokens")
             elif (request or {}).get("apply_steering_vectors"):
                 n_tokens = output.inspect_lens.steer.n_tokens
                 if n_tokens != len(prompt) + sampled - 1:
