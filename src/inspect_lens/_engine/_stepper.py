@@ -36,6 +36,9 @@ __all__ = ["Stepper"]
 logger = logging.getLogger("vllm.inspect_lens")
 
 
+_NONE: Longs = np.zeros(0, dtype=np.int64)
+
+
 @dataclass
 class _Request:
     key: str
@@ -78,6 +81,8 @@ class Stepper:
         self._drafts = Drafts()
         self._new: set[int] = set()
         """Slots of requests that no step has run yet."""
+        self._begun = Batch(_NONE, _NONE, _NONE, _NONE)
+        """Of the running step: requests that it is the first one of."""
         self._poisoned: set[str] = set()
         """Salts under which a request ran unsteered after it had failed here."""
 
@@ -152,6 +157,9 @@ class Stepper:
         """
         self._clear()
         try:
+            self._begun = batch.take(
+                np.flatnonzero(np.isin(batch.slots, list(self._new))) if self._new else _NONE
+            )
             batch = self._without_poisoned(batch)
             rows = self.state.region_rows
             plan = plan_step(
@@ -191,6 +199,7 @@ class Stepper:
             if self._is_exporting:
                 self._announce()
                 self._note(plan.steered, path)
+                self._note(self._behind_their_last(self._begun), path)
                 self._export(plan, path)
                 self._settle()
             if plan.blocks:
@@ -271,8 +280,6 @@ class Stepper:
                 )
             else:
                 kept.append(i)
-        if len(kept) == len(batch.slots):
-            return batch
         return batch.take(np.asarray(kept, dtype=np.int64))
 
     def _announce(self) -> None:
@@ -283,6 +290,11 @@ class Stepper:
         for reply, (pid, openings) in waiting.items():
             if not self._exporter.announce(reply, pid, openings):
                 self._drop(reply)
+
+    def _behind_their_last(self, begun: Batch) -> Batch:
+        """New requests all of whose steered positions came, steered, out of the prefix cache."""
+        until = self._table.until[begun.slots]
+        return begun.take(np.flatnonzero((until > 0) & (begun.position >= until)))
 
     def _note(self, steered: Batch, path: EnginePath) -> None:
         """Write on the board how far each steered request has been fed."""
