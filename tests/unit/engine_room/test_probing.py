@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens._engine._readout import Readout
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint
-
-from .test_steps import FACTS, HIDDEN, LAYERS, Worker, exporter, rows
+from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, rows
 
 RNG = np.random.default_rng(0)
 
@@ -72,20 +70,6 @@ def test_a_readout_is_the_formula_of_each_kind(dtype: torch.dtype) -> None:
 def test_an_mlp_over_two_pipeline_stages_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="one pipeline stage"):
         Readout([mlp(0, 5)], [TapPoint("resid_post", 0)], torch.device("cpu"))
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    made = Collector()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker(exporter())
-    yield made
-    made.stepper.close()
 
 
 def begin(

@@ -7,16 +7,14 @@ import numpy as np
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._pending import ROWS, SCORES
-from tests.unit.engine_room.test_steps import (  # noqa: F401 - fixtures
+from tests.kit.steps import (
     CAPTURE,
     HIDDEN,
     Worker,
     begin,
-    collector,
     exporter,
     rows,
     sealed,
-    worker,
 )
 
 

@@ -14,14 +14,13 @@ from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens.errors import CaptureError
-from tests.unit.engine_room.test_steps import (  # noqa: F401 - fixtures
+from tests.kit.steps import (
     FACTS,
     HIDDEN,
     Worker,
     begin,
-    collector,
     rows,
-    worker,
+    sealed,
 )
 
 # Fixtures come in by name.

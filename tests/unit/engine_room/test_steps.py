@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,101 +15,19 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._arena import ArenaWriter
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import CpuCopier
-from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._engine._exporter import Exporter, Rows
 from inspect_lens._engine._message import Failure
 from inspect_lens._engine._pending import ROWS, SCORES
-from inspect_lens._engine._state import TapState
-from inspect_lens._engine._stepper import Stepper
-from inspect_lens._engine._tap import tap
 from inspect_lens.errors import CapacityError, CaptureError, SpecError
-from inspect_lens.spec import EngineFacts, tap_points
-
-HIDDEN = 8
-LAYERS = (0, 2, 5)
-TAPS = tap_points(["resid_post"], LAYERS)
-FACTS = EngineFacts(
-    model="m",
-    n_layers=6,
-    hidden=HIDDEN,
-    dtype="float32",
-    layers=LAYERS,
-    sites=("resid_post",),
-    taps=TAPS,
-    max_step_tokens=32,
-    ring_rows=96,
-    bank_rows=12,
-    vllm_version="0",
+from tests.kit.steps import (
+    CAPTURE,
+    HIDDEN,
+    Worker,
+    begin,
+    exporter,
+    rows,
+    sealed,
 )
-
-
-class Worker:
-    """A worker without vLLM: three taps in a row over rows that say who they are."""
-
-    def __init__(self, exporter: Any) -> None:
-        self.state = TapState.allocate(
-            taps=TAPS,
-            hidden=HIDDEN,
-            dtype=torch.float32,
-            max_tokens=32,
-            max_groups=8,
-            ring_rows=96,
-            bank_rows=12,
-            device=torch.device("cpu"),
-        )
-        self.ctls = [self.state.new_ctl(i) for i in range(len(LAYERS))]
-        self.stepper = Stepper(self.state, exporter)
-
-    def step(self, parts: list[tuple[str, int, int, int]]) -> None:
-        """Run one step of (key, number of the request, first position, tokens)."""
-        counts = np.asarray([p[3] for p in parts], dtype=np.int64)
-        positions = np.asarray([p[2] for p in parts], dtype=np.int64)
-        keys = [p[0] for p in parts]
-        stepper = self.stepper
-        stepper.begin_step(stepper.batch(keys, np.cumsum(counts) - counts, counts, positions))
-        for site, layer in enumerate(LAYERS):
-            hidden = torch.cat([rows(number, layer, p, n) for _, number, p, n in parts])
-            tap(hidden, None, self.ctls[site])
-        self.stepper.end_step("eager")
-
-
-def rows(number: int, layer: int, first: int, count: int) -> torch.Tensor:
-    """Rows that name request, layer and position."""
-    out = torch.zeros(count, HIDDEN)
-    out[:, 0], out[:, 1] = number, layer
-    out[:, 2] = torch.arange(first, first + count)
-    return out
-
-
-def exporter(nbytes: int = 1 << 20) -> Exporter:
-    arena = ArenaWriter(nbytes)
-    return Exporter(arena, CpuCopier(arena))
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    made = Collector()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker(exporter())
-    yield made
-    made.stepper.close()
-
-
-def sealed(collector: Collector, request: LensRequest, n_prompt: int, max_tokens: int) -> Envelope:
-    return seal(request, FACTS, reply=collector.address, n_prompt=n_prompt, max_tokens=max_tokens)
-
-
-def begin(worker: Worker, collector: Collector, key: str, envelope: Envelope) -> None:
-    collector.open(key, envelope)
-    worker.stepper.add(key, envelope.pack())
-
-
-CAPTURE = LensRequest(capture=CaptureSpec(layers=(0, 5)))
 
 
 def test_chunks_overlaps_and_surplus_rows_are_placed_by_position(
