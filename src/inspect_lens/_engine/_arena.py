@@ -38,6 +38,7 @@ _BOARD = 4096
 _DATA = _BOARD + BOARD_SIZE * 4 * 8
 _ALIGN = 4096
 _WAIT_S = 60.0
+_POLL_S = 0.001
 
 
 class _View:
@@ -189,13 +190,14 @@ class ArenaReader:
     def wait(self, seq: int, timeout_s: float = _WAIT_S, stop: Callable[[], bool] = bool) -> bool:
         """Wait until the blocks of a message are there; False where they do not come."""
         landed = self.view.landed
-        if landed[0] >= seq:
-            return True
         deadline = time.monotonic() + timeout_s
+        polls = 0
         while landed[0] < seq:
-            if stop() or time.monotonic() > deadline or not self.is_alive:
+            # Messages come while the step still runs: most of the waiting is for the device.
+            time.sleep(_POLL_S)
+            polls += 1
+            if stop() or time.monotonic() > deadline or (not polls % 256 and not self.is_alive):
                 return bool(landed[0] >= seq)
-            time.sleep(0.0002)
         return True
 
     def done(self, reader: int, seq: int) -> None:

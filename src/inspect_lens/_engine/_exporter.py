@@ -55,7 +55,6 @@ class Exporter:
     def __init__(self, arena: ArenaWriter, copier: Copier) -> None:
         self.arena = arena
         self.copier = copier
-        self._context = zmq.Context()
         self._sockets: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._seq = 0
@@ -129,13 +128,13 @@ class Exporter:
         for socket in self._sockets.values():
             socket.close(linger=0)
         self._sockets.clear()
-        self._context.term()
         self.arena.close()
 
     def _send(self, reply: str, message: Message) -> bool:
         socket = self._sockets.get(reply)
         if socket is None:
-            socket = self._context.socket(zmq.PUSH)
+            # The process's own: ending a context waits for all its sockets, at exit for ever.
+            socket = zmq.Context.instance().socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             socket.connect(reply)

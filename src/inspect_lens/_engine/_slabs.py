@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import weakref
 from collections import deque
 from typing import Any, cast
@@ -39,7 +40,7 @@ class Slab:
         nbytes = size * pool.row_bytes
         # The buffer is held by every array made of it, however many views lie between.
         self._buffer = (ctypes.c_char * nbytes).from_buffer(pool.memory, start * pool.row_bytes)
-        weakref.finalize(self._buffer, pool.returned.append, (start, size)).atexit = False
+        weakref.finalize(self._buffer, pool.give_back, start, size).atexit = False
 
     @property
     def arrived(self) -> NDArray[np.bool_]:
@@ -68,9 +69,11 @@ class SlabPool:
         row = np.dtype((np.void, row_bytes))
         self.rows: NDArray[np.void] = np.frombuffer(self.memory, dtype=row)
         self.arrived: NDArray[np.bool_] = np.frombuffer(_mapped(self._most), dtype=np.bool_)
-        self.returned: deque[tuple[int, int]] = deque()
+        self.returned: deque[tuple[int, int, bool]] = deque()
+        """(start, rows, whether their memory was kept) of dropped slabs."""
         self._keep = keep_bytes
         self._kept = 0
+        self._counting = threading.Lock()
         self._warm: dict[int, list[int]] = {}
         self._cold: dict[int, list[int]] = {}
         self._end = 0
@@ -87,7 +90,8 @@ class SlabPool:
             if free.get(size):
                 start = free[size].pop()
                 if free is self._warm:
-                    self._kept -= size * self.row_bytes
+                    with self._counting:
+                        self._kept -= size * self.row_bytes
                 break
         else:
             if self._end + size > self._most:
@@ -98,19 +102,30 @@ class SlabPool:
         self.arrived[start : start + size] = False
         return Slab(self, start, size)
 
+    def give_back(self, start: int, rows: int) -> None:
+        """Drop a slab, in whichever thread let go of its last array.
+
+        That thread also gives the memory to the system: it is the one that would do so with an
+        ordinary array, and the one that places rows must not wait for it.
+        """
+        nbytes = rows * self.row_bytes
+        is_kept = False
+        # Called by the garbage collector, perhaps in a thread that holds the lock: then not.
+        if self._counting.acquire(blocking=False):
+            is_kept = self._kept + nbytes <= self._keep
+            self._kept += nbytes * is_kept
+            self._counting.release()
+        if not is_kept:
+            first = -(-start * self.row_bytes // _PAGE) * _PAGE
+            last = (start + rows) * self.row_bytes // _PAGE * _PAGE
+            if last > first:
+                self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+        self.returned.append((start, rows, is_kept))
+
     def _take_back(self) -> None:
         while self.returned:
-            start, size = self.returned.popleft()
-            nbytes = size * self.row_bytes
-            if self._kept + nbytes <= self._keep:
-                self._kept += nbytes
-                self._warm.setdefault(size, []).append(start)
-            else:
-                first = -(-start * self.row_bytes // _PAGE) * _PAGE
-                last = (start + size) * self.row_bytes // _PAGE * _PAGE
-                if last > first:
-                    self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
-                self._cold.setdefault(size, []).append(start)
+            start, rows, is_kept = self.returned.popleft()
+            (self._warm if is_kept else self._cold).setdefault(rows, []).append(start)
 
 
 def _reserve(row_bytes: int) -> mmap.mmap:
