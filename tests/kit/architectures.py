@@ -139,24 +139,24 @@ def _stablelm(hidden: int) -> Any:
     return StableLmConfig(**_common(hidden), intermediate_size=2 * hidden)
 
 
-def _llava(hidden: int) -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+def _idefics3(hidden: int) -> Any:
+    from transformers import Idefics3Config, LlamaConfig
 
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
         # As many as the language model has, so that only their kind tells the lists apart.
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=16,
-        projection_dim=64,
-    )
-    return LlavaConfig(
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+    }
+    return Idefics3Config(
         vision_config=vision,
         text_config=LlamaConfig(**_common(hidden), **_gated(hidden)),
-        image_token_index=VOCAB - 1,
-        vision_feature_layer=-1,
+        image_token_id=VOCAB - 1,
+        pad_token_id=0,
+        scale_factor=2,
         tie_word_embeddings=False,
     )
 
@@ -172,10 +172,10 @@ CASES = (
     Case("jamba", "state-space and attention layers", _jamba),
     Case("stablelm", "a residual that nobody adds", _stablelm),
     Case(
-        "llava",
+        "idefics3",
         "a language model inside a multimodal wrapper",
-        _llava,
-        layers="model.language_model.layers",
+        _idefics3,
+        layers="model.text_model.layers",
         options={"limit_mm_per_prompt": {"image": 0}},
         is_text=False,
     ),
