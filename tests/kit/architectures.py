@@ -49,6 +49,8 @@ class Case:
     sites: tuple[str, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
     options: dict[str, Any] = field(default_factory=dict)
     """Engine options."""
+    needs_gpu: bool = False
+    """Whether vLLM's wheel for CPUs lacks a kernel of it."""
     is_text: bool = True
     """Whether it is a language model alone."""
 
@@ -118,6 +120,27 @@ def _qwen3_moe(hidden: int) -> Any:
     )
 
 
+def _granite_hybrid(hidden: int) -> Any:
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **_common(hidden),
+        intermediate_size=2 * hidden,
+        shared_intermediate_size=2 * hidden,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["mamba", "attention"] * (LAYERS // 2),
+        attention_multiplier=0.125,
+        residual_multiplier=0.9,
+        mamba_n_heads=2 * hidden // 64,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
+
+
 def _jamba(hidden: int) -> Any:
     from transformers import JambaConfig
 
@@ -169,7 +192,8 @@ CASES = (
     Case("olmo2", "plain residual, norms behind the modules", _olmo2),
     Case("mixtral", "mixture of experts", _mixtral),
     Case("qwen3_moe", "mixture of experts, another router", _qwen3_moe),
-    Case("jamba", "state-space and attention layers", _jamba),
+    Case("granite-hybrid", "state-space (Mamba 2) and attention layers", _granite_hybrid),
+    Case("jamba", "state-space (Mamba 1) and attention layers", _jamba, needs_gpu=True),
     Case("stablelm", "a residual that nobody adds", _stablelm),
     Case(
         "idefics3",
