@@ -68,7 +68,11 @@ def merged(tiny_folder: Path, adapter: Path) -> HuggingFace:
 def adapted(tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("INSPECT_LENS_SITES", "all")
-        made = start(tiny_folder, enforce_eager=True, enable_lora=True, max_lora_rank=RANK)
+        # vLLM's LoRA kernels for CPUs read the slot -1 for a request without an adapter, which
+        # is the last one: it has to stay empty, or base requests get its adapter.
+        made = start(
+            tiny_folder, enforce_eager=True, enable_lora=True, max_lora_rank=RANK, max_loras=2
+        )
     yield made
     made.close()
 

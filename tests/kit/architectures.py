@@ -49,6 +49,8 @@ class Case:
     sites: tuple[str, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
     options: dict[str, Any] = field(default_factory=dict)
     """Engine options."""
+    needs_gpu: bool = False
+    """Whether vLLM's wheel for CPUs lacks a kernel of it."""
     is_text: bool = True
     """Whether it is a language model alone."""
 
@@ -118,6 +120,27 @@ def _qwen3_moe(hidden: int) -> Any:
     )
 
 
+def _granite_hybrid(hidden: int) -> Any:
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **_common(hidden),
+        intermediate_size=2 * hidden,
+        shared_intermediate_size=2 * hidden,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["mamba", "attention"] * (LAYERS // 2),
+        attention_multiplier=0.125,
+        residual_multiplier=0.9,
+        mamba_n_heads=2 * hidden // 64,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
+
+
 def _jamba(hidden: int) -> Any:
     from transformers import JambaConfig
 
@@ -139,24 +162,24 @@ def _stablelm(hidden: int) -> Any:
     return StableLmConfig(**_common(hidden), intermediate_size=2 * hidden)
 
 
-def _llava(hidden: int) -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+def _idefics3(hidden: int) -> Any:
+    from transformers import Idefics3Config, LlamaConfig
 
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
         # As many as the language model has, so that only their kind tells the lists apart.
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=16,
-        projection_dim=64,
-    )
-    return LlavaConfig(
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+    }
+    return Idefics3Config(
         vision_config=vision,
         text_config=LlamaConfig(**_common(hidden), **_gated(hidden)),
-        image_token_index=VOCAB - 1,
-        vision_feature_layer=-1,
+        image_token_id=VOCAB - 1,
+        pad_token_id=0,
+        scale_factor=2,
         tie_word_embeddings=False,
     )
 
@@ -169,13 +192,14 @@ CASES = (
     Case("olmo2", "plain residual, norms behind the modules", _olmo2),
     Case("mixtral", "mixture of experts", _mixtral),
     Case("qwen3_moe", "mixture of experts, another router", _qwen3_moe),
-    Case("jamba", "state-space and attention layers", _jamba),
+    Case("granite-hybrid", "state-space (Mamba 2) and attention layers", _granite_hybrid),
+    Case("jamba", "state-space (Mamba 1) and attention layers", _jamba, needs_gpu=True),
     Case("stablelm", "a residual that nobody adds", _stablelm),
     Case(
-        "llava",
+        "idefics3",
         "a language model inside a multimodal wrapper",
-        _llava,
-        layers="model.language_model.layers",
+        _idefics3,
+        layers="model.text_model.layers",
         options={"limit_mm_per_prompt": {"image": 0}},
         is_text=False,
     ),

@@ -15,7 +15,7 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 
 _CHILDREN = {
     "attn_out": ("self_attn", "mamba", "mixer"),
-    "mlp_out": ("mlp", "feed_forward", "block_sparse_moe", "fc2"),
+    "mlp_out": ("mlp", "shared_mlp", "feed_forward", "block_sparse_moe", "fc2"),
 }
 
 
@@ -106,7 +106,7 @@ class HuggingFace:
 
 
 def _child(block: Any, names: Sequence[str]) -> Any:
-    return next(getattr(block, name) for name in names if hasattr(block, name))
+    return next(m for name in names if (m := getattr(block, name, None)) is not None)
 
 
 def max_relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

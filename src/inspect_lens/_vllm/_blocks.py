@@ -19,7 +19,7 @@ from inspect_lens.spec import Site
 
 from ._discovery import as_rows, describe, has_mixer
 
-__all__ = ["BlockInput", "block_module", "check_reduced", "module_output"]
+__all__ = ["BlockInput", "block_module", "check_reduced", "module_output", "written_argument"]
 
 _HINT = "leave the site out of INSPECT_LENS_SITES to run this model without it"
 
@@ -83,14 +83,18 @@ def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
             )
 
 
-def module_output(
-    module: nn.Module, kwargs: Mapping[str, Any], output: Any, site: Site
-) -> torch.Tensor:
+def written_argument(module: nn.Module) -> int | None:
+    """Index of the argument `output` that some modules write into instead of returning it."""
+    names = list(inspect.signature(module.forward).parameters)
+    return names.index("output") if "output" in names else None
+
+
+def module_output(module: nn.Module, written: Any, output: Any, site: Site) -> torch.Tensor:
     """Read what a block's module returned.
 
     Args:
         module: the module, for the message.
-        kwargs: of its call; some modules write into an argument named `output`.
+        written: its argument `output`, if it has one.
         output: what it returned.
         site: for the message.
 
@@ -100,7 +104,7 @@ def module_output(
     Raises:
         UnsupportedError: another layout. This happens while the engine starts.
     """
-    found = kwargs.get("output") if output is None else output
+    found = written if output is None else output
     if isinstance(found, tuple) and found and all(item is None for item in found[1:]):
         found = found[0]
     rows = as_rows(found)

@@ -21,7 +21,7 @@ from inspect_lens._settings import Settings
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import EngineFacts, EngineProbe, Site, TapPoint
 
-from ._blocks import BlockInput, block_module, check_reduced, module_output
+from ._blocks import BlockInput, block_module, check_reduced, module_output, written_argument
 from ._discovery import decoder_layers, split_output
 from ._facts import facts_of, refusal
 from ._layout import layout_of
@@ -235,8 +235,13 @@ def _tap_output(block: nn.Module, ctl: torch.Tensor) -> None:
 def _tap_module(module: nn.Module, site: Site, ctl: torch.Tensor) -> None:
     module.register_buffer("_inspect_lens_ctl", ctl, persistent=False)
 
-    def hook(module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
-        tap(module_output(module, kwargs, output, site), None, module._inspect_lens_ctl)
+    index = written_argument(module)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        written = kwargs.get("output")
+        if index is not None and index < len(args):
+            written = args[index]
+        tap(module_output(module, written, output, site), None, module._inspect_lens_ctl)
 
     module.register_forward_hook(hook, with_kwargs=True)
 

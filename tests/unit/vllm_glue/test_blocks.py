@@ -142,17 +142,17 @@ X = torch.ones(3, HIDDEN)
 
 
 @pytest.mark.parametrize(
-    ("output", "kwargs"),
+    ("output", "written"),
     [
-        (X, {}),
-        ((X, None), {}),
-        ((X,), {}),
-        (None, {"output": X}),
-        (X[None], {}),
+        (X, None),
+        ((X, None), None),
+        ((X,), None),
+        (None, X),
+        (X[None], None),
     ],
 )
-def test_known_outputs(output: Any, kwargs: dict[str, Any]) -> None:
-    found = module_output(Attention(), kwargs, output, "attn_out")
+def test_known_outputs(output: Any, written: Any) -> None:
+    found = module_output(Attention(), written, output, "attn_out")
     assert found.data_ptr() == X.data_ptr()
     assert found.shape == X.shape
 
@@ -160,7 +160,40 @@ def test_known_outputs(output: Any, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("output", [None, (X, X), [X], X[:, 0], torch.ones(2, 3, HIDDEN)])
 def test_an_unknown_output_is_refused_by_name(output: Any) -> None:
     with pytest.raises(UnsupportedError, match="the output of Attention"):
-        module_output(Attention(), {}, output, "attn_out")
+        module_output(Attention(), None, output, "attn_out")
+
+
+class Writer(Mamba):
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        output.copy_(hidden_states + 1)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_module_that_writes_into_an_argument_has_its_tap(is_named: bool) -> None:
+    state = TapState.allocate(
+        taps=(TapPoint("attn_out", 0),),
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        max_tokens=3,
+        max_groups=1,
+        ring_rows=3,
+        bank_rows=1,
+        device=torch.device("cpu"),
+    )
+    made = block(mamba=Writer(), mlp=FeedForward())
+    add_tap(made, TapPoint("attn_out", 0), state.new_ctl(0))
+    state.tokens[:3] = torch.tensor([[0, 0, i] for i in range(3)], dtype=torch.int32)
+    state.base[0] = 0
+    state.header[0] = 3
+    state.capturing = [True]
+    state.is_active = True
+    _state.install(state)
+    out = torch.empty_like(X)
+    try:
+        made.mamba(X, output=out) if is_named else made.mamba(X, out)
+    finally:
+        _state.uninstall(state)
+    assert bool((state.ring == 2).all())
 
 
 class Fused(nn.Module):
