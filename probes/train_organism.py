@@ -19,7 +19,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.probe import ModelRef, Probe, fingerprint_model
+from inspect_lens.probe import AnyProbe, ModelRef, fingerprint_model
 from inspect_lens.train import (
     ActivationSet,
     DirectionEstimator,
@@ -116,7 +116,7 @@ def build_probes(
     dropped: Mapping[str, int],
     command: str = "",
     n_resamples: int = 10_000,
-) -> dict[str, Probe]:
+) -> dict[str, AnyProbe]:
     """Train every probe on the collected sets.
 
     Args:
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _summary(probe: Probe, folder: Path) -> Iterable[str]:
+def _summary(probe: AnyProbe, folder: Path) -> Iterable[str]:
     yield f"{probe.name}: layer {probe.layers[0]}, sha256 {probe.sha256[:12]}, in {folder}\n"
     for e in probe.card.evaluations:
         area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"

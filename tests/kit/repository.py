@@ -17,6 +17,8 @@ PACKAGE = "inspect_lens"
 PUBLIC_ROOMS = (
     "inspect_lens",
     "inspect_lens.client",
+    "inspect_lens.collect",
+    "inspect_lens.data",
     "inspect_lens.errors",
     "inspect_lens.model",
     "inspect_lens.probe",
