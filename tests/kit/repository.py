@@ -22,6 +22,7 @@ PUBLIC_ROOMS = (
     "inspect_lens.errors",
     "inspect_lens.model",
     "inspect_lens.probe",
+    "inspect_lens.report",
     "inspect_lens.scorer",
     "inspect_lens.solver",
     "inspect_lens.spec",

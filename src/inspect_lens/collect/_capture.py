@@ -17,7 +17,7 @@ from inspect_ai.model import (
 )
 
 from inspect_lens.data import Captured, Message, ProbeSample, SampleRecord
-from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.model import Activations, activations, lens_config, recapture
 from inspect_lens.spec import CaptureSpec, Layers, Positions, TensorData, resolve_positions
 
@@ -91,9 +91,15 @@ async def _generate(
     base = GenerateConfig(
         temperature=how.temperature, max_tokens=how.max_tokens, seed=how.seed + index
     )
-    output = await model.generate(
-        [_message(m) for m in sample.messages], config=lens_config(capture=capture, base=base)
-    )
+    messages = [_message(m) for m in sample.messages]
+    try:
+        output = await model.generate(messages, config=lens_config(capture=capture, base=base))
+    except LensError:
+        raise
+    except Exception as error:
+        # Its message quotes the whole request; the last line is the server's word.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise CaptureError(f"{sample.id}: {reason[:500]}") from error
     if output.error:
         raise CaptureError(f"{sample.id}: {output.error}")
     handle = activations(output)
