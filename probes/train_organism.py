@@ -190,7 +190,7 @@ def build_probes(
                 selection.scores(probe),
                 selection.labels,
                 name="selection",
-                check=(sets[CHECK].labels, sets[CHECK].scores(probe)),
+                check=(sets[CHECK].scores(probe), sets[CHECK].labels),
             ),
         }
         if token_ids is not None:

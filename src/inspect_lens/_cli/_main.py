@@ -31,21 +31,28 @@ app = typer.Typer(
 app.add_typer(probe_app, name="probe")
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-) -> None:
-    if version:
+def _show_version(asked: bool) -> None:
+    if asked:
         from inspect_lens import __version__
 
         typer.echo(__version__)
         raise typer.Exit
 
 
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     """Run the program; errors of this package become one line and an exit code."""
     try:
-        app()
+        app(prog_name="inspect-lens")
     except (SpecError, UnsupportedError) as error:
         fail(error, 3)
     except ArtifactError as error:
