@@ -150,7 +150,7 @@ def _tokens(data: ReportSet) -> bytes:
     from ._content import cases, colour_scale
 
     rows = cases(data)
-    figure = Figure(figsize=(9.5, 0.5 + 0.55 * len(rows)), dpi=130)
+    figure = Figure(figsize=(7.5, 0.25 + 0.27 * len(rows)), dpi=130)
     canvas = FigureCanvasAgg(figure)
     top, renderer = colour_scale(data), canvas.get_renderer()
     inches = figure.get_size_inches()
@@ -161,7 +161,7 @@ def _tokens(data: ReportSet) -> bytes:
         for piece, score in zip(case.tokens, case.token_scores, strict=True):
             strength = float(np.clip(score / top, -1, 1))
             colour = (0.84, 0.37, 0.0) if strength > 0 else (0.0, 0.45, 0.7)
-            shade = {"facecolor": (*colour, 0.75 * abs(strength)), "edgecolor": "none", "pad": 1.5}
+            shade = {"facecolor": (*colour, 0.75 * abs(strength)), "edgecolor": "none", "pad": 0.6}
             written = piece.replace("\n", "⏎").replace("$", r"\$")
             text = figure.text(x, y, written, fontsize=7, family="monospace", bbox=shade)
             x = text.get_window_extent(renderer).x1 / (inches[0] * figure.dpi)

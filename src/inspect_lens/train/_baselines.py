@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,7 +195,7 @@ def measure_baselines(
         seed: of the directions.
 
     Returns:
-        Records in a fixed order.
+        Records in a fixed order; sets of one class have none.
 
     Raises:
         SpecError: texts are missing for a set, or do not fit.
@@ -202,6 +203,8 @@ def measure_baselines(
     made = []
     lengths = {d.name: [int(m.sum()) for m in d.mask] for d in (train, *heldout)}
     for data in heldout:
+        if not data.n_positive or not data.n_negative:
+            continue  # nothing to tell apart
         ours = data.scores(probe)
         for kind, by_set in (texts or {}).items():
             for needed in (train, data):
@@ -218,7 +221,7 @@ def measure_baselines(
             tries = [
                 random_direction_scores(probe, train, data, seed=seed + i) for i in range(n_random)
             ]
-            order = sorted(tries, key=lambda s: auroc(data.labels, s) if data.n_positive else 0.0)
+            order = sorted(tries, key=partial(auroc, data.labels))
             note = f"median of {n_random}, signs by the training set"
             made.append(baseline("random direction", data, order[n_random // 2], ours, note=note))
         for name, judge in (judges or {}).items():
