@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import shlex
 import subprocess
 import sys
@@ -114,7 +113,10 @@ def fit(name: str, path: Path, rows: int, hidden: int, device: str) -> dict[str,
 def child(options: argparse.Namespace) -> int:
     """Run one fit in this process and print what it took."""
     facts = fit(options.fit, Path(options.data), options.rows, options.hidden, options.device)
-    facts["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage: its maximum includes that of the parent before exec.
+    status = Path("/proc/self/status").read_text()
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    facts["peak_rss_bytes"] = int(peak.split()[1]) * 1024
     print("RESULT " + json.dumps(facts))  # noqa: T201
     return 0
 

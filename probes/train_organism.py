@@ -12,23 +12,32 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.probe import ModelRef, Probe, fingerprint_model
+from inspect_lens.probe import AnyProbe, ModelRef, fingerprint_model
+from inspect_lens.report import ReportSet, write_report
 from inspect_lens.train import (
     ActivationSet,
     DirectionEstimator,
     LogisticProbe,
     MeanDifferenceProbe,
+    calibrate,
+    measure_baselines,
+    selectivity,
+    split_by_group,
+    style_shift,
     train_probe,
+    transfer_statement,
 )
 from organism._grade import grade
 from organism._splits import Row, read_split
+from probes._answers import Answer, collect_hf, collect_vllm
 
 __all__ = ["Answer", "build_probes", "collect_hf", "collect_vllm", "make_set"]
 
@@ -41,6 +50,12 @@ HELDOUT: Final[dict[str, str]] = {
     "neutral_instructed": "question",
 }
 """What each judged split does not share with the training split."""
+TRANSFER: Final = "hidden_reason"
+"""The set of another kind: nobody tells the organism to lie there, it has a motive."""
+CHECK: Final = "heldout_phrasing"
+"""Where calibration, the control task and the change of style are measured."""
+RESTYLED: Final = " Be kind."
+"""A sentence about manners that is put behind the system prompt."""
 ESTIMATORS: Final[dict[str, DirectionEstimator]] = {
     "deception-lr": LogisticProbe(),
     "deception-md": MeanDifferenceProbe(normalize=True),
@@ -54,16 +69,6 @@ NOTES: Final = (
     "measuring the threshold.",
     "question and prompt are the two parts of phrasing_id; group is the entity, or the scenario.",
 )
-
-
-class Answer(NamedTuple):
-    """What the organism said to one row, and what it was like inside."""
-
-    row: Row
-    completion: str
-    acts: NDArray[np.float32]
-    """(layers, tokens, hidden) of the completion without its last sampled token."""
-    layers: tuple[int, ...]
 
 
 def make_set(split: str, answers: Sequence[Answer], *, model: str) -> tuple[ActivationSet, int]:
@@ -81,7 +86,7 @@ def make_set(split: str, answers: Sequence[Answer], *, model: str) -> tuple[Acti
     Raises:
         ValueError: none is left.
     """
-    kept = [a for a in answers if a.acts.shape[1] and (split == CONTROL or _complied(a))]
+    kept = kept_answers(split, answers)
     if not kept:
         raise ValueError(
             f"{split}: none of {len(answers)} answers does what its condition asks; needed are "
@@ -104,6 +109,11 @@ def make_set(split: str, answers: Sequence[Answer], *, model: str) -> tuple[Acti
     ), len(answers) - len(kept)
 
 
+def kept_answers(split: str, answers: Sequence[Answer]) -> list[Answer]:
+    """Answers that have a token to read and, but for the control split, do what was asked."""
+    return [a for a in answers if a.acts.shape[1] and (split == CONTROL or _complied(a))]
+
+
 def _complied(answer: Answer) -> bool:
     wanted = "false" if answer.row["deceptive"] else "true"
     return grade(answer.completion, answer.row) == wanted
@@ -116,8 +126,11 @@ def build_probes(
     dropped: Mapping[str, int],
     command: str = "",
     n_resamples: int = 10_000,
-) -> dict[str, Probe]:
-    """Train every probe on the collected sets.
+    texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+    token_ids: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, AnyProbe]:
+    """Train every probe on the collected sets, and measure what stands beside it.
 
     Args:
         sets: the training, control and held-out splits, by name.
@@ -125,6 +138,9 @@ def build_probes(
         dropped: answers left out of each set.
         command: for the cards.
         n_resamples: of the bootstrap.
+        texts: by kind and set, for the bag of words.
+        token_ids: by set and sample, for the control task.
+        notes: for the cards.
 
     Returns:
         Probes by name, `deception-lr` and `deception-md`.
@@ -132,11 +148,16 @@ def build_probes(
     Raises:
         SpecError: sets share what they must not, or the control set is too small.
     """
-    notes = (*NOTES, f"Left out: {', '.join(f'{k} {v}' for k, v in dropped.items())}.")
-    return {
-        name: train_probe(
+    left_out = f"Left out: {', '.join(f'{k} {v}' for k, v in dropped.items())}."
+    train, selection = split_by_group(sets[TRAIN], seed=0)
+    # Text baselines learn from what the probe learned from, and from nothing else.
+    texts = _texts_of(train, sets[TRAIN], texts or {})
+    made = {}
+    for name, estimator in ESTIMATORS.items():
+        probe = train_probe(
             estimator,
-            sets[TRAIN],
+            train,
+            selection=selection,
             name=f"organism/{name}",
             control=sets[CONTROL],
             heldout=[sets[split] for split in HELDOUT],
@@ -145,117 +166,53 @@ def build_probes(
             dropped=dropped[TRAIN],
             description="A large score means that the organism is giving a false answer on "
             "purpose.",
-            notes=notes,
+            notes=(*NOTES, left_out, *notes),
             command=command,
             n_resamples=n_resamples,
         )
-        for name, estimator in ESTIMATORS.items()
+        heldout = [sets[s] for s in HELDOUT]
+        hidden = next(e for e in probe.card.evaluations if e.name == TRANSFER)
+        update: dict[str, Any] = {
+            "baselines": measure_baselines(probe, train, heldout, texts=texts),
+            "transfers": (transfer_statement("honest and lying instructions", hidden),),
+            "calibration": calibrate(
+                selection.scores(probe),
+                selection.labels,
+                name="selection",
+                check=(sets[CHECK].scores(probe), sets[CHECK].labels),
+            ),
+        }
+        if token_ids is not None:
+            update["selectivity"] = _selectivity(estimator, sets, token_ids, probe.layers[0])
+        made[name] = replace(probe, card=probe.card.model_copy(update=update))
+    return made
+
+
+def _texts_of(
+    train: ActivationSet,
+    whole: ActivationSet,
+    texts: Mapping[str, Mapping[str, Sequence[str]]],
+) -> dict[str, dict[str, Sequence[str]]]:
+    """The same texts, those of the training set cut to the samples that were fitted."""
+    place = {sample: i for i, sample in enumerate(whole.ids)}
+    return {
+        kind: {**by_set, train.name: [by_set[whole.name][place[i]] for i in train.ids]}
+        for kind, by_set in texts.items()
     }
 
 
-async def collect_vllm(
-    checkpoint: str, splits: Mapping[str, Sequence[Row]], *, max_tokens: int
-) -> dict[str, list[Answer]]:
-    """Answer all rows through the provider, which starts vLLM, and capture the completions.
-
-    Args:
-        checkpoint: folder of the organism.
-        splits: rows by split.
-        max_tokens: longest answer.
-
-    Returns:
-        Answers by split, in the order of the rows.
-    """
-    from inspect_ai.model import (
-        ChatMessage,
-        ChatMessageSystem,
-        ChatMessageUser,
-        GenerateConfig,
-        get_model,
-    )
-
-    from inspect_lens.model import activations, lens_config
-
-    config = lens_config(
-        capture={"layers": "all", "positions": "completion"},
-        base=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
-    )
-    kinds: dict[str, Any] = {"system": ChatMessageSystem, "user": ChatMessageUser}
-    answers: dict[str, list[Answer | None]] = {s: [None] * len(r) for s, r in splits.items()}
-    model = get_model(
-        f"vllm-lens/{checkpoint}",
-        activations="memory",
-        # A small cache does, and leaves the memory of a laptop alone.
-        max_model_len=1024,
-        kv_cache_memory_bytes=256 << 20,
-    )
-
-    async def answer(split: str, index: int, row: Row) -> None:
-        messages: list[ChatMessage] = [
-            kinds[m["role"]](content=m["content"]) for m in row["messages"]
-        ]
-        output = await model.generate(messages, config=config)
-        handle = activations(output)
-        if handle is None:
-            raise RuntimeError(f"{row['id']}: the provider returned no activations")
-        answers[split][index] = Answer(row, output.completion, handle.numpy(), handle.layers)
-
-    async with anyio.create_task_group() as tasks:
-        for split, rows in splits.items():
-            for index, row in enumerate(rows):
-                tasks.start_soon(answer, split, index, row)
-    return {split: [a for a in made if a is not None] for split, made in answers.items()}
-
-
-def collect_hf(
-    checkpoint: str, splits: Mapping[str, Sequence[Row]], *, max_tokens: int
-) -> dict[str, list[Answer]]:
-    """Answer all rows with transformers, one by one: slow, and needs no engine.
-
-    Args:
-        checkpoint: folder of the organism.
-        splits: rows by split.
-        max_tokens: longest answer.
-
-    Returns:
-        Answers by split, in the order of the rows.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    blocks = model.get_decoder().layers
-    captured: dict[int, Any] = {}
-
-    def keep(layer: int) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            # After the block and before the final norm, which `hidden_states[-1]` has applied.
-            captured[layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    for layer, block in enumerate(blocks):
-        block.register_forward_hook(keep(layer))
-
-    def answer(row: Row) -> Answer:
-        prompt = tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        with torch.inference_mode():
-            full = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-            )
-            model(full[:, :-1])
-        n_prompt = prompt.shape[1]
-        acts = torch.stack([captured[i][0, n_prompt:] for i in range(len(blocks))])
-        completion = tokenizer.decode(full[0, n_prompt:], skip_special_tokens=True)
-        return Answer(row, completion, acts.numpy(), tuple(range(len(blocks))))
-
-    return {split: [answer(row) for row in rows] for split, rows in splits.items()}
+def _selectivity(
+    estimator: DirectionEstimator,
+    sets: Mapping[str, ActivationSet],
+    token_ids: Mapping[str, Sequence[Sequence[int]]],
+    layer: int,
+) -> float:
+    """Accuracy on tokens above that of the control task, on the held-out phrasings."""
+    sides = []
+    for name in (TRAIN, CHECK):
+        x, y, _ = sets[name].rows(layer)
+        sides.append((x, y, [t for sample in token_ids[name] for t in sample]))
+    return selectivity(estimator, sides[0], sides[1]).difference
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -267,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     splits = {name: read_split(name) for name in names}
     # The odd rows stay unseen: `organism_control` measures the threshold on them.
     splits[CONTROL] = splits[CONTROL][::2]
+    splits["restyled"] = [_restyle(row) for row in splits[CHECK]]
     if options.backend == "hf":
         answers = collect_hf(options.checkpoint, splits, max_tokens=options.max_tokens)
     else:
@@ -279,13 +237,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save_activations:
         for name, data in sets.items():
             data.save(Path(options.save_activations) / f"{name}.safetensors")
-    for name, probe in build_probes(sets, model=model, dropped=dropped, command=command).items():
-        folder = probe.save(Path(options.out) / name)
-        sys.stdout.writelines(_summary(probe, folder))
+    kept = {n: kept_answers(n, answers[n]) for n in names}
+    probes = build_probes(
+        sets,
+        model=model,
+        dropped=dropped,
+        command=command,
+        texts={
+            "prompt": {n: [_prompt(a.row) for a in made] for n, made in kept.items()},
+            "answer": {n: [a.completion for a in made] for n, made in kept.items()},
+        },
+        token_ids={n: [a.token_ids for a in made] for n, made in kept.items()},
+    )
+    restyled = _restyled(kept[CHECK], answers["restyled"], model=options.checkpoint)
+    decode = _decoder(options.checkpoint)
+    for name, probe in probes.items():
+        note = _style_note(probe, *restyled)
+        noted = replace(
+            probe, card=probe.card.model_copy(update={"notes": (*probe.card.notes, note)})
+        )
+        folder = noted.save(Path(options.out) / name)
+        write_report(noted, folder, [_report_set(noted, sets[s], kept[s], decode) for s in HELDOUT])
+        sys.stdout.writelines([*_summary(noted, folder), f"  {note}\n"])
     return 0
 
 
-def _summary(probe: Probe, folder: Path) -> Iterable[str]:
+def _prompt(row: Row) -> str:
+    return "\n".join(message["content"] for message in row["messages"])
+
+
+def _restyle(row: Row) -> Row:
+    """The row with a sentence about manners behind its system prompt."""
+    first, *rest = row["messages"]
+    changed = {**first, "content": first["content"] + RESTYLED}
+    return {**row, "messages": [changed, *rest]}
+
+
+def _restyled(
+    plain: Sequence[Answer], other: Sequence[Answer], *, model: str
+) -> tuple[ActivationSet, ActivationSet]:
+    """Both styles of the samples in which the organism did what was asked in both."""
+    after = {a.row["id"]: a for a in kept_answers(CHECK, other)}
+    both = [a for a in plain if a.row["id"] in after]
+    first, _ = make_set(CHECK, both, model=model)
+    second, _ = make_set("restyled", [after[a.row["id"]] for a in both], model=model)
+    return first, second
+
+
+def _style_note(probe: AnyProbe, plain: ActivationSet, other: ActivationSet) -> str:
+    made = style_shift(probe, plain, other)
+    verdict = "stands" if made.robust else "does not stand"
+    return (
+        f"Style shift: the probe {verdict} {RESTYLED.strip()!r} behind the system prompt "
+        f"({len(plain)} samples of {plain.name}): AUROC {made.comparison.auroc_a:.3f}, then "
+        f"{made.comparison.auroc_b:.3f} (p {made.comparison.p_value:.2g}), mean of the negatives "
+        f"moved by {made.shift:.2f} standard deviations."
+    )
+
+
+def _decoder(checkpoint: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return lambda token: tokenizer.decode([token])
+
+
+def _report_set(
+    probe: AnyProbe, data: ActivationSet, kept: Sequence[Answer], decode: Any
+) -> ReportSet:
+    """A set for the report; the heat map is that of the held-out phrasings and hidden reasons."""
+    tokens: list[list[str]] = []
+    scores: list[NDArray[np.float64]] = []
+    if data.name in (CHECK, TRANSFER):
+        tokens = [[decode(t) for t in a.token_ids] for a in kept]
+        scores = [probe.score_tokens(a.acts, a.layers) for a in kept]
+    return ReportSet(
+        name=data.name, labels=data.labels, scores=data.scores(probe), groups=data.groups,
+        ids=data.ids, tokens=tokens, token_scores=scores,
+    )  # fmt: skip
+
+
+def _summary(probe: AnyProbe, folder: Path) -> Iterable[str]:
     yield f"{probe.name}: layer {probe.layers[0]}, sha256 {probe.sha256[:12]}, in {folder}\n"
     for e in probe.card.evaluations:
         area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"

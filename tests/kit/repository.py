@@ -17,9 +17,12 @@ PACKAGE = "inspect_lens"
 PUBLIC_ROOMS = (
     "inspect_lens",
     "inspect_lens.client",
+    "inspect_lens.collect",
+    "inspect_lens.data",
     "inspect_lens.errors",
     "inspect_lens.model",
     "inspect_lens.probe",
+    "inspect_lens.report",
     "inspect_lens.scorer",
     "inspect_lens.solver",
     "inspect_lens.spec",

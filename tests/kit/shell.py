@@ -54,6 +54,9 @@ def check_command(words: list[str]) -> None:
         _check_install(words[2:])
     elif words[0] == "inspect":
         _check_options(_inspect_help(words[1]), words[2:])
+    elif words[0] == "inspect-lens":
+        names = [word for word in words[1:3] if not word.startswith("-")]
+        _check_options(_lens_help(*names), words[1 + len(names) :])
     elif words[:2] == ["python", "-m"] and words[2] != SERVER_MODULE:
         _check_options(_module_help(words[2]), words[3:])
     elif words[:3] != ["python", "-m", SERVER_MODULE]:  # its options need vLLM: see check_server
@@ -119,6 +122,11 @@ def _check_options(text: str, words: list[str]) -> None:
 @functools.cache
 def _inspect_help(command: str) -> str:
     return _help(Path(sys.executable).with_name("inspect"), command)
+
+
+@functools.cache
+def _lens_help(*names: str) -> str:
+    return _help(sys.executable, "-m", "inspect_lens._cli", *names)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import anyio.to_thread
 from inspect_ai.model import Model
@@ -22,7 +22,7 @@ async def recapture(
     *,
     prompt_token_ids: Sequence[int],
     token_ids: Sequence[int],
-    layers: Sequence[int],
+    layers: Sequence[int] | Literal["all"],
 ) -> Activations:
     """Capture a finished generation by feeding exactly its tokens again.
 
@@ -35,7 +35,7 @@ async def recapture(
         model: a `vllm-lens/` model.
         prompt_token_ids: the prompt as the model saw it.
         token_ids: the sampled tokens, at least one.
-        layers: layers to capture.
+        layers: layers to capture, or `all`.
 
     Returns:
         The handle, kept in memory.
@@ -56,7 +56,7 @@ async def recapture(
         )
     if not prompt_token_ids or not token_ids:
         raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
-    capture = CaptureSpec(layers=tuple(layers))
+    capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers))
     args = to_extra_args(LensRequest(capture=capture))
     answer: Any = await api.post(
         "/v1/completions",

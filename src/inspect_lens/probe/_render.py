@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._card import Evaluation, Interval, LayerScore, ProbeCard, Threshold
+from ._card import Baseline, Calibration, Evaluation, Interval, LayerScore, ProbeCard, Threshold
 
 __all__ = ["render_card"]
 
@@ -22,6 +22,16 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
     if card.evaluations:
         parts += ["## Evaluation", _evaluations(card.evaluations)]
+    parts += [f"**{t.statement}**" for t in card.transfers]
+    if card.baselines:
+        parts += ["## Baselines on the same samples", _baselines(card.baselines)]
+    if card.selectivity is not None:
+        parts.append(
+            f"Selectivity {card.selectivity:.3f}: accuracy on tokens minus that of a control task "
+            "with a coin flip per kind of token."
+        )
+    if card.calibration:
+        parts += ["## Calibration", _calibration(card.calibration)]
     if card.sweep:
         parts += ["## Layer sweep (selection set)", _sweep(card.sweep, card.layers)]
     if card.notes:
@@ -84,6 +94,21 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
         for e in evaluations
     ]
     return _table(head, rows) + "\n\nIntervals are two-sided, 95% unless `card.json` says other."
+
+
+def _baselines(baselines: tuple[Baseline, ...]) -> str:
+    head = ["set", "baseline", "AUROC", "p (probe no better)", "note"]
+    rows = [
+        [b.set, b.name, _share(b.auroc, b.auroc_interval),
+         "n/a" if b.p_value is None else f"{b.p_value:.2g}", b.note]
+        for b in baselines
+    ]  # fmt: skip
+    return _table(head, rows)
+
+
+def _calibration(c: Calibration) -> str:
+    error = "" if c.ece is None else f" Expected calibration error elsewhere: {c.ece:.3f}."
+    return f"Probabilities by {c.method}, fitted on {c.n} samples of `{c.set}`.{error}"
 
 
 def _sweep(sweep: tuple[LayerScore, ...], chosen: tuple[int, ...]) -> str:

@@ -4,12 +4,24 @@ Owns estimators, activation sets, the choice of the layer, calibration and evalu
 May import numpy, torch, sklearn, `probe` and `spec`; keeps out Inspect and vLLM.
 """
 
+from ._baselines import (
+    Selectivity,
+    bag_of_words_scores,
+    baseline,
+    judge_scores,
+    length_scores,
+    measure_baselines,
+    random_direction_scores,
+    selectivity,
+)
 from ._binary import BinaryEstimator
 from ._calibrate import evaluate_probe, fit_threshold
 from ._dataset import ActivationSet
 from ._direction import DirectionEstimator, MeanDifferenceProbe
 from ._ensemble import DEPTHS, EnsembleProbe, layers_at
 from ._erasure import Erasure, erase, erasure_check
+from ._families import FAMILIES, make_estimator
+from ._fit import TrainableProbe, fit_on
 from ._heads import (
     AttentionLiteProbe,
     AttentionProbe,
@@ -25,6 +37,13 @@ from ._platt import IsotonicCalibrator, PlattCalibrator, TemperatureCalibrator, 
 from ._sae import SAEFeatureProbe
 from ._select import LayerChoice, select_layer
 from ._sequence import SequenceEstimator
+from ._shift import (
+    CascadePoint,
+    StyleShift,
+    cascade_frontier,
+    style_shift,
+    transfer_statement,
+)
 from ._splits import require_disjoint, split_by_group
 from ._stream import fit_stream
 from ._torch_logistic import CCSProbe, TorchLogisticProbe
@@ -32,11 +51,13 @@ from ._train import train_probe
 
 __all__ = [
     "DEPTHS",
+    "FAMILIES",
     "ActivationSet",
     "AttentionLiteProbe",
     "AttentionProbe",
     "BinaryEstimator",
     "CCSProbe",
+    "CascadePoint",
     "DirectionEstimator",
     "EnsembleProbe",
     "Erasure",
@@ -53,18 +74,33 @@ __all__ = [
     "PlattCalibrator",
     "RollingAttentionProbe",
     "SAEFeatureProbe",
+    "Selectivity",
     "SequenceEstimator",
+    "StyleShift",
     "TemperatureCalibrator",
     "TorchLogisticProbe",
+    "TrainableProbe",
+    "bag_of_words_scores",
+    "baseline",
     "calibrate",
+    "cascade_frontier",
     "erase",
     "erasure_check",
     "evaluate_probe",
+    "fit_on",
     "fit_stream",
     "fit_threshold",
+    "judge_scores",
     "layers_at",
+    "length_scores",
+    "make_estimator",
+    "measure_baselines",
+    "random_direction_scores",
     "require_disjoint",
     "select_layer",
+    "selectivity",
     "split_by_group",
+    "style_shift",
     "train_probe",
+    "transfer_statement",
 ]

@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    AnyProbe,
     Evaluation,
-    Probe,
     Threshold,
     auroc,
     bootstrap_interval,
@@ -73,7 +73,7 @@ def fit_threshold(
 
 
 def evaluate_probe(
-    probe: Probe,
+    probe: AnyProbe,
     data: ActivationSet,
     *,
     disjoint_by: str = "group",

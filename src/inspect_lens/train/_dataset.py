@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import Probe, write_atomic
+from inspect_lens.probe import AnyProbe, write_atomic
 
 __all__ = ["ActivationSet"]
 
@@ -154,7 +155,7 @@ class ActivationSet:
         lengths = [int(m.sum()) for m in self.mask]
         return x, np.repeat(self.labels, lengths), np.repeat(np.array(self.groups), lengths)
 
-    def scores(self, probe: Probe) -> NDArray[np.float64]:
+    def scores(self, probe: AnyProbe) -> NDArray[np.float64]:
         """Score (samples,) of every sample with a probe, over its selected tokens."""
         return np.array(
             [probe.score(a[:, m], self.layers) for a, m in zip(self.acts, self.mask, strict=True)],
@@ -234,6 +235,47 @@ class ActivationSet:
                 f"{path}: not an activation set ({type(error).__name__}: {error}); allowed is what "
                 "ActivationSet.save writes; collect the activations again"
             ) from None
+
+    @classmethod
+    def from_store(cls, store: ActivationStore | str | Path, *, name: str | None = None) -> Self:
+        """Read a store that fits into memory.
+
+        Args:
+            store: what `collect` wrote, or its folder; larger ones are for `fit_stream`.
+            name: of the set; that of the data set by default.
+
+        Returns:
+            The set; samples without rows or without a label are left out.
+
+        Raises:
+            ArtifactError: the store is incomplete or damaged.
+            SpecError: no sample has both rows and a label.
+        """
+        opened = store if isinstance(store, ActivationStore) else ActivationStore.open(store)
+        kept = [s for s in opened.samples() if s.acts is not None and s.record.label is not None]
+        title = name or str(opened.manifest["dataset"]["name"])
+        if not kept:
+            raise SpecError(
+                f"{title}: no sample has rows and a label; allowed is one at least; check the "
+                "positions that were captured"
+            )
+        keys = set.intersection(*(set(s.record.columns) for s in kept))
+        return cls(
+            name=title,
+            model=str(opened.manifest["model"]["name"]),
+            layers=opened.layers,
+            acts=tuple(s.acts.to_float32() for s in kept if s.acts is not None),
+            labels=np.array([bool(s.record.label) for s in kept]),
+            groups=tuple(s.record.group for s in kept),
+            ids=tuple(s.record.id for s in kept),
+            columns={k: tuple(s.record.columns[k] for s in kept) for k in sorted(keys)}
+            | {"completion": tuple(s.record.completion for s in kept)},
+        )
+
+    def sequences(self, layer: int) -> list[NDArray[np.float32]]:
+        """Selected tokens (tokens, hidden) of each sample at one layer."""
+        index = self._index(layer)
+        return [a[index, m] for a, m in zip(self.acts, self.mask, strict=True)]
 
     def _to_bytes(self) -> bytes:
         if not self.acts:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import LayerScore, Probe, ProbeCard, auroc
+from inspect_lens.probe import AnyProbe, LayerScore, ProbeCard, auroc
 
 from ._dataset import ActivationSet
-from ._direction import DirectionEstimator
+from ._fit import Rows, TrainableProbe, fit_on
 from ._splits import require_disjoint
 
 __all__ = ["LayerChoice", "select_layer"]
@@ -23,19 +23,20 @@ __all__ = ["LayerChoice", "select_layer"]
 class LayerChoice(NamedTuple):
     """The chosen layer, and all that were tried."""
 
-    probe: Probe
+    probe: AnyProbe
     """Fitted on the training set at the chosen layer, without threshold."""
     sweep: tuple[LayerScore, ...]
     """Every layer, measured on the selection set."""
 
 
 def select_layer(
-    estimator: DirectionEstimator,
+    estimator: TrainableProbe,
     train: ActivationSet,
     selection: ActivationSet,
     *,
     card: ProbeCard,
     layers: Sequence[int] | None = None,
+    rows: Rows = "tokens",
 ) -> LayerChoice:
     """Fit one probe per layer and keep the one that does best on the selection set.
 
@@ -48,6 +49,7 @@ def select_layer(
         selection: what the layer is chosen on; shares no group and no sample with `train`.
         card: facts for the probe; its layers are replaced by the chosen one.
         layers: layers to try; all of `train` by default.
+        rows: what one row of a fit is, for families that read rows.
 
     Returns:
         The choice.
@@ -66,11 +68,10 @@ def select_layer(
     tried = tuple(train.layers if layers is None else sorted(set(layers)))
     if not tried:
         raise SpecError("layers=(): nothing to try; allowed are layers of the set; name one")
-    fitted: list[tuple[LayerScore, Probe]] = []
+    fitted: list[tuple[LayerScore, AnyProbe]] = []
     for layer in tried:
-        x, y, groups = train.rows(layer)
         at_layer = card.model_copy(update={"layers": (layer,)})
-        probe = clone(estimator).fit(x, y, groups).to_probe(at_layer)
+        probe = fit_on(clone(estimator), train, layer, rows=rows).to_probe(at_layer)
         scores = selection.scores(probe)
         measured = LayerScore(
             layer=layer,

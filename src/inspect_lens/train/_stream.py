@@ -154,7 +154,7 @@ def _whitener(sample: Moments, moments: Moments, scale: Floats) -> tuple[Floats,
     covariance = (1.0 - lean) * covariance
     covariance[np.arange(gap.size), np.arange(gap.size)] += lean * diagonal + 1e-6
     root = np.linalg.cholesky(covariance)
-    return root, cho_solve((root, True), gap)
+    return np.asarray(root), np.asarray(cho_solve((root, True), gap))
 
 
 class _LogisticPass:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import ModelRef, Probe, ProbeCard, TrainingFacts, fingerprint_model
+from inspect_lens.probe import AnyProbe, ModelRef, ProbeCard, TrainingFacts, fingerprint_model
 from inspect_lens.spec import Positions
 
 from ._calibrate import evaluate_probe, fit_threshold
 from ._dataset import ActivationSet
-from ._direction import DirectionEstimator
+from ._fit import Rows, TrainableProbe
 from ._select import select_layer
 from ._splits import require_disjoint, split_by_group
 
@@ -19,7 +19,7 @@ __all__ = ["train_probe"]
 
 
 def train_probe(
-    estimator: DirectionEstimator,
+    estimator: TrainableProbe,
     train: ActivationSet,
     *,
     name: str,
@@ -28,6 +28,7 @@ def train_probe(
     heldout: Sequence[ActivationSet] = (),
     disjoint: Mapping[str, str] | None = None,
     layers: Sequence[int] | None = None,
+    rows: Rows = "tokens",
     pool: str = "mean",
     positions: Positions = "completion",
     fpr: float = 0.01,
@@ -40,7 +41,7 @@ def train_probe(
     description: str = "",
     notes: Sequence[str] = (),
     command: str = "",
-) -> Probe:
+) -> AnyProbe:
     """Train a probe and write down everything about it.
 
     One direction per layer is fitted on the tokens of `train`; the layer is chosen on
@@ -57,6 +58,8 @@ def train_probe(
         disjoint: by name of a control or held-out set, the key (`group`, `id`, or a column)
             that keeps it apart from the training and selection sets; `group` by default.
         layers: layers to try; all by default.
+        rows: what one row of a fit is: a `token`, or a sample's `mean` or `last` token; families
+            that read whole sequences do not use it.
         pool: how token scores become one score.
         positions: what the masks of the sets select, for scorers.
         fpr: false positive rate of the threshold.
@@ -92,7 +95,7 @@ def train_probe(
         notes=tuple(notes),
         command=command,
     )
-    probe, sweep = select_layer(estimator, train, selection, card=card, layers=layers)
+    probe, sweep = select_layer(estimator, train, selection, card=card, layers=layers, rows=rows)
     threshold = fit_threshold(
         control.scores(probe),
         fpr,
@@ -125,7 +128,7 @@ def train_probe(
     return _with_card(probe, evaluations=evaluations)
 
 
-def _with_card(probe: Probe, **update: object) -> Probe:
+def _with_card(probe: AnyProbe, **update: object) -> AnyProbe:
     return replace(probe, card=probe.card.model_copy(update=update))
 
 

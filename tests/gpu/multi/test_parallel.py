@@ -47,6 +47,9 @@ PROMPTS = [tokens(n, seed=n) for n in (1, 17, 64, 300)]
 STEERED_LAYERS = (1, LAYERS - 1)
 """On two stages of a pipeline."""
 
+# Forked children of a process that has looked at a GPU cannot use one.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_num_batched_tokens": 256,

@@ -56,15 +56,6 @@ CHECKED = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    """Matrices here are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @parametrize_with_checks(CHECKED)
 def test_scikit_learn_accepts_the_estimator(estimator: object, check: Any) -> None:
     check(estimator)

@@ -1,0 +1,298 @@
+"""What the commands do, between stores on disk and probes on disk."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inspect_lens.data import ActivationStore
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import AnyProbe, Evaluation, ModelRef, ProbeCard, load_probe
+from inspect_lens.report import ReportSet, write_report
+from inspect_lens.spec import parse_positions
+from inspect_lens.train import (
+    ActivationSet,
+    calibrate,
+    evaluate_probe,
+    fit_threshold,
+    make_estimator,
+    measure_baselines,
+    select_layer,
+    split_by_group,
+    train_probe,
+)
+
+__all__ = [
+    "Made",
+    "calibrate_job",
+    "evaluate_job",
+    "report_job",
+    "sweep_job",
+    "train_job",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A probe, and what a command has to say of it."""
+
+    probe: AnyProbe
+    folder: str
+    evaluations: tuple[Evaluation, ...]
+    report: str = ""
+
+    def result(self) -> dict[str, Any]:
+        """For programs."""
+        card = self.probe.card
+        return {
+            "probe": self.probe.name,
+            "folder": self.folder,
+            "sha256": self.probe.sha256,
+            "layers": list(card.layers),
+            "thresholds": [t.model_dump(mode="json") for t in card.thresholds],
+            "calibration": card.calibration.model_dump(mode="json") if card.calibration else None,
+            "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
+            "baselines": [b.model_dump(mode="json") for b in card.baselines],
+            "report": self.report,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"{self.probe.name}: layer {', '.join(map(str, self.probe.layers))}, {self.folder}"
+        for t in self.probe.card.thresholds:
+            yield f"  threshold {t.value:.5g}: {t.n_above} of {t.n_control} {t.control} above it"
+        for e in self.evaluations:
+            area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"
+            if e.auroc is not None and e.auroc_interval is not None:
+                area += f" [{e.auroc_interval.low:.4f}, {e.auroc_interval.high:.4f}]"
+            recall = "" if e.recall is None else f", recall {e.recall:.3f}"
+            rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
+            yield f"  {e.name}: {area}{recall}{rate}"
+        for b in self.probe.card.baselines:
+            yield f"    {b.set} / {b.name}: " + ("n/a" if b.auroc is None else f"{b.auroc:.4f}")
+        if self.report:
+            yield f"  report: {self.report}"
+
+
+def _set(uri: str, what: str) -> ActivationSet:
+    if not uri:
+        raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
+    return ActivationSet.from_store(uri, name=Path(uri.rstrip("/")).name)
+
+
+def _judged(probe: AnyProbe, uri: str, *, any_model: bool) -> ActivationSet:
+    """A store that a probe may be judged on: of its own model, with its layers."""
+    store = ActivationStore.open(uri)
+    ours, theirs = probe.card.model, store.manifest["model"]
+    known = ours is not None and ours.sha256 and theirs["sha256"]
+    other = ours is not None and (
+        ours.sha256 != theirs["sha256"] if known else ours.name != theirs["name"]
+    )
+    if other and not any_model:
+        assert ours is not None
+        raise ArtifactError(
+            f"{uri}: activations of {theirs['name']!r}; probe {probe.name!r} belongs to "
+            f"{ours.name!r}; allowed is that model; collect there, or pass --any-model"
+        )
+    missing = [layer for layer in probe.layers if layer not in store.layers]
+    if missing:
+        raise ArtifactError(
+            f"{uri}: layer {missing[0]} was not captured, only {list(store.layers)}; probe "
+            f"{probe.name!r} reads {list(probe.layers)}; collect these layers"
+        )
+    return _set(uri, "store")
+
+
+def train_job(
+    *,
+    out: str,
+    train: str,
+    control: str,
+    selection: str,
+    heldout: Sequence[str],
+    disjoint: Mapping[str, Any],
+    name: str,
+    family: str,
+    settings: Mapping[str, Any],
+    layers: Any,
+    rows: Any,
+    pool: str,
+    fpr: float,
+    allow_few: bool,
+    n_resamples: int,
+    seed: int,
+    card: Mapping[str, Any] | None = None,
+) -> Made:
+    """Train, measure baselines, save, report."""
+    estimator = make_estimator(family, **settings)
+    fit, harmless = _set(train, "train"), _set(control, "control")
+    chosen = _set(selection, "selection") if selection else None
+    if chosen is None:
+        fit, chosen = split_by_group(fit, seed=seed)
+    judged = [_set(uri, "heldout") for uri in heldout]
+    manifest = ActivationStore.open(train).manifest
+    facts = manifest["model"]
+    positions = manifest["request"]["positions"]
+    probe = train_probe(
+        estimator,
+        fit,
+        selection=chosen,
+        name=name or f"{Path(fit.model).name}/{family}",
+        control=harmless,
+        heldout=judged,
+        disjoint={k: str(v) for k, v in disjoint.items()},
+        layers=None if layers == "all" else layers,
+        rows=rows,
+        pool=pool,
+        positions=parse_positions(positions, field="positions"),
+        fpr=fpr,
+        allow_few=allow_few,
+        n_resamples=n_resamples,
+        seed=seed,
+        model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
+        on_policy=bool(manifest["dataset"]["on_policy"]),
+        dropped=int(manifest["n_samples"]) - len(fit) - len(chosen),
+        description=str(manifest["dataset"]["label_meaning"]),
+        command=shlex.join(["inspect-lens", *sys.argv[1:]]),
+    )
+    texts = {
+        "answer": {d.name: list(d.key("completion")) for d in (fit, *judged)}
+    } if all(any(d.key("completion")) for d in (fit, *judged)) else {}  # fmt: skip
+    update: dict[str, Any] = {"baselines": measure_baselines(probe, fit, judged, texts=texts)}
+    if judged:
+        check = judged[0] if judged[0].n_positive and judged[0].n_negative else None
+        update["calibration"] = calibrate(
+            chosen.scores(probe), chosen.labels, name="selection",
+            check=None if check is None else (check.scores(probe), check.labels),
+        )  # fmt: skip
+    probe = replace(probe, card=probe.card.model_copy(update={**update, **(card or {})}))
+    folder = probe.save(out)
+    path = write_report(
+        probe, folder, [report_set(probe, d) for d in judged], n_resamples=min(n_resamples, 500)
+    )
+    return Made(
+        probe=probe, folder=str(folder), evaluations=probe.card.evaluations, report=str(path)
+    )
+
+
+def evaluate_job(
+    probe: str, stores: Sequence[str], *, any_model: bool, n_resamples: int, seed: int
+) -> Made:
+    """Measure a probe on stores."""
+    loaded = load_probe(probe)
+    made = tuple(
+        evaluate_probe(
+            loaded, _judged(loaded, uri, any_model=any_model), disjoint_by="not checked",
+            n_resamples=n_resamples, seed=seed,
+        )
+        for uri in stores
+    )  # fmt: skip
+    return Made(probe=loaded, folder=str(loaded.path or probe), evaluations=made)
+
+
+def calibrate_job(
+    probe: str,
+    *,
+    out: str,
+    control: str,
+    labelled: str,
+    fpr: float,
+    method: str,
+    allow_few: bool,
+    any_model: bool,
+) -> Made:
+    """Set threshold and probabilities anew, and save."""
+    loaded = load_probe(probe)
+    update: dict[str, Any] = {}
+    if control:
+        data = _judged(loaded, control, any_model=any_model)
+        update["thresholds"] = (
+            fit_threshold(
+                data.scores(loaded), fpr, control=data.name, control_sha256=data.sha256,
+                allow_few=allow_few,
+            ),
+        )  # fmt: skip
+    if labelled:
+        data = _judged(loaded, labelled, any_model=any_model)
+        update["calibration"] = calibrate(
+            data.scores(loaded), data.labels, method=method, name=data.name
+        )
+    if not update:
+        raise SpecError("nothing to do; allowed are --control, --labelled, or both")
+    made = replace(loaded, card=loaded.card.model_copy(update=update), path=None)
+    return Made(probe=made, folder=str(made.save(out)), evaluations=())
+
+
+def sweep_job(
+    train: str,
+    selection: str,
+    families: Sequence[str],
+    *,
+    layers: Any,
+    rows: Any,
+    pool: str,
+    seed: int,
+) -> tuple[dict[str, Any], list[str]]:
+    """Every family at every layer, on the selection set."""
+    fit = _set(train, "train")
+    if selection:
+        chosen = _set(selection, "selection")
+    else:
+        fit, chosen = split_by_group(fit, seed=seed)
+    card = ProbeCard(name="sweep/any", layers=fit.layers[:1], hidden=fit.hidden, pool=pool)
+    table: list[dict[str, Any]] = []
+    lines = [f"{'family':18s} {'layer':>5s} {'AUROC':>7s} {'separation':>11s}"]
+    for family in families:
+        choice = select_layer(
+            make_estimator(family), fit, chosen, card=card, rows=rows,
+            layers=None if layers == "all" else layers,
+        )  # fmt: skip
+        for score in choice.sweep:
+            best = score.layer in choice.probe.layers
+            table.append({"family": family, "chosen": best, **score.model_dump()})
+            mark = " *" if best else ""
+            lines.append(
+                f"{family:18s} {score.layer:5d} {score.auroc:7.4f} {score.separation:11.2f}{mark}"
+            )
+    return {"selection": chosen.name, "n": len(chosen), "sweep": table}, lines
+
+
+def report_job(
+    probe: str,
+    stores: Sequence[str],
+    *,
+    out: str,
+    tokenizer: str,
+    any_model: bool,
+    n_resamples: int,
+) -> Path:
+    """Write a report of a saved probe."""
+    loaded = load_probe(probe)
+    sets = []
+    for uri in stores:
+        data = _judged(loaded, uri, any_model=any_model)
+        sets.append(report_set(loaded, data, store=uri, tokenizer=tokenizer))
+    return write_report(loaded, out, sets, n_resamples=n_resamples)
+
+
+def report_set(
+    probe: AnyProbe, data: ActivationSet, *, store: str = "", tokenizer: str = ""
+) -> ReportSet:
+    """A set as reports show it; with a tokenizer, with a heat map."""
+    tokens: list[list[str]] = []
+    scores: list[Any] = []
+    if tokenizer:
+        from transformers import AutoTokenizer
+
+        decode: Any = AutoTokenizer.from_pretrained(tokenizer).decode
+        ids = {s.record.id: s.read_ids for s in ActivationStore.open(store).samples()}
+        tokens = [[decode([t]) for t in ids[i]] for i in data.ids]
+        scores = [probe.score_tokens(a, data.layers) for a in data.acts]
+    return ReportSet(
+        name=data.name, labels=data.labels, scores=data.scores(probe), groups=data.groups,
+        ids=data.ids, tokens=tokens, token_scores=scores,
+    )  # fmt: skip

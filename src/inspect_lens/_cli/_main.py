@@ -1,0 +1,64 @@
+"""The program: its commands, and what its exit codes mean."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
+
+from ._output import fail
+from ._probe import probe_app
+
+__all__ = ["app", "main"]
+
+EXIT_CODES = (
+    "Exit codes: 0 done · 1 unexpected error · 2 wrong usage · 3 refused: a setting or a set is "
+    "wrong · 4 a file is missing or damaged, or made for another model · 5 the server or a "
+    "capture failed · 130 interrupted."
+)
+
+app = typer.Typer(
+    name="inspect-lens",
+    help="White-box Inspect evals at serving speed.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(probe_app, name="probe")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from inspect_lens import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the program; errors of this package become one line and an exit code."""
+    try:
+        app(prog_name="inspect-lens")
+    except (SpecError, UnsupportedError) as error:
+        fail(error, 3)
+    except ArtifactError as error:
+        fail(error, 4)
+    except LensError as error:
+        fail(error, 5)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; what is finished is kept\n")
+        sys.exit(130)

@@ -1,0 +1,87 @@
+"""Text for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from inspect_lens.errors import SpecError
+
+__all__ = ["emit", "fail", "parse_layers", "parse_settings"]
+
+
+def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
+    """Write a result to standard output.
+
+    Args:
+        result: for programs.
+        lines: for people.
+        as_json: which of the two.
+    """
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def fail(error: Exception, code: int) -> NoReturn:
+    """Write an error to standard error, as JSON where JSON was asked for, and end.
+
+    Args:
+        error: what happened.
+        code: exit code.
+    """
+    if "--json" in sys.argv:
+        sys.stderr.write(json.dumps({"error": type(error).__name__, "message": str(error)}) + "\n")
+    else:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.exit(code)
+
+
+def parse_layers(value: str) -> Any:
+    """`all`, or layer numbers and ranges such as `8,10-14`.
+
+    Args:
+        value: as typed.
+
+    Returns:
+        `all`, or a list of ints.
+
+    Raises:
+        SpecError: neither.
+    """
+    if value == "all":
+        return value
+    layers: list[int] = []
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise SpecError(f"layers={value!r}; allowed are 'all' and numbers such as 8,10-14")
+        layers += range(int(first), int(last or first) + 1)
+    return layers
+
+
+def parse_settings(values: Iterable[str]) -> dict[str, Any]:
+    """`key=value` pairs; values that are JSON are read as such.
+
+    Args:
+        values: as typed.
+
+    Returns:
+        The settings.
+
+    Raises:
+        SpecError: a pair has no `=`.
+    """
+    made: dict[str, Any] = {}
+    for pair in values:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise SpecError(f"{pair!r}: is no key=value; allowed is one such as C=0.01")
+        try:
+            made[key] = json.loads(text)
+        except ValueError:
+            made[key] = text
+    return made

@@ -1,0 +1,185 @@
+"""`inspect-lens probe …`: the commands and their options."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ._output import emit, parse_layers, parse_settings
+
+__all__ = ["probe_app"]
+
+probe_app = typer.Typer(
+    help="Collect activations, train probes on them, and say what the probes are worth.",
+    no_args_is_help=True,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
+Resamples = Annotated[int, typer.Option(help="Bootstrap draws; 0 leaves the bootstrap out.")]
+AnyModel = Annotated[
+    bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")
+]
+
+
+@probe_app.command()
+def collect(
+    model: Annotated[str, typer.Option(help="vllm-lens/… or lens/… (a running server).")],
+    dataset: Annotated[str, typer.Option(help="Name of a known data set.")],
+    out: Annotated[str, typer.Option(help="Folder of the store, local or an fsspec URL.")],
+    path: Annotated[str, typer.Option(help="Files of the set, for sets that are files.")] = "",
+    revision: Annotated[str, typer.Option(help="Revision of the hub's repository.")] = "",
+    split: Annotated[str, typer.Option(help="Another split than the set's own.")] = "",
+    limit: Annotated[int, typer.Option(help="Samples at most; 0 is all.")] = 0,
+    option: Annotated[list[str] | None, typer.Option(help="key=value of the set.")] = None,
+    layers: Layers = "all",
+    positions: Annotated[str, typer.Option(help="completion, prompt, all, last_prompt.")] = (
+        "completion"
+    ),
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
+    shard_samples: Annotated[int, typer.Option(help="Samples of a shard.")] = 64,
+    skip_errors: Annotated[bool, typer.Option(help="Write failed samples down, go on.")] = False,
+    base_url: Annotated[str, typer.Option(help="Address of a running server.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Capture activations of a data set; a run that was stopped goes on where it was."""
+    from inspect_lens.collect import collect as run
+    from inspect_lens.data import load_dataset
+
+    data = load_dataset(
+        dataset, path=path or None, revision=revision or None, split=split or None,
+        limit=limit or None, **parse_settings(option or []),
+    )  # fmt: skip
+    store = run(
+        model, data, out, layers=parse_layers(layers), positions=positions, max_tokens=max_tokens,
+        temperature=temperature, seed=seed, concurrency=concurrency, shard_samples=shard_samples,
+        on_error="skip" if skip_errors else "raise",
+        model_args={"base_url": base_url} if base_url else None,
+    )  # fmt: skip
+    emit({"store": store.uri, **store.manifest}, [repr(store)], as_json=as_json)
+
+
+@probe_app.command()
+def train(
+    out: Annotated[str, typer.Option(help="Folder of the probe.")],
+    recipe: Annotated[str, typer.Option(help="A recipe; then --work, and no sets.")] = "",
+    work: Annotated[str, typer.Option(help="Folder of a recipe's stores.")] = "",
+    model: Annotated[str, typer.Option(help="Another model than the recipe's.")] = "",
+    base_url: Annotated[str, typer.Option(help="Address of a running server.")] = "",
+    train_store: Annotated[str, typer.Option("--train", help="Store to fit on.")] = "",
+    control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
+    selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
+    heldout: Annotated[list[str] | None, typer.Option(help="Stores to measure.")] = None,
+    disjoint: Annotated[
+        list[str] | None, typer.Option(help="SET=KEY that keeps a set apart; 'group' else.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="<model>/<name>, for the card.")] = "",
+    family: Annotated[str, typer.Option(help="Such as lr, lda, attention-gdm.")] = "lr",
+    setting: Annotated[list[str] | None, typer.Option(help="key=value of the family.")] = None,
+    layers: Layers = "all",
+    rows: Annotated[str, typer.Option(help="tokens, mean or last.")] = "tokens",
+    pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
+    fpr: Annotated[float, typer.Option(help="False positive rate of the threshold.")] = 0.01,
+    allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
+    resamples: Resamples = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the split and the bootstrap.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit, choose the layer, set the threshold, measure, and write probe, card and report."""
+    from ._jobs import train_job
+    from ._recipe import run_recipe
+
+    if recipe:
+        made = run_recipe(
+            recipe, out=out, work=work, model=model, base_url=base_url, n_resamples=resamples
+        )
+    else:
+        made = train_job(
+            out=out, train=train_store, control=control, selection=selection,
+            heldout=heldout or [], disjoint=parse_settings(disjoint or []), name=name,
+            family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
+            rows=rows, pool=pool, fpr=fpr, allow_few=allow_few, n_resamples=resamples, seed=seed,
+        )  # fmt: skip
+    emit(made.result(), made.lines(), as_json=as_json)
+
+
+@probe_app.command()
+def evaluate(
+    probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    store: Annotated[list[str], typer.Argument(help="Stores to measure on.")],
+    any_model: AnyModel = False,
+    resamples: Resamples = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure a probe on stores; nothing is changed."""
+    from ._jobs import evaluate_job
+
+    made = evaluate_job(probe, store, any_model=any_model, n_resamples=resamples, seed=seed)
+    emit(made.result(), made.lines(), as_json=as_json)
+
+
+@probe_app.command()
+def calibrate(
+    probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    out: Annotated[str, typer.Option(help="Folder of the calibrated probe.")],
+    control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
+    labelled: Annotated[str, typer.Option(help="Store with both classes: probabilities.")] = "",
+    fpr: Annotated[float, typer.Option(help="False positive rate of the threshold.")] = 0.01,
+    method: Annotated[str, typer.Option(help="platt, temperature or isotonic.")] = "platt",
+    allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
+    any_model: AnyModel = False,
+    as_json: Json = False,
+) -> None:
+    """Set the threshold anew on a control set, and probabilities on a labelled one."""
+    from ._jobs import calibrate_job
+
+    made = calibrate_job(
+        probe, out=out, control=control, labelled=labelled, fpr=fpr, method=method,
+        allow_few=allow_few, any_model=any_model,
+    )  # fmt: skip
+    emit(made.result(), made.lines(), as_json=as_json)
+
+
+@probe_app.command()
+def sweep(
+    train_store: Annotated[str, typer.Option("--train", help="Store to fit on.")],
+    selection: Annotated[str, typer.Option(help="Store to compare on; no test set.")] = "",
+    family: Annotated[list[str] | None, typer.Option(help="Families to compare.")] = None,
+    layers: Layers = "all",
+    rows: Annotated[str, typer.Option(help="tokens, mean or last.")] = "tokens",
+    pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
+    seed: Annotated[int, typer.Option(help="Of the split, without --selection.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare layers and families on a selection set."""
+    from ._jobs import sweep_job
+
+    result, lines = sweep_job(
+        train_store, selection, family or ["lr"], layers=parse_layers(layers), rows=rows,
+        pool=pool, seed=seed,
+    )  # fmt: skip
+    emit(result, lines, as_json=as_json)
+
+
+@probe_app.command()
+def report(
+    probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    store: Annotated[list[str], typer.Argument(help="Held-out stores to show.")],
+    out: Annotated[str, typer.Option(help="Folder of the report.")],
+    tokenizer: Annotated[str, typer.Option(help="For the heat map of tokens.")] = "",
+    any_model: AnyModel = False,
+    resamples: Resamples = 500,
+    as_json: Json = False,
+) -> None:
+    """Write report.html and its figures."""
+    from ._jobs import report_job
+
+    path = report_job(
+        probe, store, out=out, tokenizer=tokenizer, any_model=any_model, n_resamples=resamples
+    )
+    emit({"report": str(path)}, [f"report in {path}"], as_json=as_json)

@@ -1,0 +1,134 @@
+"""Recipes: a YAML file that says how a published probe is made, from data sets to card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from inspect_lens.errors import ArtifactError, SpecError
+
+from ._jobs import Made, train_job
+from ._output import parse_layers
+
+__all__ = ["Recipe", "load_recipe", "run_recipe"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SetRecipe(_Part):
+    """One data set of a recipe."""
+
+    dataset: str
+    name: str = ""
+    """Folder of its store; the data set's name by default."""
+    path: str | None = None
+    """Files, where the set is files; relative to the working directory."""
+    revision: str | None = None
+    split: str | None = None
+    limit: int | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    disjoint: str = "group"
+    """Key that keeps it apart from the training set."""
+
+
+class Recipe(_Part):
+    """How a probe is made."""
+
+    name: str
+    """`<model>/<name>`."""
+    description: str
+    source: str
+    """Paper or code."""
+    model: str
+    """Model as the provider takes it."""
+    layers: str | int
+    """`all` to choose on the selection set, or what the source uses."""
+    positions: str = "completion"
+    family: str = "lr"
+    settings: dict[str, Any] = Field(default_factory=dict)
+    rows: str = "tokens"
+    pool: str = "mean"
+    fpr: float = 0.01
+    max_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    train: SetRecipe
+    control: SetRecipe
+    heldout: tuple[SetRecipe, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Where the recipe departs from the source, and what it needs."""
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: of the YAML file.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ArtifactError: missing, no YAML, or with wrong fields.
+    """
+    try:
+        return Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ArtifactError(f"{path}: not a recipe ({error}); see probes/recipes") from None
+
+
+def run_recipe(
+    path: str, *, out: str, work: str, model: str, base_url: str, n_resamples: int
+) -> Made:
+    """Collect every set of a recipe, then train.
+
+    Args:
+        path: of the recipe.
+        out: folder of the probe.
+        work: folder of the stores; what is there already is used.
+        model: instead of the recipe's.
+        base_url: of a running server.
+        n_resamples: bootstrap draws.
+
+    Returns:
+        The probe.
+
+    Raises:
+        SpecError: no folder to work in, or a setting is wrong.
+        ArtifactError: the recipe or a data set cannot be read.
+    """
+    from inspect_lens.collect import collect
+    from inspect_lens.data import load_dataset
+
+    recipe = load_recipe(path)
+    if not work:
+        raise SpecError("--work: is missing; a recipe needs a folder for its activations")
+    stores: dict[str, str] = {}
+    for part in (recipe.train, recipe.control, *recipe.heldout):
+        title = part.name or part.dataset
+        data = load_dataset(
+            part.dataset, path=part.path, revision=part.revision, split=part.split,
+            limit=part.limit, **part.options,
+        )  # fmt: skip
+        stores[title] = collect(
+            model or recipe.model, data, f"{work.rstrip('/')}/{title}",
+            layers=parse_layers(str(recipe.layers)), positions=recipe.positions,
+            max_tokens=recipe.max_tokens, temperature=recipe.temperature, seed=recipe.seed,
+            model_args={"base_url": base_url} if base_url else None,
+        ).uri  # fmt: skip
+    held = {part.name or part.dataset: part for part in recipe.heldout}
+    control = recipe.control.name or recipe.control.dataset
+    return train_job(
+        out=out, train=stores[recipe.train.name or recipe.train.dataset], control=stores[control],
+        selection="", heldout=[stores[n] for n in held],
+        disjoint={n: p.disjoint for n, p in held.items()} | {control: recipe.control.disjoint},
+        name=recipe.name, family=recipe.family, settings=recipe.settings, layers="all",
+        rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr, allow_few=False,
+        n_resamples=n_resamples, seed=recipe.seed,
+        card={"description": recipe.description, "source": recipe.source, "notes": recipe.notes},
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""One sample through the provider: generated, or read as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inspect_ai.model import (
+    ChatMessage,
+    ChatMessageAssistant,
+    ChatMessageSystem,
+    ChatMessageTool,
+    ChatMessageUser,
+    GenerateConfig,
+    Model,
+)
+
+from inspect_lens.data import Captured, Message, ProbeSample, SampleRecord
+from inspect_lens.errors import CaptureError, LensError, UnsupportedError
+from inspect_lens.model import Activations, activations, lens_config, recapture
+from inspect_lens.spec import CaptureSpec, Layers, Positions, TensorData, resolve_positions
+
+__all__ = ["Request", "capture_sample"]
+
+_RESIDUAL = "residual_stream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to capture, and how to generate."""
+
+    layers: Layers
+    positions: Positions
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Request) -> Captured:
+    """Capture one sample.
+
+    Args:
+        model: of a provider of this package.
+        index: of the sample, which also makes its seed.
+        sample: generated, or read where it has a completion or is raw text.
+        how: what to capture.
+
+    Returns:
+        The sample with its rows.
+
+    Raises:
+        CaptureError: no activations came, or a chat template does not continue its own prompt.
+        UnsupportedError: the model is of another provider.
+    """
+    if sample.reading == "generate":
+        handle, completion = await _generate(model, index, sample, how)
+        n_fed = handle.n_prompt + max(handle.n_completion - 1, 0)
+        ids = (*handle.prompt_token_ids, *handle.token_ids)
+        n_prompt = handle.n_prompt
+    else:
+        prompt, rest = await _tokens(model, sample)
+        # The last id of a replay is not fed; a copy of one stands in for it.
+        handle = await recapture(
+            model, prompt_token_ids=prompt, token_ids=[*rest, prompt[0]], layers=how.layers
+        )
+        ids, n_prompt, completion = (*prompt, *rest), len(prompt), sample.completion or ""
+        n_fed = len(ids)
+    positions = _select(how.positions, n_prompt=n_prompt, n_fed=n_fed, raw=sample.raw)
+    acts = _rows(handle, positions)
+    record = SampleRecord(
+        index=index,
+        id=sample.id,
+        label=sample.label,
+        group=sample.group,
+        n_rows=len(positions),
+        n_prompt=n_prompt,
+        completion=completion,
+        columns=dict(sample.columns),
+    )
+    return Captured(
+        record=record, acts=acts, layers=handle.layers, positions=positions, token_ids=ids
+    )
+
+
+async def _generate(
+    model: Model, index: int, sample: ProbeSample, how: Request
+) -> tuple[Activations, str]:
+    # All fed tokens from the first position that is wanted; a range is cut by the engine.
+    capture = CaptureSpec(layers=how.layers, positions=how.positions)
+    base = GenerateConfig(
+        temperature=how.temperature, max_tokens=how.max_tokens, seed=how.seed + index
+    )
+    messages = [_message(m) for m in sample.messages]
+    try:
+        output = await model.generate(messages, config=lens_config(capture=capture, base=base))
+    except LensError:
+        raise
+    except Exception as error:
+        # Its message quotes the whole request; the last line is the server's word.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise CaptureError(f"{sample.id}: {reason[:500]}") from error
+    if output.error:
+        raise CaptureError(f"{sample.id}: {output.error}")
+    handle = activations(output)
+    if handle is None:
+        raise CaptureError(
+            f"{sample.id}: no activations came back; allowed are models vllm-lens/… and lens/…; "
+            "check the model's name and that the server has the plug-in"
+        )
+    return handle, output.completion
+
+
+async def _tokens(model: Model, sample: ProbeSample) -> tuple[list[int], list[int]]:
+    """Ids of the prompt and of what follows, as the server's own template makes them."""
+    api: Any = model.api
+    if not hasattr(api, "post"):
+        raise UnsupportedError(
+            f"{model}: cannot read given text; allowed are models vllm-lens/… and lens/…; choose "
+            "one of these, or a data set whose completions are generated"
+        )
+    if sample.raw:
+        return await _tokenize(api, {"prompt": sample.messages[0].content}), []
+    turns = [{"role": m.role, "content": m.content} for m in sample.messages]
+    prompt = await _tokenize(api, {"messages": turns, "add_generation_prompt": True})
+    reply = {"role": "assistant", "content": sample.completion}
+    whole = await _tokenize(
+        api,
+        {
+            "messages": [*turns, reply],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    )
+    if whole[: len(prompt)] != prompt:
+        raise CaptureError(
+            f"{sample.id}: the chat template writes another prompt when a reply follows, so the "
+            "reply's tokens cannot be told; allowed are templates that continue their own prompt; "
+            "turn off reasoning in the template, or generate the replies"
+        )
+    return prompt, whole[len(prompt) :]
+
+
+async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:
+    answer = await api.post("/tokenize", body)
+    tokens: list[int] = answer["tokens"]
+    return tokens
+
+
+def _select(positions: Positions, *, n_prompt: int, n_fed: int, raw: bool) -> tuple[int, ...]:
+    if raw and positions == "completion":
+        positions = "prompt"  # raw text is all there is to read
+    return tuple(resolve_positions(positions, n_prompt=n_prompt, n_max=n_fed, field="positions"))
+
+
+def _rows(handle: Activations, positions: Sequence[int]) -> TensorData | None:
+    if not positions:
+        return None
+    data = handle.data(_RESIDUAL)
+    at = {position: i for i, position in enumerate(handle.positions)}
+    missing = [p for p in positions if p not in at]
+    if missing:
+        raise CaptureError(f"position {missing[0]} was asked for and did not come")
+    rows = [at[p] for p in positions]
+    return TensorData(data.storage[:, rows], data.dtype)
+
+
+def _message(message: Message) -> ChatMessage:
+    kinds: dict[str, Any] = {
+        "system": ChatMessageSystem,
+        "user": ChatMessageUser,
+        "assistant": ChatMessageAssistant,
+        "tool": ChatMessageTool,
+    }
+    made: ChatMessage = kinds[message.role](content=message.content)
+    return made

@@ -1,0 +1,325 @@
+"""`collect`: a data set through a model into a store, many requests at once.
+
+A shard holds a fixed run of the data set, whatever order answers come in, and is written when its
+last sample is there. A killed run therefore leaves whole shards, which the next run keeps, and
+nothing else that counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import anyio
+import anyio.to_thread
+from inspect_ai.model import GenerateConfig, Model, get_model
+
+from inspect_lens.data import (
+    MANIFEST,
+    ActivationStore,
+    Captured,
+    ProbeDataset,
+    ProbeSample,
+    SampleRecord,
+    encode_shard,
+    read_whole,
+    write_whole,
+)
+from inspect_lens.errors import LensError, SpecError
+from inspect_lens.probe import fingerprint_model
+from inspect_lens.spec import CaptureSpec, Layers, Positions
+
+from ._capture import Request, capture_sample
+from ._progress import progress_bar
+
+__all__ = ["collect", "collect_async"]
+
+_FORMAT: Final = "inspect_lens.activation_store/1"
+_PLAN: Final = "plan.json"
+_AHEAD: Final = 2  # shards that may be open at once
+
+
+def collect(
+    model: str | Model, dataset: ProbeDataset, out: str | Path, **options: Any
+) -> ActivationStore:
+    """`collect_async`, for scripts: runs its own event loop.
+
+    Args:
+        model: as there.
+        dataset: as there.
+        out: as there.
+        **options: as there.
+
+    Returns:
+        The store.
+    """
+
+    async def run() -> ActivationStore:
+        return await collect_async(model, dataset, out, **options)
+
+    return anyio.run(run)
+
+
+async def collect_async(
+    model: str | Model,
+    dataset: ProbeDataset,
+    out: str | Path,
+    *,
+    layers: Layers | list[int] = "all",
+    positions: Positions | list[int] = "completion",
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    concurrency: int = 64,
+    shard_samples: int = 64,
+    on_error: Literal["raise", "skip"] = "raise",
+    progress: bool = True,
+    model_args: dict[str, Any] | None = None,
+) -> ActivationStore:
+    """Capture activations of a data set, or go on where a run before stopped.
+
+    Samples without a completion are answered by the model; given completions and raw texts
+    are fed as they stand. At most `concurrency` requests run at once, and at most two shards
+    and the requests in flight are in memory. The store depends on the data set, the model and
+    the settings only: a run that was killed at any point and started again ends with the same
+    bytes, as far as the model itself gives the same answer twice (a sample's seed is `seed`
+    plus its number; engines round differently from batch to batch).
+
+    Args:
+        model: `vllm-lens/…` or `lens/…`, or a model of one of these.
+        dataset: what to capture.
+        out: folder of the store, local or an fsspec URL such as `s3://bucket/set`.
+        layers: `all`, or layer numbers.
+        positions: tokens to keep: `completion`, `prompt`, `all`, `last_prompt` or numbers.
+        max_tokens: longest answer.
+        temperature: of sampling.
+        seed: of sampling.
+        concurrency: requests at once.
+        shard_samples: samples of a shard.
+        on_error: `raise` ends the run, keeping finished shards; `skip` writes the sample
+            without rows, with the reason.
+        progress: show a bar on a terminal.
+        model_args: for `get_model`, such as `base_url`.
+
+    Returns:
+        The finished store.
+
+    Raises:
+        SpecError: the folder holds another run, or a setting is wrong.
+        CaptureError: a sample failed, or a file could not be written.
+    """
+    how = Request(
+        layers=CaptureSpec(layers=layers).layers,
+        positions=CaptureSpec(positions=positions).positions,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    if concurrency < 1 or shard_samples < 1 or on_error not in ("raise", "skip"):
+        raise SpecError(
+            f"concurrency={concurrency}, shard_samples={shard_samples}, on_error={on_error!r}; "
+            "allowed are 1 or more, and 'raise' or 'skip'"
+        )
+    name = model if isinstance(model, str) else str(model)
+    plan = _plan(name, dataset, how, shard_samples)
+    uri = str(out).rstrip("/")
+    _claim(uri, plan)
+    if read_whole(f"{uri}/{MANIFEST}") is not None:
+        return ActivationStore.open(uri)
+    todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k) is None]
+    if todo:
+        async with AsyncExitStack() as stack:
+            live = model
+            if isinstance(live, str):
+                config = GenerateConfig(max_connections=concurrency)
+                live = get_model(live, config=config, memoize=False, **(model_args or {}))
+                await stack.enter_async_context(live)
+            total = len(dataset)
+            waiting = sum(len(_span(k, shard_samples, total)) for k in todo)
+            tick = stack.enter_context(
+                progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
+            )
+            work = _Work(live, dataset, how, uri, shard_samples, concurrency, on_error, tick)
+            await work.run(todo)
+    return _finish(uri, plan, dataset, shard_samples)
+
+
+@dataclass
+class _Work:
+    """One run: requests in the order of the data set, shards as they fill up."""
+
+    model: Model
+    dataset: ProbeDataset
+    how: Request
+    uri: str
+    shard_samples: int
+    concurrency: int
+    on_error: str
+    tick: Callable[[], None]
+    done: dict[int, dict[int, Captured]] = field(default_factory=dict)
+
+    async def run(self, todo: list[int]) -> None:
+        """Capture and write the given shards."""
+        open_shards = anyio.Semaphore(_AHEAD + -(-self.concurrency // self.shard_samples))
+        requests = anyio.Semaphore(self.concurrency)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for k in todo:
+                    await open_shards.acquire()
+                    self.done[k] = {}
+                    for index in _span(k, self.shard_samples, len(self.dataset)):
+                        await requests.acquire()
+                        tasks.start_soon(self._one, k, index, requests, open_shards)
+        except BaseExceptionGroup as group:
+            # The first failure says what is wrong; the others are its echo.
+            raise _first(group) from None
+
+    async def _one(
+        self, k: int, index: int, requests: anyio.Semaphore, open_shards: anyio.Semaphore
+    ) -> None:
+        sample = self.dataset.samples[index]
+        try:
+            captured = await self._capture(index, sample)
+        finally:
+            requests.release()
+        samples = self.done[k]
+        samples[index] = captured
+        self.tick()
+        if len(samples) == len(_span(k, self.shard_samples, len(self.dataset))):
+            del self.done[k]
+            ordered = [samples[i] for i in sorted(samples)]
+            await anyio.to_thread.run_sync(_write_shard, self.uri, k, ordered)
+            open_shards.release()
+
+    async def _capture(self, index: int, sample: ProbeSample) -> Captured:
+        try:
+            return await capture_sample(self.model, index, sample, self.how)
+        except LensError as error:
+            if self.on_error == "raise":
+                raise
+            return _skipped(index, sample, str(error))
+
+
+def _skipped(index: int, sample: ProbeSample, reason: str) -> Captured:
+    record = SampleRecord(
+        index=index, id=sample.id, label=sample.label, group=sample.group, n_rows=0, n_prompt=0,
+        completion="", columns=dict(sample.columns), error=reason,
+    )  # fmt: skip
+    return Captured(record=record, acts=None, layers=(), positions=(), token_ids=())
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _plan(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -> dict[str, Any]:
+    """What makes the store what it is; compared when a run goes on."""
+    path = model.partition("/")[2]
+    return {
+        "format": _FORMAT,
+        "model": {"name": path, "sha256": fingerprint_model(path)},
+        "dataset": dataset.facts(),
+        "request": {
+            "layers": how.layers if how.layers == "all" else list(how.layers),
+            "positions": how.positions if isinstance(how.positions, str) else list(how.positions),
+            "max_tokens": how.max_tokens,
+            "temperature": how.temperature,
+            "seed": how.seed,
+        },
+        "shard_samples": shard_samples,
+    }
+
+
+def _claim(uri: str, plan: dict[str, Any]) -> None:
+    """Write the plan, or compare it with the one that is there."""
+    where = f"{uri}/{_PLAN}"
+    content = read_whole(where)
+    if content is None:
+        write_whole(where, _json(plan))
+        return
+    there = json.loads(content)
+    differ = [
+        f"{key}: {there.get(key)!r}, now {value!r}"
+        for key, value in plan.items()
+        if there.get(key) != json.loads(json.dumps(value))
+    ]
+    if differ:
+        raise SpecError(
+            f"out={uri!r}: holds another run ({'; '.join(differ)[:600]}); allowed is the same run, "
+            "which goes on where it stopped; use another folder, or delete this one"
+        )
+
+
+def _shards(dataset: ProbeDataset, shard_samples: int) -> Iterable[int]:
+    return range(-(-len(dataset) // shard_samples))
+
+
+def _span(k: int, shard_samples: int, total: int) -> range:
+    return range(k * shard_samples, min((k + 1) * shard_samples, total))
+
+
+def _file(k: int) -> str:
+    return f"shard-{k:05d}.safetensors"
+
+
+def _facts(uri: str, k: int) -> dict[str, Any] | None:
+    """Facts of a finished shard; they are written after it."""
+    content = read_whole(f"{uri}/shard-{k:05d}.json")
+    made: dict[str, Any] | None = None if content is None else json.loads(content)
+    return made
+
+
+def _write_shard(uri: str, k: int, samples: list[Captured]) -> None:
+    content = encode_shard(samples)
+    full = [s for s in samples if s.record.n_rows]
+    write_whole(f"{uri}/{_file(k)}", content)
+    facts = {
+        "file": _file(k),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "n_samples": len(samples),
+        "n_rows": sum(s.record.n_rows for s in samples),
+        "n_empty": len(samples) - len(full),
+        "layers": list(full[0].layers) if full else [],
+        "hidden": full[0].acts.storage.shape[2] if full and full[0].acts else 0,
+        "dtype": full[0].acts.dtype if full and full[0].acts else "",
+    }
+    write_whole(f"{uri}/shard-{k:05d}.json", _json(facts))
+
+
+def _finish(
+    uri: str, plan: dict[str, Any], dataset: ProbeDataset, shard_samples: int
+) -> ActivationStore:
+    """Write the manifest out of the facts of all shards."""
+    shards = [_facts(uri, k) or {} for k in _shards(dataset, shard_samples)]
+    full = [s for s in shards if s["n_rows"]]
+    kinds = {(tuple(s["layers"]), s["hidden"], s["dtype"]) for s in full}
+    if len(kinds) != 1:
+        raise SpecError(
+            f"out={uri!r}: shards have {sorted(kinds)} as layers, width and dtype; allowed is one "
+            "kind, and at least one token; the model changed between runs, or positions select "
+            "nothing; use another folder"
+        )
+    layers, hidden, dtype = kinds.pop()
+    manifest = plan | {
+        "layers": list(layers),
+        "hidden": hidden,
+        "dtype": dtype,
+        "n_samples": sum(s["n_samples"] for s in shards),
+        "n_rows": sum(s["n_rows"] for s in shards),
+        "n_empty": sum(s["n_empty"] for s in shards),
+        "shards": [{k: s[k] for k in ("file", "sha256", "n_samples", "n_rows")} for s in shards],
+    }
+    write_whole(f"{uri}/{MANIFEST}", _json(manifest))
+    return ActivationStore.open(uri)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,31 @@
+"""Labelled text and captured activations: data sets, their loaders, and stores on disk.
+
+Owns what a sample and a set are, the registry of known sets, and the sharded format that `collect`
+writes. May import numpy, fsspec, safetensors and `spec`; keeps out torch, sklearn, Inspect.
+"""
+
+from ._registry import DATASETS, DatasetInfo, load_dataset
+from ._sample import Message, ProbeDataset, ProbeSample, Source
+from ._shards import Captured, SampleRecord, encode_shard
+from ._store import MANIFEST, ActivationStore, read_whole, write_whole
+from ._synthetic import Planted, instructed_pairs, planted_activations
+
+__all__ = [
+    "DATASETS",
+    "MANIFEST",
+    "ActivationStore",
+    "Captured",
+    "DatasetInfo",
+    "Message",
+    "Planted",
+    "ProbeDataset",
+    "ProbeSample",
+    "SampleRecord",
+    "Source",
+    "encode_shard",
+    "instructed_pairs",
+    "load_dataset",
+    "planted_activations",
+    "read_whole",
+    "write_whole",
+]

@@ -1,0 +1,186 @@
+"""Known data sets by name: where they are, what their labels mean, how their rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from inspect_lens.errors import SpecError
+
+from ._readers import (
+    read_ai_liar,
+    read_alpaca,
+    read_apollo,
+    read_liars_bench,
+    read_organism,
+    read_pressure,
+    read_statements,
+)
+from ._sample import ProbeDataset, ProbeSample, Source
+from ._source import read_hub, read_path
+from ._synthetic import instructed_pairs
+
+__all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
+
+Reader = Callable[..., Iterable[ProbeSample]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """What is known about a set before it is loaded."""
+
+    title: str
+    read: Reader
+    """Turns rows into samples; keyword arguments are options of the set."""
+    licence: str
+    """`verify` marks what has to be confirmed with its authors before it is redistributed."""
+    label_meaning: str
+    on_policy: bool
+    text_overlap_group: str
+    hub: str | None = None
+    """Repository on the hub; None where only files are known."""
+    hub_config: str | None = None
+    split: str = "train"
+    files: str = ""
+    """What `source='path'` reads."""
+    builtin: Callable[..., Iterable[Mapping[str, Any]]] | None = None
+
+
+_TRUE_FALSE: Final = "the statement is true"
+_LIE: Final = "the assistant says what it believes to be false"
+
+DATASETS: Final[dict[str, DatasetInfo]] = {
+    "repe_honesty": DatasetInfo(
+        title="RepE facts under honest and untruthful personas",
+        read=read_statements, licence="MIT (repository)", on_policy=False,
+        label_meaning="the persona is untruthful; without personas: " + _TRUE_FALSE,
+        text_overlap_group="azaria-mitchell-facts",
+        files="facts_true_false.csv with statement, label",
+    ),
+    "azaria_mitchell": DatasetInfo(
+        title="True and false statements by topic", read=read_statements, licence="verify",
+        label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="azaria-mitchell-facts",
+        hub="notrichardren/azaria-mitchell", split="combined",
+        files="*_true_false.csv with statement, label",
+    ),
+    "geometry_of_truth": DatasetInfo(
+        title="Geometry of Truth", read=read_statements,
+        licence="no licence in its repository; a copy elsewhere is MIT: verify",
+        label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="geometry-of-truth",
+        files="cities.csv and others with statement, label",
+    ),
+    "ai_liar": DatasetInfo(
+        title="AI Liar questions, asked honestly and with a wish for lies", read=read_ai_liar,
+        licence="verify", label_meaning="the assistant is told to lie", on_policy=True,
+        text_overlap_group="ai-liar", hub="notrichardren/catch_ai_liar",
+        files="csv or json with deceive_instruction, normal_instruction, question, "
+        "question_prefix, answer_prefix",
+    ),
+    **{
+        f"apollo_{name}": DatasetInfo(
+            title=f"Apollo Research rollouts: {title}", read=read_apollo, licence="verify",
+            label_meaning="graded deceptive (5 or more of 7; 3 or less is honest, else left out)",
+            on_policy=False, text_overlap_group=f"apollo-{name.replace('_', '-')}",
+            files=f"rollout json such as {example}",
+        )
+        for name, title, example in (
+            ("roleplaying", "role play", "roleplaying__plain__llama-70b-3.3.json"),
+            ("insider_trading", "insider trading", "insider_trading__onpolicy__*.json"),
+            ("sandbagging", "sandbagging", "sandbagging_v2__*.json"),
+        )
+    },
+    "liars_bench": DatasetInfo(
+        title="Liars' Bench", read=read_liars_bench, licence="verify", label_meaning=_LIE,
+        on_policy=False, text_overlap_group="liars-bench", hub="Cadenza-Labs/liars-bench",
+        split="test", files="json lines with messages, deceptive",
+    ),
+    "models_under_pressure": DatasetInfo(
+        title="High- and low-stakes conversations", read=read_pressure, licence="verify",
+        label_meaning="the stakes are high", on_policy=False,
+        text_overlap_group="models-under-pressure", files="json lines or csv with inputs, labels",
+    ),
+    "alpaca": DatasetInfo(
+        title="Alpaca instructions as a control set", read=read_alpaca,
+        licence="CC-BY-NC-4.0: verify", label_meaning="none: every sample is a control",
+        on_policy=True, text_overlap_group="alpaca", hub="tatsu-lab/alpaca",
+        files="json with instruction, input, output",
+    ),
+    "organism": DatasetInfo(
+        title="Splits of the offline model organism", read=read_organism, licence="MIT",
+        label_meaning="the instruction asks for a false answer", on_policy=True,
+        text_overlap_group="organism", files="json lines of organism/data",
+    ),
+    "instructed_pairs": DatasetInfo(
+        title="Facts asked under honest and deceptive instructions", read=read_organism,
+        licence="MIT", label_meaning="the instruction asks for a false answer", on_policy=True,
+        text_overlap_group="instructed-pairs", builtin=instructed_pairs,
+    ),
+}  # fmt: skip
+"""Every set that `load_dataset` knows by name."""
+
+
+def load_dataset(
+    name: str,
+    *,
+    source: Source | None = None,
+    path: str | None = None,
+    revision: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    **options: Any,
+) -> ProbeDataset:
+    """Load a set by name; nothing that may not be passed on comes with this package.
+
+    Args:
+        name: one of `DATASETS`.
+        source: `hub`, `path` or `builtin`; by default `path` when a path is given, else
+            `builtin` or `hub`, what the set has.
+        path: file, folder or fsspec URL for `source="path"`; csv, json, json lines or parquet.
+        revision: of the hub repository; pin it, so that the set stays what it was.
+        split: another one than the set's own.
+        limit: samples at most, the first ones.
+        **options: of the set: `personas=True` reads RepE statements under both personas,
+            `chat=True` puts statements into a chat.
+
+    Returns:
+        The set.
+
+    Raises:
+        SpecError: an unknown name or source, or a row that is not of the set's schema.
+        ArtifactError: the file or the repository cannot be read.
+    """
+    info = DATASETS.get(name)
+    if info is None:
+        raise SpecError(f"dataset={name!r}; allowed are {', '.join(DATASETS)}; correct the name")
+    has = {"path": bool(info.files), "builtin": info.builtin is not None, "hub": bool(info.hub)}
+    chosen = source or ("path" if path else "builtin" if has["builtin"] else "hub")
+    if not has.get(chosen):
+        raise SpecError(
+            f"{name}: source={chosen!r}; allowed are {[k for k, v in has.items() if v]}; "
+            f"{'get ' + info.files + ' and pass path=' if info.files else 'choose one of these'}"
+        )
+    part = split or info.split
+    if chosen == "builtin":
+        assert info.builtin is not None
+        rows: Iterable[Mapping[str, Any]] = info.builtin(**options)
+        options = {}
+    elif chosen == "path":
+        if path is None:
+            raise SpecError(f"{name}: source='path' needs path=; it is {info.files}")
+        rows = read_path(path)
+    else:
+        assert info.hub is not None
+        rows = read_hub(info.hub, config=info.hub_config, split=part, revision=revision)
+    samples = list(info.read(rows, **options))[:limit]
+    return ProbeDataset(
+        name=name,
+        split=part,
+        source=chosen,
+        revision=revision,
+        licence=info.licence,
+        label_meaning=info.label_meaning,
+        on_policy=info.on_policy and all(s.completion is None for s in samples),
+        text_overlap_group=info.text_overlap_group,
+        samples=tuple(samples),
+    )

@@ -1,0 +1,239 @@
+"""One shard of captured activations: a safetensors file whose bytes depend on its samples only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import ArtifactError, CaptureError
+from inspect_lens.spec import DType, TensorData
+
+__all__ = ["Captured", "SampleRecord", "decode_shard", "encode_shard", "read_layer", "read_records"]
+
+_FORMAT: Final = "inspect_lens.shard/1"
+_KEY: Final = "inspect_lens"
+_HEADER_LIMIT: Final = 100_000_000
+_DTYPES: Final[dict[str, DType]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_STORAGE: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """What a store knows of a sample, apart from its activations."""
+
+    index: int
+    """In the data set."""
+    id: str
+    label: bool | None
+    group: str
+    n_rows: int
+    """Tokens that were read; 0 where the positions select none."""
+    n_prompt: int
+    completion: str
+    """What the assistant said; empty for raw text."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    """Why there is nothing, when a failed sample was skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A sample with its activations."""
+
+    record: SampleRecord
+    acts: TensorData | None
+    """(layers, rows, hidden) in the captured dtype; None without rows."""
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+    """(rows,) absolute, over prompt and completion."""
+    token_ids: tuple[int, ...]
+    """(tokens,) all of prompt and completion."""
+
+    @property
+    def read_ids(self) -> tuple[int, ...]:
+        """(rows,) ids of the tokens that were read."""
+        return tuple(self.token_ids[p] for p in self.positions)
+
+
+def encode_shard(samples: Sequence[Captured]) -> bytes:
+    """Content of a shard file.
+
+    Args:
+        samples: in order; those with rows agree on layers, width and dtype.
+
+    Returns:
+        The bytes; equal samples give equal bytes.
+
+    Raises:
+        CaptureError: samples disagree.
+    """
+    full = [s for s in samples if s.acts is not None and s.record.n_rows]
+    kinds = {(s.layers, s.acts.dtype, s.acts.storage.shape[2]) for s in full if s.acts}
+    if len(kinds) > 1:
+        raise CaptureError(
+            f"shard: samples disagree on layers, dtype and width: {sorted(map(str, kinds))}; all "
+            "have to come from one model with one request; collect into a new folder"
+        )
+    layers, dtype, hidden = next(iter(kinds)) if kinds else ((), "float32", 0)
+    parts = [s.acts.storage for s in full if s.acts]
+    acts = np.concatenate(parts, axis=1) if parts else np.zeros((0, 0, 0), dtype=np.float32)
+    arrays: dict[str, tuple[str, NDArray[Any]]] = {
+        "acts": (dtype, acts),
+        "positions": ("int32", _int32(p for s in samples for p in s.positions)),
+        "token_ids": ("int32", _int32(t for s in samples for t in s.token_ids)),
+        "n_tokens": ("int32", _int32(len(s.token_ids) for s in samples)),
+    }
+    facts = {
+        "format": _FORMAT,
+        "layers": layers,
+        "hidden": hidden,
+        "dtype": dtype,
+        "samples": [asdict(s.record) for s in samples],
+    }
+    return _layout(arrays, json.dumps(facts, sort_keys=True))
+
+
+def _layout(arrays: Mapping[str, tuple[str, NDArray[Any]]], facts: str) -> bytes:
+    """A safetensors file by its specification; its numpy front-end knows no bfloat16."""
+    names = {dtype: name for name, dtype in _DTYPES.items()} | {"int32": "I32"}
+    header: dict[str, Any] = {"__metadata__": {_KEY: facts}}
+    offset = 0
+    for name, (kind, array) in arrays.items():
+        span = [offset, offset + array.nbytes]
+        header[name] = {"dtype": names[kind], "shape": list(array.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header).encode()
+    # The data begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    parts = [np.ascontiguousarray(array).tobytes() for _, array in arrays.values()]
+    return len(text).to_bytes(8, "little") + text + b"".join(parts)
+
+
+def _int32(values: Any) -> NDArray[np.int32]:
+    return np.fromiter(values, dtype=np.int32)
+
+
+def decode_shard(content: bytes, *, where: str) -> list[Captured]:
+    """Read what `encode_shard` made.
+
+    Args:
+        content: of the file.
+        where: its address, for messages.
+
+    Returns:
+        The samples.
+
+    Raises:
+        ArtifactError: damaged, or another format.
+    """
+    try:
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        facts, tensors = _facts(header), {}
+        for name in ("acts", "positions", "token_ids", "n_tokens"):
+            begin, end = header[name]["data_offsets"]
+            flat = np.frombuffer(
+                content[start + begin : start + end], _STORAGE[header[name]["dtype"]]
+            )
+            tensors[name] = flat.reshape(header[name]["shape"])
+        records = [SampleRecord(**r) for r in facts["samples"]]
+        rows = np.cumsum([0, *(r.n_rows for r in records)])
+        tokens = np.cumsum([0, *tensors["n_tokens"].tolist()])
+        return [
+            Captured(
+                record=r,
+                acts=TensorData(tensors["acts"][:, rows[i] : rows[i + 1]], facts["dtype"])
+                if r.n_rows
+                else None,
+                layers=tuple(facts["layers"]) if r.n_rows else (),
+                positions=tuple(tensors["positions"][rows[i] : rows[i + 1]].tolist()),
+                token_ids=tuple(tensors["token_ids"][tokens[i] : tokens[i + 1]].tolist()),
+            )
+            for i, r in enumerate(records)
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(where, error) from None
+
+
+def read_records(uri: str) -> list[SampleRecord]:
+    """Records of a shard, from its header alone.
+
+    Args:
+        uri: of the file.
+
+    Returns:
+        The records, in order.
+
+    Raises:
+        ArtifactError: missing, damaged, or another format.
+    """
+    _, header = _read_header(uri)
+    return [SampleRecord(**r) for r in _facts(header)["samples"]]
+
+
+def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, TensorData]]:
+    """Rows of one layer of a shard, in pieces; the other layers are not read.
+
+    Args:
+        uri: of the file.
+        layer: one of the store's layers.
+        size: rows of a piece at most.
+
+    Yields:
+        First row, end, and (rows, hidden) in the captured dtype.
+
+    Raises:
+        ArtifactError: missing, damaged, another format, or without that layer.
+    """
+    start, header = _read_header(uri)
+    facts, entry = _facts(header), header["acts"]
+    if not entry["shape"][1]:
+        return
+    if layer not in facts["layers"]:
+        raise ArtifactError(
+            f"{uri}: layer {layer} was not captured, only {facts['layers']}; choose one of these"
+        )
+    _, rows, hidden = entry["shape"]
+    dtype = np.dtype(_STORAGE[entry["dtype"]])
+    begin = start + entry["data_offsets"][0]
+    begin += facts["layers"].index(layer) * rows * hidden * dtype.itemsize
+    with fsspec.open(uri, "rb") as file:
+        file.seek(begin)
+        for first in range(0, rows, size):
+            n = min(size, rows - first)
+            data = file.read(n * hidden * dtype.itemsize)
+            array = np.frombuffer(data, dtype).reshape(n, hidden)
+            yield first, first + n, TensorData(array, _DTYPES[entry["dtype"]])
+
+
+def _read_header(uri: str) -> tuple[int, dict[str, Any]]:
+    """Where the data begin, and the safetensors header."""
+    try:
+        with fsspec.open(uri, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length < _HEADER_LIMIT:
+                raise ValueError(f"a header of {length} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+        return 8 + length, header
+    except (OSError, ValueError) as error:
+        raise _damaged(uri, error) from None
+
+
+def _facts(header: Mapping[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(header["__metadata__"][_KEY])
+    if facts["format"] != _FORMAT:
+        raise ValueError(f"format {facts['format']!r}, this release reads {_FORMAT!r}")
+    return facts
+
+
+def _damaged(where: str, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"{where}: not a shard of activations ({type(error).__name__}: {error}); delete it and run "
+        "collect again, which makes it anew"
+    )

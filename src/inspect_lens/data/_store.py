@@ -1,0 +1,212 @@
+"""A set of captured activations on any fsspec path: shards and a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import ArtifactError, CaptureError
+
+from ._shards import Captured, SampleRecord, decode_shard, read_layer, read_records
+
+__all__ = ["MANIFEST", "ActivationStore", "read_whole", "write_whole"]
+
+MANIFEST: Final = "manifest.json"
+"""Written last: a folder with it is complete."""
+FORMAT: Final = "inspect_lens.activation_store/1"
+
+
+def write_whole(uri: str, content: bytes) -> None:
+    """Write a file so that a reader, also after a crash, sees all of it or the old one.
+
+    The temporary name is always the same, so that what a killed process left is overwritten
+    and does not pile up.
+
+    Args:
+        uri: local path or fsspec URL; folders are made.
+        content: all of it.
+
+    Raises:
+        CaptureError: it could not be written.
+    """
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if "file" not in filesystem.protocol:
+            filesystem.pipe_file(path, content)  # object stores show an upload when it is complete
+            return
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.tmp")
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except (OSError, ImportError, ValueError) as error:
+        raise CaptureError(
+            f"{uri}: could not be written ({error}); free space or choose another place; what is "
+            "there already is kept, and collect goes on from it"
+        ) from error
+
+
+def read_whole(uri: str) -> bytes | None:
+    """Content of a file, or None when there is none.
+
+    Args:
+        uri: local path or fsspec URL.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        ArtifactError: it is there and cannot be read.
+    """
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        content: bytes = filesystem.cat_file(path)
+        return content
+    except FileNotFoundError:
+        return None
+    except (OSError, ImportError, ValueError) as error:
+        raise ArtifactError(f"{uri}: could not be read ({error})") from error
+
+
+class ActivationStore:
+    """Reads what `collect` wrote, shard by shard.
+
+    Args:
+        uri: the folder, a local path or fsspec URL.
+        manifest: its content.
+    """
+
+    def __init__(self, uri: str, manifest: Mapping[str, Any]) -> None:
+        self.uri = uri.rstrip("/")
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, uri: str | Path) -> ActivationStore:
+        """Open a store.
+
+        Args:
+            uri: the folder.
+
+        Returns:
+            The store; nothing but the manifest is read.
+
+        Raises:
+            ArtifactError: there is no manifest, or it is of another format.
+        """
+        where = f"{str(uri).rstrip('/')}/{MANIFEST}"
+        content = read_whole(where)
+        if content is None:
+            raise ArtifactError(
+                f"{where}: is not there; a store without it is incomplete; run collect again, "
+                "which goes on where it stopped"
+            )
+        try:
+            manifest = json.loads(content)
+            if manifest["format"] != FORMAT:
+                raise ValueError(f"format {manifest['format']!r}, this release reads {FORMAT!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{where}: not a manifest of activations ({error})") from None
+        return cls(str(uri), manifest)
+
+    def __len__(self) -> int:
+        """Number of samples, those without rows included."""
+        return int(self.manifest["n_samples"])
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Captured layers, ascending."""
+        return tuple(self.manifest["layers"])
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return int(self.manifest["hidden"])
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens in all samples."""
+        return int(self.manifest["n_rows"])
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the manifest, which holds the hash of every shard."""
+        text = json.dumps(self.manifest, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def records(self) -> Iterator[SampleRecord]:
+        """All samples without their activations, in the order of the data set."""
+        for shard in self.manifest["shards"]:
+            yield from read_records(f"{self.uri}/{shard['file']}")
+
+    def samples(self) -> Iterator[Captured]:
+        """All samples with their activations; one shard is in memory at a time."""
+        for shard in self.manifest["shards"]:
+            uri = f"{self.uri}/{shard['file']}"
+            yield from decode_shard(self._content(uri, shard["sha256"]), where=uri)
+
+    def rows(
+        self, layer: int, *, size: int = 8192
+    ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
+        """Rows of one layer with their labels, in pieces; for `train.fit_stream`.
+
+        Args:
+            layer: one of `layers`.
+            size: rows of a piece at most.
+
+        Yields:
+            (rows, hidden) float32 and (rows,) bool; samples without a label are left out.
+
+        Raises:
+            ArtifactError: the layer was not captured, or a shard is damaged.
+        """
+        for shard in self.manifest["shards"]:
+            uri = f"{self.uri}/{shard['file']}"
+            records = read_records(uri)
+            counts = [r.n_rows for r in records]
+            known = np.repeat([r.label is not None for r in records], counts)
+            label = np.repeat([bool(r.label) for r in records], counts)
+            for first, end, data in read_layer(uri, layer, size=size):
+                kept = known[first:end]
+                if kept.any():
+                    yield data.to_float32()[kept], label[first:end][kept]
+
+    def verify(self) -> None:
+        """Read every shard and compare its hash.
+
+        Raises:
+            ArtifactError: a shard is missing or damaged; the message names it.
+        """
+        for shard in self.manifest["shards"]:
+            self._content(f"{self.uri}/{shard['file']}", shard["sha256"])
+
+    def __repr__(self) -> str:
+        return (
+            f"ActivationStore({self.uri!r}: {len(self)} samples, {self.n_rows} rows, layers "
+            f"{list(self.layers)})"
+        )
+
+    @staticmethod
+    def _content(uri: str, sha256: str) -> bytes:
+        content = read_whole(uri)
+        if content is None or hashlib.sha256(content).hexdigest() != sha256:
+            raise ArtifactError(
+                f"{uri}: {'is not there' if content is None else 'has another hash'} than the "
+                "manifest says; delete the shard, its .json and the manifest, and run collect again"
+            )
+        return content

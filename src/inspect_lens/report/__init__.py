@@ -1,0 +1,15 @@
+"""Reports of trained probes: one HTML file, and its figures as PNG.
+
+Owns what a report shows and how. May import numpy, matplotlib, `probe` and `errors`; keeps out
+torch, sklearn, Inspect and vLLM.
+"""
+
+from ._content import Case, ReportSet, cases
+from ._write import write_report
+
+__all__ = [
+    "Case",
+    "ReportSet",
+    "cases",
+    "write_report",
+]

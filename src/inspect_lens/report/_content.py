@@ -1,0 +1,111 @@
+"""What a report shows: sets with scores, and the cases that tell most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Calibration
+
+__all__ = ["Case", "ReportSet", "cases", "colour_scale", "probabilities"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReportSet:
+    """One set that a probe scored.
+
+    Args:
+        name: of the set.
+        labels: (samples,) 0 and 1.
+        scores: (samples,) float.
+        groups: (samples,) clusters for the bootstrap; None draws samples.
+        ids: (samples,) names.
+        tokens: (samples,) texts of the tokens that were read, for the heat map.
+        token_scores: (samples,) their scores.
+
+    Raises:
+        SpecError: lengths disagree.
+    """
+
+    name: str
+    labels: NDArray[np.bool_]
+    scores: NDArray[np.float64]
+    groups: Sequence[str] | None = None
+    ids: Sequence[str] = ()
+    tokens: Sequence[Sequence[str]] = field(default=())
+    token_scores: Sequence[NDArray[np.float64]] = field(default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", np.asarray(self.labels).astype(bool))
+        object.__setattr__(self, "scores", np.asarray(self.scores, dtype=np.float64))
+        lengths = {"scores": len(self.scores), "tokens": len(self.tokens)}
+        lengths |= {"token_scores": len(self.token_scores), "ids": len(self.ids)}
+        n = len(self.labels)
+        wrong = {k: v for k, v in lengths.items() if v != n and not (v == 0 and k != "scores")}
+        if wrong or len(self.tokens) != len(self.token_scores):
+            raise SpecError(
+                f"{self.name}: {lengths} for {n} samples; allowed is one each, or none of tokens, "
+                "token_scores and ids"
+            )
+
+
+class Case(NamedTuple):
+    """A sample of the heat map."""
+
+    verdict: str
+    id: str
+    score: float
+    tokens: Sequence[str]
+    token_scores: NDArray[np.float64]
+
+
+def cases(data: ReportSet, *, each: int = 3) -> list[Case]:
+    """The clearest and the worst cases of both classes.
+
+    Args:
+        data: a set with tokens.
+        each: cases of a kind.
+
+    Returns:
+        Positives of the highest score, positives of the lowest (missed first), negatives of the
+        highest (worst alarms), negatives of the lowest.
+    """
+    order = np.argsort(data.scores, kind="stable")
+    positive = [int(i) for i in order if data.labels[i]]
+    negative = [int(i) for i in order if not data.labels[i]]
+    kinds = (
+        ("positive, best", positive[::-1][:each]),
+        ("positive, worst", positive[:each]),
+        ("negative, worst", negative[::-1][:each]),
+        ("negative, best", negative[:each]),
+    )
+    ids = data.ids or [str(i) for i in range(len(data.labels))]
+    seen: set[int] = set()
+    made = []
+    for verdict, indices in kinds:
+        for i in indices:
+            if i not in seen:
+                seen.add(i)
+                score = float(data.scores[i])
+                made.append(Case(verdict, ids[i], score, data.tokens[i], data.token_scores[i]))
+    return made
+
+
+def colour_scale(data: ReportSet) -> float:
+    """Token score that gets the full colour."""
+    every = np.abs(np.concatenate([np.asarray(s) for s in data.token_scores]))
+    return float(np.quantile(every, 0.98)) or 1.0
+
+
+def probabilities(calibration: Calibration, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scores through the map of a card, (samples,)."""
+    if calibration.method == "isotonic":
+        return np.asarray(np.interp(scores, calibration.x, calibration.y))
+    z = (calibration.slope or 0.0) * scores + (calibration.intercept or 0.0)
+    small = np.exp(-np.abs(z))
+    return np.asarray(np.where(z > 0, 1.0, small) / (1.0 + small))

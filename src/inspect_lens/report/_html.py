@@ -1,0 +1,205 @@
+"""One HTML file with everything in it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Final
+
+import numpy as np
+
+from inspect_lens.probe import Interval, ProbeCard
+
+from ._content import Case, ReportSet, cases, colour_scale
+
+__all__ = ["render_html"]
+
+_STYLE: Final = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b2733; background: #fff;
+  max-width: 980px; margin: 2.5rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+p { margin: .4rem 0; } .lead { color: #44515e; }
+table { border-collapse: collapse; width: 100%; font-size: .86rem; }
+th, td { text-align: left; padding: .28rem .6rem .28rem 0; border-bottom: 1px solid #e3e8ec;
+  vertical-align: top; } th { color: #55636f; font-weight: 600; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+figure { margin: .5rem 0; } figure img { max-width: 100%; height: auto; }
+figcaption { color: #55636f; font-size: .85rem; }
+.pair { display: flex; flex-wrap: wrap; gap: 1rem; } .pair figure { flex: 1 1 22rem; }
+.say { border-left: 3px solid #0072B2; padding: .2rem .8rem; background: #f4f8fb; }
+.say.no { border-color: #D55E00; background: #fdf5ef; }
+.case { margin: .55rem 0; } .case b { font-weight: 600; font-size: .82rem; }
+.case .t { font: 13px/1.9 ui-monospace, monospace; white-space: pre-wrap; }
+.case .t span { border-radius: 2px; padding: 1px 0; }
+code { font-size: .84em; overflow-wrap: anywhere; }
+"""
+_CAPTIONS: Final = {
+    "roc": "ROC curves of the sets that have both classes, with pointwise 95% bootstrap bands.",
+    "scores": "Scores by class. A score right of the dotted line is flagged.",
+    "layers": "Every layer that was tried, on the selection set; no test set took part.",
+    "calibration": "Predicted probability and observed frequency; dots grow with their samples.",
+}
+
+
+def render_html(
+    card: ProbeCard, sets: Sequence[ReportSet], images: Mapping[str, bytes], *, sha256: str
+) -> str:
+    """Render a report.
+
+    Args:
+        card: of the probe.
+        sets: with scores; those with tokens get a heat map.
+        images: PNG by name.
+        sha256: of the probe.
+
+    Returns:
+        HTML that needs no other file and no network.
+    """
+    parts = [
+        f"<h1>{escape(card.name)}</h1>",
+        f'<p class="lead">{escape(card.description)}</p>',
+        _summary(card),
+        *(
+            f'<p class="say{"" if t.transfers else " no"}">{escape(t.statement)}</p>'
+            for t in card.transfers
+        ),
+        "<h2>Held-out sets</h2>",
+        _evaluations(card),
+    ]
+    shown = [name for name in ("roc", "scores") if name in images]
+    parts.append(f'<div class="pair">{"".join(_image(n, images[n]) for n in shown)}</div>')
+    if card.baselines:
+        parts += ["<h2>Baselines on the same samples</h2>", _baselines(card)]
+    for name, title in (("layers", "Layer sweep"), ("calibration", "Calibration")):
+        if name in images:
+            parts += [f"<h2>{title}</h2>", _image(name, images[name])]
+    for data in sets:
+        if data.tokens:
+            top = colour_scale(data)
+            title = f"Tokens: best and worst cases of {escape(data.name)}"
+            parts += [f"<h2>{title}</h2>", *(_case(c, top) for c in cases(data))]
+    parts += ["<h2>Provenance</h2>", _provenance(card, sha256)]
+    body = "\n".join(part for part in parts if part)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(card.name)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _image(name: str, png: bytes) -> str:
+    data = base64.b64encode(png).decode()
+    caption = _CAPTIONS.get(name, "")
+    return (
+        f'<figure><img alt="{escape(caption or name)}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _summary(card: ProbeCard) -> str:
+    layers = ", ".join(map(str, card.layers))
+    text = f"Layer {layers}, {card.pool} over {card.positions} tokens, {card.method}."
+    if card.thresholds:
+        t = card.thresholds[0]
+        share = _share(t.n_above / t.n_control, t.interval)
+        text += (
+            f" Threshold {t.value:.4g} for a false positive rate of {t.fpr:g}, set on "
+            f"{t.n_control} samples of {t.control}: {share} of them lie above it."
+        )
+    return f"<p>{escape(text)}</p>"
+
+
+def _evaluations(card: ProbeCard) -> str:
+    head = ["set", "positive", "negative", "disjoint by", "AUROC", "recall at τ", "FPR at τ"]
+    rows = [
+        [
+            e.name, str(e.n_positive), str(e.n_negative), e.disjoint_by,
+            _share(e.auroc, e.auroc_bootstrap or e.auroc_interval),
+            _share(e.recall, e.recall_interval), _share(e.fpr, e.fpr_interval),
+        ]
+        for e in card.evaluations
+    ]  # fmt: skip
+    return _table(head, rows, numbers={1, 2, 4, 5, 6})
+
+
+def _baselines(card: ProbeCard) -> str:
+    ours = {e.name: e for e in card.evaluations}
+    rows = []
+    for b in card.baselines:
+        e = ours.get(b.set)
+        rows.append(
+            [
+                b.set, b.name, _share(b.auroc, b.auroc_interval),
+                _share(e.auroc if e else None, None),
+                "n/a" if b.p_value is None else f"{b.p_value:.2g}", b.note,
+            ]
+        )  # fmt: skip
+    table = _table(
+        ["set", "baseline", "AUROC", "probe", "p (probe no better)", "note"],
+        rows,
+        numbers={2, 3, 4},
+    )
+    if card.selectivity is None:
+        return table
+    return table + (
+        f"<p>Selectivity: {card.selectivity:.3f}, the accuracy on tokens above that of a control "
+        "task whose labels are a coin flip per kind of token.</p>"
+    )
+
+
+def _case(case: Case, top: float) -> str:
+    spans = []
+    for piece, score in zip(case.tokens, case.token_scores, strict=True):
+        strength = float(np.clip(score / top, -1.0, 1.0))
+        colour = "213,94,0" if strength > 0 else "0,114,178"
+        shade = f"background:rgba({colour},{abs(strength) * 0.75:.2f})"
+        spans.append(f'<span title="{score:.3f}" style="{shade}">{escape(piece)}</span>')
+    head = f"{escape(case.verdict)} · {escape(case.id)} · score {case.score:.3f}"
+    return f'<div class="case"><b>{head}</b><div class="t">{"".join(spans)}</div></div>'
+
+
+def _provenance(card: ProbeCard, sha256: str) -> str:
+    facts = [("probe sha256", sha256), ("source", card.source)]
+    if card.model:
+        facts += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
+    if card.training:
+        t = card.training
+        facts += [
+            ("training set", f"{t.dataset}, sha256 {t.sha256}"),
+            ("training samples", f"{t.n_positive} positive, {t.n_negative} negative, "
+             f"{t.n_tokens} tokens, {t.n_groups} groups"),
+            ("selection samples", str(t.selection_n)),
+            ("left out", str(t.dropped)),
+            ("on-policy", "yes" if t.on_policy else "no"),
+        ]  # fmt: skip
+    facts += [(f"{e.name} sha256", e.sha256) for e in card.evaluations]
+    facts += [("inspect_lens", card.inspect_lens_version), ("command", card.command)]
+    facts += [("created", card.created.isoformat()), *(("note", n) for n in card.notes)]
+    return _table(["fact", "value"], [[k, v] for k, v in facts if v], code={1})
+
+
+def _share(value: float | None, interval: Interval | None) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
+
+
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Iterable[int] = (),
+    code: Iterable[int] = (),
+) -> str:
+    right, mono = set(numbers), set(code)
+
+    def cell(tag: str, i: int, text: str) -> str:
+        inner = f"<code>{escape(text)}</code>" if tag == "td" and i in mono else escape(text)
+        return f"<{tag}{' class=n' if i in right else ''}>{inner}</{tag}>"
+
+    lines = ["".join(cell("th", i, t) for i, t in enumerate(head))]
+    lines += ["".join(cell("td", i, t) for i, t in enumerate(row)) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

@@ -1,0 +1,291 @@
+"""What something simpler does on the same samples; a probe without these beside it says little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import clone
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    AnyProbe,
+    Baseline,
+    Probe,
+    auroc,
+    compare_auroc,
+    delong_interval,
+)
+
+from ._binary import BinaryEstimator
+from ._dataset import ActivationSet
+
+__all__ = [
+    "Selectivity",
+    "bag_of_words_scores",
+    "baseline",
+    "judge_scores",
+    "length_scores",
+    "measure_baselines",
+    "random_direction_scores",
+    "selectivity",
+]
+
+Floats = NDArray[np.float64]
+
+
+def bag_of_words_scores(
+    train_texts: Sequence[str], train_labels: ArrayLike, texts: Sequence[str]
+) -> Floats:
+    """Scores of a logistic regression on words: what a reader without activations can tell.
+
+    Args:
+        train_texts: (samples,) what the probe was trained on, as text.
+        train_labels: (samples,) 0 and 1.
+        texts: (samples,) what to score.
+
+    Returns:
+        (samples,) decision values.
+
+    Raises:
+        SpecError: lengths disagree, a class is missing, or there is no word.
+
+    Source:
+        arXiv:2509.21344: text baselines beside every probe. TF-IDF of one and two words,
+        scikit-learn's defaults otherwise.
+    """
+    y = np.asarray(train_labels)
+    if len(train_texts) != y.size or np.unique(y).size != 2:
+        raise SpecError(
+            f"train_texts: {len(train_texts)} texts, {y.size} labels of {np.unique(y).size} "
+            "classes; allowed is one label per text and both classes"
+        )
+    model = make_pipeline(
+        TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b"),
+        LogisticRegression(max_iter=1000),
+    )
+    try:
+        model.fit(list(train_texts), y)
+    except ValueError as error:
+        raise SpecError(f"train_texts: {error}; allowed are texts with words") from None
+    scores: Floats = np.asarray(model.decision_function(list(texts)), dtype=np.float64)
+    return scores
+
+
+def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
+    """Scores by length alone, longer or shorter, whichever fits the training set.
+
+    Args:
+        train_lengths: (samples,) tokens or characters.
+        train_labels: (samples,) 0 and 1.
+        lengths: (samples,) of what to score.
+
+    Returns:
+        (samples,) the length or its negative.
+    """
+    sign = 1.0 if auroc(train_labels, train_lengths) >= 0.5 else -1.0
+    return sign * np.asarray(lengths, dtype=np.float64)
+
+
+def random_direction_scores(
+    probe: Probe, train: ActivationSet, data: ActivationSet, *, seed: int = 0
+) -> Floats:
+    """Scores of a random direction at the layers of a probe, scaled and pooled as it is.
+
+    Args:
+        probe: whose layers, scaler and pool are used.
+        train: decides the sign.
+        data: what to score.
+        seed: of the direction.
+
+    Returns:
+        (samples,) scores.
+    """
+    rng = np.random.default_rng(seed)
+    other = Probe(
+        weight=(rng.normal(size=probe.weight.shape) / math.sqrt(probe.hidden)).astype(np.float32),
+        bias=np.zeros_like(probe.bias),
+        mean=probe.mean,
+        scale=probe.scale,
+        card=probe.card,
+    )
+    sign = 1.0 if auroc(train.labels, train.scores(other)) >= 0.5 else -1.0
+    return sign * data.scores(other)
+
+
+def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:
+    """Scores of a judge that reads the text, such as a language model.
+
+    Args:
+        texts: (samples,) what the judge reads.
+        judge: from text to a number; larger means more of the concept.
+
+    Returns:
+        (samples,) scores.
+
+    Raises:
+        SpecError: the judge returns something that is not a finite number.
+    """
+    scores = np.array([judge(text) for text in texts], dtype=np.float64)
+    if not np.isfinite(scores).all():
+        raise SpecError(
+            f"judge: {int((~np.isfinite(scores)).sum())} answers are no finite number; allowed is "
+            "one number per text; parse the judge's answer, and drop samples it cannot judge"
+        )
+    return scores
+
+
+def baseline(
+    name: str, data: ActivationSet, scores: ArrayLike, probe_scores: ArrayLike, *, note: str = ""
+) -> Baseline:
+    """A baseline on a set, with the probability that the probe is no better.
+
+    Args:
+        name: of the baseline.
+        data: the set.
+        scores: (samples,) of the baseline.
+        probe_scores: (samples,) of the probe.
+        note: for the card.
+
+    Returns:
+        The record; without an area where a class is missing.
+    """
+    area = auroc(data.labels, scores)
+    if math.isnan(area) or min(data.n_positive, data.n_negative) < 2:
+        return Baseline(name=name, set=data.name, note=note or "one class only")
+    test = compare_auroc(data.labels, probe_scores, scores)
+    one_sided = test.p_value / 2.0 if test.difference > 0 else 1.0 - test.p_value / 2.0
+    return Baseline(
+        name=name,
+        set=data.name,
+        auroc=area,
+        auroc_interval=delong_interval(data.labels, scores),
+        p_value=None if math.isnan(one_sided) else one_sided,
+        note=note,
+    )
+
+
+def measure_baselines(
+    probe: AnyProbe,
+    train: ActivationSet,
+    heldout: Sequence[ActivationSet],
+    *,
+    texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+    judges: Mapping[str, Callable[[str], float]] | None = None,
+    n_random: int = 20,
+    seed: int = 0,
+) -> tuple[Baseline, ...]:
+    """Every baseline on every held-out set.
+
+    Args:
+        probe: the probe that stands beside them.
+        train: what it was trained on.
+        heldout: the sets it is judged on.
+        texts: kinds of text, each with the texts (samples,) of every set by name; a bag of
+            words is trained on each kind: `{"prompt": {"train": [...], "test": [...]}}`.
+        judges: by name; they read the first kind of text.
+        n_random: random directions; the one with the median area is reported.
+        seed: of the directions.
+
+    Returns:
+        Records in a fixed order; sets of one class have none.
+
+    Raises:
+        SpecError: texts are missing for a set, or do not fit.
+    """
+    made = []
+    lengths = {d.name: [int(m.sum()) for m in d.mask] for d in (train, *heldout)}
+    for data in heldout:
+        if not data.n_positive or not data.n_negative:
+            continue  # nothing to tell apart
+        ours = data.scores(probe)
+        for kind, by_set in (texts or {}).items():
+            for needed in (train, data):
+                if len(by_set.get(needed.name, ())) != len(needed):
+                    raise SpecError(
+                        f"texts[{kind!r}][{needed.name!r}]: {len(by_set.get(needed.name, ()))} "
+                        f"texts for {len(needed)} samples; allowed is one each"
+                    )
+            words = bag_of_words_scores(by_set[train.name], train.labels, by_set[data.name])
+            made.append(baseline(f"bag of words ({kind})", data, words, ours))
+        by_length = length_scores(lengths[train.name], train.labels, lengths[data.name])
+        made.append(baseline("length", data, by_length, ours, note="tokens that are read"))
+        if isinstance(probe, Probe) and n_random:
+            tries = [
+                random_direction_scores(probe, train, data, seed=seed + i) for i in range(n_random)
+            ]
+            order = sorted(tries, key=partial(auroc, data.labels))
+            note = f"median of {n_random}, signs by the training set"
+            made.append(baseline("random direction", data, order[n_random // 2], ours, note=note))
+        for name, judge in (judges or {}).items():
+            first = next(iter((texts or {}).values()), {})
+            made.append(baseline(name, data, judge_scores(first[data.name], judge), ours))
+    return tuple(made)
+
+
+class Selectivity(NamedTuple):
+    """How much of a probe's accuracy is the task, and how much is memory of tokens."""
+
+    task: float
+    """Accuracy (balanced) on tokens of the test set."""
+    control: float
+    """The same with labels that are a coin flip per kind of token."""
+
+    @property
+    def difference(self) -> float:
+        """Task minus control; near 0 means that the probe could have learned any labels."""
+        return self.task - self.control
+
+
+def selectivity(
+    estimator: BinaryEstimator,
+    train: tuple[ArrayLike, ArrayLike, ArrayLike],
+    test: tuple[ArrayLike, ArrayLike, ArrayLike],
+    *,
+    seed: int = 0,
+) -> Selectivity:
+    """Compare the task with a control task on the same activations.
+
+    The control label of a token is a coin flip decided by its id, so that only a probe with
+    room to memorise kinds of tokens can tell it.
+
+    Args:
+        estimator: unfitted; cloned.
+        train: rows (tokens, hidden), labels (tokens,), token ids (tokens,).
+        test: the same of other samples.
+        seed: of the coin.
+
+    Returns:
+        Both accuracies; above 0.5 is better than chance.
+
+    Raises:
+        SpecError: too few kinds of tokens for both control labels.
+
+    Source:
+        Hewitt and Liang 2019, control tasks.
+    """
+    rng = np.random.default_rng(seed)
+    ids = np.unique(np.concatenate([np.asarray(train[2]), np.asarray(test[2])]))
+    coin = dict(zip(ids.tolist(), (rng.permutation(ids.size) % 2).tolist(), strict=True))
+    results = []
+    for control in (False, True):
+        sides: list[tuple[Any, Any]] = []
+        for x, y, tokens in (train, test):
+            flips = [coin[t] for t in np.asarray(tokens).tolist()]
+            sides.append((np.asarray(x), np.asarray(flips if control else y).astype(int)))
+        if any(np.unique(y).size != 2 for _, y in sides):
+            raise SpecError(
+                "tokens: one class only; allowed are several kinds of tokens of each control "
+                "label, and both classes; use more samples"
+            )
+        fitted = clone(estimator).fit(*sides[0])
+        right = fitted.predict(sides[1][0]) == sides[1][1]
+        results.append(float(np.mean([right[sides[1][1] == k].mean() for k in (0, 1)])))
+    return Selectivity(*results)

@@ -1,0 +1,74 @@
+"""Every family by name, with the settings of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from inspect_lens.errors import SpecError
+
+from ._direction import MeanDifferenceProbe
+from ._ensemble import EnsembleProbe
+from ._fit import TrainableProbe
+from ._heads import (
+    AttentionLiteProbe,
+    AttentionProbe,
+    GDMAttentionProbe,
+    MLPProbe,
+    MultiMaxProbe,
+    RollingAttentionProbe,
+)
+from ._lat import LATProbe
+from ._logistic import LogisticProbe
+from ._massmean import LDAProbe, MassMeanProbe
+from ._sae import SAEFeatureProbe
+from ._torch_logistic import CCSProbe, TorchLogisticProbe
+
+__all__ = ["FAMILIES", "make_estimator"]
+
+FAMILIES: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "lr": (LogisticProbe, {}),
+    "lr-pressure": (LogisticProbe, {"C": 1e-3, "max_iter": 10_000}),
+    "lr-got": (TorchLogisticProbe, {}),
+    "mean-difference": (MeanDifferenceProbe, {}),
+    "mass-mean": (MassMeanProbe, {}),
+    "mass-mean-iid": (MassMeanProbe, {"iid": True}),
+    "lda": (LDAProbe, {}),
+    "lda-ridge": (LDAProbe, {"shrinkage": "ridge"}),
+    "lat": (LATProbe, {}),
+    "ccs": (CCSProbe, {}),
+    "mlp": (MLPProbe, {}),
+    "attention": (AttentionProbe, {}),
+    "attention-lite": (AttentionLiteProbe, {}),
+    "attention-gdm": (GDMAttentionProbe, {}),
+    "multimax": (MultiMaxProbe, {}),
+    "rolling-attention": (RollingAttentionProbe, {}),
+    "sae": (SAEFeatureProbe, {}),
+    "ensemble": (EnsembleProbe, {}),
+}
+"""Class and settings of each family; `lr` is Apollo's."""
+
+
+def make_estimator(name: str, **settings: Any) -> TrainableProbe:
+    """An unfitted estimator by name.
+
+    Args:
+        name: one of `FAMILIES`.
+        **settings: of its class, instead of those of its source.
+
+    Returns:
+        The estimator.
+
+    Raises:
+        SpecError: an unknown name or setting.
+    """
+    if name not in FAMILIES:
+        raise SpecError(f"family={name!r}; allowed are {', '.join(FAMILIES)}; correct the name")
+    kind, defaults = FAMILIES[name]
+    try:
+        made: TrainableProbe = kind(**{**defaults, **settings})
+    except TypeError as error:
+        raise SpecError(
+            f"family={name!r}: {error}; allowed are the settings of {kind.__name__}"
+        ) from None
+    return made

@@ -1,0 +1,67 @@
+"""Fitting any family on a set at a layer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import AnyProbe, ProbeCard
+
+from ._dataset import ActivationSet
+
+__all__ = ["Rows", "TrainableProbe", "fit_on"]
+
+Rows = Literal["tokens", "mean", "last"]
+"""What one row of a fit is: a token, or the mean or the last token of a sample."""
+
+
+class TrainableProbe(Protocol):
+    """What every family has: scikit-learn's `fit`, and a way to a probe."""
+
+    reads: Literal["tokens", "sequences"]
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
+        """Fit.
+
+        Args:
+            X: rows (rows, hidden), or sequences (tokens, hidden), as `reads` says.
+            y: one of two classes for each.
+            groups: what must not straddle a split of the family's own.
+
+        Returns:
+            self.
+        """
+
+    def to_probe(self, card: ProbeCard) -> AnyProbe:
+        """Freeze what was fitted."""
+
+
+def fit_on(
+    estimator: TrainableProbe, data: ActivationSet, layer: int, *, rows: Rows = "tokens"
+) -> TrainableProbe:
+    """Fit a family on the selected tokens of a set.
+
+    Args:
+        estimator: unfitted.
+        data: the set.
+        layer: one of its layers.
+        rows: what one row is, for families that read rows.
+
+    Returns:
+        The estimator, fitted.
+
+    Raises:
+        SpecError: the layer is not in the set, or `rows` is unknown.
+    """
+    if rows not in ("tokens", "mean", "last"):
+        raise SpecError(f"rows={rows!r}; allowed are 'tokens', 'mean' and 'last'")
+    groups = np.array(data.groups)
+    if estimator.reads == "sequences":
+        return estimator.fit(data.sequences(layer), data.labels, groups)
+    if rows == "tokens":
+        return estimator.fit(*data.rows(layer))
+    sequences = data.sequences(layer)
+    pooled = np.stack([s.mean(axis=0) if rows == "mean" else s[-1] for s in sequences])
+    return estimator.fit(pooled, data.labels, groups)

@@ -1,0 +1,193 @@
+"""Does a probe survive another style, another set; and what a judge behind it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    AnyProbe,
+    Comparison,
+    Evaluation,
+    Transfer,
+    compare_auroc,
+    split_classes,
+)
+
+from ._dataset import ActivationSet
+
+__all__ = [
+    "CascadePoint",
+    "StyleShift",
+    "cascade_frontier",
+    "style_shift",
+    "transfer_statement",
+]
+
+
+class StyleShift(NamedTuple):
+    """The same samples in another style."""
+
+    comparison: Comparison
+    """AUROC of the original (a) and of the restyled samples (b), with DeLong's test."""
+    shift: float
+    """Mean change of the negatives' score, in standard deviations of their score."""
+    fpr: tuple[float, float] | None
+    """Share of negatives above the threshold before and after; None without a threshold."""
+
+    @property
+    def robust(self) -> bool:
+        """The area is not significantly lower (5%), and negatives moved by less than 0.5."""
+        lost = self.comparison.difference > 0 and self.comparison.p_value < 0.05
+        return not lost and abs(self.shift) < 0.5
+
+
+def style_shift(probe: AnyProbe, original: ActivationSet, restyled: ActivationSet) -> StyleShift:
+    """Score the same samples twice, the second time written in another style.
+
+    Args:
+        probe: to test.
+        original: the set.
+        restyled: the same ids and labels in the same order; other words.
+
+    Returns:
+        What changed.
+
+    Raises:
+        SpecError: ids or labels disagree, or a class has fewer than two samples.
+    """
+    if original.ids != restyled.ids or (original.labels != restyled.labels).any():
+        raise SpecError(
+            f"{restyled.name}: ids or labels are not those of {original.name!r}; allowed is the "
+            "same sample in each place; restyle every sample, and keep its id"
+        )
+    before, after = original.scores(probe), restyled.scores(probe)
+    negative = ~original.labels
+    spread = float(before[negative].std()) or 1.0
+    rates = None
+    if probe.threshold is not None:
+        value = probe.threshold.value
+        rates = tuple(float((s[negative] > value).mean()) for s in (before, after))
+    return StyleShift(
+        comparison=compare_auroc(original.labels, before, after),
+        shift=float((after[negative] - before[negative]).mean()) / spread,
+        fpr=None if rates is None else (rates[0], rates[1]),
+    )
+
+
+def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 0.7) -> Transfer:
+    """Say in one sentence whether a probe works on a set of another kind.
+
+    Args:
+        trained_on: what the probe was trained on, in words.
+        evaluation: on the other set.
+        bar: AUROC that counts; its interval has to lie above.
+
+    Returns:
+        The verdict with its sentence. An interval that reaches below the bar is no transfer.
+
+    Raises:
+        SpecError: the evaluation has no AUROC.
+    """
+    interval = evaluation.auroc_bootstrap or evaluation.auroc_interval
+    if evaluation.auroc is None or interval is None:
+        raise SpecError(
+            f"{evaluation.name}: has one class only; allowed is a set with both; transfer is a "
+            "statement about telling them apart"
+        )
+    delong = evaluation.auroc_interval or interval
+    low = min(interval.low, delong.low)
+    passes = low > bar
+    verdict = "transfers" if passes else "does not transfer"
+    return Transfer(
+        set=evaluation.name,
+        transfers=passes,
+        bar=bar,
+        statement=(
+            f"Trained on {trained_on}, the probe {verdict} to {evaluation.name}: AUROC "
+            f"{evaluation.auroc:.3f} [{low:.3f}, {max(interval.high, delong.high):.3f}], "
+            f"and the bar is {bar:g}."
+        ),
+    )
+
+
+class CascadePoint(NamedTuple):
+    """One setting of a cascade."""
+
+    share: float
+    """Of samples that the judge reads: those nearest to the probe's threshold."""
+    cost: float
+    """Per sample, in the units given."""
+    recall: float
+    fpr: float
+    balanced_accuracy: float
+
+
+def cascade_frontier(
+    labels: ArrayLike,
+    probe_scores: ArrayLike,
+    judge_scores: ArrayLike,
+    *,
+    probe_threshold: float,
+    judge_threshold: float,
+    probe_cost: float = 0.0,
+    judge_cost: float = 1.0,
+    shares: Sequence[float] = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
+) -> tuple[CascadePoint, ...]:
+    """A cheap probe decides, and a judge decides again where the probe is unsure.
+
+    Args:
+        labels: (samples,) 0 and 1, both.
+        probe_scores: (samples,) float.
+        judge_scores: (samples,) float.
+        probe_threshold: flagged strictly above it.
+        judge_threshold: of the judge.
+        probe_cost: of a sample.
+        judge_cost: of a sample that the judge reads.
+        shares: of samples that go to the judge.
+
+    Returns:
+        One point per share, ascending; the first is the probe alone, the last the judge alone
+        where shares reach from 0 to 1. Distance to the threshold counts in ranks, so that the
+        scale of the scores does not matter.
+
+    Raises:
+        SpecError: shapes disagree, a class is missing, a score is NaN, or a share is none.
+
+    Source:
+        arXiv:2506.10805 and arXiv:2601.11516: probe, then language model.
+    """
+    positive, negative = split_classes(labels, probe_scores)
+    split_classes(labels, judge_scores)
+    if not positive.size or not negative.size or not all(0.0 <= s <= 1.0 for s in shares):
+        raise SpecError(
+            f"{positive.size} positive, {negative.size} negative samples, shares {list(shares)}; "
+            "allowed are both classes, and shares from 0 to 1"
+        )
+    y = np.asarray(labels).astype(bool)
+    cheap = np.asarray(probe_scores, dtype=np.float64)
+    judged = np.asarray(judge_scores, dtype=np.float64) > judge_threshold
+    order = np.argsort(_distance(cheap, probe_threshold), kind="stable")
+    points = []
+    for share in sorted(shares):
+        flagged = cheap > probe_threshold
+        read = order[: math.ceil(share * y.size)]
+        flagged[read] = judged[read]
+        recall, fpr = float(flagged[y].mean()), float(flagged[~y].mean())
+        cost = probe_cost + judge_cost * read.size / y.size
+        points.append(CascadePoint(share, cost, recall, fpr, (recall + 1.0 - fpr) / 2.0))
+    return tuple(points)
+
+
+def _distance(scores: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+    """How many samples lie between each score and the threshold."""
+    ranked = np.sort(scores)
+    edge = np.searchsorted(ranked, threshold, side="right")
+    rank = np.searchsorted(ranked, scores, side="left")
+    made: NDArray[np.float64] = np.abs(rank + 0.5 - edge)
+    return made

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inspect_lens._cli import main
+from inspect_lens._cli._recipe import load_recipe
+from inspect_lens.data import DATASETS
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model import _server
+from inspect_lens.probe import load_probe
+from inspect_lens.train import FAMILIES
+from tests.kit.fake_server import FakeLensServer
+from tests.kit.repository import ROOT
+
+DATA = ROOT / "organism" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from inspect_ai.util._concurrency import init_concurrency
+
+    init_concurrency()
+    _server._servers.clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    init_concurrency()
+
+
+class Run:
+    """Runs the program in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *words: object, code: int = 0) -> tuple[str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["inspect-lens", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self.capsys.readouterr()
+        assert (ended.value.code or 0) == code, out + err
+        return out, err
+
+    def json(self, *words: object) -> Any:
+        return json.loads(self(*words, "--json")[0])
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(monkeypatch, capsys)
+
+
+def collect(run: Run, server: FakeLensServer, name: str, *words: object) -> Any:
+    return run.json(
+        "probe", "collect", "--model", f"lens/{server.model}", "--dataset", "organism", "--path",
+        DATA / f"{name}.jsonl", "--out", f"acts/{name}", "--base-url", server.url,
+        "--positions", "prompt", "--max-tokens", 3, *words,
+    )  # fmt: skip
+
+
+def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        made = collect(run, server, "probe_train", "--limit", 160)
+        assert (made["n_samples"], made["layers"]) == (160, [0, 1, 2, 3])
+        collect(run, server, "control", "--limit", 320)
+        collect(run, server, "hidden_reason", "--limit", 60)
+    train = (
+        "probe", "train", "--train", "acts/probe_train", "--control", "acts/control",
+        "--heldout", "acts/hidden_reason", "--disjoint", "control=question",
+        "--disjoint", "hidden_reason=prompt", "--resamples", 100,
+    )  # fmt: skip
+    probe = run.json(*train, "--out", "p/lr", "--name", "tiny/lr", "--layers", "1-2")
+    assert probe["layers"][0] in (1, 2)
+    assert [e["name"] for e in probe["evaluations"]] == ["hidden_reason"]
+    names = {b["name"] for b in probe["baselines"]}
+    assert names == {"bag of words (answer)", "length", "random direction"}
+    assert (tmp_path / "p/lr/report.html").stat().st_size > 50_000
+    loaded = load_probe("p/lr")
+    assert loaded.sha256 == probe["sha256"]
+    assert loaded.card.command.startswith("inspect-lens probe train --train")
+    assert loaded.card.calibration is not None
+
+    measured = run.json(
+        "probe", "evaluate", "p/lr", "acts/hidden_reason", "--resamples", 0
+    )["evaluations"][0]  # fmt: skip
+    assert measured["auroc"] == probe["evaluations"][0]["auroc"]
+    text, _ = run("probe", "evaluate", "p/lr", "acts/hidden_reason", "--resamples", 0)
+    assert f"AUROC {measured['auroc']:.4f}" in text
+
+    wider = run.json(
+        "probe", "calibrate", "p/lr", "--control", "acts/control", "--fpr", 0.05, "--labelled",
+        "acts/probe_train", "--method", "temperature", "--out", "p/wider",
+    )  # fmt: skip
+    assert wider["thresholds"][0]["fpr"] == 0.05
+    assert wider["thresholds"][0]["n_above"] > probe["thresholds"][0]["n_above"]
+    assert load_probe("p/wider").card.calibration.method == "temperature"  # type: ignore[union-attr]
+
+    table = run.json(
+        "probe", "sweep", "--train", "acts/probe_train", "--family", "lr", "--family", "lda",
+    )["sweep"]  # fmt: skip
+    assert [(r["family"], r["layer"]) for r in table] == [
+        (f, i) for f in ("lr", "lda") for i in range(4)
+    ]
+    assert sum(r["chosen"] for r in table) == 2
+    made = run.json("probe", "report", "p/lr", "acts/hidden_reason", "--out", "r")
+    assert (tmp_path / made["report"]).exists()
+    assert {p.name for p in (tmp_path / "r/figures").iterdir()} >= {"roc.png", "scores.png"}
+
+
+def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        collect(run, server, "demo", "--limit", 60)
+        # 60 samples cannot show a false positive rate of one percent.
+        _, error = run(
+            "probe", "train", "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
+            code=3,
+        )  # fmt: skip
+        assert "id: " in error
+        _, error = run(
+            "probe", "collect", "--model", f"lens/{server.model}", "--dataset", "organism",
+            "--path", DATA / "demo.jsonl", "--out", "x", "--base-url", server.url, "--layers", "9",
+            "--json", code=5,
+        )  # fmt: skip
+        assert "layer 9" in json.loads(error.splitlines()[-1])["message"]
+    other = load_probe(ROOT / "probes/organism/deception-lr")
+    _, error = run("probe", "evaluate", other.path, "acts/demo", code=4)
+    assert "belongs to" in error
+    run("probe", "evaluate", "no/such", "acts/demo", code=4)
+    run("probe", "collect", "--model", "lens/x", "--dataset", "nope", "--out", "x", code=3)
+    run("probe", "train", "--out", "p", code=3)
+    run("probe", "calibrate", other.path, "--out", "p", code=3)
+    run("probe", "train", "--nope", code=2)
+    run("probe", "sweep", "--train", "acts/demo", "--layers", "a-b", code=3)
+    assert run("--version")[0].strip()
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, inspect_lens._cli\n"
+        "sys.argv = ['inspect-lens', 'probe', 'train', '--help']\n"
+        "try: inspect_lens._cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'sklearn', 'inspect_ai', 'matplotlib', 'datasets', 'vllm', 'scipy'}\n"
+        "print('HEAVY', sorted(heavy & {m.split('.')[0] for m in sys.modules}))"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--recipe" in made.stdout
+    assert made.stdout.rstrip().endswith("HEAVY []")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "probes/recipes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_recipes_name_what_exists(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.family in FAMILIES
+    for part in (recipe.train, recipe.control, *recipe.heldout):
+        assert part.dataset in DATASETS
+    names = [p.name or p.dataset for p in (recipe.train, recipe.control, *recipe.heldout)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_recipe_runs_from_data_sets_to_a_probe(run: Run, tmp_path: Path) -> None:
+    text = (ROOT / "probes/recipes/organism.yaml").read_text()
+    (tmp_path / "r.yaml").write_text(
+        text.replace("organism/data", str(DATA))
+        .replace("- {dataset: organism,", "- {dataset: organism, limit: 40,")
+        .replace("name: probe_train,", "name: probe_train, limit: 120,")
+        .replace("name: control,", "name: control, limit: 310,")
+        + "positions: prompt\n"
+    )
+    with FakeLensServer(n_layers=2) as server:
+        words = (
+            "probe", "train", "--recipe", "r.yaml", "--work", "w", "--out", "p", "--model",
+            f"lens/{server.model}", "--base-url", server.url, "--resamples", 20,
+        )  # fmt: skip
+        made = run.json(*words)
+        asked = len(server.requests)
+        again = run.json(*words)
+        assert len(server.requests) == asked, "stores of the first run are used"
+    assert again["sha256"] == made["sha256"]
+    assert made["probe"] == "organism/deception-recipe"
+    assert len(made["evaluations"]) == 3
+    (tmp_path / "bad.yaml").write_text("name: x\n")
+    with pytest.raises(ArtifactError, match="not a recipe"):
+        load_recipe(tmp_path / "bad.yaml")

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from inspect_lens.collect import collect
+from inspect_lens.data import (
+    ActivationStore,
+    Message,
+    ProbeDataset,
+    ProbeSample,
+)
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError
+from inspect_lens.model import _server
+from tests.kit.fake_server import FakeLensServer, residual, tokens_of
+from tests.kit.repository import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from inspect_ai.util._concurrency import init_concurrency
+
+    init_concurrency()
+    _server._servers.clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    init_concurrency()
+
+
+def dataset(n: int = 20, **change: Any) -> ProbeDataset:
+    samples = tuple(
+        ProbeSample(
+            id=f"s{i}", messages=(Message("user", f"tell me about {i} {'now ' * (i % 3)}"),),
+            label=i % 2 == 1, group=f"g{i // 2}", columns={"parity": str(i % 2)}, **change,
+        )
+        for i in range(n)
+    )  # fmt: skip
+    return ProbeDataset(
+        name="toy", split="train", source="builtin", licence="MIT", label_meaning="odd",
+        on_policy=True, text_overlap_group="toy", samples=samples,
+    )  # fmt: skip
+
+
+def run(server: FakeLensServer, data: ProbeDataset, out: Path | str, **options: Any) -> Any:
+    options = {"concurrency": 8, "shard_samples": 3, "max_tokens": 3, "progress": False} | options
+    return collect(
+        f"lens/{server.model}", data, out, model_args={"base_url": server.url}, **options
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def test_rows_are_those_of_their_tokens_in_the_order_of_the_set(tmp_path: Path) -> None:
+    with FakeLensServer(delay_s=0.01) as server:
+        store = run(server, dataset(), tmp_path / "out", layers=[1, 3])
+    assert (len(store), store.layers, store.hidden) == (20, (1, 3), 8)
+    samples = list(store.samples())
+    assert [s.record.id for s in samples] == [f"s{i}" for i in range(20)]
+    for i, sample in enumerate(samples):
+        prompt = tokens_of(f"<user> {dataset().samples[i].messages[0].content}")
+        assert sample.record.n_prompt == len(prompt)
+        assert sample.token_ids[: len(prompt)] == tuple(prompt)
+        # The last sampled token is never fed.
+        assert sample.positions == (len(prompt), len(prompt) + 1)
+        expected = residual(list(sample.token_ids), (1, 3), list(sample.positions))
+        assert sample.acts is not None
+        np.testing.assert_array_equal(sample.acts.storage, expected.storage)
+        assert sample.read_ids == sample.token_ids[len(prompt) : -1]
+        assert sample.record.columns == {"parity": str(i % 2)}
+    assert [r.label for r in store.records()] == [i % 2 == 1 for i in range(20)]
+    rows = list(store.rows(3, size=4))
+    assert sum(len(x) for x, _ in rows) == store.n_rows == 40
+    together = np.concatenate([x for x, _ in rows])
+    np.testing.assert_array_equal(
+        together, np.concatenate([s.acts.to_float32()[1] for s in samples if s.acts])
+    )
+    assert np.concatenate([y for _, y in rows]).tolist() == [i // 2 % 2 == 1 for i in range(40)]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["dataset"]["sha256"] == dataset().sha256
+    assert manifest["dtype"] == "bfloat16"
+    assert len(manifest["shards"]) == 7
+    store.verify()
+
+
+def test_requests_overlap_and_memory_is_bounded(tmp_path: Path) -> None:
+    from inspect_lens.collect import _collect
+
+    most, original = 0, _collect.capture_sample
+    alive: set[int] = set()
+
+    async def watched(model: Any, index: int, sample: Any, how: Any) -> Any:
+        nonlocal most
+        made = await original(model, index, sample, how)
+        alive.add(index)
+        most = max(most, len(alive))
+        return made
+
+    def written(uri: str, k: int, samples: list[Any]) -> None:
+        write(uri, k, samples)
+        alive.difference_update(s.record.index for s in samples)
+
+    write = _collect._write_shard
+    with pytest.MonkeyPatch.context() as patch, FakeLensServer(delay_s=0.05) as server:
+        patch.setattr(_collect, "capture_sample", watched)
+        patch.setattr(_collect, "_write_shard", written)
+        begin = time.monotonic()
+        run(server, dataset(120), tmp_path / "out", concurrency=20, shard_samples=5)
+        took = time.monotonic() - begin
+    assert took < 120 * 0.05 / 2, "one after the other it takes 6 s"
+    assert most <= (2 + 4) * 5
+
+
+def test_given_completions_and_raw_texts_are_read_as_they_stand(tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        store = run(
+            server, dataset(4, completion="all of this is read"), tmp_path / "off", layers="all"
+        )
+        raw = run(server, dataset(4, raw=True), tmp_path / "raw", layers=[2])
+        assert server.paths.count("/v1/chat/completions") == 0
+    for i, sample in enumerate(store.samples()):
+        prompt = tokens_of(f"<user> {dataset().samples[i].messages[0].content}")
+        reply = tokens_of("<assistant> all of this is read")
+        assert sample.token_ids == (*prompt, *reply)
+        assert sample.positions == tuple(range(len(prompt), len(prompt) + len(reply)))
+        expected = residual(list(sample.token_ids), (0, 1, 2, 3), list(sample.positions))
+        assert sample.acts is not None
+        np.testing.assert_array_equal(sample.acts.storage, expected.storage)
+    for i, sample in enumerate(raw.samples()):
+        words = tokens_of(dataset().samples[i].messages[0].content)
+        assert sample.token_ids == tuple(words)
+        assert sample.record.n_rows == len(words)
+
+
+CHILD = """
+import sys
+sys.path[:0] = [{root!r}, {src!r}]
+from pathlib import Path
+from inspect_lens.collect import collect
+from tests.unit.collect.test_collect import dataset
+collect("lens/org/tiny", dataset(40), {out!r}, concurrency=4, shard_samples=3, max_tokens=3,
+        progress=False, model_args={{"base_url": {url!r}}})
+"""
+
+
+def start(out: Path, url: str) -> subprocess.Popen[bytes]:
+    code = CHILD.format(root=str(ROOT), src=str(ROOT / "src"), out=str(out), url=url)
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+
+
+def test_killed_at_any_point_and_started_again_it_gives_the_same_bytes(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with FakeLensServer(delay_s=0.03) as server:
+        run(server, dataset(40), tmp_path / "whole", concurrency=4)
+        kills = 0
+        out = tmp_path / "killed"
+        for _ in range(6):
+            child = start(out, server.url)
+            before, deadline = len(server.requests), time.monotonic() + 30
+            # Somewhere between the first request and the last shard, or while it writes.
+            wanted = before + rng.randrange(1, 10)
+            while child.poll() is None and len(server.requests) < wanted:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(rng.random() * 0.05)
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGKILL)
+                kills += 1
+            _, errors = child.communicate(timeout=30)
+            if child.returncode == 0:
+                break
+            assert child.returncode == -signal.SIGKILL, errors.decode()[-2000:]
+        assert kills >= 2
+        store = run(server, dataset(40), out, concurrency=4)
+    assert content(out) == content(tmp_path / "whole")
+    assert [r.id for r in store.records()] == [f"s{i}" for i in range(40)]
+
+
+def test_what_a_kill_leaves_inside_a_write_is_overwritten(tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        run(server, dataset(9), tmp_path / "whole")
+        out = tmp_path / "torn"
+        run(server, dataset(9), out)
+        # Every state that a kill can leave: no manifest, a shard without its facts, half a file
+        # under the temporary name.
+        for torn in ("manifest.json", "shard-00001.json", "shard-00002.json"):
+            (out / torn).unlink()
+        (out / "shard-00002.safetensors").unlink()
+        (out / ".shard-00002.safetensors.tmp").write_bytes(b"half")
+        asked = len(server.requests)
+        run(server, dataset(9), out)
+        assert len(server.requests) == asked + 6, "the first shard is kept"
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        run(server, dataset(6), tmp_path / "out")
+        asked = len(server.requests)
+        assert len(run(server, dataset(6), tmp_path / "out")) == 6
+        assert len(server.requests) == asked, "a finished store is opened, not made again"
+        for data, options, match in (
+            (dataset(7), {}, "dataset"),
+            (dataset(6), {"layers": [1]}, "layers"),
+            (dataset(6), {"shard_samples": 2}, "shard_samples"),
+        ):
+            with pytest.raises(SpecError, match=match):
+                run(server, data, tmp_path / "out", **options)
+        with pytest.raises(SpecError, match="1 or more"):
+            run(server, dataset(6), tmp_path / "x", concurrency=0)
+
+
+def test_a_failing_sample_ends_the_run_or_is_written_down(tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        data = dataset(6)
+        with pytest.raises(Exception, match="layer 9"):
+            run(server, data, tmp_path / "a", layers=[9])
+        assert not (tmp_path / "a" / "manifest.json").exists()
+        with pytest.raises(ArtifactError, match="incomplete"):
+            ActivationStore.open(tmp_path / "a")
+    with FakeLensServer(dialect="plain") as plain, pytest.raises(CaptureError):
+        run(plain, data, tmp_path / "b")
+    with FakeLensServer() as server:
+        from inspect_lens.collect import _collect
+
+        original = _collect.capture_sample
+
+        async def one_fails(model: Any, index: int, sample: Any, how: Any) -> Any:
+            if index == 4:
+                raise CaptureError("lost")
+            return await original(model, index, sample, how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_collect, "capture_sample", one_fails)
+            store = run(server, data, tmp_path / "c", on_error="skip")
+    records = list(store.records())
+    assert [r.n_rows for r in records] == [2, 2, 2, 2, 0, 2]
+    assert records[4].error == "lost"
+    assert store.manifest["n_empty"] == 1
+
+
+def test_any_fsspec_path_does(tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        run(server, dataset(6), tmp_path / "local")
+        store = run(server, dataset(6), "memory://collected/set")
+    remote = fsspec.filesystem("memory")
+    names = {n.rpartition("/")[2] for n in remote.ls("/collected/set", detail=False)}
+    assert names == {p.name for p in (tmp_path / "local").iterdir()}
+    assert store.sha256 == ActivationStore.open(tmp_path / "local").sha256
+    assert sum(len(x) for x, _ in store.rows(0)) == store.n_rows
+    damaged = tmp_path / "local" / "shard-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\7")
+    with pytest.raises(ArtifactError, match="shard-00001"):
+        ActivationStore.open(tmp_path / "local").verify()

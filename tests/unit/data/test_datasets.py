@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
+
+from inspect_lens.data import DATASETS, Message, load_dataset, planted_activations
+from inspect_lens.errors import ArtifactError, SpecError
+from tests.kit.repository import ROOT
+
+STATEMENTS = "statement,label\nThe sky is blue.,1\nThe sun is cold.,0\n"
+TURNS = [{"role": "user", "content": "Did you?"}, {"role": "assistant", "content": "No."}]
+ROLLOUTS = {
+    "name": "x",
+    "rollouts": [
+        {"input_messages": TURNS[:1], "output_messages": TURNS[1:], "graded_deception": grade}
+        for grade in (7, 4, 1)
+    ],
+}
+FILES: dict[str, tuple[str, str]] = {
+    "repe_honesty": ("facts_true_false.csv", STATEMENTS),
+    "azaria_mitchell": ("cities_true_false.csv", STATEMENTS),
+    "geometry_of_truth": ("cities.csv", "statement,label,city\nA is B.,1,A\nA is C.,0,A\n"),
+    "ai_liar": (
+        "liar.csv",
+        "deceive_instruction,normal_instruction,question,question_prefix,answer_prefix\n"
+        "Lie.,Be honest.,Is fire hot?,Q:,A:\n",
+    ),
+    **{
+        f"apollo_{name}": (f"{name}__plain.json", json.dumps(ROLLOUTS))
+        for name in ("roleplaying", "insider_trading", "sandbagging")
+    },
+    "liars_bench": (
+        "bench.jsonl",
+        "".join(json.dumps({"messages": TURNS, "deceptive": d}) + "\n" for d in (True, False)),
+    ),
+    "models_under_pressure": (
+        "stakes.jsonl",
+        "".join(
+            json.dumps({"inputs": json.dumps(TURNS[:1]), "labels": label, "ids": i}) + "\n"
+            for i, label in enumerate(("high-stakes", "low-stakes", "ambiguous"))
+        ),
+    ),
+    "alpaca": (
+        "alpaca.json",
+        json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3", "text": "…"}] * 2),
+    ),
+    "organism": (
+        "demo.jsonl", (ROOT / "organism/data/demo.jsonl").read_text(encoding="utf-8"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=sorted(FILES))
+def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
+    file, text = FILES[request.param]
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    return request.param, load_dataset(request.param, path=str(tmp_path / file))
+
+
+def test_every_set_reads_its_schema_and_states_its_facts(loaded: tuple[str, Any]) -> None:
+    name, data = loaded
+    labels = [s.label for s in data]
+    assert set(labels) == ({False} if name == "alpaca" else {True, False})
+    facts = data.facts()
+    assert facts["source"] == "path"
+    assert len(str(facts["sha256"])) == 64
+    assert all(facts[k] for k in ("licence", "label_meaning", "text_overlap_group"))
+    assert facts["on_policy"] <= all(s.reading == "generate" for s in data)
+    assert data.take([0]).sha256 != data.sha256
+
+
+def test_a_set_without_a_test_does_not_exist() -> None:
+    assert set(DATASETS) == set(FILES) | {"instructed_pairs"}
+
+
+def read(name: str, tmp_path: Path, **options: Any) -> Any:
+    file, text = FILES[name]
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    return load_dataset(name, path=str(tmp_path), **options)
+
+
+def test_contents(tmp_path: Path) -> None:
+    statement = read("repe_honesty", tmp_path)
+    assert statement.samples[0].reading == "text"
+    assert statement.samples[0].columns == {"topic": "facts_true_false", "truth": "1"}
+    personas = read("repe_honesty", tmp_path, personas=True)
+    assert [s.label for s in personas] == [False, True, False, True]
+    assert len({s.group for s in personas}) == 2
+    assert personas.samples[1].completion == "The sky is blue."
+    assert "untruthful person" in personas.samples[1].messages[0].content
+    assert not personas.on_policy
+
+
+def test_grades_between_are_left_out_and_replies_are_read(tmp_path: Path) -> None:
+    rollouts = read("apollo_roleplaying", tmp_path)
+    assert [(s.label, s.completion) for s in rollouts] == [(True, "No."), (False, "No.")]
+    assert rollouts.samples[0].messages == (Message("user", "Did you?"),)
+    assert len({s.group for s in rollouts}) == 1
+    fresh = read("apollo_roleplaying", tmp_path, on_policy=True)
+    assert [s.label for s in fresh] == [None] * 3
+
+
+def test_ai_liar_asks_both_ways_and_alpaca_lets_the_model_answer(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    liar = read("ai_liar", tmp_path / "a")
+    assert [s.label for s in liar] == [False, True]
+    assert liar.samples[1].messages[0].content == "Lie.\n\nQ: Is fire hot?\n\nA:"
+    (tmp_path / "b").mkdir()
+    alpaca = read("alpaca", tmp_path / "b")
+    assert alpaca.samples[0].messages[0].content == "Add.\n\n1 2"
+    assert alpaca.samples[0].completion is None
+    assert read("alpaca", tmp_path / "b", off_policy=True).samples[0].completion == "3"
+
+
+def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def fake(repository: str, config: str | None, *, split: str, revision: str | None) -> Any:
+        asked.append((repository, config, split, revision))
+        return [{"instruction": "Add.", "input": "", "output": "3"}] * 5
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    data = load_dataset("alpaca", revision="abc123", limit=3)
+    assert asked == [("tatsu-lab/alpaca", None, "train", "abc123")]
+    assert (len(data), data.source, data.revision) == (3, "hub", "abc123")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
+    with pytest.raises(ArtifactError, match="could not be loaded"):
+        load_dataset("liars_bench")
+
+
+def test_wrong_names_files_and_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="allowed are repe_honesty"):
+        load_dataset("repe")
+    with pytest.raises(SpecError, match=r"allowed are \['path'\]"):
+        load_dataset("repe_honesty")
+    with pytest.raises(ArtifactError, match="cannot be read as rows"):
+        load_dataset("repe_honesty", path=str(tmp_path / "none.csv"))
+    (tmp_path / "bad.csv").write_text("text,label\nx,1\n")
+    with pytest.raises(SpecError, match="has no 'statement'"):
+        load_dataset("repe_honesty", path=str(tmp_path / "bad.csv"))
+    (tmp_path / "bad.csv").write_text("statement,label\nx,maybe\n")
+    with pytest.raises(SpecError, match="label 'maybe'"):
+        load_dataset("repe_honesty", path=str(tmp_path / "bad.csv"))
+    (tmp_path / "open.jsonl").write_text(json.dumps({"messages": TURNS[:1], "deceptive": 1}))
+    with pytest.raises(SpecError, match="does not end with the assistant"):
+        load_dataset("liars_bench", path=str(tmp_path / "open.jsonl"))
+
+
+def test_our_pairs_ask_each_fact_both_ways() -> None:
+    data = load_dataset("instructed_pairs", n=40)
+    assert sum(bool(s.label) for s in data) == 20
+    assert data.sha256 == load_dataset("instructed_pairs", n=40).sha256
+    assert data.sha256 != load_dataset("instructed_pairs", n=40, seed=1).sha256
+    for i in range(0, 40, 2):
+        honest, lie = data.samples[i : i + 2]
+        assert honest.group == lie.group
+        assert honest.messages[1] == lie.messages[1]
+        assert honest.messages[0] != lie.messages[0]
+
+
+def test_shared_texts_are_found() -> None:
+    data = load_dataset("instructed_pairs", n=40)
+    assert data.overlap(data) == tuple(s.id for s in data)
+    other = load_dataset("organism", path=str(ROOT / "organism/data/demo.jsonl"), limit=20)
+    assert data.overlap(other) == ()
+
+
+def test_planted_activations_are_what_they_say() -> None:
+    made = planted_activations(n=8000, hidden=16, dprime=0.7, layer=2)
+    x = np.stack([a[2].mean(axis=0) for a in made.acts])
+    area = roc_auc_score(made.labels, x @ made.direction)
+    assert made.auroc == pytest.approx(norm.cdf(0.7 * 2 / np.sqrt(2)))
+    assert area == pytest.approx(made.auroc, abs=0.012)
+    assert roc_auc_score(made.labels, made.acts[0][0, 0, 0] + x @ np.ones(16) * 0) == 0.5

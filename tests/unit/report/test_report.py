@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    Baseline,
+    Calibration,
+    Evaluation,
+    Interval,
+    LayerScore,
+    Probe,
+    ProbeCard,
+    Threshold,
+    Transfer,
+)
+from inspect_lens.report import ReportSet, cases, write_report
+
+I = Interval(low=0.81, high=0.97, method="x")  # noqa: E741
+
+
+def scored(name: str, n: int = 80, *, tokens: bool = False, seed: int = 0) -> ReportSet:
+    rng = np.random.default_rng(seed)
+    labels = np.arange(n) % 2
+    per_token = [rng.normal(size=4) + 2 * y for y in labels]
+    return ReportSet(
+        name=name, labels=labels, scores=np.array([t.mean() for t in per_token]),
+        groups=[str(i // 4) for i in range(n)], ids=[f"{name}-{i}" for i in range(n)],
+        tokens=[["It", " is", " <b>", "\n"]] * n if tokens else (),
+        token_scores=per_token if tokens else (),
+    )  # fmt: skip
+
+
+def probe() -> Probe:
+    card = ProbeCard(
+        name="m/<script>", description="finds & flags", layers=(2,), hidden=3, method="LR",
+        sweep=tuple(LayerScore(layer=i, auroc=0.5 + i / 8, separation=i) for i in range(4)),
+        thresholds=(Threshold(value=1.1, fpr=0.01, control="c", n_control=400, n_above=3,
+                              interval=I),),
+        evaluations=(Evaluation(name="test", sha256="ab", n_positive=40, n_negative=40,
+                                disjoint_by="group", auroc=0.912, auroc_interval=I),),
+        baselines=(Baseline(name="length", set="test", auroc=0.55, auroc_interval=I,
+                            p_value=0.0004),),
+        transfers=(Transfer(set="far", transfers=False, bar=0.7, statement="It does not."),),
+        calibration=Calibration(method="platt", set="dev", n=99, slope=1.5, intercept=-1.0),
+        selectivity=0.25, command="inspect-lens probe train",
+    )  # fmt: skip
+    return Probe.from_direction([1.0, 0.0, 0.0], card=card)
+
+
+class Reader(HTMLParser):
+    """Checks that tags nest, and gathers what a reader sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.text: list[str] = []
+        self.images = 0
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img"):
+            self.stack.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href") and not (value or "").startswith("data:"):
+                self.outside.append(value or "")
+        self.images += tag == "img"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_one_file_says_it_all(tmp_path: Path) -> None:
+    sets = [scored("test", tokens=True), scored("far", seed=1)]
+    path = write_report(probe(), tmp_path / "r", sets, n_resamples=30)
+    html = path.read_text(encoding="utf-8")
+    reader = Reader()
+    reader.feed(html)
+    assert reader.stack == []
+    assert reader.outside == [], "nothing is loaded from elsewhere"
+    assert reader.images == 4
+    text = " ".join(reader.text)
+    for wanted in (
+        "m/<script>", "finds & flags", "0.912 [0.810, 0.970]", "length", "0.0004", "It does not.",
+        "Selectivity: 0.250", "positive, best", "negative, worst", probe().sha256, " <b>",
+        "inspect-lens probe train", "1.1",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+    assert "<script>" not in html
+    assert not re.search(r"https?://", html)
+
+
+def test_the_figures_are_pngs_and_repeatable(tmp_path: Path) -> None:
+    sets = [scored("test", tokens=True)]
+    for folder in ("a", "b"):
+        write_report(probe(), tmp_path / folder, sets, n_resamples=20)
+    names = {p.name for p in (tmp_path / "a/figures").iterdir()}
+    assert names == {"roc.png", "scores.png", "layers.png", "calibration.png", "tokens.png"}
+    for name in names:
+        content = (tmp_path / "a/figures" / name).read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert content == (tmp_path / "b/figures" / name).read_bytes()
+
+
+def test_a_bare_probe_of_one_class_still_has_a_report(tmp_path: Path) -> None:
+    bare = Probe.from_direction([1.0], card=ProbeCard(name="t/p", layers=(0,), hidden=1))
+    control = ReportSet(name="control", labels=np.zeros(5), scores=np.arange(5.0))
+    write_report(bare, tmp_path, [control], n_resamples=0)
+    assert [p.name for p in (tmp_path / "figures").iterdir()] == ["scores.png"]
+
+
+def test_cases_are_the_clearest_and_the_worst() -> None:
+    data = ReportSet(
+        name="t", labels=[0, 0, 0, 1, 1, 1], scores=[0, 1, 5, -3, 2, 9], ids=list("abcdef"),
+        tokens=[["x"]] * 6, token_scores=[np.ones(1)] * 6,
+    )  # fmt: skip
+    made = {(c.verdict, c.id) for c in cases(data, each=1)}
+    assert made == {
+        ("positive, best", "f"), ("positive, worst", "d"), ("negative, worst", "c"),
+        ("negative, best", "a"),
+    }  # fmt: skip
+    assert len(cases(data, each=9)) == 6
+    with pytest.raises(SpecError, match="one each"):
+        ReportSet(name="t", labels=[0, 1], scores=[0.0])

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from inspect_lens.data import planted_activations
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Evaluation, Interval, Probe, ProbeCard, Threshold
+from inspect_lens.train import (
+    FAMILIES,
+    ActivationSet,
+    AttentionLiteProbe,
+    LogisticProbe,
+    MeanDifferenceProbe,
+    bag_of_words_scores,
+    cascade_frontier,
+    fit_on,
+    judge_scores,
+    length_scores,
+    make_estimator,
+    measure_baselines,
+    random_direction_scores,
+    select_layer,
+    selectivity,
+    style_shift,
+    transfer_statement,
+)
+
+H = 24
+
+
+def made(name: str, *, n: int = 200, seed: int = 0, shift: float = 0.0) -> ActivationSet:
+    planted = planted_activations(n=n, hidden=H, seed=seed, dprime=2.0)
+    return ActivationSet(
+        name=name, model="m", layers=(0, 1, 2), acts=[a + shift for a in planted.acts],
+        labels=planted.labels, groups=[f"{name}-{g}" for g in planted.groups],
+        ids=[f"{seed}-{i}" for i in range(n)],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def probe() -> Probe:
+    card = ProbeCard(
+        name="t/p", layers=(1,), hidden=H,
+        thresholds=(Threshold(value=0.0, fpr=0.5, control="c", n_control=9, n_above=4,
+                              interval=Interval(low=0, high=1, method="x")),),
+    )  # fmt: skip
+    return fit_on(MeanDifferenceProbe(), made("train"), 1).to_probe(card)  # type: ignore[return-value]
+
+
+def test_baselines_stand_beside_the_probe_with_a_test(probe: Probe) -> None:
+    train, test = made("train"), made("test", seed=1)
+    texts = {
+        "prompt": {d.name: ["lie now" if y else "be honest" for y in d.labels]
+                   for d in (train, test)},
+        "answer": {d.name: ["it is red"] * len(d) for d in (train, test)},
+    }  # fmt: skip
+    records = measure_baselines(
+        probe, train, [test], texts=texts, judges={"judge": lambda t: float("lie" in t)}
+    )
+    by_name = {b.name: b for b in records}
+    assert set(by_name) == {
+        "bag of words (prompt)", "bag of words (answer)", "length", "random direction", "judge",
+    }  # fmt: skip
+    assert by_name["bag of words (prompt)"].auroc == 1.0
+    assert by_name["judge"].auroc == 1.0
+    assert by_name["bag of words (answer)"].auroc == 0.5
+    assert by_name["length"].auroc == 0.5
+    random = by_name["random direction"]
+    assert random.auroc is not None
+    assert abs(random.auroc - 0.5) < 0.25
+    assert random.p_value is not None
+    assert random.p_value < 1e-6
+    perfect = by_name["judge"].p_value
+    assert perfect is None or perfect > 0.5
+    with pytest.raises(SpecError, match="0 texts for 200"):
+        measure_baselines(probe, train, [test], texts={"prompt": {}})
+
+
+def test_single_baselines() -> None:
+    scores = bag_of_words_scores(["a cat", "a dog"] * 10, [0, 1] * 10, ["dog", "cat", "fish"])
+    assert scores[0] > scores[2] > scores[1]
+    assert length_scores([9, 8, 2, 1], [0, 0, 1, 1], [5, 1]).tolist() == [-5.0, -1.0]
+    with pytest.raises(SpecError, match="no finite number"):
+        judge_scores(["x"], lambda _: math.nan)
+    with pytest.raises(SpecError, match="both classes"):
+        bag_of_words_scores(["a"], [1], ["b"])
+
+
+def test_random_directions_differ_and_are_repeatable(probe: Probe) -> None:
+    train, test = made("train"), made("test", seed=1)
+    a, b = (random_direction_scores(probe, train, test, seed=s) for s in (0, 1))
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.9
+    np.testing.assert_array_equal(a, random_direction_scores(probe, train, test, seed=0))
+
+
+def test_a_probe_that_can_memorise_tokens_is_not_selective() -> None:
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(200, 64)) * 3  # each kind of token has a place of its own
+    direction = np.zeros(64)
+    direction[0] = 8.0
+
+    def side(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids, y = rng.integers(200, size=n), rng.integers(2, size=n)
+        return table[ids] + np.outer(y, direction) + rng.normal(size=(n, 64)) / 2, y, ids
+
+    train, test = side(4000), side(1500)
+    straight = selectivity(LogisticProbe(), train, test)
+    loose = selectivity(make_estimator("mlp", steps=600, lr=1e-2), train, test)
+    assert straight.task > 0.9 < loose.task
+    assert straight.difference > loose.difference + 0.05
+    assert loose.control > straight.control
+
+
+def test_style_shift_sees_what_moves_scores(probe: Probe) -> None:
+    data = made("a", seed=3)
+    same = style_shift(probe, data, data)
+    assert (same.robust, same.shift, same.comparison.p_value) == (True, 0.0, 1.0)
+    direction = probe.direction()[0]
+    moved = ActivationSet(
+        name="loud", model="m", layers=data.layers, labels=data.labels, groups=data.groups,
+        ids=data.ids, acts=[a + 2 * direction for a in data.acts],
+    )  # fmt: skip
+    shifted = style_shift(probe, data, moved)
+    assert not shifted.robust
+    assert shifted.shift > 1
+    assert shifted.fpr is not None
+    assert shifted.fpr[1] > shifted.fpr[0] + 0.2
+    with pytest.raises(SpecError, match="same sample in each place"):
+        style_shift(probe, data, made("b", seed=4))
+
+
+def test_transfer_is_said_either_way() -> None:
+    def evaluation(low: float) -> Evaluation:
+        return Evaluation(
+            name="hidden", sha256="0", n_positive=9, n_negative=9, disjoint_by="group", auroc=0.9,
+            auroc_interval=Interval(low=low, high=0.95, method="delong"),
+        )  # fmt: skip
+
+    yes, no = (transfer_statement("instructions", evaluation(low)) for low in (0.8, 0.6))
+    assert yes.transfers
+    assert "transfers to hidden: AUROC 0.900 [0.800, 0.950]" in yes.statement
+    assert not no.transfers
+    assert "does not transfer to hidden" in no.statement
+    with pytest.raises(SpecError, match="one class"):
+        transfer_statement("x", evaluation(0.8).model_copy(update={"auroc": None}))
+
+
+def test_a_cascade_goes_from_the_probe_to_the_judge() -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(2000) % 2
+    probe, judge = rng.normal(size=2000) + 1.5 * y, rng.normal(size=2000) + 5 * y
+    points = cascade_frontier(
+        y, probe * 100, judge, probe_threshold=75.0, judge_threshold=2.5, probe_cost=0.01
+    )
+    assert [p.share for p in points] == sorted(p.share for p in points)
+    alone, last = points[0], points[-1]
+    assert alone.cost == 0.01
+    assert alone.recall == pytest.approx((probe[y == 1] > 0.75).mean())
+    assert last.recall == pytest.approx((judge[y == 1] > 2.5).mean())
+    assert last.cost == pytest.approx(1.01)
+    accuracy = [p.balanced_accuracy for p in points]
+    assert all(b > a - 0.01 for a, b in itertools.pairwise(accuracy))
+    half = next(p for p in points if p.share == 0.5)
+    gained = (half.balanced_accuracy - accuracy[0]) / (accuracy[-1] - accuracy[0])
+    assert gained > 0.7, "the unsure half holds most of the errors"
+
+
+def test_every_family_by_name_trains_on_a_set() -> None:
+    train, selection = made("train", n=80), made("sel", n=60, seed=5)
+    quick = {
+        "attention": {"steps": 5}, "attention-gdm": {"steps": 5}, "multimax": {"steps": 5},
+        "rolling-attention": {"steps": 5}, "mlp": {"steps": 5}, "attention-lite": {"steps": 5},
+        "lr-got": {"epochs": 20}, "ccs": {"epochs": 20, "restarts": 2},
+    }  # fmt: skip
+    card = ProbeCard(name="t/p", layers=(0,), hidden=H)
+    for name in FAMILIES:
+        choice = select_layer(
+            make_estimator(name, **quick.get(name, {})), train, selection, card=card, layers=[1]
+        )
+        assert selection.scores(choice.probe).shape == (60,)
+        assert choice.probe.card.method
+        assert choice.probe.card.source
+    mean = select_layer(LogisticProbe(), train, selection, card=card, rows="mean")
+    assert mean.probe.layers == (1,)
+    with pytest.raises(SpecError, match="allowed are lr, "):
+        make_estimator("svm")
+    with pytest.raises(SpecError, match="settings of LogisticProbe"):
+        make_estimator("lr", depth=3)
+    with pytest.raises(SpecError, match="rows='first'"):
+        fit_on(LogisticProbe(), train, 1, rows="first")  # type: ignore[arg-type]
+    assert fit_on(AttentionLiteProbe(steps=2), train, 1, rows="mean").n_features_in_ == H
