@@ -173,7 +173,23 @@ def main() -> int:
             print(name, json.dumps(results[name]), flush=True)  # noqa: T201
         size = data.stat().st_size
     report = {
-        "command": shlex.join(["python", *sys.argv]),
+        # Without the places on this machine.
+        "command": shlex.join(
+            [
+                "python",
+                "benchmarks/probe_stream.py",
+                "--rows",
+                str(options.rows),
+                "--hidden",
+                str(options.hidden),
+                "--sklearn-rows",
+                str(options.sklearn_rows),
+                "--device",
+                options.device,
+                "--fits",
+                options.fits,
+            ]
+        ),
         "machine": machine(options.device),
         "rows": options.rows,
         "hidden": options.hidden,

@@ -107,6 +107,18 @@ def _judged(probe: AnyProbe, uri: str, *, any_model: bool) -> ActivationSet:
     return _set(uri, "store")
 
 
+def _refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> None:
+    """Sets that are known to share texts need a key, named, that keeps them apart."""
+    facts = [ActivationStore.open(u).manifest["dataset"] for u in (train, uri)]
+    name = Path(uri.rstrip("/")).name
+    if facts[0]["text_overlap_group"] == facts[1]["text_overlap_group"] and name not in disjoint:
+        raise SpecError(
+            f"{name}: shares its text-overlap group {facts[1]['text_overlap_group']!r} with the "
+            f"training set, so texts may be in both; allowed is a set of another group, or a key "
+            f"that keeps them apart, as in --disjoint {name}=question"
+        )
+
+
 def train_job(
     *,
     out: str,
@@ -133,6 +145,8 @@ def train_job(
     chosen = _set(selection, "selection") if selection else None
     if chosen is None:
         fit, chosen = split_by_group(fit, seed=seed)
+    for uri in (control, *heldout):
+        _refuse_shared_texts(train, uri, disjoint)
     judged = [_set(uri, "heldout") for uri in heldout]
     manifest = ActivationStore.open(train).manifest
     facts = manifest["model"]

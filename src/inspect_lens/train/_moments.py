@@ -175,6 +175,7 @@ def accumulate(
         SpecError: the stream is empty, or a piece is wrong.
     """
     moments: Moments | None = None
+    rng = np.random.default_rng(0)
     for rows, labels in prefetch(source()):
         if not len(labels):
             continue
@@ -185,7 +186,8 @@ def accumulate(
         ):
             moments.add(x, y)
         if sample is not None and sample.total < sample_rows:
-            part = slice(None, None, max(1, len(rows) // _SAMPLE_OF_PIECE))
+            # At random: an even stride over rows whose classes alternate sees one class only.
+            part = np.sort(rng.permutation(len(rows))[:_SAMPLE_OF_PIECE])
             for x, y in read_blocks(rows[part], labels[part], device=device, large=True):
                 sample.add(x, y)
     if moments is None:

@@ -76,6 +76,8 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
         "--heldout", "acts/hidden_reason", "--disjoint", "control=question",
         "--disjoint", "hidden_reason=prompt", "--resamples", 100,
     )  # fmt: skip
+    _, error = run(*[w for w in train if w != "hidden_reason=prompt"][:-3], "--out", "p/x", code=3)
+    assert "text-overlap group 'organism'" in error
     probe = run.json(*train, "--out", "p/lr", "--name", "tiny/lr", "--layers", "1-2")
     assert probe["layers"][0] in (1, 2)
     assert [e["name"] for e in probe["evaluations"]] == ["hidden_reason"]
@@ -121,6 +123,11 @@ def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
         _, error = run(
             "probe", "train", "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
             code=3,
+        )  # fmt: skip
+        assert "text-overlap" in error
+        _, error = run(
+            "probe", "train", "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
+            "--disjoint", "demo=group", code=3,
         )  # fmt: skip
         assert "id: " in error
         _, error = run(

@@ -22,7 +22,7 @@ from inspect_lens.train import (
     MeanDifferenceProbe,
     fit_stream,
 )
-from inspect_lens.train._moments import accumulate, prefetch
+from inspect_lens.train._moments import Moments, accumulate, prefetch
 
 H = 16
 
@@ -88,6 +88,16 @@ def test_the_size_of_the_pieces_does_not_matter(size: int) -> None:
     centred = wide - np.where(y[:, None] == 1, wide[y == 1].mean(0), wide[y == 0].mean(0))
     np.testing.assert_allclose(made.within(), centred.T @ centred / 400, rtol=2e-3, atol=2e-3)
     assert made.n.tolist() == [int((y == 0).sum()), int((y == 1).sum())]
+
+
+def test_the_sample_of_the_preconditioner_sees_both_classes() -> None:
+    """Alternating labels in pieces far larger than the sample, as in shards of pairs."""
+    y = np.arange(40_000) % 2
+    x = np.random.default_rng(0).normal(size=(40_000, 4)) + y[:, None]
+    sample = Moments(0, covariance=True)
+    accumulate(in_pieces(x, y, 16_384), covariance=False, sample=sample, sample_rows=4096)
+    assert min(sample.n) > 0.4 * sample.total
+    assert 4096 <= sample.total <= 3 * 2048
 
 
 def test_bfloat16_pieces_and_a_constant_column() -> None:
