@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from tests.engine.test_architectures import check_case
 from tests.kit.architectures import CASES, Case
+
+# Forked children of a process that has looked at a GPU cannot use one.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 pytestmark = [
     pytest.mark.gpu,
