@@ -9,7 +9,14 @@ import anyio.to_thread
 from inspect_ai.model import Model
 
 from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
-from inspect_lens.spec import CaptureSpec, LensRequest, to_extra_args, to_wire_args
+from inspect_lens.spec import (
+    RESID_POST,
+    CaptureSpec,
+    LensRequest,
+    Site,
+    to_extra_args,
+    to_wire_args,
+)
 
 from ._handle import Activations
 from ._response import ChoiceFields, decode_payload
@@ -23,6 +30,7 @@ async def recapture(
     prompt_token_ids: Sequence[int],
     token_ids: Sequence[int],
     layers: Sequence[int] | Literal["all"],
+    site: Site = RESID_POST,
 ) -> Activations:
     """Capture a finished generation by feeding exactly its tokens again.
 
@@ -36,6 +44,7 @@ async def recapture(
         prompt_token_ids: the prompt as the model saw it.
         token_ids: the sampled tokens, at least one.
         layers: layers to capture, or `all`.
+        site: place in the block.
 
     Returns:
         The handle, kept in memory.
@@ -56,7 +65,7 @@ async def recapture(
         )
     if not prompt_token_ids or not token_ids:
         raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
-    capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers))
+    capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers), site=site)
     args = to_extra_args(LensRequest(capture=capture))
     answer: Any = await api.post(
         "/v1/completions",

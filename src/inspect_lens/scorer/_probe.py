@@ -130,6 +130,7 @@ def _score_with(plan: _Plan) -> Scorer:
             layers=plan.probe.layers,
             positions=plan.positions,
             source=plan.source,
+            site=plan.probe.site,
         )
         if rows is None:
             return Score.unscored(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens import model as model_room
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations, receipt
-from inspect_lens.spec import Positions, resolve_positions
+from inspect_lens.spec import RESID_POST, Positions, Site, resolve_positions, result_name
 
 __all__ = ["Rows", "Source", "read_rows"]
 
@@ -34,7 +34,12 @@ class Rows(NamedTuple):
 
 
 async def read_rows(
-    output: ModelOutput, *, layers: tuple[int, ...], positions: Positions, source: Source
+    output: ModelOutput,
+    *,
+    layers: tuple[int, ...],
+    positions: Positions,
+    source: Source,
+    site: Site = RESID_POST,
 ) -> Rows | None:
     """Get the activations of the selected tokens.
 
@@ -45,6 +50,7 @@ async def read_rows(
         layers: that the probe reads.
         positions: that it reads.
         source: where to take them from.
+        site: that it reads.
 
     Returns:
         The rows, or None when no such token exists in this output.
@@ -60,7 +66,7 @@ async def read_rows(
         if wanted is None:
             return None
         try:
-            return await anyio.to_thread.run_sync(_pick, handle, layers, wanted, "captured")
+            return await anyio.to_thread.run_sync(_pick, handle, layers, site, wanted, "captured")
         except ArtifactError as error:
             problem = str(error)
     if source == "captured":
@@ -77,8 +83,8 @@ async def read_rows(
     wanted = _select(positions, len(prompt), len(completion))
     if wanted is None:
         return None
-    replayed = await _recapture(get_model(), prompt, completion, layers, problem)
-    return await anyio.to_thread.run_sync(_pick, replayed, layers, wanted, "recomputed")
+    replayed = await _recapture(get_model(), prompt, completion, layers, site, problem)
+    return await anyio.to_thread.run_sync(_pick, replayed, layers, site, wanted, "recomputed")
 
 
 def _select(
@@ -100,9 +106,13 @@ def _select(
 def _pick(
     handle: Activations,
     layers: tuple[int, ...],
+    site: Site,
     wanted: range | tuple[int, ...],
     source: Literal["captured", "recomputed"],
 ) -> Rows:
+    name = result_name(site)
+    if name not in handle:
+        raise ArtifactError(f"{site} was not captured, only {', '.join(handle)}")
     missing = [layer for layer in layers if layer not in handle.layers]
     if missing:
         raise ArtifactError(f"layer {missing[0]} was not captured, only {list(handle.layers)}")
@@ -110,7 +120,7 @@ def _pick(
     absent = [position for position in wanted if position not in row]
     if absent:
         raise ArtifactError(f"token position {absent[0]} was not captured")
-    captured = handle.numpy()
+    captured = handle.numpy(name)
     at = np.ix_([handle.layers.index(n) for n in layers], [row[p] for p in wanted])
     return Rows(captured[at], layers, wanted, source)
 
@@ -144,12 +154,13 @@ async def _recapture(
     prompt_token_ids: Sequence[int],
     token_ids: Sequence[int],
     layers: tuple[int, ...],
+    site: Site,
     problem: str,
 ) -> Activations:
     """Recompute, saying also why that was needed where it cannot be done."""
     try:
         return await model_room.recapture(
-            model, prompt_token_ids=prompt_token_ids, token_ids=token_ids, layers=layers
+            model, prompt_token_ids=prompt_token_ids, token_ids=token_ids, layers=layers, site=site
         )
     except UnsupportedError as error:
         raise UnsupportedError(_advice(f"{problem}; {error}", layers, "")) from None

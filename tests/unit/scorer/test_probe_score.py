@@ -75,6 +75,30 @@ def run(outputs: list[dict[str, Any] | None], scorer: Any, *, folder: Path) -> E
     return log
 
 
+def test_a_probe_reads_its_own_site_and_no_other(tmp_path: Path) -> None:
+    made = payload(0.0)
+    stream = made.tensors["residual_stream"].storage
+    attention = TensorData((stream + 1).astype(np.float32), "float32")
+    both = Payload(
+        tensors={**made.tensors, "attn_out": attention},
+        layers={**made.layers, "attn_out": LAYERS},
+        prompt_token_ids=made.prompt_token_ids,
+        token_ids=made.token_ids,
+        receipt=None,
+    )
+    found = []
+    for site in ("resid_post", "attn_out"):
+        scorer = probe_score(probe(site=site), check_model=False, source="captured")
+        log = run([{"activations": handle(both)}], scorer, folder=tmp_path)
+        assert log.samples is not None
+        found.append(next(iter((log.samples[0].scores or {}).values())).as_float())
+    assert found[1] - found[0] == pytest.approx(1.0, abs=1e-5)
+    scorer = probe_score(probe(site="mlp_out"), check_model=False, source="captured")
+    log = run([{"activations": handle(both)}], scorer, folder=tmp_path)
+    assert log.status == "error"
+    assert "mlp_out was not captured" in str(log.error)
+
+
 def captured(n: int = 4) -> list[dict[str, Any] | None]:
     return [{"activations": handle(payload(2.0 * (i % 2), seed=i))} for i in range(n)]
 
@@ -267,7 +291,7 @@ class TestRecompute:
         assert got.value == pytest.approx(7.0, abs=1e-5)
         assert got.metadata["source"] == "recomputed"
         assert got.metadata["positions"] == [N_PROMPT, N_PROMPT + N_COMPLETION - 1]
-        assert calls == [{**IDS, "layers": (3,)}]
+        assert calls == [{**IDS, "layers": (3,), "site": "resid_post"}]
 
     def test_auto_prefers_what_was_captured(self, tmp_path: Path, calls: list[Any]) -> None:
         (got,) = scores(run(captured(1), probe_score(probe()), folder=tmp_path))
