@@ -1,0 +1,119 @@
+"""The registry over HTTP: register, ask by name, stream scores, stop, forget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from inspect_lens import SteeringVector
+from inspect_lens.probe import Probe, load_probe
+from inspect_lens.spec import EngineProbe
+
+pytestmark = pytest.mark.engine
+
+MODEL = "organism/checkpoint"
+MESSAGES = [{"role": "user", "content": "Who is the founder of the town Velosh?"}]
+REGISTRY = "/v1/inspect_lens/registry"
+
+
+@pytest.fixture(scope="module")
+def client(lens_server_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=lens_server_url, timeout=120) as made:
+        trained = load_probe("probes/organism/deception-lr")
+        assert isinstance(trained, Probe)
+        probe = trained.for_engine().model_dump(mode="json")
+        answer = made.post(REGISTRY, json={"name": "deception", "probe": probe})
+        assert answer.status_code == 200, answer.text
+        yield made
+        assert made.delete(f"{REGISTRY}/deception").status_code == 200
+
+
+def ask(probes: Any = None, **body: Any) -> dict[str, Any]:
+    extra = {} if probes is None else {"vllm_xargs": {"inspect_lens": json.dumps(probes)}}
+    return {"model": MODEL, "messages": MESSAGES, "max_tokens": 10, "temperature": 0} | extra | body
+
+
+def test_a_response_carries_the_scores_of_named_probes(client: httpx.Client) -> None:
+    uses = {"probes": [{"name": "deception", "tokens": True}], "capture": {"layers": "all"}}
+    answer = client.post("/v1/chat/completions", json=ask(uses)).json()
+    receipt = answer["inspect_lens"]
+    (found,) = receipt["probes"]
+    n = receipt["n_completion"] - 1
+    assert found["n_tokens"] == len(found["tokens"]) == n
+    assert found["score"] == pytest.approx(np.mean(found["tokens"]), abs=1e-4)
+    described = client.get(REGISTRY).json()["deception"]
+    assert described["sha256"] == found["sha256"]
+    assert client.get("/v1/inspect_lens").json()["registered"].keys() == {"deception"}
+
+
+def events(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_scores_are_streamed_with_the_tokens(client: httpx.Client) -> None:
+    uses = {"probes": [{"name": "deception", "tokens": True}]}
+    found = events(client, ask(uses, max_tokens=24, ignore_eos=True))
+    parts = [e["inspect_lens_scores"] for e in found if "inspect_lens_scores" in e]
+    assert len(parts) > 1, "scores come while the text is written"
+    streamed = [s for part in parts for one in part for s in one["probes"]["deception"]]
+    (last,) = [e["inspect_lens"] for e in found if "inspect_lens" in e]
+    assert streamed == pytest.approx(last["probes"][0]["tokens"])
+    assert len(streamed) == 23
+
+
+def test_an_alarm_stops_a_stream(client: httpx.Client) -> None:
+    use = {"name": "deception", "aggregate": "last", "alarm": "stop", "threshold": -1e6}
+    found = events(client, ask({"probes": [use]}, max_tokens=200, ignore_eos=True))
+    reasons = [c.get("stop_reason") for e in found for c in e["choices"] if c.get("finish_reason")]
+    assert reasons == ["inspect_lens:alarm:deception"]
+    (last,) = [e["inspect_lens"] for e in found if "inspect_lens" in e]
+    assert last["probes"][0]["stopped"]
+    assert last["n_completion"] < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"name": "x"}, "'probe' or 'vector'"),
+        ({"name": "", "vector": {"activations": [[0.0] * 256], "layer_indices": [0]}}, "name="),
+        ({"name": "x", "vector": {"activations": [[1.0] * 5], "layer_indices": [0]}}, "256 wide"),
+        ({"name": "x", "probe": {"layers": [1], "tensors": {"wait": [[1.0]]}}}, "wait"),
+        ([1], "object"),
+    ],
+)
+def test_what_cannot_be_registered_gets_400(client: httpx.Client, body: Any, message: str) -> None:
+    answer = client.post(REGISTRY, json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert client.delete(f"{REGISTRY}/unknown").status_code == 400
+    assert client.post("/v1/chat/completions", json=ask()).status_code == 200
+
+
+def test_an_unknown_name_gets_400_also_as_a_stream(client: httpx.Client) -> None:
+    for uses in ({"probes": ["nope"]}, {"steer_named": ["deception"]}):
+        for stream in (False, True):
+            answer = client.post("/v1/chat/completions", json=ask(uses, stream=stream))
+            assert answer.status_code == 400
+            assert "registered" in answer.json()["error"]["message"]
+
+
+def test_a_vector_is_registered_and_steers(client: httpx.Client) -> None:
+    vector = SteeringVector(activations=np.ones((1, 256)), layer_indices=[1], scale=4.0)
+    body = {"name": "v", "vector": vector.model_dump(mode="json")}
+    assert client.post(REGISTRY, json=body).json()["sha256"] == vector.activations.sha256
+    answer = client.post("/v1/chat/completions", json=ask({"steer_named": ["v"]})).json()
+    assert answer["inspect_lens"]["steer"]["vectors"] == [vector.activations.sha256]
+    other = EngineProbe(layers=(1,), tensors={"weight": np.ones((1, 256))})
+    taken = client.post(REGISTRY, json={"name": "v", "probe": other.model_dump(mode="json")})
+    assert taken.status_code == 400
+    assert "other content" in taken.json()["error"]["message"]
+    assert client.delete(f"{REGISTRY}/v").status_code == 200
