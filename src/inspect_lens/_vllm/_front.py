@@ -8,7 +8,7 @@ from typing import Any
 
 import inspect_lens
 from inspect_lens._settings import Settings
-from inspect_lens.errors import UnsupportedError
+from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
     EngineProbe,
@@ -73,16 +73,35 @@ class FrontEnd:
     def check(self, name: str, item: EngineProbe | SteeringVector) -> None:
         """Judge what is to be registered.
 
+        A process may have had several engines; what one of them can use is taken, and each request
+        is judged against its own engine.
+
         Raises:
-            LensError: an engine of this process cannot use it.
+            LensError: no engine of this process can use it.
         """
+        problem: LensError | None = None
         for facts in self.engines:
-            if isinstance(facts, str):
-                raise not_served(facts)
-            if isinstance(item, EngineProbe):
-                check_probe(item, facts, f"probe {name!r}")
-            else:
-                check_request(LensRequest(steer=(item,)), facts)
+            try:
+                if isinstance(facts, str):
+                    raise not_served(facts)
+                if isinstance(item, EngineProbe):
+                    check_probe(item, facts, f"probe {name!r}")
+                else:
+                    check_request(LensRequest(steer=(item,)), facts)
+                return
+            except LensError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def check_uses(self, request: LensRequest, facts: EngineFacts) -> None:
+        """Judge the registered probes of a request against the engine that it goes to.
+
+        Raises:
+            LensError: a probe does not fit.
+        """
+        for use in request.probes:
+            check_probe(self.registry.probes[use.name], facts, f"probe {use.name!r}")
 
     def judge(self, extra_args: dict[str, Any]) -> None:
         """Refuse a bad request as early as its parameters are known.

@@ -71,6 +71,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             raise not_served(self.inspect_lens_refusal)
         request = front_end().registry.resolve(request)
         check_request(request, facts)
+        front_end().check_uses(request, facts)
         # The caller's parameters stay as they are; vectors travel once, in the envelope.
         plain = copy.copy(params)
         plain.extra_args = {k: v for k, v in extra.items() if k not in LENS_KEYS} or None
