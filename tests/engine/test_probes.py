@@ -158,10 +158,6 @@ def test_many_configurations_run_in_one_batch(engine: Engine) -> None:
     [
         (EngineProbe(layers=(99,), tensors={"weight": np.ones((1, HIDDEN))}), SpecError),
         (EngineProbe(layers=(1,), tensors={"weight": np.ones((1, 8))}), SpecError),
-        (
-            EngineProbe(layers=(1,), site="mlp_out", tensors={"weight": np.ones((1, HIDDEN))}),
-            UnsupportedError,
-        ),
     ],
 )
 def test_a_probe_that_does_not_fit_is_refused(
@@ -171,3 +167,19 @@ def test_a_probe_that_does_not_fit_is_refused(
         register(engine.llm, "bad", probe)
     assert "bad" not in registered()
     assert engine.run([tokens(8)], ask("linear"))[0].inspect_lens.probes[0].name == "linear"
+
+
+def test_a_probe_without_a_tap_is_refused_when_it_is_used_at_the_latest(engine: Engine) -> None:
+    # Another engine of this process may have the tap; this one has not.
+    probe = EngineProbe(layers=(1,), site="mlp_out", tensors={"weight": np.ones((1, HIDDEN))})
+
+    def use() -> None:
+        register(engine.llm, "untapped", probe)
+        try:
+            engine.run([tokens(8)], ask("untapped"))
+        finally:
+            unregister(engine.llm, "untapped")
+
+    with pytest.raises(UnsupportedError, match="mlp_out"):
+        use()
+    assert engine.stats()["requests"] == 0
