@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.soak import judge
 from benchmarks.soak_worker import Worker
+from tests.kit.process_tree import TreeUsage
 
 FLOOR = {"requests": 200, "different": 0}
 
@@ -49,6 +50,13 @@ class FakeWorker(Worker):
         if captured:
             output.activations = {"residual_stream": rows}
         return output
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_in_this_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Engines of other tests may still be closing their files.
+    held = TreeUsage(processes=1, descriptors=10, shared_bytes=0)
+    monkeypatch.setattr("benchmarks.soak_worker.settled_usage", lambda _pid: held)
 
 
 def mix(fault: str = "") -> list[str]:
