@@ -115,13 +115,14 @@ def test_requests_overlap_and_memory_is_bounded(tmp_path: Path) -> None:
         alive.difference_update(s.record.index for s in samples)
 
     write = _collect._write_shard
-    with pytest.MonkeyPatch.context() as patch, FakeLensServer(delay_s=0.05) as server:
+    with pytest.MonkeyPatch.context() as patch, FakeLensServer(delay_s=0.2) as server:
         patch.setattr(_collect, "capture_sample", watched)
         patch.setattr(_collect, "_write_shard", written)
         begin = time.monotonic()
         run(server, dataset(120), tmp_path / "out", concurrency=20, shard_samples=5)
         took = time.monotonic() - begin
-    assert took < 120 * 0.05 / 2, "one after the other it takes 6 s"
+    # A wide margin: the machine may be busy with other tests.
+    assert took < 120 * 0.2 / 2, "one after the other it takes 24 s"
     assert most <= (2 + 4) * 5
 
 
