@@ -14,7 +14,7 @@ from inspect_lens.errors import SpecError
 __all__ = ["check_recipe_options", "emit", "fail", "parse_layers", "parse_settings"]
 
 _BOTH: Final = frozenset({"out", "recipe", "resamples", "as_json"})
-_RECIPE: Final = frozenset({"work", "model", "base_url"})
+_RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
 
 
 def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
@@ -38,7 +38,7 @@ def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
         raise SpecError(
             f"{', '.join(wrong)}: {'not used with' if with_recipe else 'used with'} --recipe "
             f"{'' if with_recipe else 'only'}; a recipe says what is trained and on what, and "
-            "--work, --model and --base-url say where; edit the recipe, or leave the option out"
+            "--work, --model, --base-url and -M say where; edit the recipe, or leave the option out"
         )
 
 

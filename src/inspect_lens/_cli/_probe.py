@@ -24,6 +24,10 @@ AnyModel = Annotated[
 AllowSeen = Annotated[
     bool, typer.Option("--allow-seen", help="Accept samples that made the probe; says how many.")
 ]
+ModelArgs = Annotated[
+    list[str] | None,
+    typer.Option("-M", "--model-arg", help="key=value of the provider, such as max_model_len."),
+]
 Tokenizer = Annotated[
     str, typer.Option(help="Checkpoint whose tokenizer tells sentences; the store's model else.")
 ]
@@ -50,6 +54,7 @@ def collect(
     shard_samples: Annotated[int, typer.Option(help="Samples of a shard.")] = 64,
     skip_errors: Annotated[bool, typer.Option(help="Write failed samples down, go on.")] = False,
     base_url: Annotated[str, typer.Option(help="Address of a running server.")] = "",
+    model_arg: ModelArgs = None,
     as_json: Json = False,
 ) -> None:
     """Capture activations of a data set; a run that was stopped goes on where it was."""
@@ -64,7 +69,7 @@ def collect(
         model, data, out, layers=parse_layers(layers), positions=positions, max_tokens=max_tokens,
         temperature=temperature, seed=seed, concurrency=concurrency, shard_samples=shard_samples,
         on_error="skip" if skip_errors else "raise",
-        model_args={"base_url": base_url} if base_url else None,
+        model_args=parse_settings(model_arg or []) | ({"base_url": base_url} if base_url else {}),
     )  # fmt: skip
     lines, empty = [repr(store)], int(store.manifest["n_empty"])
     if empty:
@@ -80,6 +85,7 @@ def train(
     work: Annotated[str, typer.Option(help="Folder of a recipe's stores.")] = "",
     model: Annotated[str, typer.Option(help="Another model than the recipe's.")] = "",
     base_url: Annotated[str, typer.Option(help="Address of a running server.")] = "",
+    model_arg: ModelArgs = None,
     train_store: Annotated[str, typer.Option("--train", help="Store to fit on.")] = "",
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
@@ -107,8 +113,9 @@ def train(
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
         made = run_recipe(
-            recipe, out=out, work=work, model=model, base_url=base_url, n_resamples=resamples
-        )
+            recipe, out=out, work=work, model=model, base_url=base_url,
+            model_args=parse_settings(model_arg or []), n_resamples=resamples,
+        )  # fmt: skip
     else:
         made = train_job(
             out=out, train=train_store, control=control, selection=selection,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +48,8 @@ class Recipe(_Part):
     """Paper or code."""
     model: str
     """Model as the provider takes it."""
+    model_args: dict[str, Any] = Field(default_factory=dict)
+    """For the provider, such as `max_model_len` of the server that it starts."""
     layers: str | int
     """`all` to choose on the selection set, or what the source uses."""
     positions: str = "completion"
@@ -85,7 +88,14 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def run_recipe(
-    path: str, *, out: str, work: str, model: str, base_url: str, n_resamples: int
+    path: str,
+    *,
+    out: str,
+    work: str,
+    model: str,
+    base_url: str,
+    model_args: dict[str, Any],
+    n_resamples: int,
 ) -> Made:
     """Collect every set of a recipe, then train.
 
@@ -95,6 +105,7 @@ def run_recipe(
         work: folder of the stores; what is there already is used.
         model: instead of the recipe's.
         base_url: of a running server.
+        model_args: for the provider, over the recipe's.
         n_resamples: bootstrap draws.
 
     Returns:
@@ -104,25 +115,13 @@ def run_recipe(
         SpecError: no folder to work in, or a setting is wrong.
         ArtifactError: the recipe or a data set cannot be read.
     """
-    from inspect_lens.collect import collect
-    from inspect_lens.data import load_dataset
-
     recipe = load_recipe(path)
     if not work:
         raise SpecError("--work: is missing; a recipe needs a folder for its activations")
-    stores: dict[str, str] = {}
-    for part in (recipe.train, recipe.control, *recipe.heldout):
-        title = part.name or part.dataset
-        data = load_dataset(
-            part.dataset, path=part.path, revision=part.revision, split=part.split,
-            limit=part.limit, **part.options,
-        )  # fmt: skip
-        stores[title] = collect(
-            model or recipe.model, data, f"{work.rstrip('/')}/{title}",
-            layers=parse_layers(str(recipe.layers)), positions=recipe.positions,
-            max_tokens=recipe.max_tokens, temperature=recipe.temperature, seed=recipe.seed,
-            model_args={"base_url": base_url} if base_url else None,
-        ).uri  # fmt: skip
+    url = {"base_url": base_url} if base_url else {}
+    stores = anyio.run(
+        _collect, recipe, model or recipe.model, work, recipe.model_args | model_args | url
+    )
     held = [part.name or part.dataset for part in recipe.heldout]
     control = recipe.control.name or recipe.control.dataset
     judged = dict(zip([control, *held], (recipe.control, *recipe.heldout), strict=True))
@@ -135,3 +134,30 @@ def run_recipe(
         n_resamples=n_resamples, seed=recipe.seed,
         card={"description": recipe.description, "source": recipe.source, "notes": recipe.notes},
     )  # fmt: skip
+
+
+async def _collect(
+    recipe: Recipe, model: str, work: str, model_args: dict[str, Any]
+) -> dict[str, str]:
+    """Collect every set through one model, whose server so starts once; none if all are there."""
+    from inspect_ai.model import GenerateConfig, get_model
+
+    from inspect_lens.collect import collect_async
+    from inspect_lens.data import load_dataset
+
+    stores: dict[str, str] = {}
+    config = GenerateConfig(max_connections=64)
+    async with get_model(model, config=config, memoize=False, **model_args) as live:
+        for part in (recipe.train, recipe.control, *recipe.heldout):
+            title = part.name or part.dataset
+            data = load_dataset(
+                part.dataset, path=part.path, revision=part.revision, split=part.split,
+                limit=part.limit, **part.options,
+            )  # fmt: skip
+            store = await collect_async(
+                live, data, f"{work.rstrip('/')}/{title}",
+                layers=parse_layers(str(recipe.layers)), positions=recipe.positions,
+                max_tokens=recipe.max_tokens, temperature=recipe.temperature, seed=recipe.seed,
+            )  # fmt: skip
+            stores[title] = store.uri
+    return stores

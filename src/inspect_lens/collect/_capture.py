@@ -100,9 +100,7 @@ async def _generate(
     except LensError:
         raise
     except Exception as error:
-        # Its message quotes the whole request; the last line is the server's word.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise CaptureError(f"{sample.id}: {reason[:500]}") from error
+        raise CaptureError(f"{sample.id}: {_reason(error)}") from error
     if output.error:
         raise CaptureError(f"{sample.id}: {output.error}")
     handle = activations(output)
@@ -112,6 +110,12 @@ async def _generate(
             "check the model's name and that the server has the plug-in"
         )
     return handle, output.completion
+
+
+def _reason(error: Exception) -> str:
+    """What a server, or the start of one, said: the error's own text may quote the request."""
+    text = getattr(error, "provider_message", None) or str(error)
+    return " ".join(str(text).split())[:800] or type(error).__name__
 
 
 async def _tokens(model: Model, sample: ProbeSample) -> GivenTokens:

