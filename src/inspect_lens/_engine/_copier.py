@@ -6,7 +6,9 @@ number that says "the rows are there" is itself copied behind them in the same s
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -118,9 +120,16 @@ class StreamCopier:
         self._landed = torch.from_numpy(arena.view.landed)
         self._cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = self._cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
-        self._registered: int | None = whole.data_ptr()
-        if int(code) != 0:
-            self._registered = None
+        self._unpin: Callable[[], object] = lambda: None
+        if int(code) == 0:
+            # An engine that is dropped without a word must not leave pages registered: the next
+            # one may be given the same addresses. `whole` is held, and so mapped, until then.
+            self._unpin = unpin = weakref.finalize(self, _unpin, self._cudart, self._stream, whole)
+            unpin.atexit = False  # the process ends, and its pages with it
+        else:
+            # The runtime would report the error once more, to whoever launches the next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
             # Copies are then made while the step loop waits: slow, and still right.
             logger.warning(
                 "inspect_lens: %d MiB of shared memory could not be pinned (CUDA error %d); "
@@ -175,10 +184,7 @@ class StreamCopier:
 
     def close(self) -> None:
         """See `Copier.close`. Pages that stay registered cannot be mapped and registered again."""
-        if self._registered is not None:
-            self._stream.synchronize()
-            self._cudart.cudaHostUnregister(self._registered)
-            self._registered = None
+        self._unpin()
 
     def _number(self, seq: int) -> torch.Tensor:
         """A sequence number on the device: from a table, because to write one takes a kernel."""
@@ -187,6 +193,11 @@ class StreamCopier:
             self._first_number += _NUMBERS
         i = seq - self._first_number
         return self._numbers[i : i + 1]
+
+
+def _unpin(cudart: Any, stream: Any, whole: torch.Tensor) -> None:
+    stream.synchronize()
+    cudart.cudaHostUnregister(whole.data_ptr())
 
 
 def _some(rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
