@@ -161,6 +161,8 @@ class Bench:
             "disable_log_stats": False,
             **dict(ENGINES[kind].options),
         }
+        if self.options.tensor_parallel > 1:
+            options["tensor_parallel_size"] = self.options.tensor_parallel
         if self.options.max_num_seqs:
             options["max_num_seqs"] = self.options.max_num_seqs
         return options
@@ -275,6 +277,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-gib", type=float, default=0.0, help="cache of each engine; 0: the shape's own")
     add("--gpu-share", type=float, default=0.05, help="gpu_memory_utilization of each engine")
     add("--max-num-seqs", type=int, default=0, help="of each engine; 0: vLLM's default")
+    add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")
     add(

@@ -104,7 +104,12 @@ def started(name: str, **options: Any) -> Engine:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("INSPECT_LENS_SITES", "all")
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        return start(folder(name), **(OPTIONS | options))
+        return start(folder(name), **(engine_options(name) | options))
+
+
+def engine_options(name: str) -> dict[str, Any]:
+    is_routed = next(case for case in CASES if case.name == name).is_routed
+    return OPTIONS | ({"dtype": "float32"} if is_routed else {})
 
 
 def observe(engine: Engine) -> Seen:
@@ -190,7 +195,7 @@ def server(model: str, arguments: Sequence[str], log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder(model)), "--port", str(port)]
     command += ["--max-model-len", "512", "--no-enable-prefix-caching", *arguments]
-    for key, value in OPTIONS.items():
+    for key, value in engine_options(model).items():
         command += [f"--{key.replace('_', '-')}", str(value)]
     with log.open("wb") as output:
         process = subprocess.Popen(
