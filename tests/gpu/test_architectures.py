@@ -1,4 +1,4 @@
-"""The layouts of `tests/engine/test_architectures.py` on a GPU: compiled, graphs, bfloat16 where it decides nothing."""
+"""The layouts of `tests/engine/test_architectures.py` on a GPU: compiled, with graphs."""
 
 from __future__ import annotations
 
