@@ -149,7 +149,7 @@ def _install(worker: Any, settings: Settings) -> None:
     is_exporting = is_exporting_rank()
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
-    copier = copier_for(arena, worker.device, state.regions)
+    copier = copier_for(arena, worker.device, state.parts)
     exporter = Exporter(arena, copier)
     # As many steps may be under way as the pipeline has stages, and one more.
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
@@ -173,7 +173,7 @@ def _install(worker: Any, settings: Settings) -> None:
         ", ".join(facts.sites),
         len({tap.layer for tap in here}),
         facts.n_layers,
-        state.region_rows,
+        state.step_rows,
         facts.bank_rows,
         state.nbytes / 2**20,
         arena.nbytes / 2**20,
