@@ -17,6 +17,7 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 
 from ._bank import BankTensors
+from ._capture import LAG
 
 __all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 
@@ -41,6 +42,8 @@ class TapState:
         bank: steering rows and configurations.
         ring: (parts * rows of a part, hidden) in the dtype of the residual stream.
         sums: (rows, hidden) float32; what grows of sampled tokens.
+        latest: (lag * rows, hidden) in the dtype of the residual stream; tokens that are not yet
+            part of it.
         scratch: flat float32; what lies between rows and the numbers that probes make of them.
         step_rows: ring rows that one step may fill.
         parts: equal parts of the ring that steps take in turn; see `Ring`.
@@ -57,6 +60,7 @@ class TapState:
     bank: BankTensors
     ring: torch.Tensor
     sums: torch.Tensor
+    latest: torch.Tensor
     scratch: torch.Tensor
     step_rows: int
     parts: int = 1
@@ -78,6 +82,7 @@ class TapState:
         bank_rows: int,
         device: torch.device,
         sum_rows: int = 0,
+        lag: int = LAG,
         scratch_bytes: int = 0,
         parts: int | None = None,
     ) -> TapState:
@@ -93,6 +98,7 @@ class TapState:
             bank_rows: steering rows.
             device: of the model.
             sum_rows: rows of `sums`.
+            lag: rows of `latest` for each of them.
             scratch_bytes: bytes of `scratch`.
             parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
                 them alone. On a CPU rows have left when a step ends, so there it is 1.
@@ -109,6 +115,7 @@ class TapState:
             bank=BankTensors.allocate(bank_rows + 1, hidden, n, device),
             ring=torch.zeros(parts * part_rows, hidden, dtype=dtype, device=device),
             sums=torch.zeros(sum_rows, hidden, dtype=torch.float32, device=device),
+            latest=torch.zeros(lag * sum_rows, hidden, dtype=dtype, device=device),
             scratch=torch.empty(scratch_bytes // 4, dtype=torch.float32, device=device),
             step_rows=ring_rows,
             parts=parts,
@@ -140,7 +147,7 @@ class TapState:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        tensors = (self.header, self.base, self.ring, self.sums, self.scratch)
+        tensors = (self.header, self.base, self.ring, self.sums, self.latest, self.scratch)
         return self.bank.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
 

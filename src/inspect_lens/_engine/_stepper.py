@@ -85,7 +85,7 @@ class Stepper:
             exporter,
             self._groups,
             self._numbers,
-            Tally(state.sums, lag),
+            Tally(state.sums, state.latest, lag),
             reply_of=lambda slot: r.reply if (r := self._by_slot.get(slot)) is not None else None,
             drop=self._drop,
         )
@@ -120,7 +120,7 @@ class Stepper:
 
     @property
     def sum_rows_in_use(self) -> int:
-        """Rows in which reductions of live requests grow."""
+        """Sums of live requests that grow, one for each tap."""
         return self._sender.tally.rows_in_use
 
     @property
