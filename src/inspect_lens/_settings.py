@@ -41,9 +41,10 @@ class Settings:
         128 << 20, "Upper bound, in bytes, of the table of steering rows."
     )
     sum_bytes: int = _setting(  # type: ignore[assignment]
-        64 << 20,
-        "Bytes of the table in which `mean`, `max` and `last` of sampled tokens grow inside the "
-        "engine; rows of requests that find no room there are sent one by one. 0 sends all.",
+        256 << 20,
+        "Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens "
+        "grow inside the engine; rows of requests that find no room there are sent one by one. In "
+        "16 bits a request takes 8 bytes per layer and number of the width. 0 sends all.",
     )
     result_timeout_s: float = _setting(  # type: ignore[assignment]
         60.0,

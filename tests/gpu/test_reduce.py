@@ -66,7 +66,7 @@ def run(
         device=target,
         sum_rows=sum_rows,
     )
-    copier = CpuCopier(arena) if device == "cpu" else StreamCopier(arena, target, state.regions)
+    copier = CpuCopier(arena) if device == "cpu" else StreamCopier(arena, target, state.parts)
     stepper = Stepper(state, Exporter(arena, copier))
     request = LensRequest(capture=capture)
     envelope = seal(
@@ -82,7 +82,7 @@ def run(
         plan = stepper._plan
         assert plan is not None
         for block in plan.blocks:
-            fill(state.ring, block, whole[:, first : first + n])
+            fill(state.ring[stepper._span.first_row :], block, whole[:, first : first + n])
         stepper.end_step("eager")
     assert (stepper.sum_rows_in_use > 0) == (sum_rows > 0 and capture.reduce != "norm")
     stepper.remove(key)

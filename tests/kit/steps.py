@@ -57,6 +57,7 @@ class Worker:
         dtype: of the stream.
         make: rows of (number of the request, layer, first position, tokens).
         sum_rows: of the table in which reductions of sampled tokens grow.
+        parts: of the ring.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Worker:
         dtype: torch.dtype = torch.float32,
         make: Callable[[int, int, int, int], torch.Tensor] | None = None,
         sum_rows: int = 0,
+        parts: int = 1,
     ) -> None:
         self._make = make or rows
         self.state = TapState.allocate(
@@ -77,6 +79,7 @@ class Worker:
             bank_rows=12,
             device=torch.device("cpu"),
             sum_rows=sum_rows,
+            parts=parts,
         )
         self.ctls = [self.state.new_ctl(i) for i in range(len(LAYERS))]
         install(self.state)

@@ -33,8 +33,12 @@ _NUMBERS = 1 << 20
 class Copier(Protocol):
     """Copies what a step left in the ring."""
 
-    def wait_for_region(self, region: int) -> None:
-        """Order the step that will fill a region of the ring behind the region's last copy."""
+    def wait_for(self, part: int) -> None:
+        """Order the step that is about to begin behind the last copies out of a part of the ring.
+
+        Args:
+            part: that was released.
+        """
         ...
 
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
@@ -55,8 +59,8 @@ class Copier(Protocol):
         """Copy rows to an offset of the shared memory as `dtype`, and then `seq` to `landed`."""
         ...
 
-    def release_region(self, region: int) -> None:
-        """Note that all copies out of a region have been asked for."""
+    def release(self, part: int) -> None:
+        """Note that all copies out of a part of the ring have been asked for."""
         ...
 
     def close(self) -> None:
@@ -70,8 +74,8 @@ class CpuCopier:
     def __init__(self, arena: ArenaWriter) -> None:
         self._view = arena.view
 
-    def wait_for_region(self, region: int) -> None:
-        """See `Copier.wait_for_region`; rows have left when `copy` returns."""
+    def wait_for(self, part: int) -> None:
+        """See `Copier.wait_for`; rows have left when `copy` returns."""
 
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
         """See `Copier.select`."""
@@ -93,8 +97,8 @@ class CpuCopier:
         self._view.data[offset : offset + len(source)] = source
         self._view.landed[0] = seq
 
-    def release_region(self, region: int) -> None:
-        """See `Copier.release_region`."""
+    def release(self, part: int) -> None:
+        """See `Copier.release`."""
 
     def close(self) -> None:
         """See `Copier.close`."""
@@ -108,11 +112,11 @@ class StreamCopier:
     process used the device); so what is made of rows is made in the model's stream.
     """
 
-    def __init__(self, arena: ArenaWriter, device: torch.device, regions: int) -> None:
+    def __init__(self, arena: ArenaWriter, device: torch.device, parts: int) -> None:
         make_stream: Any = torch.cuda.Stream  # its constructor has no types
         self._stream = make_stream(device)
         self._filled = _EVENT()
-        self._released = [_EVENT() for _ in range(regions)]
+        self._released = [_EVENT() for _ in range(parts)]
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=device)
         self._first_number = 0
         whole = torch.from_numpy(arena.view.whole)
@@ -138,9 +142,9 @@ class StreamCopier:
                 int(code),
             )
 
-    def wait_for_region(self, region: int) -> None:
-        """See `Copier.wait_for_region`: the main stream waits, the CPU does not."""
-        torch.cuda.current_stream().wait_event(self._released[region])
+    def wait_for(self, part: int) -> None:
+        """See `Copier.wait_for`: the main stream waits, the CPU does not."""
+        torch.cuda.current_stream().wait_event(self._released[part])
 
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
         """See `Copier.select`."""
@@ -178,9 +182,9 @@ class StreamCopier:
                 self._data[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
             self._landed.copy_(self._number(seq), non_blocking=True)
 
-    def release_region(self, region: int) -> None:
-        """See `Copier.release_region`."""
-        self._released[region].record(self._stream)
+    def release(self, part: int) -> None:
+        """See `Copier.release`."""
+        self._released[part].record(self._stream)
 
     def close(self) -> None:
         """See `Copier.close`. Pages that stay registered cannot be mapped and registered again."""
@@ -206,8 +210,8 @@ def _some(rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([rows[rank] for rank in ranks])
 
 
-def copier_for(arena: ArenaWriter, device: torch.device, regions: int) -> Copier:
-    """The copier for a device."""
+def copier_for(arena: ArenaWriter, device: torch.device, parts: int) -> Copier:
+    """The copier for a device, of a ring of so many parts."""
     if device.type == "cuda":
-        return StreamCopier(arena, device, regions)
+        return StreamCopier(arena, device, parts)
     return CpuCopier(arena)

@@ -84,7 +84,7 @@ class Exporter:
         return self._send(reply, Opened(self.arena.name, openings))
 
     def send(self, reply: str, rows: Rows, path: str) -> bool:
-        """Send one block of rows; the tensor may be overwritten once its region is released.
+        """Send one block of rows; the tensor may be overwritten once its part is released.
 
         Args:
             reply: address of the front-end.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ._plan import Ints, StepPlan
+from ._plan import StepPlan
 from ._state import HEAD, TapState
 
 __all__ = ["CAPTURE", "STEER", "CpuMaps", "CudaMaps", "Maps", "maps_for"]
@@ -21,21 +21,20 @@ STEER, CAPTURE = 1, 2
 class Maps(Protocol):
     """Fills the maps before a step and leaves the taps idle when told to."""
 
-    def write(self, plan: StepPlan, region: int) -> None:
+    def write(self, plan: StepPlan, first_row: int) -> None:
         """Make the next forward pass carry the plan out.
 
         Args:
             plan: of the step.
-            region: part of the ring that it fills.
+            first_row: ring row at which its rows begin.
         """
         ...
 
-    def repeat(self, base: Ints, region: int) -> None:
+    def repeat(self, first_row: int) -> None:
         """Make the next forward pass carry out the plan that was written last.
 
         Args:
-            base: ring rows for this region, alike whenever the region comes again.
-            region: part of the ring that it fills.
+            first_row: ring row at which its rows begin.
         """
         ...
 
@@ -51,18 +50,16 @@ class CpuMaps:
         self._state = state
         self._header = state.header.numpy()
         self._base = state.base.numpy()
-        self._groups = len(self._base) // state.regions
 
-    def write(self, plan: StepPlan, region: int) -> None:
+    def write(self, plan: StepPlan, first_row: int) -> None:
         """See `Maps.write`."""
-        _fill(self._header, plan, region * self._groups)
-        self._base[region * self._groups :][: len(plan.base)] = plan.base
+        _fill(self._header, plan, first_row)
+        self._base[: len(plan.base)] = plan.base
         _tell_host(self._state, plan)
 
-    def repeat(self, base: Ints, region: int) -> None:
+    def repeat(self, first_row: int) -> None:
         """See `Maps.repeat`."""
-        self._header[1] = region * self._groups
-        self._base[region * self._groups :][: len(base)] = base
+        self._header[1] = first_row
 
     def clear(self) -> None:
         """See `Maps.clear`."""
@@ -82,67 +79,50 @@ class CudaMaps:
 
     def __init__(self, state: TapState) -> None:
         self._state = state
-        self._groups = len(state.base) // state.regions
         pinned = torch.zeros(self.DEPTH, *state.header.shape, dtype=torch.int32).pin_memory()
-        bases = torch.zeros(
-            self.DEPTH, self._groups, len(state.taps), dtype=torch.int32
-        ).pin_memory()
+        bases = torch.zeros(self.DEPTH, *state.base.shape, dtype=torch.int32).pin_memory()
         # Unpacked once: indexing a tensor costs microseconds in every step.
         self._headers = [(t, t.numpy()) for t in pinned]
         self._bases = [(t, t.numpy()) for t in bases]
         self._copied = [_EVENT() for _ in range(self.DEPTH)]
         self._turn = 0
         self._flags, self._origin = state.flags, state.header[1:2]
-        self._written: set[int] = set()
-        """Regions whose rows of `base` are those of the plan that was written last."""
+        self._at = 0
+        """What stands in `_origin`."""
 
-    def write(self, plan: StepPlan, region: int) -> None:
+    def write(self, plan: StepPlan, first_row: int) -> None:
         """See `Maps.write`."""
-        i = self._next()
+        i = self._turn
+        self._turn = (i + 1) % self.DEPTH
+        self._copied[i].synchronize()
         header, header_np = self._headers[i]
-        used = _fill(header_np, plan, region * self._groups)
+        used = _fill(header_np, plan, first_row)
         self._state.header[:used].copy_(header[:used], non_blocking=True)
-        self._copy_base(plan.base, region, i)
-        self._written = {region}
+        if n := len(plan.base):
+            base, base_np = self._bases[i]
+            base_np[:n] = plan.base
+            self._state.base[:n].copy_(base[:n], non_blocking=True)
         self._copied[i].record()
+        self._at = first_row
         _tell_host(self._state, plan)
 
-    def repeat(self, base: Ints, region: int) -> None:
+    def repeat(self, first_row: int) -> None:
         """See `Maps.repeat`: a number for the GPU, and nothing at all where rows are not kept."""
-        if not len(base):
-            return
-        if region not in self._written:
-            i = self._next()
-            self._copy_base(base, region, i)
-            self._copied[i].record()
-            self._written.add(region)
-        # The value travels with the launch: there is no buffer to keep.
-        self._origin.fill_(region * self._groups)
+        if first_row != self._at:
+            # The value travels with the launch: there is no buffer to keep.
+            self._origin.fill_(first_row)
+            self._at = first_row
 
     def clear(self) -> None:
         """See `Maps.clear`; the flags gate everything else, which may keep old numbers."""
         _forget(self._state)
         self._flags.zero_()
 
-    def _next(self) -> int:
-        i = self._turn
-        self._turn = (i + 1) % self.DEPTH
-        self._copied[i].synchronize()
-        return i
 
-    def _copy_base(self, rows: Ints, region: int, i: int) -> None:
-        if not (n := len(rows)):
-            return
-        base, base_np = self._bases[i]
-        base_np[:n] = rows
-        first = region * self._groups
-        self._state.base[first : first + n].copy_(base[:n], non_blocking=True)
-
-
-def _fill(header: np.ndarray[Any, Any], plan: StepPlan, origin: int) -> int:
+def _fill(header: np.ndarray[Any, Any], plan: StepPlan, first_row: int) -> int:
     """Write a plan as the taps read it; returns how many numbers of the header were written."""
     n, taps = len(plan.tokens), len(plan.steers)
-    header[0], header[1] = n, origin
+    header[0], header[1] = n, first_row
     header[HEAD : HEAD + taps] = plan.steers * STEER + plan.captures * CAPTURE
     used = HEAD + taps + 3 * n
     header[HEAD + taps : used] = plan.tokens.reshape(-1)

@@ -44,13 +44,18 @@ class Stream:
         self.slab: Slab | None = None
         self.merge = merge_of(asked) if isinstance(asked, CaptureEnvelope) else None
         """What is made of the rows that came; None where they are the result."""
+        # Positions of the prompt.
+        n_known = min(max(n_prompt - asked.lo, 0), self.most)
+        if self.listed is not None:
+            n_known = int(self.listed.searchsorted(n_prompt))
+        self._is_full = self.merge is None and 2 * n_known >= self.most
+        """Whether most of the rows come in any case."""
         self.n_head = 0
         """Positions at the front of which rows may come that stand for several."""
         if isinstance(asked, CaptureEnvelope) and asked.is_folded:
             self.n_head = self.most
         elif self.merge is not None and self.merge.is_partial:
-            ends = np.arange(asked.lo, asked.hi) if self.listed is None else self.listed
-            self.n_head = int(ends.searchsorted(n_prompt))
+            self.n_head = n_known
 
     @property
     def row_bytes(self) -> int:
@@ -85,7 +90,7 @@ class Stream:
 
     def open(self, pool: SlabPool) -> None:
         """Take memory for the rows."""
-        self.slab = pool.take(self.taps * self.most)
+        self.slab = pool.take(self.taps * self.most, is_full=self._is_full)
         if self.n_head:
             self.slab.covered[...] = False
 

@@ -106,7 +106,7 @@ class GroupBlock:
 
     group: int
     base: int
-    """First ring row."""
+    """First row, counted from where the step's rows begin."""
     n_tokens: int
     slots: Longs
     """Requests, in the order of their rows."""
@@ -125,7 +125,8 @@ class StepPlan:
     tokens: Ints
     """(tokens, 3): steering configuration, capture group of this step, place in its block."""
     base: Ints
-    """(groups of this step, taps): ring row of the first token at a tap, -1 for no capture."""
+    """(groups of this step, taps): row of the first token at a tap, counted from where the step's
+    rows begin, -1 for no capture."""
     steers: Bools
     """(taps,): whether the step steers there."""
     captures: Bools
@@ -150,7 +151,6 @@ def plan_step(
     config_taps: Bools,
     *,
     ring_rows: int,
-    first_row: int = 0,
 ) -> StepPlan:
     """Work out one step.
 
@@ -160,7 +160,6 @@ def plan_step(
         group_taps: ascending taps of each capture group.
         config_taps: (configurations, taps); whether a configuration steers at a tap.
         ring_rows: ring rows that the step may fill.
-        first_row: the first of them.
 
     Returns:
         The plan.
@@ -174,7 +173,7 @@ def plan_step(
     tokens[:, 0], tokens[:, 1] = 0, -1
     steered = batch.take(np.flatnonzero(batch.position < table.until[batch.slots]))
     steers = _steer(steered, table, tokens, config_taps)
-    blocks, base = _capture(batch, table, tokens, group_taps, config_taps.shape[1], first_row)
+    blocks, base = _capture(batch, table, tokens, group_taps, config_taps.shape[1])
     used = sum(block.n_tokens * len(group_taps[block.group]) for block in blocks)
     if used > ring_rows:
         raise OverflowError(f"a step needs {used} ring rows and there are {ring_rows}")
@@ -214,7 +213,6 @@ def _capture(
     tokens: Ints,
     group_taps: list[Longs],
     n_taps: int,
-    first_row: int,
 ) -> tuple[list[GroupBlock], Ints]:
     group = table.group[batch.slots]
     start = np.maximum(table.lo[batch.slots], batch.position)
@@ -229,6 +227,7 @@ def _capture(
     present = np.unique(group[counts > 0])
     base = np.full((len(present), n_taps), -1, dtype=np.int32)
     blocks: list[GroupBlock] = []
+    first_row = 0
     for local, gid in enumerate(present.tolist()):
         members = np.flatnonzero((group == gid) & (counts > 0))
         mine = counts[members]

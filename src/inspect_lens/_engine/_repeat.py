@@ -7,13 +7,13 @@ are of this kind, and a small batch leaves the CPU little time for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._plan import Batch, GroupBlock, Ints, Longs, Named, RequestTable, StepPlan
+from ._plan import Batch, GroupBlock, Longs, Named, RequestTable, StepPlan
 
 __all__ = ["Repeat"]
 
@@ -29,9 +29,6 @@ class Repeat:
     left: int
     """Steps for which nobody enters or leaves what is captured or steered."""
     plan: StepPlan
-    first_row: int
-    """Ring row at which the plan begins."""
-    _bases: dict[int, Ints] = field(default_factory=dict)
     _done: int = 0
 
     @classmethod
@@ -44,7 +41,6 @@ class Repeat:
         keys: Sequence[str],
         n_tokens: NDArray[Any],
         position: NDArray[Any],
-        first_row: int,
     ) -> Self | None:
         """What follows a step; None where the next one needs a plan of its own in any case.
 
@@ -55,7 +51,6 @@ class Repeat:
             keys: all requests of the step.
             n_tokens: tokens of each.
             position: position of each one's first token.
-            first_row: ring row at which the plan begins.
         """
         if not plan.is_active or not (n_tokens == 1).all():
             return None
@@ -63,7 +58,7 @@ class Repeat:
         if left < 1:
             return None
         at = np.array(position, dtype=np.int64)
-        return cls(list(keys), at, left, plan, first_row, {first_row: plan.base})
+        return cls(list(keys), at, left, plan)
 
     def continues(
         self, keys: Sequence[str], n_tokens: NDArray[Any], position: NDArray[Any]
@@ -76,29 +71,20 @@ class Repeat:
             and bool((position == self.position + 1).all())
         )
 
-    def advance(self, first_row: int) -> StepPlan:
-        """The plan of the step that continues.
-
-        Args:
-            first_row: ring row at which it begins.
-        """
+    def advance(self) -> StepPlan:
+        """The plan of the step that continues."""
         self.left -= 1
         self._done += 1
         self.position += 1
         plan, done = self.plan, self._done
-        shift = first_row - self.first_row
-        base = self._bases.get(first_row)
-        if base is None:
-            base = np.where(plan.base >= 0, plan.base + np.int32(shift), -1).astype(np.int32)
-            self._bases[first_row] = base
         blocks = [
-            GroupBlock(b.group, b.base + shift, b.n_tokens, b.slots, b.counts, b.first + done, {})
+            GroupBlock(b.group, b.base, b.n_tokens, b.slots, b.counts, b.first + done, {})
             for b in plan.blocks
         ]
         was = plan.steered
         steered = Batch(was.slots, was.offset, was.n_tokens, was.position + done)
         return StepPlan(
-            plan.tokens, base, plan.steers, plan.captures, blocks, steered, plan.ring_rows
+            plan.tokens, plan.base, plan.steers, plan.captures, blocks, steered, plan.ring_rows
         )
 
 

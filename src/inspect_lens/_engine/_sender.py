@@ -132,25 +132,26 @@ class Sender:
         self._forms.pop(slot, None)
         self.reducer.forget(slot)
 
-    def send(self, blocks: Iterable[GroupBlock], path: EnginePath) -> None:
+    def send(self, blocks: Iterable[GroupBlock], first_row: int, path: EnginePath) -> None:
         """Send the rows of a step.
 
         Args:
             blocks: where they lie.
+            first_row: ring row from which that is counted.
             path: how the forward pass ran.
         """
         with self._dropping():
             for block in blocks:
-                self._send_block(block, path)
+                self._send_block(block, first_row + block.base, path)
 
-    def _send_block(self, block: GroupBlock, path: EnginePath) -> None:
+    def _send_block(self, block: GroupBlock, first: int, path: EnginePath) -> None:
         # Of a request that failed in this step nobody wants the rows.
         replies = {s: r for s in block.slots.tolist() if (r := self._reply_of(s)) is not None}
         if not replies:
             return
         group = self._groups[block.group]
         taps = len(group.taps)
-        rows = self._ring[block.base : block.base + taps * block.n_tokens]
+        rows = self._ring[first : first + taps * block.n_tokens]
         rows = rows.view(taps, block.n_tokens, -1)
         if group.rows is not None:
             self._send(ROWS, block, self._copier.taps(rows, group.rows), replies, path)

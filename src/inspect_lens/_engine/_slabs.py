@@ -7,10 +7,16 @@ which numpy carries out without holding the interpreter's lock.
 
 The mapping reserves addresses only; memory is taken when a row is written. A slab is given back
 when the last array that looks at it is gone.
+
+Half of the addresses are for large slabs most of which will be written: there the system is asked
+for huge pages, since gigabytes of rows are a million faults in pages of 4 KiB. Elsewhere it is not.
+A result that may become long, and does not, is a few rows at each tap, far from one another, and
+each of them would take 2 MiB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -32,6 +38,9 @@ _LEAST = 1 << 32
 _ROWS = 1 << 34
 """Rows of a pool at most: each has flags, and narrow rows would need more of them than room."""
 _PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 1 << 21
+_LARGE = 4 * _HUGE_PAGE
+"""Bytes of a slab that is worth huge pages; those at its ends it shares with its neighbours."""
 
 
 class Slab:
@@ -72,46 +81,52 @@ class SlabPool:
         """
         self.row_bytes = row_bytes
         self.memory = _reserve(row_bytes)
-        self._most = len(self.memory) // row_bytes
+        most = len(self.memory) // row_bytes
+        middle = len(self.memory) // (2 * _HUGE_PAGE) * _HUGE_PAGE
+        with contextlib.suppress(AttributeError, OSError):  # not every system has them
+            self.memory.madvise(mmap.MADV_HUGEPAGE, middle, len(self.memory) - middle)
+        self._middle = -(-middle // row_bytes)
         # Rows are opaque: only their place matters here.
         row = np.dtype((np.void, row_bytes))
         self.rows: NDArray[np.void] = np.frombuffer(self.memory, dtype=row)
-        self.arrived: NDArray[np.bool_] = np.frombuffer(_mapped(self._most), dtype=np.bool_)
+        self.arrived: NDArray[np.bool_] = np.frombuffer(_mapped(most), dtype=np.bool_)
         self.returned: deque[tuple[int, int, bool]] = deque()
         """(start, rows, whether their memory was kept) of dropped slabs."""
         self._keep = keep_bytes
         self._kept = 0
         self._counting = threading.Lock()
-        self._warm: dict[int, list[int]] = {}
-        self._cold: dict[int, list[int]] = {}
-        self._end = 0
+        self._halves = (_Half(0, self._middle), _Half(self._middle, most))
+        """Without, and with huge pages."""
 
     @cached_property
     def covered(self) -> NDArray[np.bool_]:
         """(rows,); only results that are reduced on their way need it."""
-        return np.frombuffer(_mapped(self._most), dtype=np.bool_)
+        return np.frombuffer(_mapped(len(self.arrived)), dtype=np.bool_)
 
-    def take(self, rows: int) -> Slab:
+    def take(self, rows: int, *, is_full: bool = False) -> Slab:
         """A slab of at least this many rows, none of which has arrived.
+
+        Args:
+            rows: how many.
+            is_full: whether most of them are going to be written.
 
         Raises:
             CapacityError: all addresses are in use.
         """
         self._take_back()
         size = _rounded(rows)
-        for free in (self._warm, self._cold):
-            if free.get(size):
-                start = free[size].pop()
-                if free is self._warm:
-                    with self._counting:
-                        self._kept -= size * self.row_bytes
+        is_huge = is_full and size * self.row_bytes >= _LARGE
+        for half in self._halves[::-1] if is_huge else self._halves:
+            if (found := half.take(size)) is not None:
                 break
         else:
-            if self._end + size > self._most:
-                raise CapacityError(
-                    f"results of {len(self.memory) >> 30} GiB are open or held; drop some of them"
-                )
-            start, self._end = self._end, self._end + size
+            raise CapacityError(
+                f"results of {len(self.memory) >> 30} GiB are open or held; drop some of them"
+            )
+        start, was_kept = found
+        if was_kept:
+            with self._counting:
+                self._kept -= size * self.row_bytes
         self.arrived[start : start + size] = False
         return Slab(self, start, size)
 
@@ -138,7 +153,28 @@ class SlabPool:
     def _take_back(self) -> None:
         while self.returned:
             start, rows, is_kept = self.returned.popleft()
-            (self._warm if is_kept else self._cold).setdefault(rows, []).append(start)
+            half = self._halves[start >= self._middle]
+            (half.warm if is_kept else half.cold).setdefault(rows, []).append(start)
+
+
+class _Half:
+    """Rows [start, stop) of a pool: what was never used of them, and what was dropped."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._end, self._stop = start, stop
+        self.warm: dict[int, list[int]] = {}
+        """By rows: first rows of dropped slabs whose memory was kept."""
+        self.cold: dict[int, list[int]] = {}
+
+    def take(self, size: int) -> tuple[int, bool] | None:
+        """First row of so many, and whether their memory was kept; None where there are none."""
+        for free in (self.warm, self.cold):
+            if free.get(size):
+                return free[size].pop(), free is self.warm
+        if self._end + size > self._stop:
+            return None
+        self._end += size
+        return self._end - size, False
 
 
 def _reserve(row_bytes: int) -> mmap.mmap:

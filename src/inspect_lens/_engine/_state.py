@@ -17,11 +17,15 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 
 from ._bank import BankTensors
+from ._capture import LAG
 
 __all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 
 HEAD = 2
-"""Numbers of the header before the flags: tokens described, first row of `base`."""
+"""Numbers of the header before the flags: tokens described, ring row at which the step begins."""
+
+_PARTS = 32
+"""Of the ring on a GPU: a decode step behind a large one finds some that have been copied out."""
 
 
 @dataclass(eq=False)
@@ -31,16 +35,18 @@ class TapState:
     Attributes:
         taps: what each tap reads, in the order of the forward pass.
         header: int32; one allocation that a step fills in one copy: the number of tokens that
-            the maps describe, the row of `base` at which the step's groups begin, a flag per
-            tap, and three numbers per token.
-        base: (regions * groups, taps) int32; ring row of a group's first token at a tap, or -1.
-            Each region has rows of its own, so that a step that repeats writes none.
+            the maps describe, the ring row at which the step's rows begin, a flag per tap, and
+            three numbers per token.
+        base: (groups, taps) int32; row of a group's first token at a tap, counted from where the
+            step's rows begin, or -1. So a step that repeats writes none.
         bank: steering rows and configurations.
-        ring: (regions * region rows, hidden) in the dtype of the residual stream.
+        ring: (parts * rows of a part, hidden) in the dtype of the residual stream.
         sums: (rows, hidden) float32; what grows of sampled tokens.
+        latest: (lag * rows, hidden) in the dtype of the residual stream; tokens that are not yet
+            part of it.
         scratch: flat float32; what lies between rows and the numbers that probes make of them.
-        regions: equal parts of the ring that steps use in turn, so that one can be copied out
-            while the next step fills another.
+        step_rows: ring rows that one step may fill.
+        parts: equal parts of the ring that steps take in turn; see `Ring`.
         tap_of: index by address of a tap's `ctl` tensor.
         steering: per tap, whether this step steers there.
         capturing: per tap, whether this step captures there.
@@ -54,8 +60,10 @@ class TapState:
     bank: BankTensors
     ring: torch.Tensor
     sums: torch.Tensor
+    latest: torch.Tensor
     scratch: torch.Tensor
-    regions: int = 1
+    step_rows: int
+    parts: int = 1
     tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
     capturing: list[bool] = field(default_factory=list)
@@ -74,21 +82,43 @@ class TapState:
         bank_rows: int,
         device: torch.device,
         sum_rows: int = 0,
+        lag: int = LAG,
         scratch_bytes: int = 0,
+        parts: int | None = None,
     ) -> TapState:
-        """Allocate all buffers of a worker."""
+        """Allocate all buffers of a worker.
+
+        Args:
+            taps: see `TapState`.
+            hidden: width of the residual stream.
+            dtype: of the residual stream.
+            max_tokens: of a forward pass, padding included.
+            max_groups: groups of requests in a step.
+            ring_rows: that one step may fill.
+            bank_rows: steering rows.
+            device: of the model.
+            sum_rows: rows of `sums`.
+            lag: rows of `latest` for each of them.
+            scratch_bytes: bytes of `scratch`.
+            parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
+                them alone. On a CPU rows have left when a step ends, so there it is 1.
+        """
         n = len(taps)
-        regions = 2 if device.type == "cuda" else 1
+        if parts is None:
+            parts = _PARTS if device.type == "cuda" else 1
+        part_rows = -(-ring_rows // max(1, parts // 2))
         return cls(
             taps=taps,
             header=torch.zeros(HEAD + n + 3 * max_tokens, dtype=torch.int32, device=device),
-            base=torch.full((regions * max_groups, n), -1, dtype=torch.int32, device=device),
+            base=torch.full((max_groups, n), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
             bank=BankTensors.allocate(bank_rows + 1, hidden, n, device),
-            ring=torch.zeros(regions * ring_rows, hidden, dtype=dtype, device=device),
+            ring=torch.zeros(parts * part_rows, hidden, dtype=dtype, device=device),
             sums=torch.zeros(sum_rows, hidden, dtype=torch.float32, device=device),
+            latest=torch.zeros(lag * sum_rows, hidden, dtype=dtype, device=device),
             scratch=torch.empty(scratch_bytes // 4, dtype=torch.float32, device=device),
-            regions=regions,
+            step_rows=ring_rows,
+            parts=parts,
             steering=[False] * n,
             capturing=[False] * n,
         )
@@ -110,14 +140,14 @@ class TapState:
         return self.header[HEAD + len(self.taps) :].view(-1, 3)
 
     @property
-    def region_rows(self) -> int:
-        """Ring rows that one step may fill."""
-        return self.ring.shape[0] // self.regions
+    def part_rows(self) -> int:
+        """Ring rows of a part."""
+        return self.ring.shape[0] // self.parts
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        tensors = (self.header, self.base, self.ring, self.sums, self.scratch)
+        tensors = (self.header, self.base, self.ring, self.sums, self.latest, self.scratch)
         return self.bank.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
 

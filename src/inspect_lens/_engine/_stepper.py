@@ -29,6 +29,7 @@ from ._numbers import Numbers
 from ._plan import Batch, Longs, RequestTable, StepPlan, plan_step
 from ._readout import ProbeStore
 from ._repeat import Repeat
+from ._ring import Ring, Span
 from ._sender import Sender
 from ._state import TapState
 from ._tally import Tally
@@ -84,12 +85,14 @@ class Stepper:
             exporter,
             self._groups,
             self._numbers,
-            Tally(state.sums, lag),
+            Tally(state.sums, state.latest, lag),
             reply_of=lambda slot: r.reply if (r := self._by_slot.get(slot)) is not None else None,
             drop=self._drop,
         )
         self._maps = maps_for(state)
-        self._region = 0
+        self._ring = Ring(state.parts, state.part_rows, self._copier)
+        self._span = Span()
+        """Where the rows of the running step go."""
         self._plan: StepPlan | None = None
         self._repeat: Repeat | None = None
         self._drafts = Drafts()
@@ -117,7 +120,7 @@ class Stepper:
 
     @property
     def sum_rows_in_use(self) -> int:
-        """Rows in which reductions of live requests grow."""
+        """Sums of live requests that grow, one for each tap."""
         return self._sender.tally.rows_in_use
 
     @property
@@ -205,12 +208,11 @@ class Stepper:
             position: absolute position of each one's first token.
         """
         n_tokens, position = n_tokens[: len(keys)], position[: len(keys)]
-        repeat, first_row = self._repeat, self._region * self.state.region_rows
+        repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
-            self._plan = again = repeat.advance(first_row)
-            if again.blocks:
-                self._copier.wait_for_region(self._region)
-            self._maps.repeat(again.base, self._region)
+            self._plan = again = repeat.advance()
+            self._span = self._ring.take(again.ring_rows)
+            self._maps.repeat(self._span.first_row)
             self._begun = _EMPTY
             return
         self._repeat = None
@@ -219,9 +221,8 @@ class Stepper:
         # Drafts are told of one step at a time.
         if (plan := self._plan) is not None and not self._drafts.running:
             self._repeat = Repeat.of(
-                plan, batch, self._table, keys=keys, n_tokens=n_tokens, position=position,
-                first_row=first_row,
-            )  # fmt: skip
+                plan, batch, self._table, keys=keys, n_tokens=n_tokens, position=position
+            )
 
     def begin_step(self, batch: Batch) -> None:
         """Fill the maps for a step of whatever kind.
@@ -235,22 +236,19 @@ class Stepper:
                 np.flatnonzero(np.isin(batch.slots, list(self._new))) if self._new else _NONE
             )
             batch = self._without_poisoned(batch)
-            rows = self.state.region_rows
             plan = plan_step(
                 batch,
                 self._table,
                 self._groups.taps,
                 self._bank.config_taps,
-                ring_rows=rows,
-                first_row=self._region * rows,
+                ring_rows=self.state.step_rows,
             )
-            if plan.blocks:
-                self._copier.wait_for_region(self._region)
+            self._span = self._ring.take(plan.ring_rows)
             self._drafts.begin(batch)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
             self._plan = plan
             if plan.is_active:
-                self._maps.write(plan, self._region)
+                self._maps.write(plan, self._span.first_row)
             else:
                 self.disarm()
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
@@ -273,11 +271,12 @@ class Stepper:
                 self._sender.announce()
                 self._numbers.note_fed(plan.steered, path)
                 self._numbers.note_fed(self._behind_their_last(self._begun), path)
-                self._sender.send(plan.blocks, path)
+                try:
+                    self._sender.send(plan.blocks, self._span.first_row, path)
+                finally:
+                    # Some rows may be under way, also where others could not be sent.
+                    self._ring.release(self._span)
                 self._sender.settle(self._drafts.running)
-            if plan.blocks:
-                self._copier.release_region(self._region)
-                self._region = (self._region + 1) % self.state.regions
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             slots = [s for b in plan.blocks for s in b.slots.tolist()]
             for slot in {*slots, *plan.steered.slots.tolist(), *self._drafts.running}:

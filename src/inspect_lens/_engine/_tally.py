@@ -49,25 +49,28 @@ class Held:
 
 
 class Tally:
-    """The table, and who has which rows of it."""
+    """The tables, and who has which rows of them."""
 
-    def __init__(self, table: torch.Tensor, lag: int = LAG, most: int = _MOST) -> None:
-        """Store the table.
+    def __init__(
+        self, sums: torch.Tensor, latest: torch.Tensor, lag: int = LAG, most: int = _MOST
+    ) -> None:
+        """Store the tables.
 
         Args:
-            table: (rows, width) float32; may have no rows.
+            sums: (rows, width) float32; may have no rows.
+            latest: (lag * rows, width) in the stream's dtype; what stays apart from each sum.
             lag: rows of a request that stay apart from its sum.
             most: rows after which a request has to begin anew; some do after half of them.
         """
         self._most = most
-        self._table = table
+        self._sums, self._latest = sums, latest
         self._lag = lag
-        self._free: list[tuple[int, int]] = [(0, len(table))] if len(table) else []
-        """(first row, rows) of what is free, ascending."""
+        self._free: list[tuple[int, int]] = [(0, len(sums))] if len(sums) else []
+        """(first row, rows) of what is free of the sums, ascending."""
         self._taps: dict[int, int] = {}
         self._fold: dict[int, Fold] = {}
         self._start: Longs = np.full(64, -1, dtype=np.int64)
-        """By slot: first row of the table, or -1."""
+        """By slot: first row of its sums, or -1. Its latest rows begin at `lag` times that."""
         self._count: Longs = np.zeros(64, dtype=np.int64)
         """By slot: rows that came since the request began, or began anew."""
         self._where: NDArray[np.int64] = np.zeros((64, lag + 1), dtype=np.int64)
@@ -76,8 +79,8 @@ class Tally:
 
     @property
     def rows_in_use(self) -> int:
-        """Rows of the table that requests hold."""
-        return len(self._table) - sum(n for _, n in self._free)
+        """Sums that requests hold, one at each tap."""
+        return len(self._sums) - sum(n for _, n in self._free)
 
     def open(self, slot: int, fold: Fold, n_taps: int) -> bool:
         """Make room for a request.
@@ -90,12 +93,11 @@ class Tally:
         Returns:
             False where there is none: its rows have to be sent.
         """
-        size = n_taps * (1 + self._lag)
-        k = next((k for k, (_, n) in enumerate(self._free) if n >= size), None)
+        k = next((k for k, (_, n) in enumerate(self._free) if n >= n_taps), None)
         if k is None:
             return False
         start, n = self._free[k]
-        self._free[k : k + 1] = [(start + size, n - size)] if n > size else []
+        self._free[k : k + 1] = [(start + n_taps, n - n_taps)] if n > n_taps else []
         if slot >= len(self._start):
             more = max(len(self._start), slot + 1 - len(self._start))
             self._start = np.concatenate([self._start, np.full(more, -1, dtype=np.int64)])
@@ -109,8 +111,7 @@ class Tally:
         """Give a request's rows back; one that has none is fine."""
         if not self.has(slot):
             return
-        size = self._taps.pop(slot) * (1 + self._lag)
-        self._free.append((int(self._start[slot]), size))
+        self._free.append((int(self._start[slot]), self._taps.pop(slot)))
         self._start[slot], self._count[slot] = -1, 0
         del self._fold[slot]
         self._indices.clear()
@@ -158,15 +159,15 @@ class Tally:
         n, fold = self._count[slots], self._fold[int(slots[0])]
         index = self._index(self._start[slots], n % self._lag, rows.shape[0])
         with torch.inference_mode():
-            new = rows.reshape(-1, rows.shape[-1]).to(self._table.dtype)
-            old = self._table.index_select(0, index[1])
+            new = rows.reshape(-1, rows.shape[-1]).to(self._latest.dtype)
+            old = self._latest.index_select(0, index[1]).to(self._sums.dtype)
             if fold == "mean":
-                self._table.index_add_(0, index[0], old)
+                self._sums.index_add_(0, index[0], old)
             else:
                 if fold == "max":
-                    torch.maximum(old, self._table.index_select(0, index[0]), out=old)
-                self._table.index_copy_(0, index[0], old)
-            self._table.index_copy_(0, index[1], new)
+                    torch.maximum(old, self._sums.index_select(0, index[0]), out=old)
+                self._sums.index_copy_(0, index[0], old)
+            self._latest.index_copy_(0, index[1], new)
         self._where[slots, n % (self._lag + 1)] = positions
         self._count[slots] = n + 1
 
@@ -189,52 +190,63 @@ class Tally:
         return made
 
     def _take(self, slots: Longs, taps: int, parts: int) -> Held:
-        n, lag = self._count[slots][:, None], self._lag
+        n, start, lag = self._count[slots][:, None], self._start[slots][:, None], self._lag
         last = min(parts, lag)
         kept = n - last + np.arange(last)
-        rows, turns = 1 + kept % lag, kept % (lag + 1)
+        turns = kept % (lag + 1)
         covers = np.ones((len(slots), parts), dtype=np.int64)
         if parts > lag:
-            rows = np.concatenate([np.zeros_like(n), rows], axis=1)
             turns = np.concatenate([(n - lag - 1) % (lag + 1), turns], axis=1)
             covers[:, :1] = n - lag
-        at = (self._start[slots][:, None] + rows * taps).reshape(-1)
-        index = self._on_device((at + np.arange(taps)[:, None]).reshape(-1))
+        width = self._sums.shape[1]
         with torch.inference_mode():
-            # A copy: the rows of the table are somebody else's before these have left.
-            tensor = self._table.index_select(0, index).view(taps, len(at), -1)
+            # A copy: the rows of the tables are somebody else's before these have left.
+            made = self._sums.new_empty(taps, len(slots), parts, width)
+            index = self._at_taps(lag * start + kept % lag * taps, taps)
+            latest = self._latest.index_select(0, index)
+            made[:, :, parts - last :] = latest.view(taps, len(slots), last, width)
+            if parts > lag:
+                sums = self._sums.index_select(0, self._at_taps(start, taps))
+                made[:, :, 0] = sums.view(taps, len(slots), width)
         where = self._where[slots[:, None], turns]
         folded = where[:, 0] + 1 if parts > lag else np.zeros(len(slots), dtype=np.int64)
-        return Held(slots, tensor, where, covers.reshape(-1), folded)
+        return Held(slots, made.flatten(1, 2), where, covers.reshape(-1), folded)
 
     def _clear(self, slots: Longs) -> None:
-        of_fold: dict[Fold, list[Longs]] = {}
+        of_fold: dict[Fold, list[int]] = {}
         for slot in slots.tolist():
-            start = int(self._start[slot])
-            own = np.arange(start, start + self._taps[slot] * (1 + self._lag))
-            of_fold.setdefault(self._fold[slot], []).append(own)
+            of_fold.setdefault(self._fold[slot], []).append(slot)
         with torch.inference_mode():
-            for fold, rows in of_fold.items():
-                if len(rows) == 1:
-                    self._table[int(rows[0][0]) : int(rows[0][-1]) + 1].fill_(_NEUTRAL[fold])
-                else:
-                    index = self._on_device(np.concatenate(rows))
-                    self._table.index_fill_(0, index, _NEUTRAL[fold])
+            for fold, own in of_fold.items():
+                for table, each in ((self._sums, 1), (self._latest, self._lag)):
+                    rows = [
+                        np.arange(each * self._start[s], each * (self._start[s] + self._taps[s]))
+                        for s in own
+                    ]
+                    if len(rows) == 1:
+                        table[int(rows[0][0]) : int(rows[0][-1]) + 1].fill_(_NEUTRAL[fold])
+                    else:
+                        index = self._on_device(np.concatenate(rows))
+                        table.index_fill_(0, index, _NEUTRAL[fold])
         self._count[slots] = 0
+
+    def _at_taps(self, first: Longs, taps: int) -> torch.Tensor:
+        """Rows of a table at all taps, (taps * entries), from those at the first one."""
+        return self._on_device((first.reshape(-1) + np.arange(taps)[:, None]).reshape(-1))
 
     def _on_device(self, rows: Longs) -> torch.Tensor:
         index = torch.from_numpy(rows)
-        if self._table.device.type == "cuda":
-            index = index.pin_memory().to(self._table.device, non_blocking=True)
+        if self._sums.device.type == "cuda":
+            index = index.pin_memory().to(self._sums.device, non_blocking=True)
         return index
 
     def _index(self, start: Longs, turn: Longs, taps: int) -> torch.Tensor:
-        """Rows of the table: (sums and the oldest rows beside them, taps * requests)."""
+        """Rows of the tables: (sums and the oldest rows beside them, taps * requests)."""
         key = b"%d:" % taps + start.tobytes() + turn.tobytes()
         if (known := self._indices.get(key)) is not None:
             return known
         sums = (start + np.arange(taps)[:, None]).reshape(-1)
-        oldest = (start + (1 + turn) * taps + np.arange(taps)[:, None]).reshape(-1)
+        oldest = (self._lag * start + turn * taps + np.arange(taps)[:, None]).reshape(-1)
         index = self._on_device(np.stack([sums, oldest]))
         if len(self._indices) >= _INDICES:
             self._indices.clear()

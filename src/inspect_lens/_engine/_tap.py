@@ -34,8 +34,8 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
         rows = state.bank.table[:, tap].index_select(0, tokens[:, 0])
         steer_rows(hidden, residual, rows, state.bank)
     if state.capturing[tap]:
-        base = state.base[int(state.header[1]) :, tap]
-        capture_rows(hidden, residual, ring_rows(tokens, base), state.ring)
+        rows = ring_rows(tokens, state.base[:, tap], int(state.header[1]))
+        capture_rows(hidden, residual, rows, state.ring)
 
 
 def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:

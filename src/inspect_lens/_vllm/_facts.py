@@ -116,9 +116,9 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     sites = _sites(settings.sites)
     taps = tap_points(sites, layers)
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
-    # A GPU fills one half of the buffer while the other is copied out.
-    regions = 1 if vllm_config.device_config.device_type == "cpu" else 2
-    fit = settings.ring_bytes // (regions * hidden * _ITEM_BYTES.get(dtype, 4))
+    # On a GPU a step fills up to one half of the buffer while the other is copied out.
+    halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
+    fit = settings.ring_bytes // (halves * hidden * _ITEM_BYTES.get(dtype, 4))
     return EngineFacts(
         # The last part only: messages that name it are sent to HTTP clients.
         model=str(model.model).rstrip("/").rpartition("/")[2],

@@ -61,8 +61,8 @@ def stats(worker: Any) -> dict[str, int]:
 
     Returns:
         `requests`: live requests that use the lens; `steering_rows`: rows they hold;
-        `sum_rows`: rows in which reductions of theirs grow; `shared_bytes`: bytes of rows that no
-        front-end has taken yet.
+        `sum_rows`: sums of theirs that grow, one for each tap; `shared_bytes`: bytes of rows that
+        no front-end has taken yet.
     """
     stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
     if stepper is None:
@@ -119,18 +119,26 @@ def _install(worker: Any, settings: Settings) -> None:
     if not here:
         logger.info("inspect_lens: no taps in this stage of the pipeline")
         return
+    # As many steps may be under way as the pipeline has stages, and one more.
+    lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
+    is_exporting = is_exporting_rank()
+    max_requests = int(config.scheduler_config.max_num_seqs)
+    dtype = config.model_config.dtype
     state = TapState.allocate(
         taps=here,
         hidden=facts.hidden,
-        dtype=config.model_config.dtype,
+        dtype=dtype,
         max_tokens=_max_tokens(config, facts),
-        max_groups=int(config.scheduler_config.max_num_seqs),
+        max_groups=max_requests,
         ring_rows=min(facts.ring_rows, len(here) * facts.max_step_tokens),
         bank_rows=facts.bank_rows,
         device=worker.device,
         # One rank sends; the others' rows are the same.
-        sum_rows=settings.sum_bytes // (facts.hidden * 4) if is_exporting_rank() else 0,
-        scratch_bytes=READOUT_BYTES if is_exporting_rank() else 0,
+        sum_rows=min(max_requests * len(here), sums_that_fit(settings, facts.hidden, dtype, lag))
+        if is_exporting
+        else 0,
+        lag=lag,
+        scratch_bytes=READOUT_BYTES if is_exporting else 0,
     )
     for index, point in enumerate(here):
         block = blocks[point.layer]
@@ -146,13 +154,10 @@ def _install(worker: Any, settings: Settings) -> None:
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
     warm_up(state)
-    is_exporting = is_exporting_rank()
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
-    copier = copier_for(arena, worker.device, state.regions)
+    copier = copier_for(arena, worker.device, state.parts)
     exporter = Exporter(arena, copier)
-    # As many steps may be under way as the pipeline has stages, and one more.
-    lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag)
     for item in start_items(settings.register).values():
         if isinstance(item, EngineProbe):
@@ -168,13 +173,15 @@ def _install(worker: Any, settings: Settings) -> None:
     install(state)
     logger.info(
         "inspect_lens: %d taps (%s) in %d of %d layers, capture buffer of %d rows, %d steering "
-        "rows, %.1f MiB on the device, %.1f MiB shared with the front-end",
+        "rows, sums of %d requests at all taps, %.1f MiB on the device, %.1f MiB shared with the "
+        "front-end",
         len(here),
         ", ".join(facts.sites),
         len({tap.layer for tap in here}),
         facts.n_layers,
-        state.region_rows,
+        state.step_rows,
         facts.bank_rows,
+        len(state.sums) // len(here),
         state.nbytes / 2**20,
         arena.nbytes / 2**20,
     )
@@ -257,6 +264,11 @@ def _tap_module(module: nn.Module, site: Site, ctl: torch.Tensor) -> None:
         tap(module_output(module, written, output, site), None, module._inspect_lens_ctl)
 
     module.register_forward_hook(hook, with_kwargs=True)
+
+
+def sums_that_fit(settings: Settings, hidden: int, dtype: torch.dtype, lag: int) -> int:
+    """Sums, and the latest rows beside each, that the settings have room for."""
+    return settings.sum_bytes // (hidden * (torch.float32.itemsize + lag * dtype.itemsize))
 
 
 def _max_tokens(config: Any, facts: EngineFacts) -> int:

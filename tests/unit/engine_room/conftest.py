@@ -36,7 +36,7 @@ def noisy() -> Iterator[dict[str, Worker]]:
 
     # Two requests find room for what grows of their sampled tokens; a third one does not.
     made = {
-        name: Worker(exporter(), dtype, make(dtype), sum_rows=20) for name, dtype in DTYPES.items()
+        name: Worker(exporter(), dtype, make(dtype), sum_rows=7) for name, dtype in DTYPES.items()
     }
     yield made
     for worker in made.values():

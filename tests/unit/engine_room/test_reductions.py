@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine._capture import LAG
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._engine._pending import ROWS, SCORES
@@ -70,7 +69,7 @@ def crowd(worker: Worker) -> list[str]:
     """Requests that take all the room there is for sums."""
     request = LensRequest(capture=CaptureSpec(layers=LAYERS, reduce="max"))
     envelope = seal(request, FACTS, reply="ipc:///nobody", n_prompt=2, max_tokens=9).pack()
-    keys = [f"r{next(KEYS)}" for _ in range(len(worker.state.sums) // (len(LAYERS) * (1 + LAG)))]
+    keys = [f"r{next(KEYS)}" for _ in range(len(worker.state.sums) // len(LAYERS))]
     for key in keys:
         worker.stepper.add(key, envelope)
     return keys

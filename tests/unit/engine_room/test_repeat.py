@@ -21,13 +21,13 @@ from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, seale
 
 @pytest.fixture
 def advanced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ring rows at which repeated steps began."""
+    """Positions that requests had reached in repeated steps."""
     seen: list[int] = []
     original = _repeat.Repeat.advance
 
-    def advance(self: Any, first_row: int) -> Any:
-        seen.append(first_row)
-        return original(self, first_row)
+    def advance(self: Any) -> Any:
+        seen.append(int(self.position[0]) + 1)
+        return original(self)
 
     monkeypatch.setattr(_repeat.Repeat, "advance", advance)
     return seen

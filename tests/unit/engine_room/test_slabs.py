@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,21 +15,30 @@ from hypothesis import strategies as st
 
 from inspect_lens._engine import _slabs
 from inspect_lens._engine._slabs import SlabPool
+from inspect_lens.errors import CapacityError
 
 ROW = 24
 FLOAT = np.dtype("<f4")
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), max_size=40), st.integers(0, 9000))
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 300), st.booleans()), max_size=40),
+    st.integers(0, 9000),
+)
 def test_living_slabs_never_overlap_and_start_empty(
-    steps: list[tuple[bool, int]], keep: int
+    steps: list[tuple[bool, int, bool]], keep: int
 ) -> None:
-    pool = SlabPool(ROW, keep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_slabs, "_LARGE", 100 * ROW)
+        take_and_drop(SlabPool(ROW, keep), steps)
+
+
+def take_and_drop(pool: SlabPool, steps: list[tuple[bool, int, bool]]) -> None:
     live: list[tuple[Any, int]] = []
-    for number, (is_new, size) in enumerate(steps):
+    for number, (is_new, size, is_full) in enumerate(steps):
         if is_new or not live:
-            slab = pool.take(size)
+            slab = pool.take(size, is_full=is_full)
             assert not slab.arrived.any()
             assert slab.size >= size
             values = slab.array(FLOAT)
@@ -79,3 +90,37 @@ def test_fewer_addresses_are_taken_where_many_are_refused(
 
     monkeypatch.setattr(_slabs, "_mapped", mapped)
     assert len(SlabPool(ROW, 0).memory) <= 1 << 34
+
+
+def has_huge_pages(values: np.ndarray[Any, Any]) -> bool:
+    """Whether the system was asked for huge pages where an array begins."""
+    address, is_here = values.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(part, 16) for part in found.groups())
+            is_here = first <= address < last
+        elif is_here and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@pytest.mark.parametrize(
+    ("mib", "is_full", "expected"), [(16, True, True), (16, False, False), (1, True, False)]
+)
+def test_large_slabs_that_fill_up_get_huge_pages(mib: int, is_full: bool, expected: bool) -> None:
+    pool = SlabPool(4096, keep_bytes=0)
+    slab = pool.take(mib << 8, is_full=is_full)
+    there_are_any = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert has_huge_pages(slab.array(FLOAT)) == (expected and there_are_any)
+
+
+def test_either_half_serves_where_the_other_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_slabs, "_reserve", lambda row_bytes: _slabs._mapped(64 << 20))
+    pool = SlabPool(4096, keep_bytes=0)
+    for is_full in (True, False):
+        live = [pool.take(16 << 8, is_full=is_full) for _ in range(4)]
+        assert len({slab.start for slab in live}) == 4
+        with pytest.raises(CapacityError, match="drop some"):
+            pool.take(16 << 8, is_full=is_full)
+        del live
+        gc.collect()

@@ -52,11 +52,11 @@ def fill(state: TapState, *, taps: tuple[int, ...]) -> None:
     state.tokens[:4, 0] = torch.arange(1, 5)
     state.tokens[2:6, 1] = 0
     state.tokens[2:6, 2] = torch.arange(4)
-    state.header[0] = TOKENS - 1
+    state.header[0], state.header[1] = TOKENS - 1, 3
     for rank, index in enumerate(taps):
         # Configurations 1 to 3 apply the rows of their number; 4 applies none here.
         state.bank.table[1:4, index] = torch.arange(1, 4, dtype=torch.int32)
-        state.base[0, index] = 10 + 4 * rank
+        state.base[0, index] = 7 + 4 * rank
         state.steering[index] = state.capturing[index] = True
     state.is_active = True
 

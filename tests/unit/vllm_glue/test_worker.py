@@ -12,12 +12,14 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._capture import LAG
 from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
+from inspect_lens._settings import Settings
 from inspect_lens._vllm._discovery import decoder_layers, split_output
-from inspect_lens._vllm._worker import add_tap, self_check
+from inspect_lens._vllm._worker import add_tap, self_check, sums_that_fit
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import tap_points
 
@@ -162,3 +164,8 @@ def test_the_start_up_check_names_the_taps_that_are_silent(
     runner.layers[1] = Layer()
     with pytest.raises(CompatError, match=r"taps resid_post\.1 did not fire"):
         self_check(runner, stepper)
+
+
+def test_sums_of_as_many_requests_fit_as_the_documentation_says() -> None:
+    found = sums_that_fit(Settings(), 4096, torch.bfloat16, LAG)
+    assert (found // 33, found // 4) == (248, 2048)

@@ -65,17 +65,19 @@ def capture_rows(
     ring[slots[index].long()] = stream.to(ring.dtype)
 
 
-def ring_rows(tokens: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Tensor:
     """Ring row of each token at one tap.
 
     Args:
         tokens: (tokens, 3) int32; the second column is the group, -1 for none, and the third
             the place in the group's block.
-        base: (groups,) int32; ring row of each group's first token at this tap, or -1.
+        base: (groups,) int32; row of each group's first token at this tap, from `origin` on, or
+            -1.
+        origin: ring row at which the step's rows begin.
 
     Returns:
         (tokens,) int32; -1 for tokens without one.
     """
     group = tokens[:, 1]
     first = base.index_select(0, group.clamp(min=0))
-    return torch.where((group >= 0) & (first >= 0), first + tokens[:, 2], -1)
+    return torch.where((group >= 0) & (first >= 0), origin + first + tokens[:, 2], -1)

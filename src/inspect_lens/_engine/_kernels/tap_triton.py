@@ -58,9 +58,9 @@ def _tap(
         config = tl.load(entry, mask=(flag & 1) != 0, other=0)
         row = tl.load(table + config * TAPS + tap)
         group = tl.load(entry + 1, mask=(flag & 2) != 0, other=-1)
-        first = tl.load(base + (origin + group) * TAPS + tap, mask=group >= 0, other=-1)
+        first = tl.load(base + group * TAPS + tap, mask=group >= 0, other=-1)
         place = tl.load(entry + 2, mask=first >= 0, other=0)
-        slot = tl.where(first >= 0, first + place, -1)
+        slot = tl.where(first >= 0, origin + first + place, -1)
         if (row != 0) | (slot >= 0):
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
             mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
