@@ -74,7 +74,10 @@ class Engine:
         return list(self.llm.generate(inputs, params, use_tqdm=False))
 
     def stats(self) -> dict[str, int]:
-        return dict(self.llm.collective_rpc("inspect_lens_stats")[0])
+        """What the lens holds."""
+        found = dict(self.llm.collective_rpc("inspect_lens_stats")[0])
+        del found["waited_ms"]
+        return found
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

@@ -154,4 +154,5 @@ def test_nothing_is_left_behind(two: Engine) -> None:
     two.run([tokens(20)], ALL)
     two.run([tokens(20)])
     for stats in two.llm.collective_rpc("inspect_lens_stats"):
-        assert stats == {"requests": 0, "steering_rows": 0, "sum_rows": 0, "shared_bytes": 0}
+        held = {name: n for name, n in stats.items() if name != "waited_ms"}
+        assert held == {"requests": 0, "steering_rows": 0, "sum_rows": 0, "shared_bytes": 0}

@@ -15,6 +15,7 @@ and how. It is written in every step, so it must cost nothing: no message is sen
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -29,6 +30,8 @@ from inspect_lens.errors import CapacityError
 
 __all__ = ["BOARD_SIZE", "ArenaReader", "ArenaWriter"]
 
+logger = logging.getLogger("vllm.inspect_lens")
+
 BOARD_SIZE = 1 << 15
 """Records; a request's is its number modulo this, so numbers of live requests must differ."""
 
@@ -39,6 +42,7 @@ _DATA = _BOARD + BOARD_SIZE * 4 * 8
 _ALIGN = 4096
 _WAIT_S = 60.0
 _POLL_S = 0.001
+_WORTH_A_WORD_S = 1.0
 
 
 class _View:
@@ -79,6 +83,8 @@ class ArenaWriter:
         self._blocks: deque[tuple[int, int, int, int]] = deque()
         """(sequence number, reader, offset, bytes) of blocks in use, oldest first."""
         self._head = 0
+        self.waited_s = 0.0
+        """Seconds that `place` has waited for room."""
 
     def reader(self, address: str, pid: int) -> int:
         """The index of a front-end's cursor.
@@ -116,15 +122,7 @@ class ArenaWriter:
             )
         index = self._readers[address][0]
         if (offset := self._fit(size)) is None:
-            deadline = time.monotonic() + _WAIT_S
-            while (offset := self._fit(size)) is None:
-                if time.monotonic() > deadline:
-                    raise CapacityError(
-                        f"no shared memory came free within {_WAIT_S:g} s: the front-end takes "
-                        "rows more slowly than the model makes them"
-                    )
-                self._drop_dead()
-                time.sleep(0.0005)
+            offset = self._wait_for(size)
         self._blocks.append((seq, index, offset, size))
         self._head = offset + size
         return offset
@@ -139,6 +137,29 @@ class ArenaWriter:
         """Close the file; front-ends keep what they have mapped."""
         with contextlib.suppress(OSError):
             os.close(self._fd)
+
+    def _wait_for(self, size: int) -> int:
+        began, before = time.monotonic(), self.waited_s
+        try:
+            while (offset := self._fit(size)) is None:
+                if time.monotonic() > began + _WAIT_S:
+                    raise CapacityError(
+                        f"no shared memory came free within {_WAIT_S:g} s: the front-end takes "
+                        "rows more slowly than the model makes them"
+                    )
+                self._drop_dead()
+                time.sleep(0.0005)
+            return offset
+        finally:
+            self.waited_s += time.monotonic() - began
+            if before < _WORTH_A_WORD_S <= self.waited_s:
+                logger.warning(
+                    "inspect_lens: steps have waited %.1f s, so far, for room in shared memory: "
+                    "front-ends take rows more slowly than the model makes them. A larger "
+                    "INSPECT_LENS_SHM_BYTES (%d) helps where that is so for a while only",
+                    self.waited_s,
+                    self.nbytes,
+                )
 
     def _fit(self, size: int) -> int | None:
         self._free_taken()

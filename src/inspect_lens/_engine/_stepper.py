@@ -17,6 +17,7 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EnginePath, TapPoint
 
 from . import _state
+from ._arena import ArenaWriter
 from ._bank import Bank, Steering
 from ._capture import LAG
 from ._drafts import Drafts
@@ -129,9 +130,9 @@ class Stepper:
         return len(self._requests)
 
     @property
-    def bytes_in_use(self) -> int:
-        """Shared memory that no front-end has taken yet."""
-        return self._exporter.arena.bytes_in_use
+    def arena(self) -> ArenaWriter:
+        """Memory that is shared with front-ends."""
+        return self._exporter.arena
 
     def batch(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> Batch:
         """Pick the requests that use the lens out of a step's layout.
@@ -271,11 +272,8 @@ class Stepper:
                 self._sender.announce()
                 self._numbers.note_fed(plan.steered, path)
                 self._numbers.note_fed(self._behind_their_last(self._begun), path)
-                try:
-                    self._sender.send(plan.blocks, self._span.first_row, path)
-                finally:
-                    # Some rows may be under way, also where others could not be sent.
-                    self._ring.release(self._span)
+                self._sender.send(plan.blocks, self._span.first_row, path)
+                self._ring.release(self._span)
                 self._sender.settle(self._drafts.running)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             slots = [s for b in plan.blocks for s in b.slots.tolist()]

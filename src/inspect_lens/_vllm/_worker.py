@@ -62,16 +62,21 @@ def stats(worker: Any) -> dict[str, int]:
     Returns:
         `requests`: live requests that use the lens; `steering_rows`: rows they hold;
         `sum_rows`: sums of theirs that grow, one for each tap; `shared_bytes`: bytes of rows that
-        no front-end has taken yet.
+        no front-end has taken yet; `waited_ms`: milliseconds, since the start, that steps have
+        waited for front-ends to take some. Where it grows, INSPECT_LENS_SHM_BYTES is too small, or
+        front-ends are slower than the model.
     """
     stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
     if stepper is None:
-        return {"requests": 0, "steering_rows": 0, "sum_rows": 0, "shared_bytes": 0}
+        return dict.fromkeys(
+            ("requests", "steering_rows", "sum_rows", "shared_bytes", "waited_ms"), 0
+        )
     return {
         "requests": stepper.n_requests,
         "steering_rows": stepper.rows_in_use,
         "sum_rows": stepper.sum_rows_in_use,
-        "shared_bytes": stepper.bytes_in_use,
+        "shared_bytes": stepper.arena.bytes_in_use,
+        "waited_ms": round(1000 * stepper.arena.waited_s),
     }
 
 

@@ -31,6 +31,7 @@ class FakeWorker(Worker):
                 "steering_rows": 0,
                 "sum_rows": 0,
                 "shared_bytes": 0,
+                "waited_ms": 12,
             }
         ]
 

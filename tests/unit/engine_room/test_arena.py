@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -95,10 +97,30 @@ def test_a_step_waits_for_room_and_says_when_none_comes(
 ) -> None:
     monkeypatch.setattr(_arena, "_WAIT_S", 0.05)
     writer.place(1, "a", 8 * PAGE)
+    assert writer.waited_s == 0
     with pytest.raises(CapacityError, match="more slowly"):
         writer.place(2, "a", 1)
+    assert 0.05 <= writer.waited_s < 1
     with pytest.raises(CapacityError, match="INSPECT_LENS_SHM_BYTES"):
         writer.place(3, "a", 9 * PAGE)
+
+
+def test_time_that_steps_waited_is_counted_and_told_once(
+    writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_arena, "_WORTH_A_WORD_S", 0.1)
+    # vLLM's loggers do not pass records on.
+    monkeypatch.setattr(_arena, "logger", logging.getLogger("inspect_lens.tests"))
+    for seq in range(1, 9, 2):
+        writer.place(seq, "a", 8 * PAGE)
+        late = threading.Timer(0.06, writer.view.cursors.__setitem__, (0, seq))
+        late.start()
+        writer.place(seq + 1, "a", 8 * PAGE)
+        writer.view.cursors[0] = seq + 1
+        late.join()
+    assert 4 * 0.05 < writer.waited_s < 4
+    (record,) = caplog.records
+    assert "INSPECT_LENS_SHM_BYTES" in record.getMessage()
 
 
 def test_a_dead_reader_frees_its_blocks(

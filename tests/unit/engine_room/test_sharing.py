@@ -143,7 +143,7 @@ def test_rows_of_more_bytes_than_there_is_room_for_come_in_pieces(collector: Col
         worker.step([("u", 3, first, 30)])
     got = collector.take("u", counts={ROWS: 600, SCORES: 0}, n_fed=600, timeout_s=5).tensors[ROWS]
     np.testing.assert_array_equal(got.storage[2], rows(3, 5, 0, 600).numpy())
-    assert worker.stepper.bytes_in_use == 0
+    assert worker.stepper.arena.bytes_in_use == 0
     worker.stepper.close()
 
 

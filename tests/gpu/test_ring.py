@@ -1,0 +1,123 @@
+"""Spans of the ring on a GPU: steps of all sizes, faster than their rows are copied out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._collector import Collector
+from inspect_lens._engine._copier import copier_for
+from inspect_lens._engine._envelope import seal
+from inspect_lens._engine._exporter import Exporter
+from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._state import TapState, install
+from inspect_lens._engine._stepper import Stepper
+from inspect_lens._engine._tap import tap, warm_up
+from inspect_lens.spec import EngineFacts, tap_points
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+TAPS = tap_points(["resid_post"], range(3))
+HIDDEN, STEP, N_PROMPT, MOST = 4096, 1024, 3000, 3500
+FACTS = EngineFacts(
+    model="m",
+    n_layers=3,
+    hidden=HIDDEN,
+    dtype="bfloat16",
+    layers=(0, 1, 2),
+    sites=("resid_post",),
+    taps=TAPS,
+    max_step_tokens=STEP,
+    ring_rows=3 * STEP,
+    bank_rows=4,
+    vllm_version="0",
+)
+LAYERS = [(0, 1, 2), (1,), (0, 2)]
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def rows(number: int, layer: int, first: int, n: int, device: str) -> torch.Tensor:
+    """Rows that say, exactly in bfloat16, whose they are, and in all their columns."""
+    at = torch.arange(first, first + n, device=device)
+    named = torch.stack([at // 128, at % 128, torch.full_like(at, 10 * number + layer)], dim=1)
+    return named.repeat(1, HIDDEN // 3 + 1)[:, :HIDDEN].to(torch.bfloat16)
+
+
+def run(device: str, parts: int, seed: int, collector: Collector) -> None:
+    """Run random steps without ever waiting for the device, and compare every row."""
+    arena = ArenaWriter(256 << 20)
+    target = torch.device(device)
+    state = TapState.allocate(
+        taps=TAPS,
+        hidden=HIDDEN,
+        dtype=torch.bfloat16,
+        max_tokens=STEP,
+        max_groups=4,
+        ring_rows=3 * STEP,
+        bank_rows=4,
+        device=target,
+        parts=parts,
+    )
+    ctls = [state.new_ctl(i) for i in range(3)]
+    install(state)
+    warm_up(state)
+    stepper = Stepper(state, Exporter(arena, copier_for(arena, target, parts)))
+    keys = [f"{device}-{parts}-{seed}-{i}" for i in range(3)]
+    for key, layers in zip(keys, LAYERS, strict=True):
+        envelope = seal(
+            LensRequest(capture=CaptureSpec(layers=layers)),
+            FACTS,
+            reply=collector.address,
+            n_prompt=N_PROMPT,
+            max_tokens=MOST - N_PROMPT,
+        )
+        collector.open(key, envelope)
+        stepper.add(key, envelope.pack())
+    draw = random.Random(seed)
+    fed = [0, 0, 0]
+    for _ in range(60):
+        count = [1, 1, 1]
+        if draw.random() < 0.3:
+            number = draw.randrange(3)
+            count[number] = draw.choice([2, 40, 130, 500, STEP - 2])
+            if fed[number] + count[number] > MOST - 70:
+                count[number] = 1
+        sizes, positions = np.asarray(count), np.asarray(fed)
+        stepper.begin(keys, np.cumsum(sizes) - sizes, sizes, positions)
+        for layer, ctl in enumerate(ctls):
+            parts_of = [rows(i, layer, fed[i], n, device) for i, n in enumerate(count)]
+            tap(torch.cat(parts_of), None, ctl)
+        stepper.end_step("eager")
+        fed = [at + n for at, n in zip(fed, count, strict=True)]
+    for number, (key, layers) in enumerate(zip(keys, LAYERS, strict=True)):
+        stepper.remove(key)
+        counts = {ROWS: fed[number], SCORES: 0}
+        taken = collector.take(key, counts=counts, n_fed=fed[number], timeout_s=60)
+        found = taken.tensors[ROWS].to_float32()
+        for rank, layer in enumerate(layers):
+            expected = rows(number, layer, 0, fed[number], "cpu").float()
+            assert torch.equal(torch.from_numpy(found[rank]), expected), (number, layer)
+    stepper.close()
+
+
+@pytest.mark.parametrize("parts", [2, 6, 32])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_steps_that_overtake_their_copies_are_right(
+    collector: Collector, parts: int, seed: int
+) -> None:
+    run("cuda", parts, seed, collector)
