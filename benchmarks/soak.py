@@ -2,7 +2,9 @@
 
 Steered, captured, aborted and plain requests share one engine. Each answer is compared with
 what the same engine gave to the same request alone, and in the end nothing may be left. How
-often an answer may differ is what an engine without the lens shows for plain requests.
+often an answer may differ is what plain requests among plain ones show, in an engine without the
+lens and in this one before anything is steered. With `--batch-invariant`, on a GPU that has the
+kernels for it, no answer depends on its neighbours, and so none may differ.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from tests.kit.child import ROOT, Child
 from tests.kit.files import write_json
 from tests.kit.process_tree import cpu_model
 
+from .soak_plan import N_PROMPTS
+
 __all__ = ["allowed_differences", "judge", "main", "soak"]
 
 ROW_TOLERANCE = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
@@ -27,28 +31,29 @@ ROW_TOLERANCE = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 one engine were seen to differ by 2% in the middle of a model and 6% at its end."""
 
 
-def allowed_differences(n: int, floor_different: int, floor_n: int) -> int:
-    """Answers of `n` that may differ, from how many did in an engine without the lens.
+def allowed_differences(n: int, unsteady: int, n_prompts: int = N_PROMPTS) -> int:
+    """Answers of `n` that may differ, from how many prompts have one that batching changes.
 
-    None where none did. Else the upper end of the exact (Clopper-Pearson) 95% interval of the
-    rate seen, times `n`.
+    None where none has. Else the upper end of the exact (Clopper-Pearson) 95% interval of their
+    share, times `n`: prompts are what was drawn, and one that is near a tie differs each time.
     """
-    if floor_different == 0:
+    if unsteady == 0:
         return 0
-    return int(n * clopper_pearson(floor_different, floor_n).high)
+    return int(n * clopper_pearson(unsteady, n_prompts).high)
 
 
 def judge(floor: dict[str, Any], found: dict[str, Any], dtype: str) -> list[str]:
     """What is wrong, in words; empty when nothing is.
 
     Args:
-        floor: of the engine without the lens: `requests`, `different`.
-        found: of the mix, as `soak_worker.Worker.soak` returns it.
+        floor: of the engine without the lens, as `soak_worker.Worker.floor` returns it.
+        found: of the mix, as `soak_worker.Worker.soak` returns it, with the floor of its engine.
         dtype: of the engine, as torch names it.
     """
     problems = [f"{found['n_errors']} requests failed: {found['errors']}"] * bool(found["n_errors"])
+    unsteady = max(len(f["unsteady_prompts"]) for f in (floor, found["floor"]))
     for kind, n in found["requests"].items():
-        allowed = allowed_differences(n, floor["different"], floor["requests"])
+        allowed = allowed_differences(n, unsteady)
         if found["different"][kind] > allowed:
             problems.append(
                 f"{found['different'][kind]} of {n} {kind} answers differ from their solo "
@@ -72,7 +77,13 @@ def judge(floor: dict[str, Any], found: dict[str, Any], dtype: str) -> list[str]
 
 
 def soak(
-    folder: Path, *, requests: int, seed: int = 0, limit_s: float = 3600, **overrides: Any
+    folder: Path,
+    *,
+    requests: int,
+    seed: int = 0,
+    limit_s: float = 3600,
+    is_invariant: bool = False,
+    **overrides: Any,
 ) -> dict[str, Any]:
     """Run floor and mix, each in an engine of its own.
 
@@ -81,6 +92,7 @@ def soak(
         requests: of the mix.
         seed: of prompts, vectors, kinds and order.
         limit_s: seconds to wait for the mix.
+        is_invariant: whether both engines take vLLM's batch-invariant kernels.
         **overrides: options of both engines.
 
     Returns:
@@ -109,6 +121,8 @@ def soak(
     }
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     base = {**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": "inspect_lens"}
+    if is_invariant:
+        base["VLLM_BATCH_INVARIANT"] = "1"
     off = {**base, "INSPECT_LENS_DISABLE": "1"}
     with Child("benchmarks.soak_worker", environment=off, log=folder / "floor.log") as child:
         child.ask(600, do="start", options=options)
@@ -138,12 +152,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, help="JSON file")
     parser.add_argument("--limit", type=float, default=500.0, help="seconds to wait for the mix")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="vLLM's batch-invariant kernels (a GPU)"
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         result = soak(
-            Path(folder), requests=options.requests, seed=options.seed, limit_s=options.limit
-        )
-    result["command"] = f"python -m benchmarks.soak --requests {options.requests}"
+            Path(folder), requests=options.requests, seed=options.seed, limit_s=options.limit,
+            is_invariant=options.batch_invariant,
+        )  # fmt: skip
+    invariant = " --batch-invariant" * options.batch_invariant
+    result["command"] = f"python -m benchmarks.soak --requests {options.requests}{invariant}"
     write_json(Path(options.out), result)
     for problem in result["problems"]:
         sys.stdout.write(f"soak: {problem}\n")

@@ -91,8 +91,13 @@ class Worker:
         return solos
 
     async def floor(self, seed: int, n: int) -> dict[str, Any]:
-        """How often plain answers differ among plain neighbours: what batching alone does."""
+        """How plain answers differ among plain neighbours in an engine without the lens."""
         solos = await self._solos(seed, with_lens=False)
+        tokens = {str(i): solos[i, None][0] for i in range(N_PROMPTS)}
+        return {**await self._floor(seed, n, solos), "solo_tokens": tokens}
+
+    async def _floor(self, seed: int, n: int, solos: Solo) -> dict[str, Any]:
+        """How plain answers differ among plain neighbours: what batching alone does."""
         prompts = draw_prompts(seed)
         gate = asyncio.Semaphore(CONCURRENT)
 
@@ -101,14 +106,16 @@ class Worker:
                 output = await self._ask(prompts[index], index, None, captured=False)
             return list(output.outputs[0].token_ids) != solos[index, None][0]
 
-        different = await asyncio.gather(*(one(i % N_PROMPTS) for i in range(n)))
-        tokens = {str(i): solos[i, None][0] for i in range(N_PROMPTS)}
-        return {"requests": n, "different": sum(different), "solo_tokens": tokens}
+        asked = [i % N_PROMPTS for i in range(n)]
+        different = await asyncio.gather(*(one(i) for i in asked))
+        unsteady = {i for i, differs in zip(asked, different, strict=True) if differs}
+        return {"requests": n, "different": sum(different), "unsteady_prompts": sorted(unsteady)}
 
     async def soak(self, seed: int, n: int) -> dict[str, Any]:
         """The mix, against solo answers of this engine."""
         solos = await self._solos(seed, with_lens=True)
         prompts = draw_prompts(seed)
+        floor = await self._floor(seed, max(n // 8, 2 * N_PROMPTS), solos)
         # Pools and buffers that are made on first use are there before the first reading.
         await self._mix(prompts, draw_items(seed + 1, 4 * CONCURRENT), solos)
         await self._drained()
@@ -121,6 +128,7 @@ class Worker:
         again = await self._ask(prompts[0], 0, None, captured=False)
         return {
             "seconds": seconds,
+            "floor": floor,
             **found,
             "left": left,
             "descriptors": after.descriptors - before.descriptors,
@@ -146,6 +154,7 @@ class Worker:
         gate = asyncio.Semaphore(CONCURRENT)
         counts = dict.fromkeys((item.kind for item in items), 0)
         different = dict.fromkeys(counts, 0)
+        unsteady: set[int] = set()
         errors: list[str] = []
         worst = 0.0
         n_rows = left_early = 0
@@ -167,7 +176,9 @@ class Worker:
                 return
             tokens, rows = solos[item.prompt, item.vector]
             mine = list(output.outputs[0].token_ids)
-            different[item.kind] += mine != tokens
+            if mine != tokens:
+                different[item.kind] += 1
+                unsteady.add(item.prompt)
             if item.is_captured:
                 n_same = len(prompt.tokens) + _agreement(mine, tokens)
                 off, n = _row_error(output.activations["residual_stream"], rows, n_same)
@@ -177,6 +188,7 @@ class Worker:
         return {
             "requests": counts,
             "different": different,
+            "unsteady_prompts": sorted(unsteady),
             "left_early": left_early,
             "rows": n_rows,
             "largest_row_error": worst,

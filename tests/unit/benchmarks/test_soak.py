@@ -9,7 +9,7 @@ import pytest
 from benchmarks.soak import allowed_differences, judge
 from benchmarks.soak_plan import N_PROMPTS, draw_items, draw_prompts
 
-FLOOR = {"requests": 200, "different": 0}
+FLOOR: dict[str, Any] = {"requests": 200, "different": 0, "unsteady_prompts": []}
 KINDS = ("plain", "steered", "captured", "steered-captured", "aborted")
 
 
@@ -17,6 +17,7 @@ def found(**changes: Any) -> dict[str, Any]:
     right: dict[str, Any] = {
         "requests": dict.fromkeys(KINDS, 100),
         "different": dict.fromkeys(KINDS, 0),
+        "floor": FLOOR,
         "left_early": 90,
         "rows": 1000,
         "largest_row_error": 3e-6,
@@ -58,11 +59,17 @@ def test_each_fault_is_a_problem(changes: dict[str, Any], word: str) -> None:
     assert word in problems[0]
 
 
-def test_the_noise_of_an_engine_without_the_lens_is_allowed_for() -> None:
-    assert allowed_differences(1000, 0, 200) == 0
-    # Exact interval of 10 of 200 at 95%: 2.4% to 9.0%.
-    assert allowed_differences(1000, 10, 200) == 90
-    assert allowed_differences(1000, 200, 200) == 1000
+def test_what_batching_alone_does_is_allowed_for() -> None:
+    assert allowed_differences(1000, 0, 48) == 0
+    # Exact interval of 2 of 48 at 95%: 0.5% to 14.3%.
+    assert allowed_differences(1000, 2, 48) == 142
+    assert allowed_differences(1000, 48, 48) == 1000
+    noisy = FLOOR | {"different": 9, "unsteady_prompts": [3, 40]}
+    few = found(different=dict.fromkeys(KINDS, 0) | {"plain": 14})
+    many = found(different=dict.fromkeys(KINDS, 0) | {"plain": 15})
+    for floor, own in ((noisy, FLOOR), (FLOOR, noisy)):
+        assert judge(floor, few | {"floor": own}, "torch.float32") == []
+        assert len(judge(floor, many | {"floor": own}, "torch.float32")) == 1
 
 
 def test_the_mix_is_fixed_by_its_seed_and_holds_every_kind() -> None:

@@ -13,7 +13,7 @@ from benchmarks.soak import judge
 from benchmarks.soak_worker import Worker
 from tests.kit.process_tree import TreeUsage
 
-FLOOR = {"requests": 200, "different": 0}
+FLOOR: dict[str, Any] = {"requests": 200, "different": 0, "unsteady_prompts": []}
 
 
 class FakeWorker(Worker):
@@ -101,3 +101,4 @@ def test_the_floor_counts_answers_that_batching_changes() -> None:
     found = asyncio.run(FakeWorker("contaminated").floor(0, 600))
     # The first 48 requests are the solo answers; from the 401st on, answers differ.
     assert (found["requests"], found["different"]) == (600, 600 + 48 - 400)
+    assert found["unsteady_prompts"] == list(range(48))
