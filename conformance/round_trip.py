@@ -24,6 +24,9 @@ def log_round_trip(suite: Suite) -> Verdict:
             first = backend.rescore(["eval", url, str(folder)])
     except NotSupported as reason:
         return Verdict(NAME, None, None, LIMIT, str(reason))
+    if "ModuleNotFoundError" in first.get("error", ""):
+        lacks = first["error"].strip().splitlines()[-1]
+        return Verdict(NAME, None, None, LIMIT, f"not run: Inspect is not there: {lacks}")
     if "error" in first:
         return Verdict(NAME, False, None, LIMIT, f"the eval failed: {first['error']}")
     log = Path(first["log"])

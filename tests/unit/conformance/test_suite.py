@@ -115,6 +115,17 @@ def test_a_backend_that_raises_fails_its_tests_and_the_rest_are_run(
     assert "the engine died" in rows[0]["detail"]
 
 
+def test_without_inspect_the_round_trip_is_not_judged(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = "ChildError: Traceback …\nModuleNotFoundError: No module named 'platformdirs'\n"
+    monkeypatch.setattr(FakeBackend, "rescore", lambda *_: {"error": lacking})
+    (row,) = run_suite(Suite(FakeBackend(model), model, tmp_path), [9])["results"]
+    assert row["passed"] is None
+    assert "not run: Inspect is not there" in row["detail"]
+    assert "platformdirs" in row["detail"]
+
+
 def test_the_file_is_written_whole(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
