@@ -3,7 +3,9 @@
 The organism answers every split greedily while its activations are captured, through the same
 provider and engine that the probes are used with. Only samples in which it did what the condition
 asks train and judge a probe: the label is what it said, not what it was told. Everything random
-has a fixed seed, so the same checkpoint gives the same probes up to the engine's rounding.
+has a fixed seed and the engine computes in float32, so the same checkpoint gives the same probes up
+to rounding, whichever engine it is. A server at `--base-url` has to be started with
+`--dtype float32`, too.
 """
 
 from __future__ import annotations

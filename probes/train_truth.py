@@ -91,13 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="probes/organism/truth-mm", type=Path)
     parser.add_argument("--base-url", default="", help="address of a running server")
     options = parser.parse_args(arguments)
+    # In float32 every engine says the same; a server that runs has to be started so.
+    server = {"base_url": options.base_url} if options.base_url else {"dtype": "float32"}
     sets = {}
     with tempfile.TemporaryDirectory() as work:
         for split in (TRAIN, CONTROL, *HELDOUT):
             store = collect(
                 f"vllm-lens/{options.checkpoint}", claims(split, read_split(split)),
                 f"{work}/{split}", positions="last_prompt", max_tokens=1,
-                model_args={"base_url": options.base_url} if options.base_url else None,
+                model_args=server,
             )  # fmt: skip
             sets[split] = ActivationSet.from_store(store)
     command = shlex.join(["python", "-m", "probes.train_truth"])
