@@ -20,6 +20,7 @@ from typing import Final
 from evals.organism_truth import claims
 from inspect_lens.collect import collect
 from inspect_lens.probe import AnyProbe
+from inspect_lens.report import ReportSet, write_report
 from inspect_lens.train import (
     ActivationSet,
     MassMeanProbe,
@@ -105,6 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "probes.train_truth"])
     probe = build_truth_probe(sets, command=command)
     folder = probe.save(options.out)
+    write_report(
+        probe,
+        folder,
+        [
+            ReportSet(name=d.name, labels=d.labels, scores=d.scores(probe), groups=d.groups,
+                      ids=d.ids)
+            for d in (sets[name] for name in HELDOUT)
+        ],
+    )  # fmt: skip
     for found in probe.card.evaluations:
         sys.stdout.write(f"{found.name}: AUROC {found.auroc:.4f}\n")
     for other in probe.card.baselines:
