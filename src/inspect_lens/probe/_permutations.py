@@ -165,9 +165,8 @@ def paired_permutation_test(
 def _areas_of(codes: NDArray[np.int64], y: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
     """AUROC of each row of codes (draws, samples), numbers below k in the order of the scores."""
     at = codes + np.arange(len(codes))[:, None] * k
-    return areas_of_counts(
-        *(
-            np.bincount(at[:, side].ravel(), minlength=len(codes) * k).reshape(-1, k)
-            for side in (y, ~y)
-        )
-    )
+    counted = [
+        np.bincount(at[:, side].ravel(), minlength=len(codes) * k).reshape(-1, k).astype(np.float64)
+        for side in (y, ~y)
+    ]
+    return areas_of_counts(*counted)

@@ -17,6 +17,7 @@ NAMES = ["deception-lr", "deception-md", "truth-mm"]
 def test_a_shipped_card_has_the_statistics_of_groups(name: str) -> None:
     probe = load_probe(ROOT / "probes" / "organism" / name)
     card = probe.card
+    assert card.model is not None
     assert card.model.sha256 == fingerprint_model(str(ROOT / "organism" / "checkpoint"))
     (threshold,) = card.thresholds
     assert threshold.n_groups is not None

@@ -51,7 +51,7 @@ def _by_enumeration(y: np.ndarray, a: np.ndarray, b: np.ndarray, group: np.ndarr
     def gap(swapped: tuple[bool, ...]) -> float:
         swap = np.isin(group, names[list(swapped)])
         sides = (np.where(swap, *ranks[::-1]), np.where(swap, *ranks))
-        return abs(roc_auc_score(y, sides[0]) - roc_auc_score(y, sides[1]))
+        return abs(float(roc_auc_score(y, sides[0])) - float(roc_auc_score(y, sides[1])))
 
     made = [gap(swapped) for swapped in itertools.product([False, True], repeat=names.size)]
     return float(np.mean(np.array(made) >= gap((False,) * names.size) - 1e-9))
