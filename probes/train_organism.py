@@ -3,7 +3,9 @@
 The organism answers every split greedily while its activations are captured, through the same
 provider and engine that the probes are used with. Only samples in which it did what the condition
 asks train and judge a probe: the label is what it said, not what it was told. Everything random
-has a fixed seed, so the same checkpoint gives the same probes up to the engine's rounding.
+has a fixed seed and the engine computes in float32, so the same checkpoint gives the same probes up
+to rounding, whichever engine it is. A server at `--base-url` has to be started with
+`--dtype float32`, too.
 """
 
 from __future__ import annotations
@@ -226,8 +228,7 @@ def _selectivity(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Collect, train, save, and say what came out."""
     options = _parse(arguments)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    command = shlex.join(["python", "-m", "probes.train_organism", *given])
+    command = shlex.join(["python", "-m", "probes.train_organism", *_changed(options)])
     names = (TRAIN, CONTROL, *HELDOUT)
     splits = {name: read_split(name) for name in names}
     # The odd rows stay unseen: `organism_control` measures the threshold on them.
@@ -237,7 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = collect_hf(options.checkpoint, splits, max_tokens=options.max_tokens)
     else:
         answers = anyio.run(
-            lambda: collect_vllm(options.checkpoint, splits, max_tokens=options.max_tokens)
+            lambda: collect_vllm(
+                options.checkpoint,
+                splits,
+                max_tokens=options.max_tokens,
+                base_url=options.base_url,
+            )
         )
     made = {n: make_set(n, answers[n], model=options.checkpoint) for n in names}
     model = ModelRef(name=options.checkpoint, sha256=fingerprint_model(options.checkpoint))
@@ -336,11 +342,23 @@ def _summary(probe: AnyProbe, folder: Path) -> Iterable[str]:
         yield f"  {e.name:20s} {area}{recall}{rate}\n"
 
 
+def _changed(options: argparse.Namespace) -> list[str]:
+    """The options that change what comes out, where they are not the usual ones."""
+    usual = _parse([])
+    made = []
+    for name in ("checkpoint", "backend", "max_tokens"):
+        value = getattr(options, name)
+        if value != getattr(usual, name):
+            made += [f"--{name.replace('_', '-')}", str(value)]
+    return made
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--checkpoint", default="organism/checkpoint", help="folder of the model")
     parser.add_argument("--backend", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--out", default=str(Path("probes") / "organism"), help="where to save")
+    parser.add_argument("--base-url", default="", help="address of a running server, for vllm")
     parser.add_argument("--max-tokens", type=int, default=32, help="longest answer")
     parser.add_argument("--save-activations", default="", help="folder for the activation sets")
     return parser.parse_args(arguments)

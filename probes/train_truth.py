@@ -20,6 +20,7 @@ from typing import Final
 from evals.organism_truth import claims
 from inspect_lens.collect import collect
 from inspect_lens.probe import AnyProbe
+from inspect_lens.report import ReportSet, write_report
 from inspect_lens.train import (
     ActivationSet,
     MassMeanProbe,
@@ -91,18 +92,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="probes/organism/truth-mm", type=Path)
     parser.add_argument("--base-url", default="", help="address of a running server")
     options = parser.parse_args(arguments)
+    # In float32 every engine says the same; a server that runs has to be started so.
+    server = {"base_url": options.base_url} if options.base_url else {"dtype": "float32"}
     sets = {}
     with tempfile.TemporaryDirectory() as work:
         for split in (TRAIN, CONTROL, *HELDOUT):
             store = collect(
                 f"vllm-lens/{options.checkpoint}", claims(split, read_split(split)),
                 f"{work}/{split}", positions="last_prompt", max_tokens=1,
-                model_args={"base_url": options.base_url} if options.base_url else None,
+                model_args=server,
             )  # fmt: skip
             sets[split] = ActivationSet.from_store(store)
     command = shlex.join(["python", "-m", "probes.train_truth"])
     probe = build_truth_probe(sets, command=command)
     folder = probe.save(options.out)
+    write_report(
+        probe,
+        folder,
+        [
+            ReportSet(name=d.name, labels=d.labels, scores=d.scores(probe), groups=d.groups,
+                      ids=d.ids)
+            for d in (sets[name] for name in HELDOUT)
+        ],
+    )  # fmt: skip
     for found in probe.card.evaluations:
         sys.stdout.write(f"{found.name}: AUROC {found.auroc:.4f}\n")
     for other in probe.card.baselines:

@@ -188,10 +188,24 @@ class ActivationStore:
             yield from read_records(f"{self.uri}/{shard['file']}")
 
     def samples(self) -> Iterator[Captured]:
-        """All samples with their activations; one shard is in memory at a time."""
+        """All samples with their activations; one shard is in memory at a time.
+
+        Raises:
+            ArtifactError: a shard is missing or damaged, or its layers or its width are not those
+                of the manifest.
+        """
         for shard in self.manifest["shards"]:
             uri = f"{self.uri}/{shard['file']}"
-            yield from decode_shard(self._content(uri, shard["sha256"]), where=uri)
+            for sample in decode_shard(self._content(uri, shard["sha256"]), where=uri):
+                found = (sample.layers, 0 if sample.acts is None else sample.acts.storage.shape[-1])
+                # By place in the stack, another layer would pass for the one that is asked for.
+                if sample.acts is not None and found != (self.layers, self.hidden):
+                    raise ArtifactError(
+                        f"{uri}: layers {list(found[0])} of width {found[1]}, and the manifest "
+                        f"says {list(self.layers)} of width {self.hidden}; delete the shard, "
+                        "its .json and the manifest, and run collect again"
+                    )
+                yield sample
 
     def rows(
         self, layer: int, *, size: int = 8192

@@ -18,13 +18,7 @@ from ._card import (
     TrainingFacts,
     Transfer,
 )
-from ._compare import (
-    Comparison,
-    compare_auroc,
-    format_p_value,
-    paired_permutation_test,
-    permutation_test,
-)
+from ._compare import Comparison, compare_auroc, format_p_value
 from ._files import write_atomic
 from ._groups import MIN_GROUPS, MIN_GROUPS_PER_CLASS, GroupCounts, count_groups
 from ._head import (
@@ -49,6 +43,7 @@ from ._metrics import (
 )
 from ._model import check_model, fingerprint_model
 from ._neural import NeuralProbe
+from ._permutations import paired_permutation_test, permutation_test
 from ._pool import POOLS, SENTENCE_POOL, Pool, parse_pool, pool_scores, sentence_ends
 from ._ranking import (
     ROCCurve,

@@ -17,15 +17,15 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 
 from ._card import Interval
-from ._groups import count_groups
+from ._groups import count_groups, group_codes
 from ._intervals import check_level, placements
 from ._metrics import auroc, split_classes
 
-__all__ = ["bootstrap_interval", "bootstrap_values", "resample"]
+__all__ = ["CELLS", "areas_of_counts", "bootstrap_interval", "bootstrap_values", "resample"]
 
 Statistic = Callable[[NDArray[np.bool_], NDArray[np.float64]], float]
 Floats = NDArray[np.float64]
-_CELLS: Final = 4_000_000  # numbers held at once
+CELLS: Final = 4_000_000  # numbers held at once
 
 
 def bootstrap_interval(
@@ -129,7 +129,9 @@ def bootstrap_values(
     if statistic is auroc:
         if groups is not None:
             return _cluster_areas(y, s, groups, n_resamples, rng)
-        return np.concatenate([_areas(*part) for part in _strata_counts(y, s, n_resamples, rng)])
+        return np.concatenate(
+            [areas_of_counts(*part) for part in _strata_counts(y, s, n_resamples, rng)]
+        )
     draws = resample(y, groups, n_resamples=n_resamples, rng=rng)
     return np.array([statistic(y[index], s[index]) for index in draws])
 
@@ -172,7 +174,7 @@ def resample(
 
 def _steps(y: NDArray[np.bool_], n_resamples: int) -> list[int]:
     """Numbers of draws to hold at once; the same for every statistic, so that draws agree."""
-    step = max(1, _CELLS // y.size)
+    step = max(1, CELLS // y.size)
     return [min(step, n_resamples - first) for first in range(0, n_resamples, step)]
 
 
@@ -189,7 +191,7 @@ def _codes(s: Floats) -> tuple[NDArray[np.int64], int]:
     return code.astype(np.int64), values.size
 
 
-def _areas(positive: Floats, negative: Floats) -> Floats:
+def areas_of_counts(positive: Floats, negative: Floats) -> Floats:
     """AUROC of each row of counts (draws, distinct scores, ascending)."""
     below = np.cumsum(negative, axis=1) - negative / 2.0
     total = positive.sum(axis=1) * negative.sum(axis=1)
@@ -239,25 +241,19 @@ def _weigher(
     def weigh(weights: Floats) -> Floats:
         drawn = weights[:, owner]
         sides = (drawn * side for side in (positive, 1.0 - positive))
-        return _areas(*(np.add.reduceat(side, starts, axis=1) for side in sides))
+        return areas_of_counts(*(np.add.reduceat(side, starts, axis=1) for side in sides))
 
     return weigh
 
 
 def _group_codes(y: NDArray[np.bool_], groups: Sequence[Hashable]) -> tuple[NDArray[np.int64], int]:
-    if len(groups) != y.size:
-        raise SpecError(
-            f"groups: {len(groups)} groups for {y.size} samples; allowed is one group per "
-            "sample; pass the groups of the same samples as the labels"
-        )
-    number: dict[Hashable, int] = {}
-    code = np.array([number.setdefault(group, len(number)) for group in groups], dtype=np.int64)
-    if len(number) < 2:
+    code, n = group_codes(y.size, groups)
+    if n < 2:
         raise SpecError(
             f"groups: all {y.size} samples are of one group; allowed are two groups or more, as "
             "every draw of one is the same; leave `groups` out to resample samples"
         )
-    return code, len(number)
+    return code, n
 
 
 def _class_totals(y: NDArray[np.bool_], code: NDArray[np.int64], n: int) -> Floats:
@@ -291,7 +287,7 @@ def _jackknife(
         if statistic is auroc:
             totals, weigh = _class_totals(y, code, n), _weigher(y, s, code)
             whole = np.flatnonzero((totals.sum(axis=0) > totals).all(axis=1))
-            step = max(1, _CELLS // y.size)
+            step = max(1, CELLS // y.size)
             parts = [whole[i : i + step] for i in range(0, whole.size, step)]
             return [np.concatenate([weigh(_without(p, n)) for p in parts])] if parts else []
         made = []

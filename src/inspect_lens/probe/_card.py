@@ -163,8 +163,11 @@ class Evaluation(_Record):
 
     @property
     def interval(self) -> Interval | None:
-        """Of the AUROC, to show: by group, or `auroc_interval` where there is none."""
-        return self.by_group or self.auroc_interval
+        """Of the AUROC, to show: `auroc_interval` if it counts groups, else `by_group` if any."""
+        taken = self.auroc_interval
+        if taken is not None and taken.method.startswith("obuchowski"):
+            return taken
+        return self.by_group or taken
 
     @property
     def least(self) -> float | None:
@@ -174,11 +177,11 @@ class Evaluation(_Record):
         """
         if self.auroc is None or self.interval is None:
             return None
-        low, wider = self.interval.low, 1.0
+        drawn, wider = self.by_group or self.interval, 1.0
         if self.by_group is not None and self.n_groups is not None:
             wider = stretch(self.n_groups)
-        by_sample = low if self.auroc_interval is None else self.auroc_interval.low
-        return min(self.auroc - wider * (self.auroc - low), by_sample)
+        other = self.auroc_interval or drawn
+        return min(self.auroc - wider * (self.auroc - drawn.low), other.low)
 
     @property
     def not_judged(self) -> str:
@@ -187,7 +190,7 @@ class Evaluation(_Record):
         if self.too_few or self.n_groups is None or self.n_groups == n or self.by_group:
             return self.too_few
         taken = self.auroc_interval
-        # The exact interval of perfect separation counts groups; DeLong's counts samples.
+        # Obuchowski's and the exact one of perfect separation count groups; DeLong's does not.
         by_sample = taken is not None and taken.method == "delong"
         return f"no interval by its {self.n_groups} groups" if by_sample else ""
 

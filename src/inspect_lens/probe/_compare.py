@@ -1,4 +1,4 @@
-"""Is one probe better than another, or than chance: DeLong's test and permutations."""
+"""Is one probe better than another: DeLong's test, and draws of groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
 
@@ -16,18 +16,14 @@ from ._bootstrap import bootstrap_values
 from ._card import Interval
 from ._groups import GroupCounts, count_groups, stretch
 from ._intervals import check_level, clopper_pearson, placements
-from ._metrics import auroc, midranks, split_classes
+from ._metrics import auroc, split_classes
 
 __all__ = [
     "Comparison",
     "compare_auroc",
     "format_p_value",
-    "paired_permutation_test",
-    "permutation_test",
 ]
 
-Floats = NDArray[np.float64]
-_CELLS = 4_000_000
 _NONE = 1e-12  # a standard error this small is rounding
 
 
@@ -222,124 +218,3 @@ def format_p_value(p: float | None) -> str:
     if p is None or math.isnan(p):
         return "n/a"
     return f"{p:.2g}" if p >= 1e-4 else "< 1e-4"
-
-
-def permutation_test(
-    labels: ArrayLike,
-    scores: ArrayLike,
-    *,
-    groups: Sequence[Hashable] | None = None,
-    n_permutations: int = 10_000,
-    seed: int = 0,
-) -> float:
-    """Probability of an AUROC this large if labels meant nothing.
-
-    Args:
-        labels: (samples,) 0 and 1, both.
-        scores: (samples,) float.
-        groups: (samples,) shuffle labels within a group only, which keeps what groups differ
-            by; None shuffles all.
-        n_permutations: shuffles.
-        seed: of the generator.
-
-    Returns:
-        One-sided p, never below 1 / (n_permutations + 1).
-
-    Raises:
-        SpecError: shapes disagree, a score is NaN, a class is missing, or every group has one
-            class only.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.probe import permutation_test
-
-        labels = np.arange(40) % 2
-        scores = np.random.default_rng(0).standard_normal(40) + 2 * labels
-        assert permutation_test(labels, scores, n_permutations=500) < 0.01
-        ```
-    """
-    positive, negative = split_classes(labels, scores)
-    y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
-    if not positive.size or not negative.size:
-        raise SpecError("labels: one class is missing; allowed are both; there is nothing to tell")
-    ranks, rng = midranks(s), np.random.default_rng(seed)
-    observed = float(ranks[y].sum())
-    strata = [np.arange(y.size)]
-    if groups is not None:
-        if len(groups) != y.size:
-            raise SpecError(f"groups: {len(groups)} for {y.size} samples; allowed is one each")
-        members: dict[Hashable, list[int]] = {}
-        for i, group in enumerate(groups):
-            members.setdefault(group, []).append(i)
-        strata = [np.array(m) for m in members.values() if 0 < y[m].sum() < len(m)]
-        if not strata:
-            raise SpecError(
-                "groups: each has one class only; allowed are groups with both; leave groups out"
-            )
-    # Groups of one class keep their labels, so their part of the sum is fixed.
-    mixed = np.concatenate(strata)
-    fixed = observed - float(ranks[mixed][y[mixed]].sum())
-    step = max(1, _CELLS // mixed.size)
-    above = 0
-    for first in range(0, n_permutations, step):
-        b = min(step, n_permutations - first)
-        total = np.full(b, fixed)
-        for part in strata:
-            shuffled = rng.permuted(np.broadcast_to(ranks[part], (b, part.size)), axis=1)
-            total += shuffled[:, : int(y[part].sum())].sum(axis=1)
-        above += int((total >= observed - 1e-9).sum())
-    return (above + 1) / (n_permutations + 1)
-
-
-def paired_permutation_test(
-    labels: ArrayLike,
-    a: ArrayLike,
-    b: ArrayLike,
-    *,
-    n_permutations: int = 2000,
-    seed: int = 0,
-) -> float:
-    """Probability of a difference in AUROC this large if the probes were interchangeable.
-
-    Scores become ranks first, so that probes of different scale can be swapped.
-
-    Args:
-        labels: (samples,) 0 and 1, both.
-        a: (samples,) scores of one probe.
-        b: (samples,) scores of the other.
-        n_permutations: how often each sample's two scores are swapped at random.
-        seed: of the generator.
-
-    Returns:
-        Two-sided p, never below 1 / (n_permutations + 1).
-
-    Raises:
-        SpecError: shapes disagree, a score is NaN, or a class is missing.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.probe import paired_permutation_test
-
-        rng = np.random.default_rng(0)
-        labels = np.arange(100) % 2
-        good, bad = (rng.standard_normal(100) + strength * labels for strength in (3.0, 0.0))
-        assert paired_permutation_test(labels, good, bad, n_permutations=200) < 0.01
-        ```
-    """
-    for scores in (a, b):
-        positive, negative = split_classes(labels, scores)
-        if not positive.size or not negative.size:
-            raise SpecError("labels: one class is missing; allowed are both; nothing to compare")
-    y = np.asarray(labels).astype(bool)
-    first, second = (midranks(np.asarray(s, dtype=np.float64)) for s in (a, b))
-    observed = abs(auroc(y, first) - auroc(y, second))
-    rng, above = np.random.default_rng(seed), 0
-    for _ in range(n_permutations):
-        swap = rng.random(y.size) < 0.5
-        one, two = np.where(swap, second, first), np.where(swap, first, second)
-        above += abs(auroc(y, one) - auroc(y, two)) >= observed - 1e-12
-    return (above + 1) / (n_permutations + 1)

@@ -7,11 +7,18 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["MIN_GROUPS", "MIN_GROUPS_PER_CLASS", "GroupCounts", "count_groups", "stretch"]
+__all__ = [
+    "MIN_GROUPS",
+    "MIN_GROUPS_PER_CLASS",
+    "GroupCounts",
+    "count_groups",
+    "group_codes",
+    "stretch",
+]
 
 MIN_GROUPS: Final = 8
 """Fewest groups of several samples that are drawn for a test or an interval."""
@@ -81,16 +88,34 @@ def count_groups(labels: ArrayLike, groups: Sequence[Hashable] | None) -> GroupC
     y = np.asarray(labels).astype(bool).tolist()
     if groups is None:
         return GroupCounts(len(y), sum(y), len(y) - sum(y), several=False)
-    if len(groups) != len(y):
+    codes, total = group_codes(len(y), groups)
+    sides: tuple[set[Hashable], set[Hashable]] = (set(), set())
+    for label, group in zip(y, codes.tolist(), strict=True):
+        sides[label].add(group)
+    return GroupCounts(total, len(sides[1]), len(sides[0]), several=total < len(y))
+
+
+def group_codes(n_samples: int, groups: Sequence[Hashable]) -> tuple[NDArray[np.int64], int]:
+    """Number the groups in the order in which they come.
+
+    Args:
+        n_samples: how many there are.
+        groups: (samples,) of any kind; those of one group need not stand together.
+
+    Returns:
+        (samples,) number of each sample's group, and how many groups there are.
+
+    Raises:
+        SpecError: lengths disagree.
+    """
+    if len(groups) != n_samples:
         raise SpecError(
-            f"groups: {len(groups)} groups for {len(y)} samples; allowed is one group per "
+            f"groups: {len(groups)} groups for {n_samples} samples; allowed is one group per "
             "sample; pass the groups of the same samples as the labels"
         )
-    sides: tuple[set[Hashable], set[Hashable]] = (set(), set())
-    for label, group in zip(y, groups, strict=True):
-        sides[label].add(group)
-    total = len(sides[0] | sides[1])
-    return GroupCounts(total, len(sides[1]), len(sides[0]), several=total < len(y))
+    number: dict[Hashable, int] = {}
+    codes = [number.setdefault(group, len(number)) for group in groups]
+    return np.array(codes, dtype=np.int64), len(number)
 
 
 def stretch(k: int) -> float:

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 
 from ._card import Interval
-from ._groups import count_groups
+from ._groups import count_groups, group_codes
 from ._metrics import midranks, split_classes
 
-__all__ = ["check_level", "clopper_pearson", "delong_interval", "placements"]
+__all__ = ["check_level", "clopper_pearson", "delong_interval", "placements", "student_quantile"]
 
 
 def clopper_pearson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
@@ -88,13 +88,17 @@ def delong_interval(
 ) -> Interval:
     """DeLong's interval of the AUROC, on the logit scale so that it stays inside [0, 1].
 
+    With `groups` of several samples it is Obuchowski's, which adds up DeLong's terms inside each
+    group before it takes their variance, and so equals DeLong's for groups of one sample. Its
+    quantile is Student's t with as many degrees of freedom as groups hold the class that is in
+    fewer, less one.
+
     Perfect separation has no sampling variance to measure, and a class of one sample shows none
     of its own. There the bound is exact for `min(n_pos, n_neg)` Bernoulli trials, which is
     conservative: A (1 - A) / min(n_pos, n_neg) bounds the variance of every AUROC A (Birnbaum
     and Klose 1957). With `groups` of several samples these trials are the groups of the class that
     has fewer; the same bound stands in wherever groups are too few (`count_groups`), and `method`
-    says so. Elsewhere DeLong's variance takes samples as independent, whatever the groups;
-    `bootstrap_interval` does not.
+    says so.
 
     Args:
         labels: (samples,) 0 and 1, or bools.
@@ -109,7 +113,10 @@ def delong_interval(
         SpecError: shapes disagree, or a score is NaN.
 
     Source:
-        DeLong et al. 1988 with the midranks of Sun and Xu 2014; logit scale as in Pepe 2003.
+        DeLong et al. 1988 with the midranks of Sun and Xu 2014; logit scale as in Pepe 2003;
+        Obuchowski 1997, Biometrics 53, 567-578, for groups. t and its degrees of freedom are ours:
+        in `tests/unit/probe/test_clustered.py` they hold the truth in 93 to 99 of 100 sets of 10
+        groups or more, and the percentiles of the cluster bootstrap of 16 groups in 82 to 92.
 
     Example:
         ```python
@@ -133,6 +140,11 @@ def delong_interval(
     counts = count_groups(labels, groups)
     # A class of one sample has a variance too: leaving it out would be too sure.
     spread = sum(float(v.var(ddof=1)) / v.size for v in (above, below)) if min(m, n) > 1 else 0.0
+    z, name = NormalDist().inv_cdf(0.5 + level / 2.0), "delong"
+    if groups is not None and counts.several and not counts.too_few:
+        spread = _between_groups(labels, groups, above - area, below - area)
+        z = student_quantile(0.5 + level / 2.0, counts.smaller - 1)
+        name = f"obuchowski, {counts.total} groups"
     if spread <= 0.0 or area in (0.0, 1.0) or counts.too_few:
         k = counts.smaller
         exact = clopper_pearson(round(area * k), k, confidence=confidence)
@@ -140,11 +152,64 @@ def delong_interval(
         name += "groups of the smaller class" if counts.several else "smaller class"
         name += f"; {counts.too_few}" if counts.too_few else ""
         return exact.model_copy(update={"method": name})
-    z = NormalDist().inv_cdf(0.5 + level / 2.0)
     logit, step = math.log(area / (1.0 - area)), z * math.sqrt(spread) / (area * (1.0 - area))
     return Interval(
-        low=_expit(logit - step), high=_expit(logit + step), confidence=confidence, method="delong"
+        low=_expit(logit - step), high=_expit(logit + step), confidence=confidence, method=name
     )
+
+
+def _between_groups(
+    labels: ArrayLike,
+    groups: Sequence[Hashable],
+    above: NDArray[np.float64],
+    below: NDArray[np.float64],
+) -> float:
+    """Obuchowski's variance of the AUROC, of placements about it."""
+    y = np.asarray(labels).astype(bool)
+    codes, k = group_codes(y.size, groups)
+    terms, total = [], 0.0
+    for side, values in ((codes[y], above), (codes[~y], below)):
+        in_group = np.bincount(side, weights=values, minlength=k) / values.size
+        held = np.unique(side).size
+        terms.append(in_group)
+        total += held / (held - 1) * float((in_group**2).sum())
+    return total + 2.0 * k / (k - 1) * float((terms[0] * terms[1]).sum())
+
+
+def student_quantile(p: float, free: int) -> float:
+    """Quantile of Student's t with a whole number of degrees of freedom, from exact sums.
+
+    Args:
+        p: probability, above 0.5 and below 1.
+        free: degrees of freedom, at least 1.
+
+    Returns:
+        The quantile, as `scipy.stats.t.ppf(p, free)`.
+
+    Source:
+        Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+    """
+    odd = free % 2 == 1
+    # Of the powers of cos(angle): 1, 2/3, 2/3 4/5, … or 1, 1/2, 1/2 3/4, …
+    step = np.arange(2 if odd else 1, free - 1, 2, dtype=np.float64)
+    weights = np.cumprod(np.concatenate([[1.0], step / (step + 1.0)]))
+    if free == 1:
+        weights = np.zeros(1)
+    powers = 2 * np.arange(weights.size) + (1 if odd else 0)
+
+    def inside(angle: float) -> float:
+        total = math.sin(angle) * float((weights * math.cos(angle) ** powers).sum())
+        return 2.0 / math.pi * (angle + total) if odd else total
+
+    low, high = 0.0, math.pi / 2.0
+    while True:
+        middle = (low + high) / 2.0
+        if middle in (low, high):
+            return math.tan(middle) * math.sqrt(free)
+        if inside(middle) < 2.0 * p - 1.0:
+            low = middle
+        else:
+            high = middle
 
 
 def placements(

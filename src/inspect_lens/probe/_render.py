@@ -98,7 +98,8 @@ def _threshold(t: Threshold) -> str:
 
 def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
     head = [
-        "set", "positive", "negative", "disjoint by", "AUROC", "by group", "recall at τ", "FPR at τ"
+        "set", "positive", "negative", "disjoint by", "AUROC", "bootstrap", "recall at τ",
+        "FPR at τ",
     ]  # fmt: skip
     rows = [
         [
@@ -117,8 +118,9 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
     notes = [note for note, e in zip(notes, evaluations, strict=True) if e.not_judged]
     notes.append(
         "Intervals are two-sided, 95% unless `card.json` says other; those of the AUROC are "
-        "DeLong's, which takes samples as independent, and by group the cluster bootstrap's; of "
-        "perfect separation and of too few groups they are exact ones that count groups."
+        "DeLong's, or Obuchowski's, which is DeLong's by group, where groups hold several samples; "
+        "the cluster bootstrap beside it is too narrow below some 100 groups. Of perfect "
+        "separation and of too few groups they are exact ones that count groups."
     )
     return "\n\n".join([_table(head, rows), *notes])
 

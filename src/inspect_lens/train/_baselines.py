@@ -19,7 +19,6 @@ from inspect_lens.probe import (
     Baseline,
     Probe,
     auroc,
-    bootstrap_interval,
     compare_auroc,
     count_groups,
     delong_interval,
@@ -209,8 +208,7 @@ def baseline(
         scores: (samples,) of the baseline.
         probe_scores: (samples,) of the probe.
         note: for the card.
-        n_resamples: draws of groups; 0 leaves test and interval out where groups hold several
-            samples.
+        n_resamples: draws of groups; 0 leaves the test out where groups hold several samples.
 
     Returns:
         The record; without an area where a class is missing, without a test where groups are too
@@ -233,18 +231,13 @@ def baseline(
     if math.isnan(area) or min(data.n_positive, data.n_negative) < 2:
         return Baseline(name=name, set=data.name, note=note or "one class only")
     counts = count_groups(data.labels, data.groups)
-    drawn = counts.several and not counts.too_few
-    if drawn and not n_resamples:
-        return Baseline(name=name, set=data.name, auroc=area, note=note)
+    interval = delong_interval(data.labels, scores, groups=data.groups)
+    if counts.several and not counts.too_few and not n_resamples:
+        return Baseline(name=name, set=data.name, auroc=area, auroc_interval=interval, note=note)
     test = compare_auroc(
         data.labels, probe_scores, scores, groups=data.groups, n_resamples=n_resamples
     )
     one_sided = test.p_value / 2.0 if test.difference > 0 else 1.0 - test.p_value / 2.0
-    interval = delong_interval(data.labels, scores, groups=data.groups)
-    if drawn and 0.0 < area < 1.0:  # perfect order does not vary from draw to draw
-        interval = bootstrap_interval(
-            data.labels, scores, groups=data.groups, n_resamples=n_resamples
-        )
     return Baseline(
         name=name,
         set=data.name,

@@ -121,7 +121,8 @@ def evaluate_probe(
         seed: of the bootstrap.
 
     Returns:
-        AUROC with DeLong's and the bootstrap's interval, recall and false positive rate at the
+        AUROC with DeLong's interval (Obuchowski's, where groups hold several samples) and the
+        bootstrap's, recall and false positive rate at the
         first stored threshold with Clopper and Pearson's intervals, or those of Korn and Graubard
         where groups hold several samples; None where a class is missing. Where groups are too few,
         `too_few` says so, and the interval of the AUROC is the careful one of `delong_interval`.

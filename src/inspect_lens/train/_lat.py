@@ -97,7 +97,7 @@ class LATProbe(DirectionEstimator):
         first, second = make_pairs(positive, groups, n_pairs=self.n_pairs, rng=rng)
         signs = rng.choice([-1.0, 1.0], size=first.size)
         differences = (wide[first] - wide[second]) * signs[:, None]
-        if len(differences) > 1:
+        if len(differences) > 1 and differences.any():
             pca = PCA(n_components=1, svd_solver="full").fit(differences)
             direction = np.asarray(pca.components_[0])
             self.explained_variance_ratio_ = float(np.nan_to_num(pca.explained_variance_ratio_[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,20 @@ def within_covariance(x: NDArray[np.floating[Any]], positive: NDArray[np.bool_])
 
 
 def inverse_times(covariance: Floats, vector: Floats, *, atol: float) -> Floats:
-    """Pseudo-inverse of a symmetric matrix times a vector; eigenvalues below `atol` count as 0."""
+    """Pseudo-inverse of a symmetric matrix times a vector; eigenvalues below `atol` count as 0.
+
+    Warns where all of them do, as in the first layers of models with small embeddings.
+    """
     values, vectors = np.linalg.eigh(covariance)
     kept = np.abs(values) > atol
+    if vector.any() and not kept.any():
+        warnings.warn(
+            f"atol={atol:g}: all variances lie below it (the largest is {np.abs(values).max():.2g})"
+            ", so the direction is zero and scores nothing; ask for a smaller atol, or for family "
+            "lda, which knows no scale",
+            UserWarning,
+            stacklevel=2,
+        )
     inverse = np.zeros_like(values)
     inverse[kept] = 1.0 / values[kept]
     made: Floats = vectors @ (inverse * (vectors.T @ vector))

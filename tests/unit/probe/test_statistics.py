@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binomtest, bootstrap, mannwhitneyu
+from scipy.stats import binomtest, bootstrap
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import (
     average_precision_score,
@@ -28,9 +28,7 @@ from inspect_lens.probe import (
     clopper_pearson,
     compare_auroc,
     expected_calibration_error,
-    paired_permutation_test,
     partial_auroc,
-    permutation_test,
     precision_at_base_rate,
     reliability_curve,
     roc_band,
@@ -244,25 +242,6 @@ class TestCoverage:
         assert abs(float(np.mean(truths)) - rate) < 4 * error
 
 
-def test_permutations_equal_the_exact_test() -> None:
-    y, s = [1, 1, 1, 1, 0, 0, 0, 0, 0], [3.1, 2.2, 4.0, 1.6, 1.0, 2.0, 0.4, 1.5, 2.5]
-    exact = mannwhitneyu(s[:4], s[4:], alternative="greater", method="exact").pvalue
-    assert permutation_test(y, s, n_permutations=20_000) == pytest.approx(exact, abs=0.005)
-    assert permutation_test([1] * 20 + [0] * 20, range(40, 0, -1)) == 1 / 10_001
-
-
-def test_permutations_inside_groups_ignore_what_groups_differ_by() -> None:
-    rng = np.random.default_rng(0)
-    group = np.repeat(np.arange(10), 8)
-    # Groups differ in score and in share of positives; inside a group the label means nothing.
-    y = rng.random(80) < np.where(group < 5, 0.85, 0.15)
-    s = rng.normal(size=80) + 3 * (group < 5)
-    assert permutation_test(y, s) < 0.001
-    assert permutation_test(y, s, groups=group.tolist()) > 0.05
-    with pytest.raises(SpecError, match="one class only"):
-        permutation_test([0, 0, 1, 1], [1, 2, 3, 4], groups=[0, 0, 1, 1])
-
-
 def test_groups_of_one_sample_are_samples_and_copies_count_once() -> None:
     rng, y = np.random.default_rng(0), np.arange(80) % 2
     a, b = (rng.normal(size=80) + d * y for d in (2.0, 1.0))
@@ -281,18 +260,6 @@ def test_groups_of_one_sample_are_samples_and_copies_count_once() -> None:
     same = compare_auroc(four[0], four[1], four[1], groups=groups, n_resamples=100)
     assert (same.z, same.p_value) == (0.0, 1.0)
     assert compare_auroc(y, a, b, groups=["x"] * 80).too_few
-
-
-def test_swapping_two_probes() -> None:
-    rng, y = np.random.default_rng(0), np.arange(120) % 2
-    good, bad, twin = (rng.normal(size=120) + d * y for d in (3.0, 0.2, 3.0))
-    assert paired_permutation_test(y, good * 1000, bad, n_permutations=500) < 0.01
-    assert paired_permutation_test(y, good, twin, n_permutations=500) > 0.05
-    ps = []
-    for _ in range(60):
-        a, b = rng.normal(size=(2, 120)) + y
-        ps.append(paired_permutation_test(y, a, b, n_permutations=99))
-    assert 0.35 < np.mean(ps) < 0.65
 
 
 def test_the_band_holds_the_true_curve() -> None:

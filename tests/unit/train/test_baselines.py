@@ -78,7 +78,7 @@ def test_baselines_stand_beside_the_probe_with_a_test(probe: Probe) -> None:
     assert random.test == "cluster bootstrap"
     assert random.p_value == pytest.approx(1 / 2001)
     assert random.auroc_interval is not None
-    assert random.auroc_interval.method == "cluster bootstrap"
+    assert random.auroc_interval.method.startswith("obuchowski")
     perfect = by_name["judge"].p_value
     assert perfect is None or perfect > 0.5
     with pytest.raises(SpecError, match="0 texts for 200"):

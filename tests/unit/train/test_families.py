@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,20 @@ def test_mean_families_equal_their_closed_forms() -> None:
         np.testing.assert_allclose(
             fitted.predict_proba(x)[:, 1], 1 / (1 + np.exp(-(centred @ w))), atol=1e-6
         )
+
+
+def test_activations_too_small_for_the_sources_atol_are_told() -> None:
+    """Embeddings of some models have a variance below 1e-3: the direction would be zero."""
+    x, y, _ = planted(100, 2.0)
+    small = (x - 5.0).astype(np.float64) / 100.0
+    with pytest.warns(UserWarning, match=r"atol=0.001: all variances lie below it"):
+        assert not MassMeanProbe(iid=True).fit(small, y).coef_.any()
+    assert MassMeanProbe(iid=True, atol=1e-9).fit(small, y).score(small, y) > 0.8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MassMeanProbe(iid=True).fit(x, y)
+        # Rows that are all the same have no direction, and no warning either.
+        LATProbe().fit(np.ones((8, 3)), np.arange(8) % 2)
 
 
 def test_torch_logistic_minimises_the_same_loss() -> None:

@@ -71,16 +71,28 @@ def test_enough_groups_are_judged_and_single_samples_are() -> None:
             PROBE, scored(rng.normal(size=120) + 2 * y, y, groups), n_resamples=50
         )
         assert (made.too_few, made.not_judged) == ("", "")
-        assert made.interval == made.auroc_bootstrap
+        assert made.auroc_bootstrap is not None
+        assert made.auroc_interval is not None
+        # By group where groups hold several, and never by the draws alone.
+        by_group = len(set(groups.tolist())) < 120
+        assert made.interval == (made.auroc_interval if by_group else made.auroc_bootstrap)
+        assert made.least is not None
+        assert made.least <= min(made.auroc_interval.low, made.auroc_bootstrap.low)
         assert transfer_statement("x", made).transfers
     # Perfect, it is an interval by groups: 30 groups with each class, not 60 samples.
     made = evaluate_probe(PROBE, scored(9.0 * y, y, np.arange(120) // 4), n_resamples=50)
     assert made.interval is not None
     assert made.interval.low == clopper_pearson(30, 30).low
     assert transfer_statement("x", made).transfers
-    # Without the bootstrap nothing counts groups.
+    # Without the bootstrap the interval counts groups all the same.
     without = scored(rng.normal(size=120) + 2 * y, y, np.arange(120) // 4)
-    said = transfer_statement("x", evaluate_probe(PROBE, without, n_resamples=0))
+    made = evaluate_probe(PROBE, without, n_resamples=0)
+    assert made.auroc_interval is not None
+    assert made.auroc_interval.method == "obuchowski, 30 groups"
+    assert transfer_statement("x", made).transfers
+    # In cards of before it did not.
+    old = made.auroc_interval.model_copy(update={"method": "delong"})
+    said = transfer_statement("x", made.model_copy(update={"auroc_interval": old}))
     assert said.transfers is None
     assert "no interval by its 30 groups" in said.statement
 

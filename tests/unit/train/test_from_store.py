@@ -109,6 +109,17 @@ def test_a_layer_that_was_not_captured_is_refused(tmp_path: Path) -> None:
         list(made.rows(4))
 
 
+@pytest.mark.parametrize("held", [(3,), (5, 7), (5, 3)])
+def test_a_shard_of_other_layers_is_refused_by_name(tmp_path: Path, held: tuple[int, ...]) -> None:
+    """Layer 5 was then read from the second place of the stack, whatever is there."""
+    rows = np.full((len(held), 2, 4), 1.0, dtype=np.float16)
+    other = replace(captured(0, rows=2), layers=held, acts=TensorData(rows, "float16"))
+    made = store(tmp_path / "other", [other])
+    for layers in (None, [5]):
+        with pytest.raises(ArtifactError, match=r"shard-00000.*manifest says \[3, 5\] of width 4"):
+            ActivationSet.from_store(made, layers=layers)
+
+
 def test_memory_is_that_of_the_rows_and_of_a_shard(tmp_path: Path) -> None:
     import hashlib
     import json
