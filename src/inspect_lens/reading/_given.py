@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 from inspect_ai.model import Model, ModelOutput
 
 from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens.model._given import GIVEN_TOKENS
 
 __all__ = ["GIVEN_TOKENS", "GivenTokens", "given_length", "given_tokens"]
-
-GIVEN_TOKENS = "given_tokens"
-"""Key of `output.metadata` with the number of tokens of an answer that was read."""
 
 
 class GivenTokens(NamedTuple):
