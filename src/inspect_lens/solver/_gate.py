@@ -50,7 +50,7 @@ def probe_gate(
     """Generate, read a probe on the activations of the generation, and act above its threshold.
 
     - `flag`: the answer stands and is marked.
-    - `stop`: the answer is replaced and the sample ends.
+    - `stop`: the answer is replaced and the sample ends; it has no tokens to score then.
     - `resample`: generate again, up to `tries` times; the first answer below the threshold stands.
     - `steer`: generate again with a vector added, at one, two, … `tries` times its scale, to what
       the task's config steers with in every attempt, if it does.
