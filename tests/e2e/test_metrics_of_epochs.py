@@ -39,7 +39,7 @@ pytestmark = pytest.mark.engine
 
 N, EPOCHS = 24, 2
 BOTH = {"lr": PROBE, "md": "organism/deception-md"}
-REDUCERS = {"mean": np.mean, "max": np.max}
+REDUCERS: dict[str, Any] = {"mean": np.mean, "max": np.max}
 
 
 def run(url: str, folder: Path, scorer: Any, metrics: Any, epochs: Any) -> EvalLog:
@@ -106,7 +106,7 @@ def test_rankings_of_reduced_epochs_by_group_and_cluster(
     groups, kinds = of_samples(log, "group"), np.array(of_samples(log, "kind"))
     assert 5 <= len(set(groups)) < N
     reduced = {name: reduce(values, axis=1) for name, reduce in REDUCERS.items()}
-    seen = set()
+    seen: set[str] = set()
     for _, reducer, found in numbers(log):
         if "calibration_error" in found:  # of each epoch by itself
             card = load_probe(PROBE).card.calibration
@@ -117,7 +117,7 @@ def test_rankings_of_reduced_epochs_by_group_and_cluster(
             seen.add("each")
             continue
         v = reduced[str(reducer)]
-        seen.add(reducer)
+        seen.add(str(reducer))
         assert found["auroc"] == pytest.approx(roc_auc_score(y, v))
         assert found["auroc_low"] < found["auroc"] <= found["auroc_high"]
         assert found["average_precision"] == pytest.approx(average_precision_score(y, v))

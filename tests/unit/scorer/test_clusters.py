@@ -31,9 +31,9 @@ from inspect_lens.scorer import (
 METRICS: dict[str, Any] = {
     "auroc": auroc,
     "average_precision": average_precision,
-    "recall_at_fpr": lambda **k: recall_at_fpr(0.1, allow_few=True, **k),
+    "recall_at_fpr": lambda **k: recall_at_fpr(k.pop("fpr", 0.1), allow_few=True, **k),
     "threshold_accuracy": lambda **k: threshold_accuracy(0.5, **k),
-    "fpr": lambda **k: realised_fpr(1.0, **k),
+    "fpr": lambda **k: realised_fpr(k.pop("threshold", 1.0), **k),
     "calibration_error": lambda **k: calibration_error(value="probability", **k),
 }
 
@@ -118,20 +118,20 @@ def test_control_samples_have_clusters_too() -> None:
     for i, sample in enumerate(scores):
         assert sample.sample_metadata is not None
         sample.sample_metadata["control"] = i < 20
-    rate = realised_fpr(0.5, control="control", cluster="scenario")(scores)
+    rate = METRICS["fpr"](threshold=0.5, control="control", cluster="scenario")(scores)
     above = sum(s.score.as_float() > 0.5 for s in scores[:20])
     wanted = clopper_pearson(above // 2, 10)
-    assert (rate["fpr_low"], rate["fpr_high"]) == (wanted.low, wanted.high)  # type: ignore[index,call-overload]
-    found = recall_at_fpr(0.2, control="control", allow_few=True, interval=True, cluster="scenario")
+    assert (rate["fpr_low"], rate["fpr_high"]) == (wanted.low, wanted.high)
+    found = METRICS["recall_at_fpr"](fpr=0.2, control="control", interval=True, cluster="scenario")
     bounds = found(scores)
-    assert bounds["recall_at_fpr_low"] <= bounds["recall_at_fpr"]  # type: ignore[index,call-overload,operator]
+    assert bounds["recall_at_fpr_low"] <= bounds["recall_at_fpr"]
 
 
 def test_a_sample_without_a_cluster_is_named() -> None:
     with pytest.raises(SpecError, match="cluster='town': sample 0-0 has no such metadata"):
-        auroc(cluster="town")(drawn(4))
+        METRICS["auroc"](cluster="town")(drawn(4))
     scores = drawn(4)
     assert scores[1].sample_metadata is not None
     scores[1].sample_metadata["scenario"] = float("nan")
     with pytest.raises(SpecError, match="sample 1-0"):
-        auroc(cluster="scenario")(scores)
+        METRICS["auroc"](cluster="scenario")(scores)
