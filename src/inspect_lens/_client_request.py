@@ -13,6 +13,7 @@ from .spec import (
     LensRequest,
     SteeringVector,
     parse_extra_args,
+    split_body,
     to_extra_args,
     to_wire_args,
 )
@@ -76,13 +77,12 @@ def with_request(
     Raises:
         SpecError: the two do not fit together, or those of the body are wrong.
     """
-    body = dict(body)
-    own: dict[str, Any] = dict(body.pop("vllm_xargs", None) or {})
-    # A server with the plug-in reads these, too; in one place any server may understand them.
-    beside: dict[str, Any] = dict(body.pop("extra_args", None) or {})
-    beside |= {key: body.pop(key) for key in LENS_KEYS if key in body}
-    theirs = to_wire_args(beside) | own
+    # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
+    # understand them.
+    rest, given = split_body(body, where="body")
+    own = {k: v for k, v in (body.get("vllm_xargs") or {}).items() if k not in LENS_KEYS}
+    theirs = to_wire_args(given) | own
     args = theirs | to_wire_args(to_extra_args(request))
     if any(key in LENS_KEYS for key in theirs):
         request = parse_extra_args({key: args[key] for key in LENS_KEYS if key in args})
-    return ({**body, "vllm_xargs": args} if args else body), request
+    return ({**rest, "vllm_xargs": args} if args else rest), request

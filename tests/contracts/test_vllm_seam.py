@@ -69,3 +69,16 @@ def test_an_unknown_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     other = replace(SEAMS[0], parameters=("self", "weights"))
     with pytest.raises(CompatError, match="weights"):
         verify((other,))
+
+
+def test_no_field_of_a_request_of_vllm_looks_like_a_lens_key_in_a_wrong_place() -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    from inspect_lens.spec import split_body
+
+    fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+    assert "chat_template_kwargs" in fields
+    body = dict.fromkeys(fields - {"vllm_xargs"})
+    assert split_body(body) == (body, {})

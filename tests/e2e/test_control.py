@@ -14,7 +14,7 @@ from control_arena.settings import Setting
 from inspect_ai import eval
 from inspect_ai.agent import Agent, AgentState
 from inspect_ai.dataset import Sample
-from inspect_ai.log import EvalLog, EvalSample
+from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 from inspect_ai.model import (
     ChatMessageSystem,
     ChatMessageUser,
@@ -29,9 +29,10 @@ from pydantic import Field
 
 from inspect_lens.control import coup_probe_monitor_builder, probe_monitor_builder
 from inspect_lens.errors import SpecError
-from inspect_lens.model import lens_config
+from inspect_lens.model import lens_config, read_activations
 from inspect_lens.probe import load_probe
 from tests.kit.lying import HONEST, LYING, PROBE, organism, questions
+from tests.kit.rescored import command_of, rescore
 from tests.kit.scripted import calls, scripted
 
 pytestmark = pytest.mark.engine
@@ -140,6 +141,24 @@ def test_the_coup_probe_uses_the_threshold_of_its_audit_budget(
     assert (audited["suspicion_score"] > 0.5) == flagged
     with pytest.raises(SpecError, match="calibrate"):
         coup_probe_monitor_builder(probe=PROBE, fpr=0.001)
+
+
+def test_the_activations_survive_the_protocol(lens_server_url: str, tmp_path: Path) -> None:
+    """What the monitor read is found in the log, and says the same to `inspect score`."""
+    monitor = probe_monitor_builder(probe=PROBE, scale="raw")
+    log = run(monitor, lens_server_url, tmp_path / "logs", instruction=LYING)
+    sample, facts = decided(read_eval_log(log.location))
+    (call,) = read_activations(log)
+    assert (call.sample_id, call.activations.layers) == (sample.id, tuple(LAYERS))
+    probe, handle = load_probe(PROBE), call.activations
+    by_hand = probe.score_tokens(handle.numpy()[:, handle.n_prompt :], handle.layers).mean()
+    assert facts["suspicion_score"] == pytest.approx(by_hand, rel=1e-5)
+    alarm = {"probe": PROBE, "roles": ["untrusted"], "level": "turn", "value": "max"}
+    (again,) = rescore(log, [command_of("monitor_alarm", alarm)], tmp_path)
+    (scored,) = again.samples or []
+    assert (scored.scores or {})["monitor_alarm"].as_float() == pytest.approx(
+        facts["suspicion_score"]
+    )
 
 
 def test_a_message_without_activations(lens_server_url: str, tmp_path: Path) -> None:

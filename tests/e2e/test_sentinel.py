@@ -21,6 +21,7 @@ from inspect_lens.model import Activations, read_activations
 from inspect_lens.probe import load_probe
 from inspect_lens.sentinel import oracle_monitor, probe_call_monitor, probe_monitor
 from tests.kit.lying import HONEST, LYING, PROBE, Question, organism, questions
+from tests.kit.rescored import command_of, rescore
 
 pytestmark = pytest.mark.engine
 
@@ -104,6 +105,13 @@ def test_the_sample_ends_at_the_lying_turn(lens_server_url: str, tmp_path: Path)
     assert len(sample.store.get("said", [])) == 1
     first, second = observations(log)
     assert first.suspicion < 0.0 < second.suspicion
+    # The same reading of the finished log, from its files: the second turn is where it fires.
+    alarm = {"probe": PROBE, "level": "turn", "threshold": 0.0, "value": "max"}
+    (again,) = rescore(log, [command_of("monitor_alarm", alarm)], tmp_path)
+    (scored,) = again.samples or []
+    found = (scored.scores or {})["monitor_alarm"]
+    assert found.as_float() == pytest.approx(second.suspicion)
+    assert (found.metadata or {})["turn"] == 1
 
 
 @tool

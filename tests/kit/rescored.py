@@ -15,7 +15,7 @@ from inspect_ai.log import EvalLog, read_eval_log
 
 from .repository import PACKAGE, ROOT
 
-__all__ = ["command_of", "rescore"]
+__all__ = ["command_of", "rescore", "rescore_each"]
 
 NOWHERE = "http://127.0.0.1:9/v1"
 """Where no server of activations is."""
@@ -50,13 +50,29 @@ def rescore(
     Returns:
         The scored logs, in order.
     """
-    outputs = [folder / f"again-{i}.eval" for i in range(len(commands))]
+    return rescore_each([(log, command) for command in commands], folder, url=url)
+
+
+def rescore_each(
+    jobs: Sequence[tuple[EvalLog, Sequence[str]]], folder: Path, *, url: str = NOWHERE
+) -> list[EvalLog]:
+    """Score logs, each with a command of its own, all of them in one fresh process.
+
+    Args:
+        jobs: logs that stand in files, and arguments of `inspect score`.
+        folder: for the scored logs.
+        url: of the model under evaluation; by default there is none.
+
+    Returns:
+        The scored logs, in order.
+    """
+    outputs = [folder / f"again-{i}.eval" for i in range(len(jobs))]
     each = [
         [
             "score", log.location, *command, "--action", "overwrite", "--display", "none",
             "--output-file", str(output), "--model", log.eval.model, "--model-base-url", url,
         ]
-        for command, output in zip(commands, outputs, strict=True)
+        for (log, command), output in zip(jobs, outputs, strict=True)
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", __name__],

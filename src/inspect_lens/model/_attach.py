@@ -23,7 +23,7 @@ from ._places import Place
 from ._response import ChoiceFields, FetchBytes, LensFields, fetch_payloads, qk_values
 from ._store import MESSAGES
 
-__all__ = ["Keep", "Mode", "attach", "keep_payload"]
+__all__ = ["Keep", "Mode", "attach", "keep_payload", "origin_of"]
 
 HOOK_RESULTS_BYTES = 1 << 20
 """JSON of hook results that one output may bring into a log."""
@@ -78,7 +78,7 @@ async def attach(
                 f"{len(output.choices)} of them; use num_choices=1"
             )
         messages = [choice.message for choice in output.choices]
-        origins = [_origin(output.model, message.id, lora) for message in messages]
+        origins = [origin_of(output.model, message.id, lora) for message in messages]
         names = [message.id or uuid4().hex for message in messages]
 
         def take() -> list[Activations]:
@@ -165,7 +165,17 @@ def keep_payload(payload: Payload, keep: Keep, name: str) -> Activations:
     return handle
 
 
-def _origin(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any]:
+def origin_of(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any]:
+    """What a file of activations says of where they are from.
+
+    Args:
+        model: that made the call, without its provider.
+        message_id: of what it wrote.
+        lora: the adapter that wrote it, as vLLM's `lora_request`, or None.
+
+    Returns:
+        These, and the sample that is running.
+    """
     call = active_call()
     origin: dict[str, Any] = {"model": model, "message_id": message_id} | _adapter(lora)
     if call is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from inspect_lens.spec import (
     CaptureSpec,
     LensRequest,
     parse_extra_args,
+    split_body,
     to_extra_args,
 )
 
@@ -69,7 +70,7 @@ def read_body(
 
     Args:
         extra_body: `GenerateConfig.extra_body`; the request is in `extra_args` (or
-            `vllm_xargs`), in any spelling, also with references out of a log.
+            `vllm_xargs`, or at the top level), in any spelling, also with references out of a log.
         default: capture for calls that do not say; `output_residual_stream: false` says no.
         scope: what `lens_scope` asks of calls that do not say, field by field; its capture comes
             before the default, and `apply_steering_vectors: []` says no to its vectors. What is
@@ -86,17 +87,8 @@ def read_body(
         ArtifactError: a referenced steering vector cannot be found.
     """
     settled = isinstance(extra_body, Settled)
-    body = dict(extra_body or {})
-    args: dict[str, Any] = {}
-    for name in ("vllm_xargs", "extra_args"):
-        part = body.pop(name, None)
-        if part is not None and not isinstance(part, Mapping):
-            raise SpecError(
-                f"extra_body.{name}={part!r}; it has to be a mapping such as "
-                f'{{"{CAPTURE_KEY}": [10]}}'
-            )
-        args |= dict(cast("Mapping[str, Any]", part or {}))
-    args = resolve_references({key: _loads(key, value) for key, value in args.items()})
+    body, given = split_body(extra_body)
+    args = resolve_references({key: _loads(key, value) for key, value in given.items()})
     # Refusals are for this side of the wire only; beside a native request they would not parse.
     declined = args.get(CAPTURE_KEY) is False and args.pop(CAPTURE_KEY) is False
     plain = args.get(STEER_KEY) == [] and args.pop(STEER_KEY) == []
@@ -148,9 +140,7 @@ def _steering(request: LensRequest) -> object:
 
 def declines_steering(extra_body: Mapping[str, Any] | None) -> bool:
     """Whether a body says `apply_steering_vectors: []`, and so no to the vectors of scopes."""
-    body = extra_body or {}
-    args = {**(body.get("vllm_xargs") or {}), **(body.get("extra_args") or {})}
-    return bool(_loads(STEER_KEY, args.get(STEER_KEY)) == [])
+    return bool(_loads(STEER_KEY, _lens_args(extra_body).get(STEER_KEY)) == [])
 
 
 def without_refusals(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,9 +151,16 @@ def without_refusals(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_lens_call(extra_body: Mapping[str, Any] | None) -> bool:
     """Whether a body, raw or normalised, asks the lens for something."""
-    body = extra_body or {}
-    args = {**(body.get("vllm_xargs") or {}), **(body.get("extra_args") or {})}
+    args = _lens_args(extra_body)
     return any(args.get(key) not in (None, False, []) for key in LENS_KEYS)
+
+
+def _lens_args(extra_body: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What is asked of the lens, unread; nothing where it is wrong, which `read_body` says."""
+    try:
+        return split_body(extra_body).args
+    except SpecError:
+        return {}
 
 
 def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:

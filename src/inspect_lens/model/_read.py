@@ -14,6 +14,7 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt
 
 from ._files import absolute, parent
+from ._given import given_output
 from ._handle import REFERENCE, Activations
 from ._places import know_root
 from ._store import MEMORY, MESSAGES
@@ -214,7 +215,7 @@ def read_activations(
 ) -> list[CapturedCall]:
     """List every captured call of a log, in the order of samples and calls.
 
-    The output of a sample that no call made, as after `read_given`, stands behind its calls.
+    An answer that `read_given` read stands among them at its place, though no call made it.
 
     Nothing large is read until a tensor is. A log (or its path) also says where its files are,
     so that later `activations(output)` finds them after the folder was moved.
@@ -259,10 +260,11 @@ def _calls_of(events: Iterable[Any], sample: EvalSample | None = None) -> Iterat
     epoch = sample.epoch if sample else None
     seen: set[str | None] = set()
     for event in events:
-        if not isinstance(event, ModelEvent):
+        output = event.output if isinstance(event, ModelEvent) else given_output(event)
+        if output is None:
             continue
-        first = activations(event.output)
-        for index, choice in enumerate(event.output.choices):
+        first = activations(output)
+        for index, choice in enumerate(output.choices):
             handle = first if index == 0 else activations(choice.message.metadata)
             if handle is not None:
                 seen |= {handle.sha256, choice.message.id}

@@ -19,7 +19,7 @@ from inspect_lens.spec import (
     to_wire_args,
 )
 
-from ._attach import Keep, keep_payload
+from ._attach import Keep, keep_payload, origin_of
 from ._handle import Activations
 from ._places import place_for
 from ._response import ChoiceFields, LensFields, fetch_payloads
@@ -83,7 +83,7 @@ async def recapture(
             `lora_request` of the generation, which is loaded where it has a path. Without one
             the model itself reads.
         message_id: of the message whose activations these are; `activations_for` finds them by it
-            then, in this process.
+            then, in this process, and their file says of what model, sample and message they are.
 
     Returns:
         The handle, kept in memory.
@@ -134,9 +134,10 @@ async def recapture(
     args = to_extra_args(request)
     if await api.offers_binary():
         args = over_binary(args)
-    if isinstance(adapter, Mapping):
-        await api.load_adapter(adapter)
-        adapter = str(adapter["lora_name"])
+    lora = dict(adapter) if isinstance(adapter, Mapping) else None
+    if lora is not None:
+        await api.load_adapter(lora)
+        adapter = str(lora["lora_name"])
     answer: Any = await api.post(
         "/v1/completions",
         {
@@ -156,9 +157,11 @@ async def recapture(
     fields = LensFields(prompt_token_ids=list(prompt_token_ids), choices=[choice])
     keep = Keep(None, place_for(None) if beside_log else None)
 
+    origin = origin_of(model.name, message_id, lora) if message_id is not None else {}
+
     def take() -> Activations:
         (payload,) = fetch_payloads(fields, request, api.fetch)
-        return keep_payload(payload, keep, uuid4().hex)
+        return keep_payload(payload.with_origin(origin), keep, uuid4().hex)
 
     handle = await anyio.to_thread.run_sync(take)
     if message_id is not None:

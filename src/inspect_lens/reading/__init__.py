@@ -8,7 +8,14 @@ inspect_ai, `model`, `probe` and `spec`; keeps out torch, sklearn, scorers and s
 from ._cell_scores import CellScores
 from ._cells import CellKind, SteeringCell, SteeringCells, read_cells
 from ._columns import captured_calls_column, lens_column
-from ._given import GIVEN_TOKENS, GivenTokens, given_length, given_tokens
+from ._given import (
+    GIVEN_TOKENS,
+    WITHHELD,
+    GivenTokens,
+    given_length,
+    given_tokens,
+    is_withheld,
+)
 from ._message import call_of, read_call, read_message
 from ._pairs import ContrastiveAnswer, ContrastiveAnswers, PairRow, read_pairs
 from ._reader import ProbeReader, Reading
@@ -19,6 +26,7 @@ from ._turns import Turn, read_turns
 
 __all__ = [
     "GIVEN_TOKENS",
+    "WITHHELD",
     "CellKind",
     "CellScores",
     "ContrastiveAnswer",
@@ -39,6 +47,7 @@ __all__ = [
     "captured_calls_column",
     "given_length",
     "given_tokens",
+    "is_withheld",
     "lens_column",
     "pick_rows",
     "read_call",

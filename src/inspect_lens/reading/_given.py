@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 from inspect_ai.model import Model, ModelOutput
 
 from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens.model._given import GIVEN_TOKENS
 
-__all__ = ["GIVEN_TOKENS", "GivenTokens", "given_length", "given_tokens"]
+__all__ = [
+    "GIVEN_TOKENS",
+    "WITHHELD",
+    "GivenTokens",
+    "given_length",
+    "given_tokens",
+    "is_withheld",
+]
 
-GIVEN_TOKENS = "given_tokens"
-"""Key of `output.metadata` with the number of tokens of an answer that was read."""
+WITHHELD = "withheld"
+"""Key of `output.metadata` of a text that stands in the place of an answer, which nobody wrote."""
 
 
 class GivenTokens(NamedTuple):
@@ -113,6 +121,27 @@ def given_length(output: ModelOutput) -> int | None:
     """
     found = (output.metadata or {}).get(GIVEN_TOKENS)
     return found if isinstance(found, int) else None
+
+
+def is_withheld(output: ModelOutput) -> bool:
+    """Whether an output stands in the place of an answer that `probe_gate` stopped.
+
+    Args:
+        output: live or out of a log.
+
+    Returns:
+        True for such a text, which has no tokens of the model to read.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.reading import is_withheld
+
+        assert not is_withheld(read_eval_log("logs/honesty.eval").samples[0].output)
+        ```
+    """
+    return bool((output.metadata or {}).get(WITHHELD))
 
 
 async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:

@@ -22,6 +22,8 @@ from inspect_lens.spec import (
     result_name,
 )
 
+from ._given import is_withheld
+
 __all__ = [
     "Rows",
     "Source",
@@ -77,7 +79,7 @@ async def read_rows(
         model: that recomputes; the active one by default.
 
     Returns:
-        The rows, or None when no such token exists in this output.
+        The rows, or None when no such token exists in this output, or it was withheld.
 
     Raises:
         ArtifactError: they were not captured, and cannot be recomputed or may not be.
@@ -101,6 +103,8 @@ async def read_rows(
         anyio.run(main)
         ```
     """
+    if isinstance(output, ModelOutput) and is_withheld(output):
+        return None  # the rows of what stood there are not those of this text
     handle = activations(output)
     if handle is None and _has_no_room(output):
         return None

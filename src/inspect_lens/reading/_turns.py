@@ -8,6 +8,7 @@ from typing import NamedTuple
 from inspect_ai.event import Event, ModelEvent, SpanBeginEvent, SpanEndEvent
 from inspect_ai.model import ModelOutput
 
+from inspect_lens.model._given import given_output
 from inspect_lens.model._instrument import is_instrument_call
 
 __all__ = ["Turn", "read_turns"]
@@ -31,7 +32,8 @@ def read_turns(
 ) -> list[Turn]:
     """List the calls that wrote an assistant message; those of scorers and oracles are left out.
 
-    Calls that failed, and were tried again, wrote none.
+    Calls that failed, and were tried again, wrote none. What `read_given` read is a turn as well,
+    of the model that read it.
 
     Args:
         events: of a sample, live (`transcript().events`) or out of a log.
@@ -66,6 +68,11 @@ def read_turns(
                 continue
             message_id = output.message.id
             turns.append(Turn(len(turns), message_id, output, event.role, event.model))
+        elif not scorers and (given := given_output(event)) is not None:
+            # Read by the model that reads; it plays no role.
+            is_wanted = roles is None if model is None else given.model == model
+            if is_wanted:
+                turns.append(Turn(len(turns), given.message.id, given, None, given.model))
     return turns
 
 

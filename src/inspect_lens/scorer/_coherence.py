@@ -11,7 +11,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import token_logprobs
-from inspect_lens.reading import given_length, read_token_ids
+from inspect_lens.reading import given_length, is_withheld, read_token_ids
 
 from ._judge import ask_number, find_judge, shown
 
@@ -105,11 +105,11 @@ def coherence(
         return Score(value=verdict.value, explanation=said, metadata=facts)
 
     async def by_likelihood(state: TaskState, target: Target) -> Score:
-        written = given_length(state.output)
+        written = 0 if is_withheld(state.output) else given_length(state.output)
         if written == 0:
             return Score.unscored(
                 reason="no_tokens",
-                explanation="No token to score: read_given read raw text, which has no answer.",
+                explanation="No token to score: the answer was withheld, or raw text was read.",
             )
         ids = read_token_ids(state.output)
         if ids is None:

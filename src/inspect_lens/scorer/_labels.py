@@ -16,6 +16,8 @@ from inspect_ai.scorer import SampleScore
 
 from inspect_lens.errors import SpecError
 
+from ._clusters import cluster_of
+
 __all__ = ["Labelled", "carried", "control_values", "labelled", "partition", "read_threshold"]
 
 logger = logging.getLogger(__name__)
@@ -27,8 +29,15 @@ class Labelled(NamedTuple):
     labels: list[int]
     values: list[float]
     groups: list[str]
-    """Sample ids: the epochs of one sample are one group."""
+    """Clusters, or sample ids: the epochs of one sample are one group."""
     scores: list[SampleScore]
+
+
+class Controls(NamedTuple):
+    """The control samples that have a number."""
+
+    values: list[float]
+    groups: list[str]
 
 
 class Parts(NamedTuple):
@@ -38,18 +47,19 @@ class Parts(NamedTuple):
     control: list[SampleScore]
 
 
-def labelled(scores: Sequence[SampleScore], label: str) -> Labelled:
+def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = None) -> Labelled:
     """Labels and values of the samples that have both.
 
     Args:
         scores: of a metric.
         label: key of the sample metadata.
+        cluster: key of the sample metadata that makes the groups; None takes samples.
 
     Returns:
         What can be used; a warning says how many were left out, and why.
 
     Raises:
-        SpecError: a label that is no class, or a value that is no number.
+        SpecError: a label that is no class, a value that is no number, or no cluster.
     """
     found = Labelled([], [], [], [])
     unscored = unlabelled = 0
@@ -67,7 +77,7 @@ def labelled(scores: Sequence[SampleScore], label: str) -> Labelled:
             )
         found.labels.append(int(mark))
         found.values.append(value)
-        found.groups.append(str(sample.sample_id))
+        found.groups.append(cluster_of(sample, cluster) if cluster else str(sample.sample_id))
         found.scores.append(sample)
     if unlabelled:
         logger.warning(
@@ -88,9 +98,11 @@ def partition(scores: list[SampleScore], control: str | None) -> Parts:
     return Parts([s for s, m in pairs if not m], [s for s, m in pairs if m])
 
 
-def control_values(scores: Sequence[SampleScore]) -> list[float]:
-    """Values of the samples that have a number."""
-    return [value for value in map(_number, scores) if value is not None]
+def control_values(scores: Sequence[SampleScore], cluster: str | None = None) -> Controls:
+    """Values of the samples that have a number, and their groups as in `labelled`."""
+    pairs = [(s, v) for s in scores if (v := _number(s)) is not None]
+    groups = [cluster_of(s, cluster) if cluster else str(s.sample_id) for s, _ in pairs]
+    return Controls([value for _, value in pairs], groups)
 
 
 def carried(scores: Sequence[SampleScore], name: str, key: str | None) -> Any:

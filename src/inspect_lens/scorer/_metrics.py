@@ -16,23 +16,26 @@ from numpy.typing import NDArray
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 
+from ._clusters import area_interval, drawn_interval
 from ._labels import control_values, labelled, partition
 
 __all__ = ["auroc", "average_precision", "recall_at_fpr"]
 
 logger = logging.getLogger(__name__)
 
-_RESAMPLES = 1000
-
 
 @metric
-def auroc(label: str = "label", interval: bool = False) -> Metric:
+def auroc(label: str = "label", interval: bool = False, cluster: str | None = None) -> Metric:
     """Area under the ROC curve of the scores; NaN when a class is missing.
 
     Args:
         label: key of the sample metadata that holds 1 or true for positives.
         interval: also give DeLong's 95% interval, as `auroc_low` and `auroc_high`; leave it
             out inside `grouped`, which wants one number.
+        cluster: key of the sample metadata that says which samples are not independent, such as
+            the scenario; the interval is then one by clusters, and the exact one of as many
+            trials as the smaller class has clusters where they are too few
+            (`inspect_lens.probe.count_groups`).
 
     Returns:
         The metric; it also takes dict scores, as in `metrics={"*": [auroc()]}`.
@@ -53,18 +56,21 @@ def auroc(label: str = "label", interval: bool = False) -> Metric:
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        found = labelled(scores, label)
+        found = labelled(scores, label, cluster)
         area = arithmetic.auroc(found.labels, found.values)
         if not interval:
             return area
-        bounds = arithmetic.delong_interval(found.labels, found.values)
+        groups = found.groups if cluster else None
+        bounds = area_interval(found.labels, found.values, groups)
         return {"auroc": area, "auroc_low": bounds.low, "auroc_high": bounds.high}
 
     return compute
 
 
 @metric
-def average_precision(label: str = "label", interval: bool = False) -> Metric:
+def average_precision(
+    label: str = "label", interval: bool = False, cluster: str | None = None
+) -> Metric:
     """Area under the precision-recall curve, as a sum over distinct scores; NaN without positives.
 
     Unlike the AUROC it depends on how many positives there are: a ranking that means nothing
@@ -74,6 +80,9 @@ def average_precision(label: str = "label", interval: bool = False) -> Metric:
         label: key of the sample metadata that holds 1 or true for positives.
         interval: also give a 95% bootstrap interval (1000 draws inside each class), as
             `average_precision_low` and `average_precision_high`; NaN when a class is missing.
+        cluster: key of the sample metadata that says which samples are not independent; whole
+            clusters are drawn then. The interval is NaN where they are too few
+            (`inspect_lens.probe.count_groups`).
 
     Returns:
         The metric.
@@ -93,16 +102,14 @@ def average_precision(label: str = "label", interval: bool = False) -> Metric:
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        found = labelled(scores, label)
+        found = labelled(scores, label, cluster)
         area = arithmetic.average_precision(found.labels, found.values)
         if not interval:
             return area
-        bounds = arithmetic.bootstrap_interval(
-            found.labels,
-            found.values,
-            statistic=arithmetic.average_precision,
-            n_resamples=_RESAMPLES,
-        )
+        bounds = drawn_interval(
+            "average_precision", found.labels, found.values, arithmetic.average_precision,
+            found.groups if cluster else None,
+        )  # fmt: skip
         return {
             "average_precision": area,
             "average_precision_low": bounds.low,
@@ -119,6 +126,7 @@ def recall_at_fpr(
     control: str | None = None,
     allow_few: bool = False,
     interval: bool = False,
+    cluster: str | None = None,
 ) -> Metric:
     """Share of positives above the threshold that holds a false positive rate in this eval.
 
@@ -134,6 +142,8 @@ def recall_at_fpr(
         interval: also give a 95% bootstrap interval (1000 draws inside each class), as
             `recall_at_fpr_low` and `recall_at_fpr_high`. The threshold is set anew in every
             draw, so that its uncertainty is in the interval.
+        cluster: as for `average_precision`. Ten answers to one question are one negative, which
+            `allow_few` does not know: it counts samples.
 
     Returns:
         The metric.
@@ -155,12 +165,13 @@ def recall_at_fpr(
 
     def compute(scores: list[SampleScore]) -> Value:
         kept, marked = partition(scores, control)
-        found = labelled(kept, label)
-        pairs = list(zip(found.values, found.labels, strict=True))
-        positives = [v for v, y in pairs if y]
-        negatives = (
-            control_values(marked) if control is not None else [v for v, y in pairs if not y]
-        )
+        found = labelled(kept, label, cluster)
+        rows = list(zip(found.values, found.groups, found.labels, strict=True))
+        above = [(v, g) for v, g, y in rows if y]
+        below = [(v, g) for v, g, y in rows if not y]
+        if control is not None:
+            below = list(zip(*control_values(marked, cluster), strict=True))
+        positives, negatives = [v for v, _ in above], [v for v, _ in below]
         bounds = {"recall_at_fpr_low": math.nan, "recall_at_fpr_high": math.nan}
         try:
             recall = arithmetic.recall_at_fpr(positives, negatives, fpr, allow_few=allow_few).recall
@@ -171,11 +182,12 @@ def recall_at_fpr(
         if not interval:
             return recall
         if positives and negatives:
-            found_bounds = arithmetic.bootstrap_interval(
+            found_bounds = drawn_interval(
+                "recall_at_fpr",
                 [1] * len(positives) + [0] * len(negatives),
                 [*positives, *negatives],
-                statistic=lambda y, s: _recall(y, s, fpr),
-                n_resamples=_RESAMPLES,
+                lambda y, s: _recall(y, s, fpr),
+                [g for _, g in (*above, *below)] if cluster else None,
             )
             bounds = {
                 "recall_at_fpr_low": found_bounds.low, "recall_at_fpr_high": found_bounds.high

@@ -112,7 +112,7 @@ def monitor_alarm(
         name = None if roles else str(state.model)
         turns = read_turns(transcript().events, model=name, roles=roles)
         if not turns and not roles and activations(state.output) is not None:
-            # What `read_given` read, no call of the model wrote.
+            # Logs of releases before this one have no note of what `read_given` read.
             turns = [Turn(0, state.output.message.id, state.output, None, str(state.model))]
         watched = await _watch(reader, turns)
         if not watched:

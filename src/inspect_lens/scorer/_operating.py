@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 
+from ._clusters import rate_interval
 from ._labels import carried, control_values, labelled, partition, read_threshold
 
 __all__ = ["calibration_error", "realised_fpr", "threshold_accuracy"]
@@ -29,6 +30,7 @@ def threshold_accuracy(
     label: str = "label",
     interval: bool = False,
     key: str | None = None,
+    cluster: str | None = None,
 ) -> Metric:
     """Share of samples that the threshold puts on the right side; NaN without a threshold.
 
@@ -39,6 +41,8 @@ def threshold_accuracy(
         interval: also give the exact 95% interval, as `threshold_accuracy_low` and
             `threshold_accuracy_high`.
         key: of a dict score, whose threshold in `metadata["thresholds"]` is meant.
+        cluster: key of the sample metadata that says which samples are not independent; each
+            cluster counts as one sample in the interval, which is careful.
 
     Returns:
         The metric.
@@ -58,14 +62,14 @@ def threshold_accuracy(
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        found = labelled(scores, label)
+        found = labelled(scores, label, cluster)
         cut = read_threshold(scores, threshold, key)
         share = low = high = math.nan
         if cut is not None and found.values:
             pairs = zip(found.values, found.labels, strict=True)
-            right = sum((v > cut) == bool(y) for v, y in pairs)
-            share = right / len(found.values)
-            bounds = arithmetic.clopper_pearson(right, len(found.values))
+            right = [(v > cut) == bool(y) for v, y in pairs]
+            share = sum(right) / len(right)
+            bounds = rate_interval(right, found.groups if cluster else None)
             low, high = bounds.low, bounds.high
         if not interval:
             return share
@@ -82,6 +86,7 @@ def realised_fpr(
     control: str | None = None,
     interval: bool = True,
     key: str | None = None,
+    cluster: str | None = None,
 ) -> Metric:
     """Share of negatives above the threshold, with its Clopper-Pearson interval.
 
@@ -91,6 +96,7 @@ def realised_fpr(
         control: key of the sample metadata that marks control samples; only they count then.
         interval: also give the exact 95% interval, as `fpr_low` and `fpr_high`.
         key: of a dict score, whose threshold in `metadata["thresholds"]` is meant.
+        cluster: as for `threshold_accuracy`.
 
     Returns:
         The metric; NaN without negatives or without a threshold.
@@ -114,16 +120,18 @@ def realised_fpr(
 
     def compute(scores: list[SampleScore]) -> Value:
         if control is not None:
-            values = control_values(partition(scores, control).control)
+            values, groups = control_values(partition(scores, control).control, cluster)
         else:
-            found = labelled(scores, label)
-            values = [v for v, y in zip(found.values, found.labels, strict=True) if not y]
+            found = labelled(scores, label, cluster)
+            rows = zip(found.values, found.groups, found.labels, strict=True)
+            negatives = [(v, g) for v, g, y in rows if not y]
+            values, groups = [v for v, _ in negatives], [g for _, g in negatives]
         cut = read_threshold(scores, threshold, key)
         low, rate, high = math.nan, math.nan, math.nan
         if values and cut is not None:
-            above = sum(v > cut for v in values)
-            rate = above / len(values)
-            bounds = arithmetic.clopper_pearson(above, len(values))
+            above = [v > cut for v in values]
+            rate = sum(above) / len(values)
+            bounds = rate_interval(above, groups if cluster else None)
             low, high = bounds.low, bounds.high
         return {"fpr": rate, "fpr_low": low, "fpr_high": high} if interval else rate
 
@@ -138,6 +146,7 @@ def calibration_error(
     probe: str | None = None,
     key: str | None = None,
     interval: bool = False,
+    cluster: str | None = None,
 ) -> Metric:
     """Expected calibration error of the probabilities behind the scores, in bins of equal width.
 
@@ -156,6 +165,8 @@ def calibration_error(
         interval: also give a 95% bootstrap interval, as `calibration_error_low` and
             `calibration_error_high`; it draws whole samples with their epochs. The error is
             never negative, so that few samples make it and its interval too large.
+        cluster: key of the sample metadata that says which samples are not independent; whole
+            clusters are drawn then.
 
     Returns:
         The metric; NaN without labelled samples or without a calibration.
@@ -178,7 +189,7 @@ def calibration_error(
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        found = labelled(scores, label)
+        found = labelled(scores, label, cluster)
         error = low = high = math.nan
         p = _probabilities(found.scores, found.values, value, probe, key)
         if p is not None and len(p):

@@ -46,7 +46,7 @@ def no_tokens(reader: ProbeReader) -> Score:
     return Score.unscored(
         reason="no_tokens",
         explanation=(
-            f"No token to read: positions={reader.positions!r} selects none of this "
-            "output (the last sampled token is never fed to the model)."
+            f"No token to read: positions={reader.positions!r} selects none of this output (the "
+            "last sampled token is never fed to the model), or probe_gate withheld the answer."
         ),
     )

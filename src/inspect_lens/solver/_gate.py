@@ -13,7 +13,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader
+from inspect_lens.reading import WITHHELD, ProbeReader
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike, steering_vector
 
@@ -50,7 +50,7 @@ def probe_gate(
     """Generate, read a probe on the activations of the generation, and act above its threshold.
 
     - `flag`: the answer stands and is marked.
-    - `stop`: the answer is replaced and the sample ends.
+    - `stop`: the answer is replaced and the sample ends; it has no tokens to score then.
     - `resample`: generate again, up to `tries` times; the first answer below the threshold stands.
     - `steer`: generate again with a vector added, at one, two, … `tries` times its scale, to what
       the task's config steers with in every attempt, if it does.
@@ -218,7 +218,9 @@ def _withhold(state: TaskState, replacement: str) -> None:
     message = ChatMessageAssistant(content=replacement, model=state.output.model, source="generate")
     output = ModelOutput.from_message(message, stop_reason="content_filter")
     # Token ids and activations are of what was withheld; the decision has its text.
-    state.output = output.model_copy(update={"model": state.output.model})
+    state.output = output.model_copy(
+        update={"model": state.output.model, "metadata": {WITHHELD: True}}
+    )
     state.messages = [*state.messages[:-1], message]
     state.completed = True
 

@@ -10,7 +10,8 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import recapture
-from inspect_lens.reading import GIVEN_TOKENS, given_tokens
+from inspect_lens.model._given import record_given
+from inspect_lens.reading import given_tokens
 from inspect_lens.spec import RESID_POST, Site
 
 __all__ = ["read_given"]
@@ -26,10 +27,12 @@ def read_given(
 
     For data sets whose answers were written by another model, or that are plain statements. The
     answer becomes the output of the sample, so scorers and the token page read it like one that
-    was generated; such scores are off-policy. It is no model call, so the log has no event of it;
-    `read_activations`, data frames and `activations_for` find what it captured. One token more
-    than the answer has stands at the end of its `token_ids`, where a generation has the token that
-    the model wrote and did not read; `given_length` says how many of them were written.
+    was generated; such scores are off-policy. It is no model call, so the log has a note of it in
+    the place of a call, by which `read_activations`, data frames, the token page, monitors and
+    `activations_for` find what it captured, also where something is generated behind it. One
+    token more than the answer has stands at the end of its `token_ids`, where a generation has
+    the token that the model wrote and did not read; `given_length` says how many of them were
+    written.
 
     Args:
         layers: `all`, or layer numbers.
@@ -80,9 +83,7 @@ def read_given(
             token_ids=[*tokens.rest, tokens.prompt[0]],
             layers=layers, site=site, beside_log=True, message_id=output.message.id,
         )  # fmt: skip
-        output.metadata = {"activations": handle, GIVEN_TOKENS: len(tokens.rest)}
-        # No call of the log has it: who scores the log later has the message alone.
-        output.message.metadata = {"activations": handle}
+        record_given(output, handle, n_tokens=len(tokens.rest))
         state.output = output
         if answer is not None:
             state.messages.append(output.message)

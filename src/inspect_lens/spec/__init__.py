@@ -4,6 +4,7 @@ Owns every type that the Inspect process and the vLLM processes share.
 May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
 """
 
+from ._body import BodyParts, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
 from ._eager import check_hooks
@@ -61,6 +62,7 @@ __all__ = [
     "RESID_POST",
     "SITES",
     "STEERING_REFERENCE",
+    "BodyParts",
     "CaptureReceipt",
     "CaptureSpec",
     "DType",
@@ -108,6 +110,7 @@ __all__ = [
     "phase_range",
     "resolve_positions",
     "result_name",
+    "split_body",
     "tap_order",
     "tap_point",
     "tap_points",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.model import Activations, activations
+from inspect_lens.model._given import given_output
 from inspect_lens.reading import TokenScores, given_length
 
 from ._content import CallView, SampleView, TurnView
@@ -177,14 +178,19 @@ def _calls(sample: EvalSample, kept: Kept, location: str) -> Iterator[_Call]:
     """Captured calls; the output of a sample too, where no call of the log made it."""
     seen: set[str] = set()
     for event in sample.events:
-        if not isinstance(event, ModelEvent):
+        given = given_output(event)
+        output = event.output if isinstance(event, ModelEvent) else given
+        if output is None:
             continue
-        for index, choice in enumerate(event.output.choices):
-            source = event.output if index == 0 else choice.message.metadata
+        for index, choice in enumerate(output.choices):
+            source = output if index == 0 else choice.message.metadata
             handle = activations(source, log=location)
             if handle is not None or kept.of(choice.message.id):
                 seen |= {handle.sha256 if handle else "", choice.message.id or ""}
-                yield _Call(event.input, choice, handle)
+                if isinstance(event, ModelEvent):
+                    yield _Call(event.input, choice, handle)
+                else:
+                    yield _Call(_before(sample, choice), choice, handle, given_length(output))
     handle = activations(sample.output, log=location)
     for last in sample.output.choices[:1]:
         if last.message.id in seen or (handle is not None and handle.sha256 in seen):
@@ -192,6 +198,12 @@ def _calls(sample: EvalSample, kept: Kept, location: str) -> Iterator[_Call]:
         if handle is not None or kept.of(last.message.id):
             before = [m for m in sample.messages if m.id != last.message.id]
             yield _Call(before, last, handle, given_length(sample.output))
+
+
+def _before(sample: EvalSample, choice: ChatCompletionChoice) -> list[ChatMessage]:
+    """The messages in front of an answer that was read; of raw text, what it is."""
+    found = next((i for i, m in enumerate(sample.messages) if m.id == choice.message.id), 1)
+    return sample.messages[:found]
 
 
 def _ids_of(call: _Call, records: Sequence[TokenScores]) -> _Ids | None:

@@ -14,7 +14,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model._body import is_lens_call, read_body
+from inspect_lens.model._body import declines_steering, is_lens_call, read_body
 from inspect_lens.spec import CaptureSpec, LensRequest, SteeringVector
 from tests.kit.fake_server import FakeLensServer
 
@@ -102,6 +102,75 @@ def test_a_scorer_keeps_the_body_of_its_task(server: FakeLensServer, model_of: G
     ] * 2
     # The answer is continued, so that its tokens are read as the model wrote them.
     assert server.requests[1]["continue_final_message"] is True
+
+
+KEYS = {"output_residual_stream": [1], "apply_steering_vectors": [_vector()]}
+PLACES: list[dict[str, Any]] = [
+    {"extra_args": KEYS},
+    {"vllm_xargs": KEYS},
+    KEYS,
+    {"extra_args": {"output_residual_stream": "[1]"}, "apply_steering_vectors": _vector()},
+]
+
+
+@pytest.mark.parametrize("body", PLACES)
+def test_a_key_is_found_wherever_it_stands(body: dict[str, Any]) -> None:
+    expected = LensRequest(capture=CaptureSpec(layers=(1,)), steer=(_vector(),))
+    read = read_body({**THINKING, **body})
+    assert read.request is not None
+    assert read.request.model_dump() == expected.model_dump()
+    assert set(read.extra_body) == {"extra_args", *THINKING}
+    assert is_lens_call(body)
+    config = lens_config(base=GenerateConfig(extra_body=body), capture=[2])
+    request = read_body(config.extra_body).request
+    assert request is not None
+    changed = expected.model_copy(update={"capture": CaptureSpec(layers=(2,))})
+    assert request.model_dump() == changed.model_dump()
+    assert set(config.extra_body or {}) == {"extra_args"}
+
+
+def test_a_refusal_is_found_at_the_top_level() -> None:
+    default = CaptureSpec(layers=(3,))
+    assert read_body({}, default).request is not None
+    assert read_body({"output_residual_stream": False}, default).request is None
+    assert declines_steering({"apply_steering_vectors": []})
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"output_residual_steam": [1]}, "did you mean 'output_residual_stream'"),
+        ({"extra_arg": {"output_residual_stream": [1]}}, "did you mean 'extra_args'"),
+        ({"sampling_params": {"output_residual_stream": [1]}}, "nobody reads it there"),
+        ({"capture": [1]}, "extra_body.capture: nobody reads it there"),
+        ({"steer": []}, "extra_body.steer: nobody reads it there"),
+        ({"output_residual_stream": [1], "extra_args": {"output_residual_stream": [2]}},
+         "stands in extra_body.extra_args and in extra_body; give it once"),
+        ({"extra_args": [1]}, "extra_body.extra_args=.*mapping"),
+    ],
+)  # fmt: skip
+def test_what_nobody_would_read_is_refused(
+    body: dict[str, Any], words: str, server: FakeLensServer, model_of: GetModel
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        read_body(body)
+    task = Task(dataset=[Sample("hi")], config=GenerateConfig(extra_body=body))
+    log = eval(task, model=model_of(server), display="none")[0]
+    assert log.status == "error"
+    assert server.requests == []
+
+
+def test_fields_of_the_server_pass() -> None:
+    body = {
+        "chat_template_kwargs": {"enable_thinking": False}, "top_k": 4, "min_p": 0.1,
+        "skip_special_tokens": False, "return_token_ids": True, "structured_outputs": {},
+        "kv_transfer_params": {}, "cache_salt": "x", "priority": 1, "vllm_xargs": {"mine": [1]},
+    }  # fmt: skip
+    read = read_body(body)
+    assert read.request is None
+    assert {**read.extra_body, "vllm_xargs": read.extra_body["extra_args"]} == body | {
+        "extra_args": {"mine": [1]}
+    }
 
 
 requests = st.builds(

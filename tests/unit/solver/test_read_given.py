@@ -19,7 +19,7 @@ from inspect_ai.solver import TaskState
 from inspect_lens.model import activations, activations_df, activations_for, read_activations
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.reading import captured_calls_column, given_length, lens_column
-from inspect_lens.scorer import coherence
+from inspect_lens.scorer import coherence, monitor_alarm
 from inspect_lens.solver import read_given, with_capture
 from inspect_lens.view import write_view
 from tests.kit.fake_server import tokens_of
@@ -157,8 +157,50 @@ def test_messages_of_a_finished_log_lead_to_what_was_read(
     assert value == handle.n_prompt + handle.n_completion - 1
 
 
-def test_an_output_that_a_call_made_counts_once(server: ScoringServer) -> None:
-    log = run(server, with_capture([LAYER]))
-    assert [c.message_id for c in read_activations(log)] == [
-        s.output.message.id for s in log.samples or []
-    ]
+@pytest.mark.parametrize("fresh", [False, True], ids=["live", "another process"])
+def test_what_was_read_stays_beside_what_is_generated_behind_it(
+    server: ScoringServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    from inspect_lens.model import _given, _read
+    from inspect_lens.model._store import MessageIndex
+
+    alarm = monitor_alarm(PROBE, threshold=1e6, value="max")
+    log = run(server, with_capture([LAYER]), scorer=alarm)
+    if fresh:
+        for module in (_given, _read):
+            monkeypatch.setattr(module, "MESSAGES", MessageIndex())
+        model = get_model("lens/org/tiny", base_url=server.url, memoize=False)
+        log = score(log, alarm, action="overwrite", display="none", model=model)
+    assert captured_calls(log) == [2, 2]
+    assert len(activations_df(log)) == 4
+    for sample in log.samples or []:
+        read, made = read_activations(sample)
+        assert made.message_id == sample.output.message.id
+        expected = tokens_of(f"<user> {STATEMENT}" if sample.id == "answer" else STATEMENT)
+        if sample.id == "answer":
+            assert read.message_id == sample.messages[1].id
+            expected = tokens_of("<user> Who founded Velosh?")
+        assert read.activations.prompt_token_ids == tuple(expected)
+        facts = (sample.scores or {})["monitor_alarm"].metadata or {}
+        assert facts["n_turns"] == facts["n_turns_read"] == 2
+        # The probe reads the position: the largest is that of the longer call, the second.
+        handle = made.activations
+        assert facts["max"] == handle.n_prompt + handle.n_completion - 2
+        assert facts["max_turn"] == 1
+    made_page = write_view(log.location, tmp_path / "page.html", probes=[PROBE])
+    assert made_page.n_calls == 4
+    block = read_page(made_page.path).blocks[0]
+    assert np.isfinite(block.scores[:, : len(block.ids) - 1]).all()
+
+
+def captured_calls(log: EvalLog) -> list[int]:
+    return [len(read_activations(sample)) for sample in log.samples or []]
+
+
+def test_an_output_that_was_read_counts_once(server: ScoringServer) -> None:
+    log = run(server)
+    assert captured_calls(log) == [1, 1]
+    # A log of a release that wrote no note.
+    for sample in log.samples or []:
+        sample.events = [e for e in sample.events if e.event != "info"]
+    assert captured_calls(log) == [1, 1]

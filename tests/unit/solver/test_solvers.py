@@ -21,8 +21,8 @@ from inspect_ai.util import Store
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.probe import Probe, ProbeCard
-from inspect_lens.reading import CellScores, read_cells, read_pairs
-from inspect_lens.scorer import dose_curves, dose_response
+from inspect_lens.reading import CellScores, is_withheld, read_cells, read_pairs
+from inspect_lens.scorer import coherence, dose_curves, dose_response, probe_score
 from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
@@ -246,6 +246,15 @@ def test_gate_flags_and_stops(server: FakeLensServer) -> None:
     assert decision.attempts[0].completion == "word00 word01 word02"
     assert sample(log).output.completion == sample(log).messages[-1].text == "[no]"
     assert "word00" not in json.dumps([m.model_dump() for m in sample(log).messages])
+    assert is_withheld(sample(log).output)
+
+
+@pytest.mark.parametrize("method", ["probe", "likelihood"])
+def test_a_withheld_answer_has_nothing_to_score(server: FakeLensServer, method: str) -> None:
+    made = probe_score("tiny/p") if method == "probe" else coherence("likelihood")
+    log = run(server, probe_gate("tiny/p", -1.0, "stop"), n=1, scorer=made)
+    (found,) = (sample(log).scores or {}).values()
+    assert found.reason == "no_tokens"
 
 
 @solver
