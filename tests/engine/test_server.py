@@ -92,6 +92,16 @@ def test_a_bad_request_gets_400_before_a_stream_starts(
     assert chat(client).status_code == 200
 
 
+@pytest.mark.parametrize("send", [chat, complete])
+def test_a_misspelled_key_of_the_body_gets_400_and_another_unknown_one_is_vllms(
+    client: Any, send: Any
+) -> None:
+    answer = send(client, output_residual_streem=[1])
+    assert answer.status_code == 400, answer.text
+    assert "did you mean 'output_residual_stream'" in answer.json()["error"]["message"]
+    assert send(client, capture={"whose": "somebody else's"}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("send", [chat, complete])
 @pytest.mark.parametrize(

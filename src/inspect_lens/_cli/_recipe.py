@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.spec import Positions
 
 from ._jobs import Made, train_job
 from ._output import parse_layers
@@ -52,7 +53,7 @@ class Recipe(_Part):
     """For the provider, such as `max_model_len` of the server that it starts."""
     layers: str | int
     """`all` to choose on the selection set, or what the source uses."""
-    positions: str = "completion"
+    positions: Positions = "completion"
     family: str = "lr"
     settings: dict[str, Any] = Field(default_factory=dict)
     rows: str = ""

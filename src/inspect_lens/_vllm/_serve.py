@@ -15,6 +15,7 @@ from inspect_lens.spec import (
     encode_saved,
     encode_tensor,
     parse_extra_args,
+    refuse_misspelled,
 )
 
 from ._compat import SERVE_SEAMS, seam, verify, wrap
@@ -235,6 +236,8 @@ def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
         body = self.model_extra or {}
         extra = dict(body.get("extra_args") or {})
         extra |= {key: body[key] for key in LENS_KEYS if key in body}
+        for key in body.keys() - {"extra_args", *LENS_KEYS}:
+            refuse_misspelled(key, "the body")
         if extra:
             self.vllm_xargs = {**extra, **(self.vllm_xargs or {})}
         return original(self, *args, **kwargs)

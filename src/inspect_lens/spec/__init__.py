@@ -4,7 +4,7 @@ Owns every type that the Inspect process and the vLLM processes share.
 May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
 """
 
-from ._body import BodyParts, split_body
+from ._body import BodyParts, refuse_misspelled, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
 from ._eager import check_hooks
@@ -108,6 +108,7 @@ __all__ = [
     "parse_hooks",
     "parse_positions",
     "phase_range",
+    "refuse_misspelled",
     "resolve_positions",
     "result_name",
     "split_body",
