@@ -132,10 +132,8 @@ def _write_all(file: int, parts: Iterable[bytes | memoryview]) -> None:
     """Write parts one behind the other; a system call need not take all that it is given."""
     left = [memoryview(part).cast("B") for part in parts if len(part)]
     while left:
-        if hasattr(os, "writev"):
-            done = os.writev(file, left[:_PARTS])
-        else:
-            done = os.write(file, left[0])
+        many = hasattr(os, "writev")
+        done = os.writev(file, left[:_PARTS]) if many else os.write(file, left[0])
         while left and done >= len(left[0]):
             done -= len(left.pop(0))
         if done:
