@@ -6,8 +6,9 @@ python -m benchmarks.client_cost --server http://127.0.0.1:8000 --model organism
 ```
 
 One eval with and without capture of one layer, arms in turn, each run in a fresh process. With
-the fake server, which waits instead of computing and runs in a process of its own, what is left is
-the client's share; with a real server the engine's capture is in the difference.
+the fake server, which waits instead of computing and answers from memory in a process of its own,
+what is left is the client's share; with a real server the engine's capture is in the difference.
+Where there are cores for it, `--lanes` runs repetitions side by side, each on cores of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -45,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.serve is not None:
         serve(options)
         return 0
-    with server(options) as url:
-        runs = measure(options, url)
+    lanes = cores(options.lanes)
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        done = pool.map(lambda i: measure(options, i, lanes[i]), range(len(lanes)))
+        runs = sorted((run for lane in done for run in lane), key=lambda run: run["repeat"])
     result = {"machine": machine(), "options": settings(options), "runs": runs}
     result["summary"] = summarise(runs, options.samples)
     if options.out:
@@ -55,36 +60,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace, url: str) -> list[dict[str, Any]]:
-    """All runs, arms in turn, the first of a pair changing; one warm-up that does not count."""
+def cores(lanes: int) -> list[list[int]]:
+    """Cores of each lane; empty means any."""
+    if lanes == 1:
+        return [[]]
+    free = sorted(os.sched_getaffinity(0))
+    each = len(free) // lanes
+    if each < 3:
+        raise SystemExit(f"--lanes {lanes}: three cores each are needed, and there are {len(free)}")
+    return [free[i * each : (i + 1) * each] for i in range(lanes)]
+
+
+def measure(options: argparse.Namespace, lane: int, own: Sequence[int]) -> list[dict[str, Any]]:
+    """Every so many-th repetition, arms in turn; one warm-up that does not count."""
     plan = [(-1, "capture")]
-    for repeat in range(options.repeats):
-        plan += [(repeat, arm) for arm in (ARMS if repeat % 2 == 0 else ARMS[::-1])]
+    for repeat in range(lane, options.repeats, options.lanes):
+        # Each arm stands in each place, over lanes or over repetitions.
+        first = repeat % len(options.arms)
+        plan += [(repeat, arm) for arm in (*options.arms[first:], *options.arms[:first])]
     runs = []
-    for repeat, arm in plan:
-        with tempfile.TemporaryDirectory() as folder:
+    with server(options, own[:1]) as url:
+        for repeat, arm in plan:
             n = options.samples if repeat >= 0 else min(32, options.samples)
-            work = {
-                "url": url, "model": options.model, "arm": arm, "samples": n,
-                "layer": options.layer, "max_tokens": options.max_tokens, "folder": folder,
-                "words": options.words, "connections": options.connections,
-            }  # fmt: skip
-            command = [sys.executable, "-m", "benchmarks.client_cost", "--worker", json.dumps(work)]
-            environment = os.environ | {"INSPECT_LENS_MEMORY_BYTES": str(options.memory_bytes)}
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode != 0:
-                raise RuntimeError(f"{arm}: {done.stderr[-2000:]}")
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-        if repeat >= 0:
-            runs.append({"repeat": repeat, "arm": arm, **found})
-            print(json.dumps(runs[-1]), file=sys.stderr)  # noqa: T201 - progress
+            read_statistics(options, url)
+            found = run_worker(options, url, arm, n, own[1:])
+            if repeat >= 0:
+                found |= read_statistics(options, url)
+                runs.append({"repeat": repeat, "lane": lane, "arm": arm, **found})
+                print(json.dumps(runs[-1]), file=sys.stderr)  # noqa: T201 - progress
     return runs
+
+
+def run_worker(
+    options: argparse.Namespace, url: str, arm: str, n: int, own: Sequence[int]
+) -> dict[str, Any]:
+    """One run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = {
+            "url": url, "model": options.model, "arm": arm, "samples": n, "cores": list(own),
+            "layer": options.layer, "max_tokens": options.max_tokens, "folder": folder,
+            "words": options.words, "connections": options.connections,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.client_cost", "--worker", json.dumps(work)]
+        environment = os.environ | {"INSPECT_LENS_MEMORY_BYTES": str(options.memory_bytes)}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{arm}: {done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+
+
+def read_statistics(options: argparse.Namespace, url: str) -> dict[str, float]:
+    """What the fake server says of itself since it was asked last."""
+    if options.server != FAKE:
+        return {}
+    with urllib.request.urlopen(f"{url}/statistics") as response:
+        found: dict[str, float] = json.load(response)
+        return found
 
 
 def run_eval(work: dict[str, Any]) -> dict[str, Any]:
     """One eval in this process, and what it took."""
+    if work["cores"]:
+        os.sched_setaffinity(0, work["cores"])
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
     from inspect_ai.model import get_model
@@ -139,22 +179,14 @@ def resident_bytes() -> int:
 
 def serve(options: argparse.Namespace) -> None:
     """Be the fake server until the end of standard input."""
-    from tests.kit.fake_server import FakeLensServer
+    from benchmarks._replay import serve as replay
 
-    with FakeLensServer(
-        model=options.model,
-        hidden=options.hidden,
-        delay_s=options.delay_s,
-        n_layers=32,
-        noise=True,
-    ) as fake:
-        print(fake.url, flush=True)  # noqa: T201 - read by the driver
-        sys.stdin.read()
+    replay(model=options.model, hidden=options.hidden, delay_s=options.delay_s)
 
 
 @contextmanager
-def server(options: argparse.Namespace) -> Iterator[str]:
-    """The server that was named, or a fake one in a process of its own."""
+def server(options: argparse.Namespace, own: Sequence[int]) -> Iterator[str]:
+    """The server that was named, or a fake one in a process and on cores of its own."""
     if options.server != FAKE:
         yield str(options.server)
         return
@@ -164,6 +196,8 @@ def server(options: argparse.Namespace) -> Iterator[str]:
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    if own:
+        os.sched_setaffinity(process.pid, own)
     assert process.stdout is not None
     assert process.stdin is not None
     try:
@@ -179,12 +213,12 @@ def summarise(runs: Sequence[dict[str, Any]], samples: int) -> dict[str, Any]:
         arm: {
             name: statistics.median(run[name] for run in runs if run["arm"] == arm)
             for name in runs[0]
-            if name not in ("repeat", "arm")
+            if name not in ("repeat", "lane", "arm")
         }
-        for arm in ARMS
+        for arm in sorted({run["arm"] for run in runs})
     }
     return {"median": by_arm} | {
-        arm: _added(runs, by_arm, arm, samples) for arm in ARMS if arm != "plain"
+        arm: _added(runs, by_arm, arm, samples) for arm in by_arm if arm != "plain"
     }
 
 
@@ -233,6 +267,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.client_cost", description=__doc__)
     parser.add_argument("--server", default=FAKE, help="address of a lens server, or 'fake'")
     parser.add_argument("--model", default="org/tiny")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="plain among them")
+    parser.add_argument("--lanes", type=int, default=1, help="repetitions side by side")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layer", type=int, default=4)

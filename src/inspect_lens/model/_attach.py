@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import anyio.to_thread
+from anyio import CapacityLimiter
+from anyio.lowlevel import RunVar
 from inspect_ai.model import ModelOutput
 
 from inspect_lens._hook_results import SavedValues, read_results
@@ -27,6 +29,15 @@ __all__ = ["Keep", "Mode", "attach", "keep_payload", "origin_of"]
 
 HOOK_RESULTS_BYTES = 1 << 20
 """JSON of hook results that one output may bring into a log."""
+
+TAKERS = 8
+"""Threads that fetch and write at once; each holds a call's activations as they came and decoded.
+
+Calls that end together would start as many threads as Inspect allows, forty: the event loop waits
+for each to begin, and they take the interpreter from each other.
+"""
+
+_takers: RunVar[CapacityLimiter] = RunVar("inspect_lens_takers")
 
 Mode = Literal["sidecar", "memory", "drop"]
 
@@ -89,7 +100,7 @@ async def attach(
             ]
 
         # One visit to a thread for all of it: other samples wait for the event loop.
-        handles = await anyio.to_thread.run_sync(take)
+        handles = await anyio.to_thread.run_sync(take, limiter=_limiter())
         for index, (message, handle) in enumerate(zip(messages, handles, strict=True)):
             if message.id:
                 MESSAGES.put(message.id, handle)
@@ -112,6 +123,15 @@ async def attach(
             metadata["hook_results"] = saved
         else:
             made.message.metadata = {**(made.message.metadata or {}), "hook_results": saved}
+
+
+def _limiter() -> CapacityLimiter:
+    """Of this event loop."""
+    try:
+        return _takers.get()
+    except LookupError:
+        _takers.set(limiter := CapacityLimiter(TAKERS))
+        return limiter
 
 
 def _saved(choice: ChoiceFields) -> SavedValues | None:

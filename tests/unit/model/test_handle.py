@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -73,6 +74,20 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="disk full"):
         write_file(str(tmp_path / "x.safetensors"), parts())  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir() if path.suffix] == []
+
+
+def test_a_system_call_may_take_less_than_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.writev
+
+    def three_bytes(file: int, parts: list[memoryview]) -> int:
+        return whole(file, [parts[0][:3]])
+
+    monkeypatch.setattr(os, "writev", three_bytes)
+    parts = [b"", b"ab", memoryview(np.arange(5, dtype=np.int32)).cast("B"), b"", b"cdefg"]
+    write_file(str(tmp_path / "x"), [*parts, *[b"z"] * 40])
+    assert (tmp_path / "x").read_bytes() == b"".join(parts) + b"z" * 40
 
 
 def test_any_fsspec_url_works() -> None:
