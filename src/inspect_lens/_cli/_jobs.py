@@ -34,6 +34,7 @@ from inspect_lens.train import (
     select_layer,
     split_by_group,
     train_probe,
+    transfer_statement,
 )
 
 from ._made import Made
@@ -116,6 +117,11 @@ def train_job(
     }
     check = next((d for d in judged if d.n_positive and d.n_negative), None)
     update: dict[str, Any] = {
+        "transfers": tuple(
+            transfer_statement(fit.name, e)
+            for e in probe.card.evaluations
+            if e.auroc is not None and e.interval is not None
+        ),
         "baselines": measure_baselines(
             probe, fit, judged, texts=texts, n_resamples=min(n_resamples, 2000)
         ),
@@ -131,7 +137,7 @@ def train_job(
     path = write_report(probe, folder, sets, n_resamples=min(n_resamples, 500))
     return Made(
         probe=probe, folder=str(folder), evaluations=probe.card.evaluations,
-        baselines=probe.card.baselines, report=str(path),
+        baselines=probe.card.baselines, transfers=probe.card.transfers, report=str(path),
     )  # fmt: skip
 
 

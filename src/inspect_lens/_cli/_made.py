@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from inspect_lens.probe import AnyProbe, Baseline, Evaluation, format_p_value
+from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, format_p_value
 
 __all__ = ["Made"]
 
@@ -20,6 +20,8 @@ class Made:
     evaluations: tuple[Evaluation, ...]
     baselines: tuple[Baseline, ...] = ()
     """On the samples of `evaluations`; those of the card may be of other sets."""
+    transfers: tuple[Transfer, ...] = ()
+    """Whether what was learned on the training set holds on each of the others."""
     report: str = ""
 
     def result(self) -> dict[str, Any]:
@@ -34,6 +36,7 @@ class Made:
             "calibration": card.calibration.model_dump(mode="json") if card.calibration else None,
             "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
             "baselines": [b.model_dump(mode="json") for b in self.baselines],
+            "transfers": [t.model_dump(mode="json") for t in self.transfers],
             "report": self.report,
         }
 
@@ -68,5 +71,7 @@ class Made:
             if b.p_value is not None:
                 test = f", p {format_p_value(b.p_value)} that the probe is no better"
             yield f"    {b.set} / {b.name}: {area}{test}"
+        for t in self.transfers:
+            yield f"  {t.statement}"
         if self.report:
             yield f"  report: {self.report}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import json
 import subprocess
 import sys
@@ -295,6 +296,13 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(run: Run, tmp_path: Path) -> No
     assert again["sha256"] == made["sha256"]
     assert made["probe"] == "organism/deception-recipe"
     assert [e["disjoint_by"] for e in made["evaluations"]] == ["question", "entity", "prompt"]
+    # Each says whether it transfers, here and on the card: chance, or too few groups to tell.
+    assert [t["set"] for t in made["transfers"]] == [e["name"] for e in made["evaluations"]]
+    for told in made["transfers"]:
+        assert told["transfers"] is not True
+        assert told["statement"].startswith("Trained on probe_train, ")
+        assert told["statement"] in (tmp_path / "p" / "card.md").read_text()
+        assert told["statement"] in html.unescape((tmp_path / "p" / "report.html").read_text())
     # A recipe that names no key is stopped like a command that names none.
     silent = (tmp_path / "r.yaml").read_text().replace(", disjoint: entity", "")
     (tmp_path / "silent.yaml").write_text(silent)
