@@ -71,7 +71,7 @@ class Made:
             if b.p_value is not None:
                 test = f", p {format_p_value(b.p_value)} that the probe is no better"
             yield f"    {b.set} / {b.name}: {area}{test}"
-        for t in self.transfers:
-            yield f"  {t.statement}"
+        for verdict in self.transfers:
+            yield f"  {verdict.statement}"
         if self.report:
             yield f"  report: {self.report}"
