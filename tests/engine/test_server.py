@@ -141,6 +141,9 @@ def test_where_no_result_could_be_returned_the_request_is_refused(
         answer = client.post(path, json={"model": MODEL, **body, **lens})
         assert answer.status_code == 400, answer.text
         assert "cannot be used with" in answer.text
+    answer = client.post(path, json={"model": MODEL, **body, "output_residual_streem": [1]})
+    assert answer.status_code == 400, answer.text
+    assert "did you mean" in answer.text
 
 
 def test_the_streams_last_event_has_what_the_full_response_has(client: Any) -> None:

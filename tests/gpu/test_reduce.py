@@ -19,28 +19,16 @@ from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens._engine._plan import GroupBlock, Longs
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper
-from inspect_lens.spec import EngineFacts, tap_points
+from tests.kit.steps import bf16_facts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-TAPS = tap_points(["resid_post"], range(3))
 HIDDEN, N_PROMPT, N_FED = 256, 1500, 1510
-FACTS = EngineFacts(
-    model="m",
-    n_layers=3,
-    hidden=HIDDEN,
-    dtype="bfloat16",
-    layers=(0, 1, 2),
-    sites=("resid_post",),
-    taps=TAPS,
-    max_step_tokens=2048,
-    ring_rows=3 * 2048,
-    bank_rows=4,
-    vllm_version="0",
-)
+FACTS = bf16_facts(HIDDEN, 2048)
+TAPS = FACTS.taps
 
 
 @pytest.fixture(scope="module")

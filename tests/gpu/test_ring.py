@@ -19,28 +19,16 @@ from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens._engine._state import TapState, install
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up
-from inspect_lens.spec import EngineFacts, tap_points
+from tests.kit.steps import bf16_facts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-TAPS = tap_points(["resid_post"], range(3))
 HIDDEN, STEP, N_PROMPT, MOST = 4096, 1024, 3000, 3500
-FACTS = EngineFacts(
-    model="m",
-    n_layers=3,
-    hidden=HIDDEN,
-    dtype="bfloat16",
-    layers=(0, 1, 2),
-    sites=("resid_post",),
-    taps=TAPS,
-    max_step_tokens=STEP,
-    ring_rows=3 * STEP,
-    bank_rows=4,
-    vllm_version="0",
-)
+FACTS = bf16_facts(HIDDEN, STEP)
+TAPS = FACTS.taps
 LAYERS = [(0, 1, 2), (1,), (0, 2)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "TAPS",
     "Worker",
     "begin",
+    "bf16_facts",
     "exporter",
     "rows",
     "sealed",
@@ -47,6 +49,22 @@ FACTS = EngineFacts(
     bank_rows=12,
     vllm_version="0",
 )
+
+
+def bf16_facts(hidden: int, max_step_tokens: int) -> EngineFacts:
+    """Of an engine with three layers, all tapped, whose steps of any size fit its ring."""
+    taps = tap_points(["resid_post"], range(3))
+    return replace(
+        FACTS,
+        n_layers=3,
+        hidden=hidden,
+        dtype="bfloat16",
+        layers=(0, 1, 2),
+        taps=taps,
+        max_step_tokens=max_step_tokens,
+        ring_rows=len(taps) * max_step_tokens,
+        bank_rows=4,
+    )
 
 
 class Worker:

@@ -11,7 +11,14 @@ import typer
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["check_recipe_options", "emit", "fail", "parse_layers", "parse_settings"]
+__all__ = [
+    "check_recipe_options",
+    "emit",
+    "fail",
+    "parse_layers",
+    "parse_model_args",
+    "parse_settings",
+]
 
 _BOTH: Final = frozenset({"out", "recipe", "resamples", "as_json"})
 _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
@@ -115,3 +122,16 @@ def parse_settings(values: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             made[key] = text
     return made
+
+
+def parse_model_args(values: Iterable[str] | None, base_url: str) -> dict[str, Any]:
+    """Arguments of the provider, as `-M` and `--base-url` give them.
+
+    Args:
+        values: `key=value` pairs.
+        base_url: of a running server, or nothing.
+
+    Raises:
+        SpecError: as `parse_settings`.
+    """
+    return parse_settings(values or ()) | ({"base_url": base_url} if base_url else {})

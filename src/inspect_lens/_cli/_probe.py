@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ._output import check_recipe_options, emit, parse_layers, parse_settings
+from ._output import check_recipe_options, emit, parse_layers, parse_model_args, parse_settings
 
 __all__ = ["probe_app"]
 
@@ -69,7 +69,7 @@ def collect(
         model, data, out, layers=parse_layers(layers), positions=positions, max_tokens=max_tokens,
         temperature=temperature, seed=seed, concurrency=concurrency, shard_samples=shard_samples,
         on_error="skip" if skip_errors else "raise",
-        model_args=parse_settings(model_arg or []) | ({"base_url": base_url} if base_url else {}),
+        model_args=parse_model_args(model_arg, base_url),
     )  # fmt: skip
     lines, empty = [repr(store)], int(store.manifest["n_empty"])
     if empty:
@@ -113,8 +113,8 @@ def train(
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
         made = run_recipe(
-            recipe, out=out, work=work, model=model, base_url=base_url,
-            model_args=parse_settings(model_arg or []), n_resamples=resamples,
+            recipe, out=out, work=work, model=model, n_resamples=resamples,
+            model_args=parse_model_args(model_arg, base_url),
         )  # fmt: skip
     else:
         made = train_job(

@@ -94,7 +94,6 @@ def run_recipe(
     out: str,
     work: str,
     model: str,
-    base_url: str,
     model_args: dict[str, Any],
     n_resamples: int,
 ) -> Made:
@@ -105,7 +104,6 @@ def run_recipe(
         out: folder of the probe.
         work: folder of the stores; what is there already is used.
         model: instead of the recipe's.
-        base_url: of a running server.
         model_args: for the provider, over the recipe's.
         n_resamples: bootstrap draws.
 
@@ -119,9 +117,8 @@ def run_recipe(
     recipe = load_recipe(path)
     if not work:
         raise SpecError("--work: is missing; a recipe needs a folder for its activations")
-    url = {"base_url": base_url} if base_url else {}
     stores = anyio.run(
-        _collect, recipe, model or recipe.model, work, recipe.model_args | model_args | url
+        _collect, recipe, model or recipe.model, work, recipe.model_args | model_args
     )
     held = [part.name or part.dataset for part in recipe.heldout]
     control = recipe.control.name or recipe.control.dataset
@@ -141,14 +138,13 @@ async def _collect(
     recipe: Recipe, model: str, work: str, model_args: dict[str, Any]
 ) -> dict[str, str]:
     """Collect every set through one model, whose server so starts once; none if all are there."""
-    from inspect_ai.model import GenerateConfig, get_model
+    from inspect_ai.model import get_model
 
     from inspect_lens.collect import collect_async
     from inspect_lens.data import load_dataset
 
     stores: dict[str, str] = {}
-    config = GenerateConfig(max_connections=64)
-    async with get_model(model, config=config, memoize=False, **model_args) as live:
+    async with get_model(model, memoize=False, **model_args) as live:
         for part in (recipe.train, recipe.control, *recipe.heldout):
             title = part.name or part.dataset
             data = load_dataset(

@@ -23,6 +23,9 @@ class Span:
     parts: range = range(0)
 
 
+_NONE = Span()
+
+
 class Ring:
     """Hands out spans in turn, and has the device wait for the copies out of them."""
 
@@ -53,7 +56,7 @@ class Ring:
             OverflowError: half of the ring has fewer. Plans are checked against that before.
         """
         if not rows:
-            return Span()
+            return _NONE
         n = -(-rows // self._part_rows)
         if n > self._half:
             raise OverflowError(

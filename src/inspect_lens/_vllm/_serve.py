@@ -10,6 +10,7 @@ from typing import Any
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import (
     LENS_KEYS,
+    PLACES,
     TensorData,
     encode_frame,
     encode_saved,
@@ -229,16 +230,24 @@ def _event(seen: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
     return event
 
 
+def _beside_xargs(body: dict[str, Any] | None) -> dict[str, Any]:
+    """What fields that vLLM does not know ask of the lens.
+
+    `vllm_xargs` cannot nest, and vLLM passes over other fields: what is meant for the lens there
+    must not be lost in silence, nor what almost is.
+    """
+    if not body:
+        return {}
+    for key in body:
+        if key not in LENS_KEYS and key not in PLACES:
+            refuse_misspelled(key, "the body")
+    extra = dict(body.get("extra_args") or {})
+    return extra | {key: body[key] for key in LENS_KEYS if key in body}
+
+
 def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # `vllm_xargs` cannot nest, and vLLM ignores fields of the body that it does not know:
-        # what is meant for the lens there must not be lost in silence.
-        body = self.model_extra or {}
-        extra = dict(body.get("extra_args") or {})
-        extra |= {key: body[key] for key in LENS_KEYS if key in body}
-        for key in body.keys() - {"extra_args", *LENS_KEYS}:
-            refuse_misspelled(key, "the body")
-        if extra:
+        if extra := _beside_xargs(self.model_extra):
             self.vllm_xargs = {**extra, **(self.vllm_xargs or {})}
         return original(self, *args, **kwargs)
 
@@ -250,9 +259,7 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            body = self.model_extra or {}
-            extra = {**(self.vllm_xargs or {}), **(body.get("extra_args") or {})}
-            extra |= {key: body[key] for key in LENS_KEYS if key in body}
+            extra = {**(self.vllm_xargs or {}), **_beside_xargs(self.model_extra)}
             if parse_extra_args(extra) is not None:
                 raise UnsupportedError(
                     f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling through "

@@ -60,12 +60,9 @@ def permutation_test(
     observed = float(ranks[y].sum())
     strata = [np.arange(y.size)]
     if groups is not None:
-        if len(groups) != y.size:
-            raise SpecError(f"groups: {len(groups)} for {y.size} samples; allowed is one each")
-        members: dict[Hashable, list[int]] = {}
-        for i, group in enumerate(groups):
-            members.setdefault(group, []).append(i)
-        strata = [np.array(m) for m in members.values() if 0 < y[m].sum() < len(m)]
+        codes, n_groups = group_codes(y.size, groups)
+        members = [np.flatnonzero(codes == code) for code in range(n_groups)]
+        strata = [m for m in members if 0 < y[m].sum() < m.size]
         if not strata:
             raise SpecError(
                 "groups: each has one class only; allowed are groups with both; leave groups out"

@@ -14,7 +14,7 @@ from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
 
-__all__ = ["area_interval", "cluster_of", "drawn_interval", "rate_interval"]
+__all__ = ["cluster_of", "drawn_interval", "rate_interval"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +41,6 @@ def cluster_of(sample: SampleScore, key: str) -> str:
             f"that every sample has, such as {sorted(sample.sample_metadata or {})}"
         )
     return str(found)
-
-
-def area_interval(
-    labels: Sequence[int], values: Sequence[float], clusters: Sequence[str] | None
-) -> Interval:
-    """95% interval of the AUROC: DeLong's, or one by clusters; exact where these are too few."""
-    bounds = arithmetic.delong_interval(labels, values, groups=clusters)
-    if bounds.method == "delong" and arithmetic.count_groups(labels, clusters).several:
-        return drawn_interval("auroc", labels, values, arithmetic.auroc, clusters)
-    return bounds
 
 
 def drawn_interval(

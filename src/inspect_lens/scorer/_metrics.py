@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 
-from ._clusters import area_interval, drawn_interval
+from ._clusters import drawn_interval
 from ._labels import control_values, labelled, partition
 
 __all__ = ["auroc", "average_precision", "recall_at_fpr"]
@@ -61,7 +61,7 @@ def auroc(label: str = "label", interval: bool = False, cluster: str | None = No
         if not interval:
             return area
         groups = found.groups if cluster else None
-        bounds = area_interval(found.labels, found.values, groups)
+        bounds = arithmetic.delong_interval(found.labels, found.values, groups=groups)
         return {"auroc": area, "auroc_low": bounds.low, "auroc_high": bounds.high}
 
     return compute

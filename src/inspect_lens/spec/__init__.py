@@ -4,7 +4,7 @@ Owns every type that the Inspect process and the vLLM processes share.
 May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
 """
 
-from ._body import BodyParts, refuse_misspelled, split_body
+from ._body import BodyParts, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
 from ._eager import check_hooks
@@ -27,8 +27,10 @@ from ._request import (
     ENVELOPE_KEY,
     LENS_KEYS,
     NATIVE_KEY,
+    PLACES,
     LensRequest,
     parse_extra_args,
+    refuse_misspelled,
 )
 from ._saved import decode_saved, encode_saved
 from ._sites import (
@@ -58,6 +60,7 @@ __all__ = [
     "HOOK_REFERENCE",
     "LENS_KEYS",
     "NATIVE_KEY",
+    "PLACES",
     "PROBE_REFERENCE",
     "RESID_POST",
     "SITES",

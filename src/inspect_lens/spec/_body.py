@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from inspect_lens.errors import SpecError
 
-from ._request import ENVELOPE_KEY, LENS_KEYS, NATIVE_KEY, LensRequest
+from ._request import (
+    ENVELOPE_KEY,
+    LENS_KEYS,
+    NATIVE_KEY,
+    PLACES,
+    LensRequest,
+    refuse_misspelled,
+)
 
-__all__ = ["BodyParts", "refuse_misspelled", "split_body"]
+__all__ = ["BodyParts", "split_body"]
 
-PLACES = ("vllm_xargs", "extra_args")
 _FIELDS = frozenset(LensRequest.model_fields) - frozenset(LENS_KEYS)
 
 
@@ -94,30 +99,3 @@ def _check_rest(rest: Mapping[str, Any], where: str) -> None:
                 f"{where}.{key}.{inside}: nobody reads it there; allowed are "
                 f"{where}.extra_args.{inside}, {where}.vllm_xargs.{inside} and {where}.{inside}"
             )
-
-
-def refuse_misspelled(key: str, where: str) -> None:
-    """Refuse a key that almost is one of the lens, or a place for some.
-
-    Args:
-        key: that nobody reads.
-        where: it stands.
-
-    Raises:
-        SpecError: with the key that may have been meant.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import refuse_misspelled
-
-        refuse_misspelled("top_k", "the body")
-        with pytest.raises(SpecError, match="did you mean 'output_residual_stream'"):
-            refuse_misspelled("output_residual_streams", "the body")
-        ```
-    """
-    near = difflib.get_close_matches(str(key), (*LENS_KEYS, *PLACES), n=1, cutoff=0.8)
-    if near:
-        raise SpecError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")

@@ -21,8 +21,10 @@ from ._steer import SteeringVector, VectorUse
 __all__ = [
     "ENVELOPE_KEY",
     "LENS_KEYS",
+    "PLACES",
     "LensRequest",
     "parse_extra_args",
+    "refuse_misspelled",
 ]
 
 NATIVE_KEY = "inspect_lens"
@@ -37,6 +39,8 @@ LENS_KEYS = (
     "apply_hooks",
     "output_qk",
 )
+PLACES = ("vllm_xargs", "extra_args")
+"""Fields of a body under which they may stand, beside its top level."""
 _VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -242,15 +246,44 @@ def _none_if_empty(request: LensRequest) -> LensRequest | None:
     return request if request != LensRequest() else None
 
 
+def refuse_misspelled(
+    key: str, where: str, *, known: Sequence[str] = (*LENS_KEYS, *PLACES), cutoff: float = 0.8
+) -> None:
+    """Refuse a key that almost is one of the lens, or a place for some.
+
+    Args:
+        key: that nobody reads.
+        where: it stands.
+        known: keys that are read there.
+        cutoff: how much alike two keys have to be, as `difflib` counts it.
+
+    Raises:
+        SpecError: with the key that may have been meant.
+
+    Example:
+        ```python
+        import pytest
+
+        from inspect_lens.errors import SpecError
+        from inspect_lens.spec import refuse_misspelled
+
+        refuse_misspelled("top_k", "the body")
+        with pytest.raises(SpecError, match="did you mean 'output_residual_stream'"):
+            refuse_misspelled("output_residual_streams", "the body")
+        ```
+    """
+    near = difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)
+    if near:
+        raise SpecError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
+
+
 def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
     if ENVELOPE_KEY in extra_args:
         raise SpecError(f"extra_args: {ENVELOPE_KEY!r} is reserved for the engine")
     for key in extra_args:
         if key in LENS_KEYS or key in _VLLM_KEYS:
             continue
-        near = difflib.get_close_matches(str(key), LENS_KEYS, n=1, cutoff=0.75)
-        if near:
-            raise SpecError(f"extra_args: unknown key {key!r}; did you mean {near[0]!r}?")
+        refuse_misspelled(key, "extra_args", known=LENS_KEYS, cutoff=0.75)
         if has_lens:
             raise SpecError(
                 f"extra_args: unknown key {key!r} beside lens keys; known are "

@@ -29,7 +29,7 @@ from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
 from inspect_lens.spec import SITES, result_name
 from tests.engine.conftest import Engine, start, tokens
-from tests.kit.architectures import CASES, LAYERS, write
+from tests.kit.architectures import CASES, LAYERS, Case, write
 from tests.kit.reference import HuggingFace
 from tests.kit.repository import ROOT
 
@@ -85,10 +85,13 @@ def vectors() -> list[SteeringVector]:
     return [SteeringVector(activations=2.0 * v, layer_indices=list(STEERED_LAYERS))]
 
 
+def case_of(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
 @cache
 def folder(name: str) -> Path:
-    case = next(case for case in CASES if case.name == name)
-    made = write(case, Path(tempfile.mkdtemp(prefix=name)), torch.bfloat16, hidden=HIDDEN)
+    made = write(case_of(name), Path(tempfile.mkdtemp(prefix=name)), torch.bfloat16, hidden=HIDDEN)
     # A server wants a tokenizer; its words do not matter here.
     for path in (ROOT / "organism" / "checkpoint").glob("*token*"):
         shutil.copy(path, made)
@@ -108,7 +111,7 @@ def started(name: str, **options: Any) -> Engine:
 
 
 def is_routed(name: str) -> bool:
-    return next(case for case in CASES if case.name == name).is_routed
+    return case_of(name).is_routed
 
 
 def engine_options(name: str) -> dict[str, Any]:

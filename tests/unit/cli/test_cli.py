@@ -275,7 +275,13 @@ def test_recipes_name_what_exists(path: Path) -> None:
         assert shared == (part.disjoint not in ("", "group", "id", "content")), part
 
 
-def test_a_recipe_runs_from_data_sets_to_a_probe(run: Run, tmp_path: Path) -> None:
+def test_a_recipe_runs_from_data_sets_to_a_probe(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another(*_: Any, **__: Any) -> Any:
+        pytest.fail("a model of its own, and so a server, for one of the sets")
+
+    monkeypatch.setattr("inspect_lens.collect._collect.get_model", another)
     text = (ROOT / "probes/recipes/organism.yaml").read_text()
     (tmp_path / "r.yaml").write_text(
         text.replace("organism/data", str(DATA))
