@@ -48,6 +48,7 @@ class EngineKind:
     options: Mapping[str, Any] = ()  # type: ignore[assignment]
     is_peer: bool = False
     is_hf: bool = False
+    has_lens: bool = False
 
 
 def vector(shape: Shape, seed: int) -> Vector:
@@ -96,8 +97,8 @@ ENGINES = {
     "eager": EngineKind(lambda shape: _OFF, options={"enforce_eager": True}),
     "vllm-lens": EngineKind(lambda shape: _OFF, is_peer=True),
     "hf": EngineKind(lambda shape: _OFF, is_hf=True),
-    "lens": EngineKind(),
-    "lens-4": EngineKind(_four_layers),
+    "lens": EngineKind(has_lens=True),
+    "lens-4": EngineKind(_four_layers, has_lens=True),
 }
 """`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them."""
 

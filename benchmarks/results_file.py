@@ -25,12 +25,21 @@ class Results:
     """By model and kind of engine: seconds to start, options, shared memory."""
     skipped: dict[Key, str] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    threads: list[dict[str, Any]] = field(default_factory=list)
+    """What the client's threads did in a run that is not among the timed ones."""
+    garbage_ms: dict[Key, list[float]] = field(default_factory=dict)
+    """Of each run: time that the client's garbage collector took."""
+    waited_ms: dict[Key, list[float]] = field(default_factory=dict)
+    """Of each run: time for which steps waited for room in shared memory."""
 
     def add(self, key: Key, run: dict[str, Any]) -> None:
         """Take one timed run."""
         self.seconds.setdefault(key, []).append(float(run["seconds"]))
         self.tokens[key] = int(run["tokens"])
         self.preemptions[key] = self.preemptions.get(key, 0) + int(run["preemptions"])
+        for name, of in (("garbage_ms", self.garbage_ms), ("waited_ms", self.waited_ms)):
+            if name in run:
+                of.setdefault(key, []).append(round(float(run[name]), 1))
 
     def median(self, key: Key) -> float | None:
         """Median seconds; None where nothing was measured."""
@@ -67,6 +76,17 @@ class Results:
                 for (m, load, arm), reason in self.skipped.items()
             ],
             "steps": self.steps,
+            "threads": self.threads,
+            "waits": [
+                {
+                    "model": model,
+                    "load": load,
+                    "arm": arm,
+                    "garbage_ms": garbage,
+                    "waited_ms": self.waited_ms.get((model, load, arm), []),
+                }
+                for (model, load, arm), garbage in self.garbage_ms.items()
+            ],
         }
 
     def table(self) -> str:

@@ -179,7 +179,9 @@ class Bench:
             if repetition >= 0:
                 write_json(Path(self.options.out), self.results.to_json())
         if self.options.steps:
-            self._steps(arms)
+            self._once_more(arms, "steps", self.results.steps)
+        if self.options.threads:
+            self._once_more(arms, "threads", self.results.threads)
         write_json(Path(self.options.out), self.results.to_json())
 
     def _turn(self, key: Key, repetition: int) -> None:
@@ -214,8 +216,8 @@ class Bench:
             self.results.add(key, run)
         sys.stderr.write(f"{self.model} {load} {arm} {repetition} {run['seconds']:.3f}\n")
 
-    def _steps(self, arms: Sequence[str]) -> None:
-        """One more run of each arm and load, with a clock around each step."""
+    def _once_more(self, arms: Sequence[str], what: str, into: list[dict[str, Any]]) -> None:
+        """One more run of each arm and load, in which something is looked at that takes time."""
         for load in self.options.loads:
             for arm in arms:
                 child = self.children.get(ARMS[arm].engine)
@@ -226,10 +228,9 @@ class Bench:
                     return
                 asked = {"arm": arm, "load": load, "seed": 0, "limit_s": self.left()}
                 with contextlib.suppress(ChildError):
-                    found = child.ask(self.left(), do="steps", **asked)["steps"]
+                    found = child.ask(self.left(), do=what, **asked)[what]
                     if found is not None:
-                        row = {"model": self.model, "load": load, "arm": arm, **found}
-                        self.results.steps.append(row)
+                        into.append({"model": self.model, "load": load, "arm": arm, **found})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,6 +281,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")
+    add("--threads", action="store_true", help="sample the client's threads in one more run")
     add(
         "--lens-setting", action="append", default=[], metavar="NAME=VALUE",
         help="environment variable of the engines with the lens",

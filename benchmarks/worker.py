@@ -18,6 +18,7 @@ from .arms import ARMS, ENGINES, Vector
 from .loads import LOADS, requests
 from .shapes import SHAPES, Shape
 from .step_clock import start_clock, stop_clock, summary
+from .thread_samples import GarbageClock, Sampler
 
 __all__ = ["main"]
 
@@ -25,11 +26,12 @@ __all__ = ["main"]
 class Vllm:
     """An offline vLLM engine."""
 
-    def __init__(self, shape: Shape, options: Mapping[str, Any]) -> None:
+    def __init__(self, kind: str, shape: Shape, options: Mapping[str, Any]) -> None:
         from vllm import LLM
 
         self._shape = shape
         self._set_up: set[str] = set()
+        self._has_lens = ENGINES[kind].has_lens
         self.llm: Any = LLM(**options)
 
     def _extra_args(self, request: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -77,10 +79,11 @@ class Vllm:
             for (_, sampled), request in zip(drawn, asked, strict=True)
         ]
         self.llm.reset_prefix_cache()
-        before = self._preemptions()
-        started = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        before, waited = self._preemptions(), self._waited_ms()
+        with GarbageClock() as garbage:
+            started = time.perf_counter()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
         shared = usage(os.getpid()).shared_bytes
         self._check(outputs, asked, drawn)
         return {
@@ -88,7 +91,15 @@ class Vllm:
             "tokens": sum(sampled for _, sampled in drawn),
             "preemptions": self._preemptions() - before,
             "shared_bytes": shared,
+            "garbage_ms": 1e3 * garbage.seconds,
+            "waited_ms": self._waited_ms() - waited,
         }
+
+    def _waited_ms(self) -> float:
+        """Time for which steps have waited for room in shared memory."""
+        if not self._has_lens:
+            return 0.0
+        return max(float(s["waited_ms"]) for s in self.llm.collective_rpc("inspect_lens_stats"))
 
     def _preemptions(self) -> int:
         found = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
@@ -127,6 +138,12 @@ class Vllm:
             steps = self.llm.collective_rpc(stop_clock)[0]
         return {"steps": summary([tuple(s) for s in steps])}
 
+    def threads(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
+        """What the threads of this process do in one run that is not timed otherwise."""
+        with Sampler() as sampler:
+            run = self.run(arm, load, seed, limit_s)
+        return {"threads": {**sampler.report(), **{k: run[k] for k in ("garbage_ms", "waited_ms")}}}
+
     def close(self) -> None:
         """End the engine's processes."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -156,7 +173,7 @@ def _start(kind: str, model: str, options: dict[str, Any]) -> Any:
         from .hugging_face import HuggingFace
 
         return HuggingFace(SHAPES[model], **options)
-    return Vllm(SHAPES[model], options)
+    return Vllm(kind, SHAPES[model], options)
 
 
 def _about() -> dict[str, Any]:

@@ -152,37 +152,23 @@ class Collector:
         """
         with self._changed:
             pending = self._pending.get(key)
-            if pending is not None:
-                self._wait(pending, counts, n_fed, timeout_s, settled)
-            is_settled = pending is None or pending.is_settled(counts, settled)
+            is_ready = pending is None or self._wait(pending, counts, n_fed, timeout_s, settled)
             paths = pending.all_paths() if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
             raise CaptureError(f"request {key}: results were already taken, or it was aborted")
         if pending.failure is not None:
             raise _as_error(pending.failure)
-        if pending.n_steered and (fed := pending.fed()[1]) < min(n_fed, pending.steer_until):
+        if not is_ready:
             raise CaptureError(
-                f"request {key}: the engine fed {n_fed} tokens and the worker reported steering "
-                f"up to token {fed} within {timeout_s:g} s; the output must not be used"
+                f"request {key}: {pending.lack(counts, n_fed, settled)} within {timeout_s:g} s; "
+                "the request has failed and nothing partial is returned"
             )
-        if not is_settled:
+        if any(stream.is_cut(counts[i]) for i, stream in pending.streams.items()):
             raise CaptureError(
-                f"request {key}: the last step was not reported within {timeout_s:g} s; rows of "
-                "rejected drafts may be among those that arrived, and steering is not confirmed"
+                f"request {key}: the engine fed tokens behind its end, which are part of what "
+                "was reduced; nothing wrong is returned"
             )
-        for i, stream in pending.streams.items():
-            if not stream.has(counts[i]):
-                raise CaptureError(
-                    f"request {key}: {int((~stream.arrived(counts[i])).sum())} of "
-                    f"{stream.taps * counts[i]} captured rows did not arrive within "
-                    f"{timeout_s:g} s; the request has failed and nothing partial is returned"
-                )
-            if stream.is_cut(counts[i]):
-                raise CaptureError(
-                    f"request {key}: the engine fed tokens behind its end, which are part of what "
-                    "was reduced; nothing wrong is returned"
-                )
         return Collected(
             tensors={
                 i: stream.take(counts[i], self._threads) for i, stream in pending.streams.items()
@@ -210,14 +196,17 @@ class Collector:
         n_fed: int,
         timeout_s: float,
         settled: int | None,
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
+    ) -> bool:
+        """Wait for what is on its way; whether it came."""
+        deadline: float | None = None
         while not pending.is_ready(counts, n_fed, settled):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
+            now = time.monotonic()
+            deadline = now + timeout_s if deadline is None else deadline
+            if now >= deadline:
+                return False
             # Rows are told of; the board is not, and is looked at again.
-            self._changed.wait(min(left, 0.002 if pending.n_steered else 0.1))
+            self._changed.wait(min(deadline - now, 0.002 if pending.n_steered else 0.1))
+        return True
 
     def _pop(self, key: str) -> Pending | None:
         self.saved.drop(key)

@@ -251,6 +251,23 @@ class Pending:
             return False
         return all(stream.has(counts[i]) for i, stream in self.streams.items())
 
+    def lack(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> str:
+        """What has not come of a request that is not ready, in words."""
+        if self.n_steered and (fed := self.fed()[1]) < min(n_fed, self.steer_until):
+            return (
+                f"the engine fed {n_fed} tokens and the worker reported steering up to token "
+                f"{fed}, so that the output must not be used,"
+            )
+        if not self.is_settled(counts, settled):
+            return (
+                "the last step was not reported, so that rows of rejected drafts may be among "
+                "those that arrived and steering is not confirmed,"
+            )
+        for i, stream in self.streams.items():
+            if missing := int((~stream.arrived(counts[i])).sum()):
+                return f"{missing} of {stream.taps * counts[i]} captured rows did not arrive"
+        return "its results did not arrive"
+
     def steered_tokens(self, n_fed: int) -> int:
         """Tokens that were steered, counted once each."""
         if not self.n_steered:

@@ -133,6 +133,7 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
+@functools.cache
 def vllm_version() -> str:
     """Version of the vLLM that is imported."""
     return str(importlib.import_module("vllm").__version__)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
@@ -21,6 +22,8 @@ from inspect_lens.spec import (
 __all__ = ["Reading", "Reads"]
 
 Floats = NDArray[np.float64]
+
+_RECEIPTS = TypeAdapter(tuple[ProbeReceipt, ...])
 
 
 class Reads:
@@ -103,7 +106,7 @@ class Reading:
         if not numbers.shape[1]:
             return {}
         # Shares of the taps, added where they meet.
-        columns = numbers.sum(axis=0, dtype=np.float64)
+        columns = np.add.reduce(numbers.astype(np.float64), axis=0)
         for means in self._plain:
             means.take(columns, first)
         new: dict[str, list[float]] = {}
@@ -123,7 +126,9 @@ class Reading:
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
         """What each probe found in all that was fed."""
-        found = [pair for means in self._plain for pair in means.receipts()]
+        if len(self._plain) == 1 and not self._uses:
+            return self._plain[0].receipts()
+        found = [pair for means in self._plain for pair in means.numbered()]
         found += [(use.at, use.receipt()) for use in self._uses]
         found.sort(key=itemgetter(0))
         return tuple(receipt for _, receipt in found)
@@ -142,6 +147,8 @@ class _Plain:
         self.at: list[int] = []
         """Index of each in the request."""
         self.columns: list[int] = []
+        self.pick: slice | NDArray[np.int64] = slice(0)
+        """The columns as an index; a slice where they lie side by side."""
         self.bias: Floats = np.zeros(0)
         self.names: list[tuple[str, str]] = []
         """Of each use, and sha256 of its probe."""
@@ -151,6 +158,9 @@ class _Plain:
         self.columns.append(column)
         self.bias = np.append(self.bias, probe.bias("bias"))
         self.names.append((use.name, probe.sha256))
+        first, n = self.columns[0], len(self.columns)
+        is_run = self.columns == list(range(first, first + n))
+        self.pick = slice(first, first + n) if is_run else np.asarray(self.columns)
 
 
 class _Means:
@@ -170,31 +180,39 @@ class _Means:
         b = max(a, min(self._where.stop - first, n))
         if a == b:
             return
-        scores = columns[a:b, self._plain.columns] + self._plain.bias
+        scores = columns[a:b, self._plain.pick] + self._plain.bias
         if self._total is not None:
             scores[0] += self._total
         else:
             self._first = first + a
-        # Summed in the order of the tokens, as the library's pools do it.
-        self._total = np.cumsum(scores, axis=0)[-1]
+        # Summed in the order of the tokens, as the library's pools do it, in parts or at once. A
+        # single column would be summed pairwise.
+        in_order = scores.shape[1] > 1
+        self._total = np.add.reduce(scores, axis=0) if in_order else np.cumsum(scores, axis=0)[-1]
         self._n += b - a
 
-    def receipts(self) -> Iterator[tuple[int, ProbeReceipt]]:
-        """What each use found, by its index in the request."""
+    def receipts(self) -> tuple[ProbeReceipt, ...]:
+        """What each use found."""
         plain, total = self._plain, self._total
         scores = [None] * len(plain.at) if total is None else (total / self._n).tolist()
-        for i, (name, sha256), score in zip(plain.at, plain.names, scores, strict=True):
-            yield (
-                i,
-                ProbeReceipt(
-                    name=name,
-                    sha256=sha256,
-                    aggregate="mean",
-                    score=score,
-                    n_tokens=self._n,
-                    first_position=self._first,
-                ),
-            )
+        # Validated together: one by one takes a multiple of the time.
+        return _RECEIPTS.validate_python(
+            [
+                {
+                    "name": name,
+                    "sha256": sha256,
+                    "aggregate": "mean",
+                    "score": score,
+                    "n_tokens": self._n,
+                    "first_position": self._first,
+                }
+                for (name, sha256), score in zip(plain.names, scores, strict=True)
+            ]
+        )
+
+    def numbered(self) -> Iterator[tuple[int, ProbeReceipt]]:
+        """The same, by each use's index in the request."""
+        return zip(self._plain.at, self.receipts(), strict=True)
 
 
 class _Use:
@@ -262,8 +280,7 @@ class _Use:
         """What the use found."""
         scores = np.concatenate(self._parts) if self._parts else np.zeros(0)
         alarm = self.find_alarm() if self.use.alarm is not None else None
-        # Not validated: there may be thousands of tokens, and the numbers are ours.
-        return ProbeReceipt.model_construct(
+        return ProbeReceipt(
             name=self.use.name,
             sha256=self.probe.sha256,
             aggregate="attention" if self._attention else self._pool,

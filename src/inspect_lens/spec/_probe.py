@@ -21,6 +21,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.dataclasses import dataclass
 
 from ._dump import WireModel, is_wire
 from ._positions import Positions, parse_positions
@@ -218,10 +219,13 @@ class ProbeUse(BaseModel):
         return parse_positions(value, field="positions")
 
 
-class ProbeReceipt(BaseModel):
-    """What one probe found."""
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class ProbeReceipt:
+    """What one probe found.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    A batch of requests with sixteen probes each makes thousands of these at once: a model would be
+    three objects to the garbage collector, and this is one.
+    """
 
     name: str
     sha256: str

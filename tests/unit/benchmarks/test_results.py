@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from benchmarks.results_file import Results
 from benchmarks.run import Bench, order, parse, plan
 from benchmarks.shapes import SHAPES
 from benchmarks.step_clock import summary
+from benchmarks.thread_samples import GarbageClock, Sampler
 from tests.kit.child import ChildError
 from tests.kit.files import write_json
 
@@ -44,7 +48,8 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
         "idle": [2.0, 2.2, 2.1],
     }.items():
         for seconds in values:
-            results.add(("m", "8x256", arm), {"seconds": seconds, "tokens": 100, "preemptions": 2})
+            run = {"seconds": seconds, "tokens": 100, "preemptions": 2}
+            results.add(("m", "8x256", arm), {**run, "garbage_ms": 1.26, "waited_ms": 0.0})
     results.skipped["m", "8x256", "hf"] = "not finished after 5 s"
     write_json(tmp_path / "r.json", results.to_json())
     read = json.loads((tmp_path / "r.json").read_text())
@@ -61,6 +66,9 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
     assert read["skipped"] == [
         {"model": "m", "load": "8x256", "arm": "hf", "reason": "not finished after 5 s"}
     ]
+    assert read["waits"][1] == {
+        "model": "m", "load": "8x256", "arm": "vllm-lens", "garbage_ms": [1.3], "waited_ms": [0.0],
+    }  # fmt: skip
     assert "1.050" in results.table()
 
 
@@ -190,3 +198,31 @@ def test_an_arm_that_cannot_run_says_why(tmp_path: Path) -> None:
     made = bench(tmp_path, ["vllm-lens"])
     assert made.start() == []
     assert "--peer-path" in made.results.skipped["tiny", "smoke", "vllm-lens"]
+
+
+def test_samples_say_in_which_phase_of_a_run_a_thread_was_where() -> None:
+    def sleeps() -> None:
+        time.sleep(0.15)
+
+    with Sampler() as sampler:
+        thread = threading.Thread(target=sleeps, name="early-1")
+        thread.start()
+        thread.join()
+        time.sleep(0.15)
+    report = sampler.report()
+    assert report["seconds"] == pytest.approx(0.3, abs=0.15)
+    early = report["threads"]["early"]
+    assert early["innermost"] == {"test_results.py:sleeps": 1.0}
+    assert early["lens_by_tenth"][0] == {"-": 1.0}
+    assert early["lens_by_tenth"][-1] == {}
+    assert report["threads"]["MainThread"]["samples"] > early["samples"]
+
+
+def test_the_garbage_clock_counts_what_is_collected_while_it_is_entered() -> None:
+    with GarbageClock() as clock:
+        before = clock.seconds
+        gc.collect()
+    assert clock.seconds > before
+    after = clock.seconds
+    gc.collect()
+    assert clock.seconds == after
