@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.kit.child import serve
@@ -50,7 +51,14 @@ class Worker:
         }
 
     async def _ask(
-        self, prompt: Any, index: int, vector: int | None, captured: bool, leave: int | None = None
+        self,
+        prompt: Any,
+        index: int,
+        vector: int | None,
+        captured: bool,
+        leave: int | None = None,
+        *,
+        is_new: bool = False,
     ) -> Any:
         from vllm import SamplingParams
 
@@ -68,6 +76,7 @@ class Worker:
             ignore_eos=True,
             detokenize=False,
             extra_args=extra or None,
+            skip_reading_prefix_cache=is_new or None,
         )
         request = {"prompt_token_ids": list(prompt.tokens)}
         stream = self.engine.generate(request, params, f"soak-{next(self._ids)}")
@@ -85,7 +94,8 @@ class Worker:
         ways: list[int | None] = [None, *range(N_VECTORS)] if with_lens else [None]
         for i, prompt in enumerate(draw_prompts(seed)):
             for way in ways:
-                output = await self._ask(prompt, i, way, captured=with_lens)
+                # Computed whole with and without the lens, in chunks of the same size.
+                output = await self._ask(prompt, i, way, captured=with_lens, is_new=True)
                 rows = output.activations["residual_stream"] if with_lens else None
                 solos[i, way] = list(output.outputs[0].token_ids), rows
         return solos
@@ -97,17 +107,25 @@ class Worker:
         return {**await self._floor(seed, n, solos), "solo_tokens": tokens}
 
     async def _floor(self, seed: int, n: int, solos: Solo) -> dict[str, Any]:
-        """How plain answers differ among plain neighbours: what batching alone does."""
+        """How plain answers differ among plain neighbours: what batching alone does.
+
+        In the mix prompts are computed again and again, since captured ones are and since steered
+        ones push others out of the cache; and each time they are cut into other chunks. So they are
+        here: out of the cache every answer would stand on what was computed alone.
+        """
         prompts = draw_prompts(seed)
         gate = asyncio.Semaphore(CONCURRENT)
+        again = np.random.default_rng([seed, 2]).random(n) < 0.5
 
-        async def one(index: int) -> bool:
+        async def one(index: int, is_new: bool) -> bool:
             async with gate:
-                output = await self._ask(prompts[index], index, None, captured=False)
+                output = await self._ask(prompts[index], index, None, captured=False, is_new=is_new)
             return list(output.outputs[0].token_ids) != solos[index, None][0]
 
         asked = [i % N_PROMPTS for i in range(n)]
-        different = await asyncio.gather(*(one(i) for i in asked))
+        different = await asyncio.gather(
+            *(one(i, is_new) for i, is_new in zip(asked, again.tolist(), strict=True))
+        )
         unsteady = {i for i, differs in zip(asked, different, strict=True) if differs}
         return {"requests": n, "different": sum(different), "unsteady_prompts": sorted(unsteady)}
 

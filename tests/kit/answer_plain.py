@@ -1,6 +1,6 @@
 """A script: start an engine, answer plain prompts greedily, print what came out as JSON.
 
-`python -m tests.kit.answer_plain FOLDER [--capture]`; run in a process of its own, so that the
+`python -m tests.kit.answer_plain FOLDER [--capture] [--dtype DTYPE]`; run in a process of its own, so that the
 environment decides whether the lens is there.
 """
 
@@ -14,9 +14,12 @@ from pathlib import Path
 def main() -> None:
     from tests.engine.conftest import start, tokens
 
-    engine = start(Path(sys.argv[1]))
+    options = {}
+    if "--dtype" in sys.argv:
+        options = {"dtype": sys.argv[sys.argv.index("--dtype") + 1]}
+    engine = start(Path(sys.argv[1]), **options)
     try:
-        outputs = engine.run([tokens(n, seed=n) for n in (5, 70, 130)], logprobs=3)
+        outputs = engine.run([tokens(n, seed=n) for n in (5, 70, 130)], logprobs=3, max_tokens=32)
         answers = [
             {
                 "token_ids": list(o.outputs[0].token_ids),

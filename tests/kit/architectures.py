@@ -55,6 +55,8 @@ class Case:
     """Whether it is a language model alone."""
     is_routed: bool = False
     """Whether tokens choose experts: a rounding error of bfloat16 may choose others."""
+    is_recurrent: bool = False
+    """Whether a rounding error of bfloat16 is carried on from token to token, and grows."""
 
 
 def _llama(hidden: int) -> Any:
@@ -195,7 +197,13 @@ CASES = (
     Case("mixtral", "mixture of experts", _mixtral, is_routed=True),
     Case("qwen3_moe", "mixture of experts, another router", _qwen3_moe, is_routed=True),
     Case("granite-hybrid", "state-space (Mamba 2) and attention layers", _granite_hybrid),
-    Case("jamba", "state-space (Mamba 1) and attention layers", _jamba, needs_gpu=True),
+    Case(
+        "jamba",
+        "state-space (Mamba 1) and attention layers",
+        _jamba,
+        needs_gpu=True,
+        is_recurrent=True,
+    ),
     Case("stablelm", "a residual that nobody adds", _stablelm),
     Case(
         "idefics3",

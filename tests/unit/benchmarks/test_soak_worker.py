@@ -21,7 +21,7 @@ class FakeWorker(Worker):
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
-        self.fault, self.n_asked = fault, 0
+        self.fault, self.n_asked, self.n_new = fault, 0, 0
         self.engine = SimpleNamespace(collective_rpc=self._stats)
 
     async def _stats(self, _name: str) -> list[dict[str, int]]:
@@ -36,9 +36,17 @@ class FakeWorker(Worker):
         ]
 
     async def _ask(
-        self, prompt: Any, index: int, vector: int | None, captured: bool, leave: int | None = None
+        self,
+        prompt: Any,
+        index: int,
+        vector: int | None,
+        captured: bool,
+        leave: int | None = None,
+        *,
+        is_new: bool = False,
     ) -> Any:
         self.n_asked += 1
+        self.n_new += is_new
         late = self.n_asked > 400  # among the mix, not alone
         await asyncio.sleep(0)
         if leave is not None and leave < prompt.max_tokens:
@@ -102,3 +110,9 @@ def test_the_floor_counts_answers_that_batching_changes() -> None:
     # The first 48 requests are the solo answers; from the 401st on, answers differ.
     assert (found["requests"], found["different"]) == (600, 600 + 48 - 400)
     assert found["unsteady_prompts"] == list(range(48))
+
+
+def test_half_of_the_floor_computes_its_prompt_again_as_much_of_the_mix_does() -> None:
+    worker = FakeWorker()
+    asyncio.run(worker.floor(0, 600))
+    assert 48 + 250 < worker.n_new < 48 + 350
