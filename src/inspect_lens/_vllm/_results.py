@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import secrets
 import threading
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 import inspect_lens
 from inspect_lens._engine._capture import CaptureEnvelope
@@ -50,15 +48,14 @@ class _Expected:
     packed: Mapping[str, Any]
     """The envelope as it travels."""
 
-    def positions(self, n_fed: int) -> NDArray[np.int64]:
-        """Captured positions of a request that fed `n_fed` tokens to the model."""
+    def positions(self, n_fed: int) -> Sequence[int]:
+        """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
         capture = self.envelope.capture
         if capture is None:
-            return np.zeros(0, dtype=np.int64)
+            return ()
         if capture.positions is not None:
-            wanted = np.asarray(capture.positions, dtype=np.int64)
-            return wanted[: wanted.searchsorted(n_fed)]
-        return np.arange(capture.lo, max(capture.lo, min(capture.hi, n_fed)), dtype=np.int64)
+            return capture.positions[: bisect_left(capture.positions, n_fed)]
+        return range(capture.lo, max(capture.lo, min(capture.hi, n_fed)))
 
     def n_read(self, n_fed: int) -> int:
         """Positions that probes read of a request that fed `n_fed` tokens to the model."""
@@ -256,7 +253,7 @@ class Results:
 def _receipt(
     expected: _Expected,
     ticket: Ticket,
-    positions: NDArray[np.int64],
+    positions: Sequence[int],
     collected: Collected,
     cached_tokens: int,
     eager: EagerResults | None,
@@ -291,16 +288,16 @@ def _receipt(
     )
 
 
-def _capture_receipt(capture: CaptureEnvelope, positions: NDArray[np.int64]) -> CaptureReceipt:
+def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> CaptureReceipt:
     if capture.is_last:
         positions = positions[-1:]
-    is_run = bool(len(positions)) and int(positions[-1] - positions[0]) + 1 == len(positions)
+    is_run = bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
     return CaptureReceipt(
         site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
         layers=capture.layers,
         n_positions=len(positions),
-        first_position=int(positions[0]) if is_run else None,
-        positions=None if is_run else tuple(positions.tolist()),
+        first_position=positions[0] if is_run else None,
+        positions=None if is_run else tuple(positions),
         dtype=capture.dtype,
         reduce=capture.reduce,
         rows=len(capture.taps) * len(positions),
