@@ -66,18 +66,29 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_request(
+        self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         params = getattr(request, "sampling_params", None)
         extra = params.extra_args if params is not None else None
         if params is None or not extra or ENVELOPE_KEY not in extra:
-            return original(self, request, *args, **kwargs)
+            return original(self, request, prompt, parent_req, *args, **kwargs)
         n_prompt = len(request.prompt_token_ids)
         n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
         reading = _reading(extra[ENVELOPE_KEY], n_prompt, n_max)
-        front_end().results.expect(
-            request.request_id, extra[ENVELOPE_KEY], n_prompt=n_prompt, reading=reading
+        results = front_end().results
+        results.expect(
+            request.request_id,
+            extra[ENVELOPE_KEY],
+            n_prompt=n_prompt,
+            reading=reading,
+            request=None if parent_req is None else parent_req.request_id,
         )
-        result = original(self, request, *args, **kwargs)
+        try:
+            result = original(self, request, prompt, parent_req, *args, **kwargs)
+        except BaseException:
+            results.abandon([request.request_id])
+            raise
         if reading is not None and reading.has_alarm:
             _stop_at_alarm(self.request_states[request.request_id])
         return result
@@ -117,9 +128,10 @@ def _stop_at_alarm(state: Any) -> None:
 
 def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def abort_requests(self: Any, request_ids: Any, internal: bool, *args: Any, **kw: Any) -> Any:
-        aborted = original(self, request_ids, internal, *args, **kw)
-        for key in aborted:
-            front_end().results.discard(key)
+        ids = list(request_ids)
+        aborted = original(self, ids, internal, *args, **kw)
+        # Also what has finished and was not taken: vLLM knows nothing of it any more.
+        front_end().results.abandon([*aborted, *(ids if internal else ())])
         return aborted
 
     return abort_requests

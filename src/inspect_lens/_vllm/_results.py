@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ class _Expected:
     """Probes of the request."""
     packed: Mapping[str, Any]
     """The envelope as it travels."""
+    request: str
+    """Internal id of the request that this choice belongs to."""
 
     def positions(self, n_fed: int) -> NDArray[np.int64]:
         """Captured positions of a request that fed `n_fed` tokens to the model."""
@@ -72,6 +74,8 @@ class Results:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._expected: dict[str, _Expected] = {}
+        self._choices: dict[str, set[str]] = {}
+        """Open choices of each request, by its internal id."""
         self._collector: Collector | None = None
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
@@ -110,10 +114,13 @@ class Results:
         *,
         n_prompt: int,
         reading: Reading | None = None,
+        request: str | None = None,
     ) -> None:
-        """Take note of a request before the engine sees it."""
+        """Take note of a choice before the engine sees it; `request` is what it belongs to."""
         envelope = Envelope.unpack(packed)
-        self._expected[key] = _Expected(envelope, n_prompt, reading, packed)
+        with self._lock:
+            self._choices.setdefault(request or key, set()).add(key)
+            self._expected[key] = _Expected(envelope, n_prompt, reading, packed, request or key)
         self._the_collector().open(key, envelope)
         if envelope.capture is not None and envelope.capture.is_folded:
             self.late.add(key)
@@ -159,12 +166,32 @@ class Results:
         """Whether a request uses the lens."""
         return key in self._expected
 
-    def discard(self, key: str) -> None:
-        """Forget an aborted request."""
-        self._unsent.pop(key, None)
-        self.late.discard(key)
-        if self._expected.pop(key, None) is not None:
-            self._the_collector().discard(key)
+    def abandon(self, ids: Iterable[str]) -> None:
+        """Forget aborted requests with all their choices, also those that have finished.
+
+        vLLM keeps finished choices until the others have finished, too, and a client that goes
+        away in between never takes them.
+
+        Args:
+            ids: internal ids of requests, or of choices of theirs.
+        """
+        for key in ids:
+            expected = self._expected.get(key)
+            for choice in tuple(self._choices.get(expected.request if expected else key, ())):
+                self._unsent.pop(choice, None)
+                if self._close(choice) is not None:
+                    self._the_collector().discard(choice)
+
+    def _close(self, key: str) -> _Expected | None:
+        """Expect nothing more for a choice."""
+        with self._lock:
+            self.late.discard(key)
+            expected = self._expected.pop(key, None)
+            if expected is not None and (choices := self._choices.get(expected.request)):
+                choices.discard(key)
+                if not choices:
+                    del self._choices[expected.request]
+            return expected
 
     def attach(self, output: Any) -> None:
         """Put tensors and receipts on an output and on each of its finished choices.
@@ -184,8 +211,7 @@ class Results:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
             if ticket is None or hasattr(completion, "inspect_lens"):
                 continue
-            expected = self._expected.pop(ticket.key, None)
-            self.late.discard(ticket.key)
+            expected = self._close(ticket.key)
             if expected is None:
                 raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
             mine.append((completion, ticket, expected))

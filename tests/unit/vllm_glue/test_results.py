@@ -112,7 +112,7 @@ def test_when_one_choice_fails_none_is_left(results: Results) -> None:
 
 def test_an_aborted_request_is_an_error_and_not_an_answer_without_rows(results: Results) -> None:
     expect(results, "c", LensRequest(capture=CaptureSpec(layers=(0,))))
-    results.discard("c")
+    results.abandon(["c"])
     with pytest.raises(CaptureError, match="aborted"):
         results.attach(output(completion(0, "c")))
 
@@ -126,3 +126,86 @@ def test_the_salt_changes_after_a_failure_and_between_processes(results: Results
         results.attach(output(completion(0, "d")))
     assert expect(results, "f", request) != before
     assert expect(Results(timeout_s=0.1), "g", request) != before
+
+
+def core_request(key: str, params: Any) -> Any:
+    from vllm.v1.engine import EngineCoreRequest
+
+    values = {field: None for field in EngineCoreRequest.__struct_fields__}
+    known = {
+        "request_id": key,
+        "external_req_id": "outside",
+        "prompt_token_ids": [1, 2, 3],
+        "sampling_params": params,
+        "arrival_time": 0.0,
+    }
+    return EngineCoreRequest(**{**values, **known})
+
+
+@pytest.mark.parametrize(
+    ("finished", "internal"),
+    # Of a request that has finished vLLM knows no outside id.
+    [(0, True), (1, True), (2, True), (0, False), (1, False)],
+)
+def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
+    results: Results, monkeypatch: pytest.MonkeyPatch, finished: int, internal: bool
+) -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    from inspect_lens._vllm._compat import resolve, seam
+    from inspect_lens.spec import ENVELOPE_KEY
+
+    monkeypatch.setattr(
+        "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=results)
+    )
+    wrapped = {
+        name: FRONT_END_WRAPPERS[name](resolve(seam(name))[2])
+        for name in ("add_request", "abort_requests")
+    }
+    processor = type("Wrapped", (OutputProcessor,), wrapped)(None, log_stats=False)
+
+    capture = LensRequest(capture=CaptureSpec(layers=(0,)))
+    envelope = seal(capture, FACTS, reply=results.address, n_prompt=3, max_tokens=4)
+    params = SamplingParams(
+        n=2, max_tokens=4, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    params.extra_args = {ENVELOPE_KEY: envelope.pack()}
+    parent = ParentRequest(core_request("inside", params))
+    for index in range(2):
+        key, own = parent.get_child_info(index)
+        processor.add_request(core_request(key, own), None, parent, index)
+    assert results.n_open == 2
+    for index in range(finished):
+        ended = EngineCoreOutput(
+            request_id=f"{index}_inside", new_token_ids=[7], finish_reason=FinishReason.LENGTH
+        )
+        processor.process_outputs([ended])
+    assert results.n_open == 2
+    processor.abort_requests(iter(["inside" if internal else "outside"]), internal=internal)
+    assert results.n_open == 0
+    assert not results._choices
+    assert results._collector is not None
+    assert results._collector.n_open == 0
+
+
+def test_a_request_that_vllm_does_not_take_is_not_expected(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inspect_lens.spec import ENVELOPE_KEY
+
+    monkeypatch.setattr(
+        "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=results)
+    )
+
+    def full(*args: Any) -> None:
+        raise ValueError("too many requests")
+
+    capture = LensRequest(capture=CaptureSpec(layers=(0,)))
+    envelope = seal(capture, FACTS, reply=results.address, n_prompt=3, max_tokens=4)
+    params = SimpleNamespace(extra_args={ENVELOPE_KEY: envelope.pack()}, max_tokens=4)
+    with pytest.raises(ValueError, match="too many"):
+        FRONT_END_WRAPPERS["add_request"](full)(None, core_request("r", params), None)
+    assert results.n_open == 0
