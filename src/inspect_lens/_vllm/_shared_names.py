@@ -14,7 +14,6 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from inspect_lens._engine._folders import PREFIX, hold, let_go, sweep
 from inspect_lens.probe import write_atomic
 from inspect_lens.spec import EngineProbe, SteeringVector
 
@@ -29,13 +29,11 @@ __all__ = ["SharedNames", "folder_of_siblings"]
 
 Item = EngineProbe | SteeringVector
 
-_PREFIX = "inspect-lens-names-"
-
 
 def folder_of_siblings() -> Path:
     """The folder of all processes that this process's parent has started, and nobody else's."""
     parent = os.getppid()
-    name = f"{_PREFIX}{os.getuid()}-{parent}-{_start_of(parent)}"
+    name = f"{PREFIX}servers-{os.getuid()}-{parent}-{_start_of(parent)}"
     return Path(tempfile.gettempdir()) / name
 
 
@@ -54,15 +52,13 @@ class SharedNames:
         Raises:
             PermissionError: somebody else has made it.
         """
-        _sweep(folder)
+        sweep()
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise PermissionError(f"{folder} belongs to another user, or lets others in")
         self._folder, self._parse = folder, parse
-        # Programs that clean up old temporary files leave a locked folder alone.
-        self._alive = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._alive, fcntl.LOCK_SH)
+        self._lock: int | None = hold(folder)
         self._guard = os.open(folder / "guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._guard, mmap.PAGESIZE)
         self._memory = mmap.mmap(self._guard, mmap.PAGESIZE)
@@ -124,14 +120,11 @@ class SharedNames:
     def close(self) -> None:
         """Let go of the folder; the last one removes it."""
         # A forked child has the object, and none of the right to clean up.
-        if self._alive < 0 or os.getpid() != self._pid:
+        if self._lock is None or os.getpid() != self._pid:
             return
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._alive)
+        let_go(self._folder, self._lock)
         os.close(self._guard)
-        self._alive = -1
+        self._lock = None
 
     def _changed(self) -> None:
         self._count[0] += 1
@@ -142,20 +135,6 @@ class SharedNames:
         return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _sweep(folder: Path) -> None:
-    """Remove folders of servers that were killed, and so could not."""
-    for other in folder.parent.glob(f"{_PREFIX}{os.getuid()}-*-*"):
-        parent, began = other.name.rsplit("-", 2)[1:]
-        if _start_of(parent) != began:
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _start_of(process: int | str) -> str | None:
-    """When a process began, in ticks since the system came up; None where there is none.
-
-    Its number is used again; with its start it is not.
-    """
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
+def _start_of(process: int) -> str:
+    """When a process began, in ticks since the system came up: its number is used again."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]

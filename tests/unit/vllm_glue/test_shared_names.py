@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,26 +133,6 @@ def test_siblings_find_the_same_folder_and_strangers_another() -> None:
     theirs = {one.stdout for one in told}
     assert len(theirs) == 1
     assert theirs != {f"{folder_of_siblings()}\n"}
-
-
-def test_folders_of_servers_that_were_killed_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine = folder_of_siblings()
-    stem = f"inspect-lens-names-{os.getuid()}"
-    killed = [tmp_path / f"{stem}-{os.getppid()}-1", tmp_path / f"{stem}-4194305-77"]
-    others = [tmp_path / "inspect-lens-names-123456-1-1", tmp_path / "inspect-lens-rows"]
-    for folder in (*killed, *others):
-        folder.mkdir()
-        (folder / "guard").touch()
-    mine.mkdir(mode=0o700)
-    names = SharedNames(mine, parse_item)
-    assert not any(folder.exists() for folder in killed)
-    assert all(folder.exists() for folder in (mine, *others))
-    names.close()
-    names.close()
-    assert not mine.exists()
 
 
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
