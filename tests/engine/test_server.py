@@ -163,6 +163,8 @@ def test_tokens_in_and_out_carry_results(client: Any, stream: bool, n: int) -> N
     params = {"max_tokens": 4, "temperature": 0, "n": n, "extra_args": {"inspect_lens": lens}}
     body = {"token_ids": prompt, "sampling_params": params, "stream": stream}
     answer = client.post("/inference/v1/generate", json=body)
+    if answer.status_code == 403:
+        pytest.skip("the server was started without --enable-scale-out")
     assert answer.status_code == 200, answer.text
     if stream:
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import inspect_lens
@@ -24,8 +25,9 @@ from ._facts import facts_of, refusal
 from ._hook_book import HookBook
 from ._registry import Registry, parse_item, start_items
 from ._results import Results
-from ._serve import install_when_serving
+from ._serve import install_when_serving, payloads
 from ._shared_names import SharedNames, folder_of_siblings
+from ._shared_payloads import open_door
 
 __all__ = ["FrontEnd", "front_end", "not_served"]
 
@@ -54,6 +56,8 @@ class FrontEnd:
         """Facts of each engine of this process, or why the lens does not serve it."""
         self.n_processes = 1
         """API servers in front of the engine; each has a store of tensors of its own."""
+        self.siblings: Path | None = None
+        """Folder that several of them share."""
         self._judged: dict[tuple[int, int], _Judged] = {}
         self.results = Results(self.settings.result_timeout_s)
         self.registry = Registry(start_items(self.settings.register))
@@ -66,9 +70,12 @@ class FrontEnd:
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
-                self.registry.share(SharedNames(folder_of_siblings(), parse_item))
+                names = SharedNames(folder_of_siblings(), parse_item)
+                self.registry.share(names)
+                open_door(names.folder, payloads)
+                self.siblings = names.folder
             except OSError as error:
-                logger.warning("inspect_lens: API servers cannot share names: %s", error)
+                logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
         # Read again: one process can hold engines with different settings.
         settings = Settings.load()
         facts = facts_of(vllm_config, settings) if reason is None else None

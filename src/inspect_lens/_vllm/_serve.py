@@ -27,6 +27,7 @@ from ._hook_routes import add_hook_routes
 from ._lost_keys import RefuseLostKeys
 from ._payloads import TTL_S, PayloadStore
 from ._routes import add_registry_routes
+from ._shared_payloads import fetch_payload
 
 __all__ = ["as_json", "install_when_serving", "is_serving", "payloads"]
 
@@ -329,18 +330,20 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
         from fastapi import Response
 
         async def fetch_activations(handle: str) -> Any:
-            data = payloads.get(handle)
-            if data is None and payloads.made(handle):
-                return Response(
-                    status_code=410,
-                    content=f"handle {handle!r} has expired after {TTL_S:g} s, or others needed "
-                    "its place",
-                )
-            if data is None:
+            try:
+                folder = getattr(_Front.end, "siblings", None)
+                data = await fetch_payload(handle, payloads, folder)
+            except LookupError:
                 return Response(
                     status_code=404,
                     content=f"handle {handle!r} is of another server process; ask again over a "
                     "new connection",
+                )
+            if data is None:
+                return Response(
+                    status_code=410,
+                    content=f"handle {handle!r} has expired after {TTL_S:g} s, or others needed "
+                    "its place",
                 )
             return Response(content=data, media_type="application/octet-stream")
 

@@ -57,7 +57,7 @@ class SharedNames:
         found = folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise PermissionError(f"{folder} belongs to another user, or lets others in")
-        self._folder, self._parse = folder, parse
+        self.folder, self._parse = folder, parse
         self._lock: int | None = hold(folder)
         self._guard = os.open(folder / "guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._guard, mmap.PAGESIZE)
@@ -83,7 +83,7 @@ class SharedNames:
     def locked(self) -> Iterator[None]:
         """Keep others from reading and writing."""
         # A description of its own: locks of one description do not keep its holders apart.
-        own = os.open(self._folder / "guard", os.O_RDWR | os.O_CLOEXEC)
+        own = os.open(self.folder / "guard", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(own, fcntl.LOCK_EX)
             yield
@@ -92,7 +92,7 @@ class SharedNames:
 
     def read(self) -> dict[str, Item]:
         """All items; call it with the lock."""
-        files = sorted(self._folder.glob("*.json"))
+        files = sorted(self.folder.glob("*.json"))
         for file in files:
             if file.name not in self._read:
                 self._read[file.name] = self._parse(json.loads(file.read_text(encoding="utf-8")))
@@ -106,13 +106,13 @@ class SharedNames:
         kind = "probe" if isinstance(item, EngineProbe) else "vector"
         body = json.dumps({"name": name, kind: item.model_dump(mode="json")})
         file = f"{self._stem(name)}-{int(self._count[0])}.json"
-        write_atomic(self._folder / file, body.encode())
+        write_atomic(self.folder / file, body.encode())
         self._read[file] = name, item
         self._changed()
 
     def drop(self, name: str) -> None:
         """Remove a name; call it with the lock."""
-        for file in self._folder.glob(f"{self._stem(name)}-*.json"):
+        for file in self.folder.glob(f"{self._stem(name)}-*.json"):
             file.unlink()
             self._read.pop(file.name, None)
         self._changed()
@@ -122,7 +122,7 @@ class SharedNames:
         # A forked child has the object, and none of the right to clean up.
         if self._lock is None or os.getpid() != self._pid:
             return
-        let_go(self._folder, self._lock)
+        let_go(self.folder, self._lock)
         os.close(self._guard)
         self._lock = None
 

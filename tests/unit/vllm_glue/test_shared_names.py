@@ -148,6 +148,7 @@ def test_a_front_end_beside_others_registers_for_all(
 ) -> None:
     monkeypatch.setattr(_front, "install_when_serving", lambda front: None)
     monkeypatch.setattr(_front, "folder_of_siblings", lambda: folder)
+    monkeypatch.setattr(_front, "open_door", lambda folder, payloads: None)
     monkeypatch.setattr(_front, "refusal", lambda config: "not for this test")
     fronts = []
     for _ in range(2):
