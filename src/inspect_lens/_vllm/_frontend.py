@@ -119,9 +119,10 @@ def _stop_at_alarm(state: Any) -> None:
     @functools.wraps(update)
     def update_or_stop(*args: Any, **kwargs: Any) -> Any:
         stop = update(*args, **kwargs)
-        if stop is None and (name := front_end().results.alarm(key)) is not None:
-            return f"inspect_lens:alarm:{name}"
-        return stop
+        if stop is not None:
+            return stop
+        name = front_end().results.alarm(key, detokenizer.num_output_tokens())
+        return None if name is None else f"inspect_lens:alarm:{name}"
 
     detokenizer.update = update_or_stop
 
@@ -150,7 +151,9 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                 n_last=len(token_ids),
             )
         elif results.streams_tokens(self.request_id):
-            completion.inspect_lens_scores = results.take_new_scores(self.request_id)
+            completion.inspect_lens_scores = results.take_new_scores(
+                self.request_id, self.detokenizer.num_output_tokens()
+            )
         return completion
 
     return new_completion_output

@@ -128,8 +128,14 @@ class Results:
             self.late.add(key)
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
 
-    def new_scores(self, key: str) -> dict[str, list[float]]:
-        """Token scores of a running request that have come since the last call, by probe."""
+    def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
+        """Token scores of a running request that have come since the last call, by probe.
+
+        Args:
+            key: of the choice.
+            n_completion: tokens that have been sampled, as far as is known here. The engine may be
+                ahead, and the request may turn out to end with the last of these.
+        """
         expected = self._expected.get(key)
         if expected is None or expected.reading is None:
             return {}
@@ -137,14 +143,17 @@ class Results:
             # Numbers of a rejected draft come again, corrected: all are read at the end.
             return {}
         numbers = self._the_collector().scores(key, expected.reading.n_seen)
-        return {} if numbers is None else expected.reading.feed(numbers)
+        if numbers is None:
+            return {}
+        n_new = expected.n_read(expected.n_prompt + n_completion - 1) - expected.reading.n_seen
+        return expected.reading.feed(numbers[:, : max(n_new, 0)])
 
-    def alarm(self, key: str) -> str | None:
-        """Name of a probe whose alarm has to end a running request."""
+    def alarm(self, key: str, n_completion: int) -> str | None:
+        """Name of a probe whose alarm has to end a running request; see `new_scores`."""
         expected = self._expected.get(key)
         if expected is None or expected.reading is None:
             return None
-        self._pending_scores(key, self.new_scores(key))
+        self._pending_scores(key, self.new_scores(key, n_completion))
         return expected.reading.alarm()
 
     def streams_tokens(self, key: str) -> bool:
@@ -153,9 +162,9 @@ class Results:
         reading = expected.reading if expected is not None else None
         return reading is not None and reading.streams_tokens
 
-    def take_new_scores(self, key: str) -> dict[str, list[float]]:
-        """Token scores that no response has carried yet."""
-        self._pending_scores(key, self.new_scores(key))
+    def take_new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
+        """Token scores that no response has carried yet; see `new_scores`."""
+        self._pending_scores(key, self.new_scores(key, n_completion))
         return self._unsent.pop(key, {})
 
     def _pending_scores(self, key: str, new: Mapping[str, list[float]]) -> None:

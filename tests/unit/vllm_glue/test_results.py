@@ -12,11 +12,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine._collector import SCORES, Collected
 from inspect_lens._engine._envelope import seal
 from inspect_lens._vllm._frontend import FRONT_END_WRAPPERS, has_tickets
+from inspect_lens._vllm._registry import Registry
 from inspect_lens._vllm._results import Results, Ticket
+from inspect_lens._vllm._scores import Reading
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import EngineFacts, tap_points
+from inspect_lens.spec import EngineFacts, EngineProbe, TensorData, tap_points
 
 FACTS = EngineFacts(
     model="m",
@@ -209,3 +212,43 @@ def test_a_request_that_vllm_does_not_take_is_not_expected(
     with pytest.raises(ValueError, match="too many"):
         FRONT_END_WRAPPERS["add_request"](full)(None, core_request("r", params), None)
     assert results.n_open == 0
+
+
+@pytest.mark.parametrize("alarm", [None, "stop"])
+def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: str | None) -> None:
+    # The engine runs ahead of a front-end that is slow, which then finds a stop string.
+    probe = EngineProbe(layers=(0,), tensors={"weight": np.ones((1, 4))}, threshold=3.5)
+    registry = Registry({"p": probe})
+    uses = LensRequest(probes=[{"name": "p", "tokens": True, "alarm": alarm}])
+    envelope = seal(
+        uses, FACTS, reply=results.address, n_prompt=3, max_tokens=9, probes=registry.probes
+    )
+    reading = Reading(
+        registry.reads(uses.probes), lo=envelope.probes.lo if envelope.probes else 0,
+        n_prompt=3, n_max=11,
+    )  # fmt: skip
+    results.expect("k", envelope.pack(), n_prompt=3, reading=reading)
+    come = np.arange(1.0, 8.0, dtype=np.float32).reshape(1, 7, 1)  # of seven sampled tokens
+
+    class Ahead:
+        def scores(self, key: str, since: int) -> Any:
+            return come[:, since:]
+
+        def take(self, key: str, *, counts: dict[int, int], **_: Any) -> Any:
+            return Collected({SCORES: TensorData(come[:, : counts[SCORES]], "float32")}, 0, ())
+
+        saved = SimpleNamespace(take=lambda *_, **__: None)
+
+    results._collector = Ahead()  # type: ignore[assignment]
+    streamed: list[float] = []
+    for n_completion in (1, 2, 3):
+        streamed += results.take_new_scores("k", n_completion).get("p", [])
+        assert streamed == come[0, : n_completion - 1, 0].tolist()
+    assert results.alarm("k", 3) is None
+    choice = completion(0)
+    choice.inspect_lens_ticket = Ticket("k", n_completion=4)
+    results.attach(output(choice))
+    (receipt,) = choice.inspect_lens.probes
+    assert receipt.tokens == (1.0, 2.0, 3.0)
+    assert (receipt.n_tokens, receipt.score, receipt.alarm_position) == (3, 2.0, None)
+    assert choice.inspect_lens_scores == {"p": [3.0]}
