@@ -160,7 +160,8 @@ def test_routes_that_would_pass_over_lens_keys_refuse_them(client: Any) -> None:
 def test_tokens_in_and_out_carry_results(client: Any, stream: bool, n: int) -> None:
     lens = {"capture": {"layers": [1, 4], "positions": "all"}}
     prompt = [5, 9, 14, 23, 8]
-    params = {"max_tokens": 4, "temperature": 0, "n": n, "extra_args": {"inspect_lens": lens}}
+    greedy = {"temperature": 1.0, "top_k": 1, "ignore_eos": True, "max_tokens": 4}
+    params = {**greedy, "n": n, "extra_args": {"inspect_lens": lens}}
     body = {"token_ids": prompt, "sampling_params": params, "stream": stream}
     answer = client.post("/inference/v1/generate", json=body)
     if answer.status_code == 403:
@@ -175,7 +176,7 @@ def test_tokens_in_and_out_carry_results(client: Any, stream: bool, n: int) -> N
         found = answer.json()
         choices = found["choices"] if n > 1 else []
         assert len(found["choices"][0]["token_ids"]) == 4
-    plain = complete(client, prompt=prompt, max_tokens=4, temperature=0, inspect_lens=lens).json()
+    plain = complete(client, prompt=prompt, inspect_lens=lens, **greedy).json()
     rows = decode_tensor(plain["activations"]["residual_stream"]).to_float32()
     assert len(choices) == (n if n > 1 else 0)
     for one in (found, *choices):
