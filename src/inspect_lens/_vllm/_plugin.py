@@ -24,7 +24,7 @@ def register() -> None:
     if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
         # Nobody would judge and seal requests there, and collect their results.
         logger.warning(
-            "inspect_lens: not active: the front-end in Rust loads no plug-ins, and would pass over "
+            "inspect_lens: not active: the front-end in Rust loads no plug-ins, and passes over "
             "lens requests. Start without VLLM_USE_RUST_FRONTEND"
         )
         return
