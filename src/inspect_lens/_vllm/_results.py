@@ -242,6 +242,11 @@ class Results:
 
     def _attach(self, mine: list[tuple[Any, Ticket, _Expected]], cached_tokens: int) -> None:
         for completion, ticket, expected in mine:
+            if not ticket.n_completion:
+                # An engine that is paused ends what waits; no row of it will ever come.
+                raise CaptureError(
+                    f"request {ticket.key} was aborted before its first token; it has no results"
+                )
             n_fed = expected.n_prompt + ticket.n_completion - 1
             positions = expected.positions(n_fed)
             eager = take_eager(

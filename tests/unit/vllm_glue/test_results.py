@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_when_one_choice_fails_none_is_left(results: Results) -> None:
         expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
     with pytest.raises(CaptureError, match="4 of 4 captured rows"):
         results.attach(output(completion(0, "a"), completion(1, "b")))
+    assert results.n_open == 0
+
+
+def test_what_an_engine_aborts_unread_is_an_error_at_once() -> None:
+    results = Results(timeout_s=60.0)
+    expect(results, "d", LensRequest(capture=CaptureSpec(layers=(0,))))
+    ended = completion(0)
+    ended.inspect_lens_ticket = Ticket("d", n_completion=0, n_last=0)
+    began = time.monotonic()
+    with pytest.raises(CaptureError, match="aborted before its first token"):
+        results.attach(output(ended))
+    assert time.monotonic() - began < 10
     assert results.n_open == 0
 
 
