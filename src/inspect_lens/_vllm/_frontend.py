@@ -172,6 +172,7 @@ _deferring = _Deferring()
 
 def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add(self: Any, next_output: Any, aggregate: bool, *args: Any, **kwargs: Any) -> Any:
+        earlier = {c.index: getattr(c, "inspect_lens_scores", {}) for c in self.outputs}
         result = original(self, next_output, aggregate, *args, **kwargs)
         tickets = {
             completion.index: completion.inspect_lens_ticket
@@ -182,20 +183,22 @@ def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
             if completion.index in tickets:
                 completion.inspect_lens_ticket = tickets[completion.index]
         for completion in next_output.outputs:
-            keep_scores(self.outputs, completion)
+            keep_scores(self.outputs, completion, earlier.get(completion.index, {}))
         return result
 
     return add
 
 
-def keep_scores(outputs: list[Any], later: Any) -> None:
-    """Carry the token scores of a merged delta over to the choice that it was merged into."""
-    scores: dict[str, list[float]] = getattr(later, "inspect_lens_scores", None) or {}
+def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]]) -> None:
+    """Give token scores of two outputs to the choice that they were merged into, or the later one.
+
+    vLLM adds up what has come of a text, or lets the whole of it take the place of less.
+    """
+    scores: dict[str, list[float]] = getattr(later, "inspect_lens_scores", {})
     for completion in outputs:
-        if scores and completion.index == later.index and completion is not later:
-            mine = completion.__dict__.setdefault("inspect_lens_scores", {})
-            for name, values in scores.items():
-                mine[name] = mine.get(name, []) + values
+        if completion.index == later.index and (scores or earlier):
+            both = {name: earlier.get(name, []) + scores.get(name, []) for name in earlier | scores}
+            completion.inspect_lens_scores = both
 
 
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,6 +60,28 @@ def test_a_merged_output_keeps_its_ticket() -> None:
     assert has_tickets(first)
 
 
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_scores_of_outputs_that_vllm_merges_are_kept(aggregate: bool) -> None:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from inspect_lens._vllm._compat import resolve, seam
+
+    def delta(index: int, scores: dict[str, list[float]]) -> Any:
+        one = CompletionOutput(index, "x", [1], None, None)
+        if scores:
+            one.inspect_lens_scores = scores
+        return RequestOutput("r", None, [1], None, [one], finished=False)
+
+    add = FRONT_END_WRAPPERS["output_add"](resolve(seam("output_add"))[2])
+    waiting = delta(0, {"p": [1.0]})
+    for later in (delta(0, {"p": [2.0], "q": [5.0]}), delta(1, {"p": [9.0]}), delta(0, {})):
+        add(waiting, later, aggregate)
+    add(waiting, delta(0, {"p": [3.0]}), aggregate)
+    mine, other = waiting.outputs
+    assert mine.inspect_lens_scores == {"p": [1.0, 2.0, 3.0], "q": [5.0]}
+    assert other.inspect_lens_scores == {"p": [9.0]}
+
+
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, is_in_process: bool
