@@ -226,11 +226,11 @@ class Results:
             mine.append((completion, ticket, expected))
         try:
             self._attach(mine, output.num_cached_tokens or 0)
-        except LensError:
+        except BaseException as error:
             for _, ticket, expected in mine:
                 self._the_collector().discard(ticket.key)
                 self._unsent.pop(ticket.key, None)
-                if expected.envelope.steer_hash is not None:
+                if isinstance(error, LensError) and expected.envelope.steer_hash is not None:
                     self._failures[expected.envelope.steer_hash.rpartition(":")[2]] += 1
             raise
         first = output.outputs[0]

@@ -178,8 +178,8 @@ def _tokens_full(original: Callable[..., Any]) -> Callable[..., Any]:
         found = results_of(last.values())
         if not any(found) or not hasattr(response, "choices"):
             return response
-        kind = _roomy(type(response))
-        made = kind.model_construct(**dict(response))
+        kind: Any = type(response)
+        made = _roomy(kind).model_construct(**dict(response))
         made._found = found
         return made
 

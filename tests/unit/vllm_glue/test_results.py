@@ -148,6 +148,22 @@ def test_what_an_engine_aborts_unread_is_an_error_at_once() -> None:
     assert results.n_open == 0
 
 
+def test_who_is_interrupted_while_waiting_leaves_nothing(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in "ef":
+        expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
+    assert results._collector is not None
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results._collector, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        results.attach(output(completion(0, "e"), completion(1, "f")))
+    assert results.n_open == results._collector.n_open == 0
+
+
 def test_an_aborted_request_is_an_error_and_not_an_answer_without_rows(results: Results) -> None:
     expect(results, "c", LensRequest(capture=CaptureSpec(layers=(0,))))
     results.abandon(["c"])
