@@ -18,16 +18,17 @@ _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 
-_READ_THERE = (
+_FINE = (
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
-    "/v1/chat/completions/render",
     "/v1/completions",
-    "/v1/completions/render",
     "/v1/responses",
     "/invocations",
+    "/render",
+    "/tokenize",
+    "/count_tokens",
 )
-"""Ends of paths whose handlers read lens keys, or refuse them."""
+"""Ends of paths whose handlers read lens keys, refuse them, or generate nothing."""
 _TOKENS = "/inference/v1/generate"
 _MARKS = tuple(key.encode() for key in LENS_KEYS)
 
@@ -87,7 +88,7 @@ def lost_keys(path: str, body: bytes) -> str | None:
 def _is_suspect(scope: Mapping[str, Any]) -> bool:
     """Whether the body of a request has to be looked at."""
     path: str = scope["path"]
-    if scope["method"] != "POST" or path.endswith(_READ_THERE):
+    if scope["method"] != "POST" or path.endswith(_FINE):
         return False
     # Ours have bodies of their own.
     if "/v1/inspect_lens" in path or "/v1/hooks" in path:

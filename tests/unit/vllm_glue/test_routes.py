@@ -60,6 +60,7 @@ def test_keys_that_a_route_would_drop_are_refused_by_name(
         ("/v1/embeddings", ["output_qk"]),
         ("/v1/chat/completions", {"inspect_lens": {}}),
         ("/behind/a/proxy/v1/completions", {"inspect_lens": {}}),
+        ("/tokenize", {"prompt": "hi", "inspect_lens": {}}),
         ("/v1/inspect_lens/registry", {"inspect_lens": {}}),
         ("/v1/hooks/register", {"apply_hooks": []}),
         (
