@@ -302,14 +302,20 @@ def has_tickets(output: Any) -> bool:
     """Whether an output holds finished choices that used the lens."""
     return any(
         hasattr(completion, "inspect_lens_ticket") and not hasattr(completion, "inspect_lens")
-        for completion in getattr(output, "outputs", None) or ()
+        for completion in _choices(output)
     )
 
 
 def ticket_keys(output: Any, among: Container[str]) -> list[str]:
     """Finished choices of an output, those among some requests."""
-    tickets = (getattr(c, "inspect_lens_ticket", None) for c in getattr(output, "outputs", ()))
+    tickets = (getattr(c, "inspect_lens_ticket", None) for c in _choices(output))
     return [ticket.key for ticket in tickets if ticket is not None and ticket.key in among]
+
+
+def _choices(output: Any) -> list[Any]:
+    """Choices of generated text; engines that pool have outputs that are none."""
+    outputs = getattr(output, "outputs", None)
+    return outputs if isinstance(outputs, list) else []
 
 
 FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

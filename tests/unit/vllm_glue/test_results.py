@@ -102,6 +102,23 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     assert asked == ([flush] if is_in_process else [])
 
 
+@pytest.mark.parametrize("late", [set(), {"k"}])
+def test_outputs_of_an_engine_that_pools_pass(
+    monkeypatch: pytest.MonkeyPatch, late: set[str]
+) -> None:
+    import torch
+    from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+
+    fake = SimpleNamespace(late=late)
+    monkeypatch.setattr(
+        "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=fake)
+    )
+    pooled: Any = PoolingRequestOutput("r", PoolingOutput(torch.ones(4)), [1, 2], 0, finished=True)
+    done = [pooled, EmbeddingRequestOutput.from_base(pooled)]
+    engine = SimpleNamespace(model_executor=None)
+    assert FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine) is done
+
+
 def test_vllm_gives_an_engine_its_executor_where_it_steps_in_process() -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
 
