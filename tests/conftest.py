@@ -82,6 +82,7 @@ def lens_server_url(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
     command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    command += ["--enable-scale-out"]  # the route of token ids
     command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(MAX_LORA_RANK)]
     environment = os.environ | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",

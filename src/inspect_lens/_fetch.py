@@ -20,8 +20,7 @@ __all__ = ["HTTPError", "fetch_bytes"]
 CONNECTIONS = 64
 OTHER_PROCESS = 404
 ATTEMPTS = 256
-"""Of a server in several processes any one may answer: with eight, all these miss the right one
-once in 10^15 times."""
+"""Of a server whose processes do not pass handles on to one another any one may answer."""
 
 
 def fetch_bytes(

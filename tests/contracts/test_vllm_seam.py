@@ -56,6 +56,27 @@ def test_loading_the_plug_in_twice_wraps_once() -> None:
     assert [getattr(*resolve(seam)[:2]) for seam in SEAMS] == first
 
 
+def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    envs = pytest.importorskip("vllm.envs")
+    from inspect_lens._vllm import _compat
+    from inspect_lens._vllm._plugin import register
+
+    class Touched(Exception):
+        pass
+
+    def touched(*args: object) -> None:
+        raise Touched
+
+    monkeypatch.setattr(_compat, "verify", touched)
+    monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
+    register()
+    monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", False, raising=False)
+    with pytest.raises(Touched):
+        register()
+
+
 def test_an_unknown_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from dataclasses import replace

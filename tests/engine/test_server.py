@@ -146,6 +146,50 @@ def test_where_no_result_could_be_returned_the_request_is_refused(
     assert "did you mean" in answer.text
 
 
+def test_routes_that_would_pass_over_lens_keys_refuse_them(client: Any) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
+    assert client.post("/v1/messages", json=body).status_code == 200
+    for lens in ({"vllm_xargs": {"output_residual_stream": "[1]"}}, {"inspect_lens": {}}):
+        answer = client.post("/v1/messages", json={**body, **lens})
+        assert answer.status_code == 400, answer.text
+        assert "/v1/messages would pass over" in answer.text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_and_out_carry_results(client: Any, stream: bool, n: int) -> None:
+    lens = {"capture": {"layers": [1, 4], "positions": "all"}}
+    prompt = [5, 9, 14, 23, 8]
+    greedy = {"temperature": 1.0, "top_k": 1, "ignore_eos": True, "max_tokens": 4}
+    params = {**greedy, "n": n, "extra_args": {"inspect_lens": lens}}
+    body = {"token_ids": prompt, "sampling_params": params, "stream": stream}
+    answer = client.post("/inference/v1/generate", json=body)
+    if answer.status_code == 403:
+        pytest.skip("the server was started without --enable-scale-out")
+    assert answer.status_code == 200, answer.text
+    if stream:
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        found = json.loads(events[-2])
+        choices = found.get("inspect_lens_choices", [])
+    else:
+        found = answer.json()
+        choices = found["choices"] if n > 1 else []
+        assert len(found["choices"][0]["token_ids"]) == 4
+    plain = complete(client, prompt=prompt, inspect_lens=lens, **greedy).json()
+    rows = decode_tensor(plain["activations"]["residual_stream"]).to_float32()
+    assert len(choices) == (n if n > 1 else 0)
+    for one in (found, *choices):
+        assert one["inspect_lens"]["n_completion"] == 4
+        mine = decode_tensor(one["activations"]["residual_stream"]).to_float32()
+        np.testing.assert_allclose(mine, rows, atol=1e-4)
+    wrong = {**body, "sampling_params": {"extra_args": {"inspect_lens": {"capture": {"x": 1}}}}}
+    assert client.post("/inference/v1/generate", json=wrong).status_code in (400, 422)
+    refused = client.post("/inference/v1/generate", json={**body, "inspect_lens": lens})
+    assert refused.status_code == 400
+    assert "sampling_params.extra_args" in refused.text
+
+
 def test_the_streams_last_event_has_what_the_full_response_has(client: Any) -> None:
     xargs = {"output_residual_stream": "[1, 4]"}
     full = chat(client, vllm_xargs=xargs).json()

@@ -80,6 +80,17 @@ def test_an_alarm_stops_a_stream(client: httpx.Client) -> None:
     assert last["n_completion"] < 200
 
 
+def test_an_alarm_stops_each_of_several_choices(client: httpx.Client) -> None:
+    use = {"name": "deception", "aggregate": "last", "alarm": "stop", "threshold": -1e6}
+    body = ask({"probes": [use]}, max_tokens=200, ignore_eos=True, n=3, temperature=1.0)
+    choices = client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert len(choices) == 3
+    for choice in choices:
+        assert choice["stop_reason"] == "inspect_lens:alarm:deception"
+        assert choice["inspect_lens"]["probes"][0]["stopped"]
+        assert choice["inspect_lens"]["n_completion"] < 200
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

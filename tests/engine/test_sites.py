@@ -51,6 +51,14 @@ def test_all_sites_at_once_equal_hugging_face(sited: Engine, hugging_face: Huggi
     assert receipt.rows == (3 * LAYERS + 1) * (100 + 8 - 1)
 
 
+def test_taps_stay_where_weights_are_loaded_again(sited: Engine, hugging_face: HuggingFace) -> None:
+    for _ in range(2):
+        sited.llm.collective_rpc("reload_weights")
+        sited.llm.reset_prefix_cache()
+        output = sited.run([tokens(70)], capture(*SITES))[0]
+        check(output, hugging_face.sites(fed(output)))
+
+
 @pytest.mark.parametrize("site", SITES)
 def test_one_site_of_chosen_layers(sited: Engine, hugging_face: HuggingFace, site: str) -> None:
     request = capture(site, capture={"layers": [0, 2], "positions": "last_prompt"})

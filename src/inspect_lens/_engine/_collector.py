@@ -12,8 +12,6 @@ import atexit
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -31,6 +29,7 @@ from inspect_lens.spec import EnginePath, TensorData
 
 from ._arena import BOARD_SIZE
 from ._envelope import Envelope
+from ._folders import let_go, new_folder
 from ._message import PATHS, Block, Failure, Opened, Saved, Settled, decode, unpacked
 from ._pending import ROWS, SCORES, SHARE_BYTES, STORAGE, Pending, Worker
 from ._saved import SavedResults
@@ -66,8 +65,8 @@ class Collector:
         """
         self._keep_bytes = keep_bytes
         self._pools: dict[int, SlabPool] = {}
-        self._folder = tempfile.mkdtemp(prefix="inspect-lens-")
-        self.address = f"ipc://{os.path.join(self._folder, 'rows')}"
+        self._folder, self._lock = new_folder()
+        self.address = f"ipc://{self._folder / 'rows'}"
         self._pid = os.getpid()
         self._pending: dict[str, Pending] = {}
         self._workers: dict[str, Worker] = {}
@@ -187,7 +186,7 @@ class Collector:
         self._threads.shutdown(wait=False)
         self._socket.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        let_go(self._folder, self._lock)
 
     def _wait(
         self,

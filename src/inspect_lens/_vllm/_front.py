@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import inspect_lens
@@ -21,12 +23,16 @@ from inspect_lens.spec import (
 
 from ._facts import facts_of, refusal
 from ._hook_book import HookBook
-from ._registry import Registry, start_items
+from ._registry import Registry, parse_item, start_items
 from ._results import Results
-from ._serve import install_when_serving
+from ._serve import install_when_serving, payloads
+from ._shared_names import SharedNames, folder_of_siblings
+from ._shared_payloads import open_door
 
 __all__ = ["FrontEnd", "front_end", "not_served"]
 
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 _JUDGED_MOST = 256
 
@@ -49,7 +55,9 @@ class FrontEnd:
         self.engines: list[EngineFacts | str] = []
         """Facts of each engine of this process, or why the lens does not serve it."""
         self.n_processes = 1
-        """API servers in front of the engine; each has a registry and a store of tensors."""
+        """API servers in front of the engine; each has a store of tensors of its own."""
+        self.siblings: Path | None = None
+        """Folder that several of them share."""
         self._judged: dict[tuple[int, int], _Judged] = {}
         self.results = Results(self.settings.result_timeout_s)
         self.registry = Registry(start_items(self.settings.register))
@@ -60,6 +68,14 @@ class FrontEnd:
         """Take note of an engine; called when its input processor is made."""
         reason = refusal(vllm_config)
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
+        if self.n_processes > 1 and not self.registry.is_shared:
+            try:
+                names = SharedNames(folder_of_siblings(), parse_item)
+                self.registry.share(names)
+                open_door(names.folder, payloads)
+                self.siblings = names.folder
+            except OSError as error:
+                logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
         # Read again: one process can hold engines with different settings.
         settings = Settings.load()
         facts = facts_of(vllm_config, settings) if reason is None else None
@@ -103,7 +119,7 @@ class FrontEnd:
         is judged against its own engine.
 
         Raises:
-            LensError: no engine of this process can use it, or there are other API servers.
+            LensError: no engine of this process can use it, or other API servers would not know.
         """
         self.check_alone()
         problem: LensError | None = None
@@ -125,7 +141,7 @@ class FrontEnd:
         """Forget a name; see `Registry.remove`.
 
         Raises:
-            LensError: it is not registered, or there are other API servers.
+            LensError: it is not registered, or other API servers would not know.
         """
         self.check_alone()
         return self.registry.remove(name)
@@ -134,14 +150,15 @@ class FrontEnd:
         """Refuse to change names where other API servers would not hear of it.
 
         Raises:
-            UnsupportedError: there are several; the next request may come to any of them.
+            UnsupportedError: there are several, and no folder that they share; the next request
+                may come to any of them.
         """
-        if self.n_processes > 1:
+        if self.n_processes > 1 and not self.registry.is_shared:
             raise UnsupportedError(
-                f"names cannot be registered or removed with {self.n_processes} API server "
-                "processes, of which one would know: start with --api-server-count 1, name probes "
-                "and vectors at start in INSPECT_LENS_REGISTER, which all processes read, or send "
-                "vectors with requests"
+                f"names cannot be registered or removed: the {self.n_processes} API server "
+                "processes have no folder for temporary files that all can write, see the server's "
+                "log. Start with --api-server-count 1, or name probes and vectors at start in "
+                "INSPECT_LENS_REGISTER, which all processes read"
             )
 
     def judge(self, extra_args: dict[str, Any]) -> None:

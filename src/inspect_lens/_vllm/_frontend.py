@@ -66,18 +66,29 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_request(
+        self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         params = getattr(request, "sampling_params", None)
         extra = params.extra_args if params is not None else None
         if params is None or not extra or ENVELOPE_KEY not in extra:
-            return original(self, request, *args, **kwargs)
+            return original(self, request, prompt, parent_req, *args, **kwargs)
         n_prompt = len(request.prompt_token_ids)
         n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
         reading = _reading(extra[ENVELOPE_KEY], n_prompt, n_max)
-        front_end().results.expect(
-            request.request_id, extra[ENVELOPE_KEY], n_prompt=n_prompt, reading=reading
+        results = front_end().results
+        results.expect(
+            request.request_id,
+            extra[ENVELOPE_KEY],
+            n_prompt=n_prompt,
+            reading=reading,
+            request=None if parent_req is None else parent_req.request_id,
         )
-        result = original(self, request, *args, **kwargs)
+        try:
+            result = original(self, request, prompt, parent_req, *args, **kwargs)
+        except BaseException:
+            results.abandon([request.request_id])
+            raise
         if reading is not None and reading.has_alarm:
             _stop_at_alarm(self.request_states[request.request_id])
         return result
@@ -108,18 +119,20 @@ def _stop_at_alarm(state: Any) -> None:
     @functools.wraps(update)
     def update_or_stop(*args: Any, **kwargs: Any) -> Any:
         stop = update(*args, **kwargs)
-        if stop is None and (name := front_end().results.alarm(key)) is not None:
-            return f"inspect_lens:alarm:{name}"
-        return stop
+        if stop is not None:
+            return stop
+        name = front_end().results.alarm(key, detokenizer.num_output_tokens())
+        return None if name is None else f"inspect_lens:alarm:{name}"
 
     detokenizer.update = update_or_stop
 
 
 def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def abort_requests(self: Any, request_ids: Any, internal: bool, *args: Any, **kw: Any) -> Any:
-        aborted = original(self, request_ids, internal, *args, **kw)
-        for key in aborted:
-            front_end().results.discard(key)
+        ids = list(request_ids)
+        aborted = original(self, ids, internal, *args, **kw)
+        # Also what has finished and was not taken: vLLM knows nothing of it any more.
+        front_end().results.abandon([*aborted, *(ids if internal else ())])
         return aborted
 
     return abort_requests
@@ -138,7 +151,9 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                 n_last=len(token_ids),
             )
         elif results.streams_tokens(self.request_id):
-            completion.inspect_lens_scores = results.take_new_scores(self.request_id)
+            completion.inspect_lens_scores = results.take_new_scores(
+                self.request_id, self.detokenizer.num_output_tokens()
+            )
         return completion
 
     return new_completion_output
@@ -157,6 +172,7 @@ _deferring = _Deferring()
 
 def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add(self: Any, next_output: Any, aggregate: bool, *args: Any, **kwargs: Any) -> Any:
+        earlier = {c.index: getattr(c, "inspect_lens_scores", {}) for c in self.outputs}
         result = original(self, next_output, aggregate, *args, **kwargs)
         tickets = {
             completion.index: completion.inspect_lens_ticket
@@ -167,20 +183,22 @@ def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
             if completion.index in tickets:
                 completion.inspect_lens_ticket = tickets[completion.index]
         for completion in next_output.outputs:
-            keep_scores(self.outputs, completion)
+            keep_scores(self.outputs, completion, earlier.get(completion.index, {}))
         return result
 
     return add
 
 
-def keep_scores(outputs: list[Any], later: Any) -> None:
-    """Carry the token scores of a merged delta over to the choice that it was merged into."""
-    scores: dict[str, list[float]] = getattr(later, "inspect_lens_scores", None) or {}
+def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]]) -> None:
+    """Give token scores of two outputs to the choice that they were merged into, or the later one.
+
+    vLLM adds up what has come of a text, or lets the whole of it take the place of less.
+    """
+    scores: dict[str, list[float]] = getattr(later, "inspect_lens_scores", {})
     for completion in outputs:
-        if scores and completion.index == later.index and completion is not later:
-            mine = completion.__dict__.setdefault("inspect_lens_scores", {})
-            for name, values in scores.items():
-                mine[name] = mine.get(name, []) + values
+        if completion.index == later.index and (scores or earlier):
+            both = {name: earlier.get(name, []) + scores.get(name, []) for name in earlier | scores}
+            completion.inspect_lens_scores = both
 
 
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,14 +302,20 @@ def has_tickets(output: Any) -> bool:
     """Whether an output holds finished choices that used the lens."""
     return any(
         hasattr(completion, "inspect_lens_ticket") and not hasattr(completion, "inspect_lens")
-        for completion in getattr(output, "outputs", None) or ()
+        for completion in _choices(output)
     )
 
 
 def ticket_keys(output: Any, among: Container[str]) -> list[str]:
     """Finished choices of an output, those among some requests."""
-    tickets = (getattr(c, "inspect_lens_ticket", None) for c in getattr(output, "outputs", ()))
+    tickets = (getattr(c, "inspect_lens_ticket", None) for c in _choices(output))
     return [ticket.key for ticket in tickets if ticket is not None and ticket.key in among]
+
+
+def _choices(output: Any) -> list[Any]:
+    """Choices of generated text; engines that pool have outputs that are none."""
+    outputs = getattr(output, "outputs", None)
+    return outputs if isinstance(outputs, list) else []
 
 
 FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

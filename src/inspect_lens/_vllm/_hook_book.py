@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -44,8 +45,8 @@ class HookBook:
     A persistent hook runs on every request that this process sends after it was registered.
     """
 
-    books: dict[int, HookBook] = {}  # noqa: RUF012 - the registry of this process
-    """By number, which sealed requests carry."""
+    books: ClassVar[WeakValueDictionary[int, HookBook]] = WeakValueDictionary()
+    """By number, which sealed requests carry; an engine keeps its own, and what stands in it."""
 
     def __init__(self, facts: EngineFacts, *, most_bytes: int, n_processes: int = 1) -> None:
         """Start empty.

@@ -58,7 +58,7 @@ class PayloadStore:
                 f"activations of {len(data)} bytes exceed the binary store of {self._max_bytes}; "
                 "capture fewer layers or tokens"
             )
-        handle = f"{self._name}-{secrets.token_urlsafe(24)}"
+        handle = f"{self.name}-{secrets.token_urlsafe(24)}"
         now = time.monotonic()
         with self._lock:
             self._drop(now, room_for=len(data))
@@ -79,10 +79,11 @@ class PayloadStore:
 
     def made(self, handle: str) -> bool:
         """Whether a handle is of this store, which may have let it go."""
-        return handle.startswith(f"{self._name}-")
+        return handle.startswith(f"{self.name}-")
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Of this process's store: its handles begin with it, and nobody else's do."""
         # With the process, for those that are forked from this one.
         return f"{os.getpid():x}{self._nonce}"
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from inspect_lens._settings import Settings
 
 __all__ = ["register"]
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 
 def register() -> None:
@@ -14,6 +18,15 @@ def register() -> None:
         CompatError: this vLLM is not one that the lens knows; nothing was changed.
     """
     if Settings.load().disable:
+        return
+    from vllm import envs
+
+    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
+        # Nobody would judge and seal requests there, and collect their results.
+        logger.warning(
+            "inspect_lens: not active: the front-end in Rust loads no plug-ins, and passes over "
+            "lens requests. Start without VLLM_USE_RUST_FRONTEND"
+        )
         return
     # Imported here: the entry point itself has to stay light.
     from ._compat import SEAMS, add_method, seam, verify, wrap

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import EngineProbe, LensRequest, ProbeUse, SteeringVector
 
 from ._scores import Reads
+from ._shared_names import SharedNames
 
 __all__ = ["Registry", "parse_item", "start_items"]
 
@@ -25,15 +27,15 @@ _READS_MOST = 64
 
 
 class Registry:
-    """What one front-end process knows by name."""
+    """What one front-end process knows by name, or several together."""
 
     def __init__(self, items: Mapping[str, Item] | None = None) -> None:
         self._items: dict[str, Item] = {}
         self._lock = threading.Lock()
+        self._shared: SharedNames | None = None
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
-        self.version = 0
-        """Another one after each change."""
+        self._version = 0
         self._reads: OrderedDict[int, Reads] = OrderedDict()
         """By identity of the uses; of one version."""
         self._reads_version = 0
@@ -41,6 +43,45 @@ class Registry:
         """By identity of what is sent of the uses."""
         for name, item in (items or {}).items():
             self.add(name, item)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes hear of changes."""
+        return self._shared is not None
+
+    @property
+    def version(self) -> int:
+        """Another one after each change, by whomever."""
+        if self._shared is not None and self._shared.has_changed:
+            with self._changing():
+                pass
+        return self._version
+
+    def share(self, names: SharedNames) -> None:
+        """Know what others know from now on, and they what is known here.
+
+        Args:
+            names: that the others share. The first process brings its own, which are those of the
+                start and so everybody's.
+        """
+        with self._lock, names.locked():
+            if names.is_new:
+                for name, item in self._items.items():
+                    names.put(name, item)
+            self._items = names.read()
+            self._changed()
+            self._shared = names
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Keep others from changing names, and know what they have changed."""
+        with self._lock, ExitStack() as stack:
+            if self._shared is not None:
+                stack.enter_context(self._shared.locked())
+                if self._shared.has_changed:
+                    self._items = self._shared.read()
+                    self._changed()
+            yield
 
     def add(self, name: str, item: Item) -> None:
         """Register something.
@@ -50,7 +91,7 @@ class Registry:
         """
         if not name or not isinstance(name, str):
             raise SpecError(f"name={name!r}; give a text that is not empty")
-        with self._lock:
+        with self._changing():
             known = self._items.get(name)
             # The reference has all that counts: hash, layers, strength, threshold.
             if known is not None and known.reference() != item.reference():
@@ -61,6 +102,8 @@ class Registry:
             if known is None:
                 self._items[name] = item
                 self._changed()
+                if self._shared is not None:
+                    self._shared.put(name, item)
 
     def remove(self, name: str) -> EngineProbe | None:
         """Forget a name.
@@ -71,11 +114,13 @@ class Registry:
         Raises:
             SpecError: it is not registered.
         """
-        with self._lock:
+        with self._changing():
             if name not in self._items:
                 raise SpecError(self._unknown(name))
             item = self._items.pop(name)
             self._changed()
+            if self._shared is not None:
+                self._shared.drop(name)
             if not isinstance(item, EngineProbe):
                 return None
             left = {probe.sha256 for probe in self.probes.values()}
@@ -83,6 +128,7 @@ class Registry:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What is registered: kind, hash, layers."""
+        self.version  # noqa: B018 - hears of others' changes
         return {name: item.reference() for name, item in sorted(self._items.items())}
 
     def resolve(self, request: LensRequest) -> LensRequest:
@@ -118,7 +164,8 @@ class Registry:
         Raises:
             KeyError: a name is not registered; `resolve` has said so before.
         """
-        version, probes = self.version, self.probes
+        # As they were judged: what others change meanwhile is for the next request.
+        version, probes = self._version, self.probes
         if version != self._reads_version:
             self._reads.clear()
             self._reads_version = version
@@ -151,7 +198,7 @@ class Registry:
 
     def _changed(self) -> None:
         self.probes = {n: i for n, i in self._items.items() if isinstance(i, EngineProbe)}
-        self.version += 1
+        self._version += 1
 
     def _unknown(self, name: str, kind: type[Item] | None = None) -> str:
         known = [n for n, i in self._items.items() if kind is None or isinstance(i, kind)]

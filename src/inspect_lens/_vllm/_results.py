@@ -6,7 +6,7 @@ import secrets
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class _Expected:
     """Probes of the request."""
     packed: Mapping[str, Any]
     """The envelope as it travels."""
+    request: str
+    """Internal id of the request that this choice belongs to."""
 
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -69,6 +71,8 @@ class Results:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._expected: dict[str, _Expected] = {}
+        self._choices: dict[str, set[str]] = {}
+        """Open choices of each request, by its internal id."""
         self._collector: Collector | None = None
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
@@ -107,10 +111,13 @@ class Results:
         *,
         n_prompt: int,
         reading: Reading | None = None,
+        request: str | None = None,
     ) -> None:
-        """Take note of a request before the engine sees it."""
+        """Take note of a choice before the engine sees it; `request` is what it belongs to."""
         envelope = Envelope.unpack(packed)
-        self._expected[key] = _Expected(envelope, n_prompt, reading, packed)
+        with self._lock:
+            self._choices.setdefault(request or key, set()).add(key)
+            self._expected[key] = _Expected(envelope, n_prompt, reading, packed, request or key)
         self._the_collector().open(key, envelope)
         if envelope.capture is not None and envelope.capture.is_folded:
             self.late.add(key)
@@ -118,8 +125,14 @@ class Results:
             self.late.add(key)
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
 
-    def new_scores(self, key: str) -> dict[str, list[float]]:
-        """Token scores of a running request that have come since the last call, by probe."""
+    def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
+        """Token scores of a running request that have come since the last call, by probe.
+
+        Args:
+            key: of the choice.
+            n_completion: tokens that have been sampled, as far as is known here. The engine may be
+                ahead, and the request may turn out to end with the last of these.
+        """
         expected = self._expected.get(key)
         if expected is None or expected.reading is None:
             return {}
@@ -127,14 +140,17 @@ class Results:
             # Numbers of a rejected draft come again, corrected: all are read at the end.
             return {}
         numbers = self._the_collector().scores(key, expected.reading.n_seen)
-        return {} if numbers is None else expected.reading.feed(numbers)
+        if numbers is None:
+            return {}
+        n_new = expected.n_read(expected.n_prompt + n_completion - 1) - expected.reading.n_seen
+        return expected.reading.feed(numbers[:, : max(n_new, 0)])
 
-    def alarm(self, key: str) -> str | None:
-        """Name of a probe whose alarm has to end a running request."""
+    def alarm(self, key: str, n_completion: int) -> str | None:
+        """Name of a probe whose alarm has to end a running request; see `new_scores`."""
         expected = self._expected.get(key)
         if expected is None or expected.reading is None:
             return None
-        self._pending_scores(key, self.new_scores(key))
+        self._pending_scores(key, self.new_scores(key, n_completion))
         return expected.reading.alarm()
 
     def streams_tokens(self, key: str) -> bool:
@@ -143,9 +159,9 @@ class Results:
         reading = expected.reading if expected is not None else None
         return reading is not None and reading.streams_tokens
 
-    def take_new_scores(self, key: str) -> dict[str, list[float]]:
-        """Token scores that no response has carried yet."""
-        self._pending_scores(key, self.new_scores(key))
+    def take_new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
+        """Token scores that no response has carried yet; see `new_scores`."""
+        self._pending_scores(key, self.new_scores(key, n_completion))
         return self._unsent.pop(key, {})
 
     def _pending_scores(self, key: str, new: Mapping[str, list[float]]) -> None:
@@ -156,12 +172,32 @@ class Results:
         """Whether a request uses the lens."""
         return key in self._expected
 
-    def discard(self, key: str) -> None:
-        """Forget an aborted request."""
-        self._unsent.pop(key, None)
-        self.late.discard(key)
-        if self._expected.pop(key, None) is not None:
-            self._the_collector().discard(key)
+    def abandon(self, ids: Iterable[str]) -> None:
+        """Forget aborted requests with all their choices, also those that have finished.
+
+        vLLM keeps finished choices until the others have finished, too, and a client that goes
+        away in between never takes them.
+
+        Args:
+            ids: internal ids of requests, or of choices of theirs.
+        """
+        for key in ids:
+            expected = self._expected.get(key)
+            for choice in tuple(self._choices.get(expected.request if expected else key, ())):
+                self._unsent.pop(choice, None)
+                if self._close(choice) is not None:
+                    self._the_collector().discard(choice)
+
+    def _close(self, key: str) -> _Expected | None:
+        """Expect nothing more for a choice."""
+        with self._lock:
+            self.late.discard(key)
+            expected = self._expected.pop(key, None)
+            if expected is not None and (choices := self._choices.get(expected.request)):
+                choices.discard(key)
+                if not choices:
+                    del self._choices[expected.request]
+            return expected
 
     def attach(self, output: Any) -> None:
         """Put tensors and receipts on an output and on each of its finished choices.
@@ -181,18 +217,17 @@ class Results:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
             if ticket is None or hasattr(completion, "inspect_lens"):
                 continue
-            expected = self._expected.pop(ticket.key, None)
-            self.late.discard(ticket.key)
+            expected = self._close(ticket.key)
             if expected is None:
                 raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
             mine.append((completion, ticket, expected))
         try:
             self._attach(mine, output.num_cached_tokens or 0)
-        except LensError:
+        except BaseException as error:
             for _, ticket, expected in mine:
                 self._the_collector().discard(ticket.key)
                 self._unsent.pop(ticket.key, None)
-                if expected.envelope.steer_hash is not None:
+                if isinstance(error, LensError) and expected.envelope.steer_hash is not None:
                     self._failures[expected.envelope.steer_hash.rpartition(":")[2]] += 1
             raise
         first = output.outputs[0]
@@ -204,6 +239,11 @@ class Results:
 
     def _attach(self, mine: list[tuple[Any, Ticket, _Expected]], cached_tokens: int) -> None:
         for completion, ticket, expected in mine:
+            if not ticket.n_completion:
+                # An engine that is paused ends what waits; no row of it will ever come.
+                raise CaptureError(
+                    f"request {ticket.key} was aborted before its first token; it has no results"
+                )
             n_fed = expected.n_prompt + ticket.n_completion - 1
             positions = expected.positions(n_fed)
             eager = take_eager(

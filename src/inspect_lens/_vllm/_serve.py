@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
+
+from pydantic import PrivateAttr
 
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import (
@@ -21,8 +24,10 @@ from inspect_lens.spec import (
 
 from ._compat import SERVE_SEAMS, seam, verify, wrap
 from ._hook_routes import add_hook_routes
+from ._lost_keys import RefuseLostKeys
 from ._payloads import TTL_S, PayloadStore
 from ._routes import add_registry_routes
+from ._shared_payloads import fetch_payload
 
 __all__ = ["as_json", "install_when_serving", "is_serving", "payloads"]
 
@@ -165,6 +170,51 @@ def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     return stream
 
 
+def _tokens_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def full(self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any) -> Any:
+        last: dict[int, Any] = {}
+        watched = _watch(result_generator, last)
+        response = await original(self, request, watched, *args, **kw)
+        found = results_of(last.values())
+        if not any(found) or not hasattr(response, "choices"):
+            return response
+        kind: Any = type(response)
+        made = _roomy(kind).model_construct(**dict(response))
+        made._found = found
+        return made
+
+    return full
+
+
+@functools.cache
+def _roomy(kind: Any) -> Any:
+    """A response of tokens that also has results: those of vLLM drop what they do not know."""
+
+    class Roomy(kind):  # type: ignore[misc]
+        _found: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+        def model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            body: dict[str, Any] = super().model_dump(*args, **kwargs)
+            if len(self._found) > 1:
+                for choice, result in zip(body["choices"], self._found, strict=True):
+                    choice.update(result)
+            return body | self._found[0]
+
+    return Roomy
+
+
+def _tokens_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def stream(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any
+    ) -> AsyncGenerator[str, None]:
+        seen = _Seen()
+        chunks = original(self, request, _collect(result_generator, seen, 1), *args, **kw)
+        async for chunk in _with_results(chunks, seen, "inference.generate.chunk"):
+            yield chunk
+
+    return stream
+
+
 def _check_handler(handler: Any, request: Any) -> None:
     """Refuse where another API's handler would rebuild the response without our fields."""
     if ".openai." not in type(handler).__module__ and parse_extra_args(request.vllm_xargs):
@@ -259,7 +309,8 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            extra = {**(self.vllm_xargs or {}), **_beside_xargs(self.model_extra)}
+            xargs = getattr(self, "vllm_xargs", None) or {}
+            extra = {**xargs, **_beside_xargs(self.model_extra)}
             if parse_extra_args(extra) is not None:
                 raise UnsupportedError(
                     f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling through "
@@ -279,18 +330,20 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
         from fastapi import Response
 
         async def fetch_activations(handle: str) -> Any:
-            data = payloads.get(handle)
-            if data is None and payloads.made(handle):
-                return Response(
-                    status_code=410,
-                    content=f"handle {handle!r} has expired after {TTL_S:g} s, or others needed "
-                    "its place",
-                )
-            if data is None:
+            try:
+                folder = getattr(_Front.end, "siblings", None)
+                data = await fetch_payload(handle, payloads, folder)
+            except LookupError:
                 return Response(
                     status_code=404,
                     content=f"handle {handle!r} is of another server process; ask again over a "
                     "new connection",
+                )
+            if data is None:
+                return Response(
+                    status_code=410,
+                    content=f"handle {handle!r} has expired after {TTL_S:g} s, or others needed "
+                    "its place",
                 )
             return Response(content=data, media_type="application/octet-stream")
 
@@ -303,6 +356,7 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
         app.get("/v1/inspect_lens")(about)
         add_registry_routes(app, lambda: _Front.end)
         add_hook_routes(app)
+        app.add_middleware(RefuseLostKeys)
 
     return register
 
@@ -318,5 +372,11 @@ _WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "chat_beam": _refuse("beam search"),
     "completion_beam": _refuse("beam search"),
     "responses_params": _refuse("/v1/responses"),
+    "transcription_params": _refuse("/v1/audio/transcriptions"),
+    "transcription_beam": _refuse("/v1/audio/transcriptions"),
+    "translation_params": _refuse("/v1/audio/translations"),
+    "translation_beam": _refuse("/v1/audio/translations"),
+    "tokens_full": _tokens_full,
+    "tokens_stream": _tokens_stream,
     "routers": _routers,
 }

@@ -14,6 +14,7 @@ from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope, seal
 from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens.errors import CaptureError
+from inspect_lens.spec import EngineProbe
 from tests.kit.steps import (
     FACTS,
     HIDDEN,
@@ -63,6 +64,31 @@ def test_the_last_write_wins(worker: Worker, collector: Collector) -> None:
     assert ROWS in got.tensors
     expected = torch.cat([rows(1, 0, 0, 4), rows(7, 0, 4, 2), rows(2, 0, 6, 3)])
     np.testing.assert_array_equal(got.tensors[ROWS].storage[0], expected.numpy())
+
+
+def test_scores_of_rejected_drafts_are_corrected(worker: Worker, collector: Collector) -> None:
+    weight = np.zeros((1, HIDDEN), dtype=np.float32)
+    weight[0, 0] = 1.0  # the number of whoever wrote the row
+    probe = EngineProbe(layers=(0,), tensors={"weight": weight})
+    worker.stepper.probes.add(probe)
+    envelope = seal(
+        LensRequest(probes=["p"]),
+        SPECULATIVE,
+        reply=collector.address,
+        n_prompt=PROMPT,
+        max_tokens=12,
+        probes={"p": probe},
+    )
+    begin(worker, collector, "p", envelope)
+    run_to_rejection(worker, "p")
+    counts = {ROWS: 0, SCORES: 4}
+    with pytest.raises(CaptureError, match="rejected drafts"):
+        collector.take("p", counts=counts, n_fed=8, settled=7, timeout_s=0.2)
+    begin(worker, collector, "q", envelope)
+    run_to_rejection(worker, "q")
+    worker.step([("q", 2, 6, 4)])
+    got = collector.take("q", counts={ROWS: 0, SCORES: 5}, n_fed=9, settled=7, timeout_s=5)
+    assert got.tensors[SCORES].storage[0, :, 0].tolist() == [7, 7, 2, 2, 2]
 
 
 def test_a_named_position_waits_for_the_step_behind_it(

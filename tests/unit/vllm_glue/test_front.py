@@ -191,9 +191,13 @@ def config(n_processes: int) -> Any:
     )
 
 
-def test_with_several_api_servers_names_are_those_of_the_start(
+def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def refused(*args: Any) -> None:
+        raise PermissionError("no place")
+
+    monkeypatch.setattr(_front, "SharedNames", refused)
     monkeypatch.setattr(_front, "install_when_serving", lambda front: None)
     monkeypatch.setattr(_facts, "_has_remote_engines", lambda parallel: False)
     front = FrontEnd()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,3 +166,12 @@ def test_a_server_that_runs_no_code_says_so(refusal: str | None, message: str) -
         answer = client.post(f"/v1/hooks/{action}", json={})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+
+
+def test_what_hooks_of_an_engine_saved_goes_with_the_engine() -> None:
+    engine = Engine(HookBook(FACTS, most_bytes=1 << 20))
+    number = engine.input_processor.inspect_lens_book.number
+    assert number in HookBook.books
+    del engine
+    gc.collect()
+    assert number not in HookBook.books
