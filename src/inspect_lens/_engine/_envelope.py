@@ -257,6 +257,10 @@ def _seal_probes(
 ) -> ProbesEnvelope | None:
     if not request.probes:
         return None
+    if gone := sorted({use.name for use in request.probes} - registered.keys()):
+        raise SpecError(
+            f"probes: {', '.join(gone)} removed while the request was on its way; register again"
+        )
     used = [registered[use.name] for use in request.probes]
     # One request reads all its probes over one range; what each uses of it is its own affair.
     lo, hi = n_max, 0

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from inspect_lens.errors import CaptureError
 from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
     EngineProbe,
@@ -192,8 +193,14 @@ class _Means:
         self._n += b - a
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
-        """What each use found."""
+        """What each use found.
+
+        Raises:
+            CaptureError: a score is NaN.
+        """
         plain, total = self._plain, self._total
+        if total is not None and np.isnan(total).any():
+            raise _no_number(plain.names[int(np.isnan(total).argmax())][0])
         scores = [None] * len(plain.at) if total is None else (total / self._n).tolist()
         # Validated together: one by one takes a multiple of the time.
         return _RECEIPTS.validate_python(
@@ -228,15 +235,19 @@ class _Use:
         self.stopped = False
         self._columns = slice(column, column + probe.columns)
         self._where = where if isinstance(where, range) else frozenset(where)
-        self._parts: list[Floats] = []
-        self._positions: list[NDArray[np.int64]] = []
         self._attention = _Attention(probe) if probe.kind == "attention" else None
         self._bias = probe.bias("bias") if probe.kind == "linear" else 0.0
         # An attention probe's score is one of the text so far: the last one stands for all.
         self._pool = "last" if self._attention else (use.aggregate or probe.aggregate)
         self._threshold = use.threshold if use.threshold is not None else probe.threshold
+        self._whole: Floats | None = None
+        """All scores so far, where they came at once: the usual case, pooled in one go."""
         self._running: StreamingPool | None = None
-        self._judged = 0
+        """What was made of them, where they came in pieces or an alarm looks at each."""
+        self._tokens: list[float] = []
+        self._n = 0
+        self._first: int | None = None
+        self._is_nan = False
         self._alarm: int | None = None
 
     def take(self, columns: Floats, first: int) -> Floats:
@@ -256,42 +267,72 @@ class _Use:
         scores: Floats = (
             mine[:, 0] + self._bias if self._attention is None else self._attention.feed(mine)
         )
-        self._parts.append(scores)
-        self._positions.append(positions)
+        if self._first is None:
+            self._first = int(positions[0])
+        self._n += len(scores)
+        if self.use.tokens:
+            self._tokens += scores.tolist()
+        self._pool_further(scores, positions)
         return scores
+
+    def _pool_further(self, scores: Floats, positions: NDArray[np.int64]) -> None:
+        self._is_nan = self._is_nan or bool(np.isnan(scores).any())
+        if self._is_nan:
+            return  # of which the receipt tells; a generation is not ended by it
+        watches = self.use.alarm is not None and self._threshold is not None
+        if self._n == len(scores) and not watches:
+            self._whole = scores
+            return
+        if self._running is None:
+            self._running = StreamingPool(self._pool)
+            if self._whole is not None:
+                self._running.update(self._whole)
+                self._whole = None
+        n_judged = 0
+        if watches and self._alarm is None:
+            for score, position in zip(scores.tolist(), positions.tolist(), strict=True):
+                n_judged += 1
+                if self._running.update([score]).value > cast("float", self._threshold):
+                    self._alarm = position
+                    break
+        self._running.update(scores[n_judged:])
 
     def find_alarm(self) -> int | None:
         """Position of the first token at which the aggregate exceeded the threshold."""
-        if self._alarm is not None or self._threshold is None:
-            return self._alarm
-        if self._running is None:
-            self._running = StreamingPool(self._pool)
-        for scores, positions in zip(
-            self._parts[self._judged :], self._positions[self._judged :], strict=True
-        ):
-            for score, position in zip(scores.tolist(), positions.tolist(), strict=True):
-                if self._running.update([score]).value > self._threshold:
-                    self._alarm = int(position)
-                    return self._alarm
-        self._judged = len(self._parts)
-        return None
+        return self._alarm
+
+    def _score(self) -> float | None:
+        if self._is_nan:
+            raise _no_number(self.use.name)
+        if self._whole is not None:
+            return _pooled(self._whole, self._pool)
+        return None if self._running is None else self._running.value
 
     def receipt(self) -> ProbeReceipt:
-        """What the use found."""
-        scores = np.concatenate(self._parts) if self._parts else np.zeros(0)
-        alarm = self.find_alarm() if self.use.alarm is not None else None
+        """What the use found.
+
+        Raises:
+            CaptureError: a score is NaN.
+        """
         return ProbeReceipt(
             name=self.use.name,
             sha256=self.probe.sha256,
             aggregate="attention" if self._attention else self._pool,
-            score=_pooled(scores, self._pool) if len(scores) else None,
-            n_tokens=len(scores),
-            first_position=int(self._positions[0][0]) if self._positions else None,
-            tokens=tuple(scores.tolist()) if self.use.tokens else None,
+            score=self._score(),
+            n_tokens=self._n,
+            first_position=self._first,
+            tokens=tuple(self._tokens) if self.use.tokens else None,
             threshold=self._threshold if self.use.alarm is not None else None,
-            alarm_position=alarm,
+            alarm_position=self._alarm if self.use.alarm is not None else None,
             stopped=self.stopped,
         )
+
+
+def _no_number(name: str) -> CaptureError:
+    return CaptureError(
+        f"probe {name!r} gave NaN: the model's activations are not finite, or the probe's weights "
+        "are too large for them; a score would mean nothing"
+    )
 
 
 def _pooled(scores: Floats, pool: str) -> float:

@@ -166,6 +166,12 @@ def test_a_mask_and_positions_that_python_calls_equal_are_told_apart() -> None:
         seal(request, FACTS, reply="", n_prompt=6, max_tokens=8, probes=probes)
 
 
+def test_a_probe_that_was_removed_on_the_way_is_named() -> None:
+    request = LensRequest(probes=["p", "q"])
+    with pytest.raises(SpecError, match="probes: q removed while the request was on its way"):
+        seal(request, FACTS, reply="", n_prompt=6, max_tokens=8, probes={"p": linear(0)})
+
+
 def test_scores_of_a_running_request_come_in_order(worker: Worker, collector: Collector) -> None:
     probe = linear(2)
     request = LensRequest(probes=(ProbeUse(name="p", positions="all"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._vllm._registry import Registry, parse_item, start_items
 from inspect_lens._vllm._scores import Reading, Reads
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.probe import Probe, load_probe, pool_scores
 from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
 
@@ -87,6 +88,35 @@ def test_an_alarm_stops_once_and_where_it_was_raised() -> None:
     assert found.alarm() == "lin"
     receipt = found.receipts()[0]
     assert (receipt.alarm_position, receipt.stopped, receipt.threshold) == (4, True, 1.0)
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "last", "max", "top_k_mean:2", "ema:0.3"])
+@pytest.mark.parametrize("alarm", [None, "flag"])
+def test_the_state_of_an_aggregate_does_not_grow_with_the_tokens(
+    aggregate: str, alarm: str | None
+) -> None:
+    use = {"name": "lin", "positions": "all", "aggregate": aggregate, "alarm": alarm}
+    found, whole = reading([use]), reading([use])
+    values = np.random.default_rng(1).normal(size=(1, 30, 1)).astype(np.float32)
+    sizes = []
+    for i in range(30):
+        found.feed(values[:, i : i + 1])
+        sizes.append(len(pickle.dumps(found._uses or found._plain)))
+    # Pickled numbers take some bytes more where they are larger, and no more than that.
+    assert sizes[-1] - sizes[3] <= 8
+    whole.feed(values)
+    assert found.receipts() == whole.receipts()
+
+
+@pytest.mark.parametrize(
+    "use", [{"aggregate": "max", "alarm": "stop"}, {"aggregate": "mean"}, {"tokens": True}]
+)
+def test_a_score_that_is_no_number_fails_its_request_and_nothing_before(use: Any) -> None:
+    found = reading([{"name": "lin", "positions": "all", **use}])
+    found.feed(np.full((1, 2, 1), np.nan, dtype=np.float32))
+    assert found.alarm() is None
+    with pytest.raises(CaptureError, match="'lin' gave NaN"):
+        found.receipts()
 
 
 def test_tokens_that_nothing_reads_leave_no_score() -> None:
