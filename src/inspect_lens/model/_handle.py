@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
 
+from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt, Reduce, TensorData
 
-from ._files import join
-from ._payload import Payload, decode_file, encode_file
 from ._places import find, is_there
 from ._store import MEMORY
 
@@ -86,30 +85,30 @@ class Activations(BaseModel):
 
     _key: str = PrivateAttr(default_factory=lambda: uuid4().hex)
     _steered: bool | None = PrivateAttr(default=None)
+    _stamp: str | None = PrivateAttr(default=None)
 
     @classmethod
     def of(
         cls, payload: Payload, *, uri: str | None = None, root: str | None = None
     ) -> Activations:
         """Make a handle for a payload; see `remember`."""
-        capture = payload.receipt.capture if payload.receipt else None
+        return cls.stored(Stored.of(payload), uri=uri, root=root)
+
+    @classmethod
+    def stored(cls, facts: Stored, *, uri: str | None, root: str | None) -> Activations:
+        """Make a handle for a payload that is somewhere else."""
         handle = cls(
             tensors={
-                name: TensorInfo(
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    layers=payload.layers[name],
-                    reduce=capture.reduce if capture else "none",
-                )
-                for name, tensor in payload.tensors.items()
+                name: TensorInfo(shape=shape, dtype=dtype, layers=layers, reduce=facts.reduce)
+                for name, (shape, dtype, layers) in facts.tensors.items()
             },
-            sha256=payload.sha256,
-            n_prompt=len(payload.prompt_token_ids),
-            n_completion=len(payload.token_ids),
+            sha256=facts.sha256,
+            n_prompt=facts.n_prompt,
+            n_completion=facts.n_completion,
             uri=uri,
             root=root,
         )
-        handle._steered = payload.receipt is not None and payload.receipt.steer is not None
+        handle._steered, handle._stamp = facts.steered, facts.stamp
         return handle
 
     @classmethod
@@ -263,8 +262,12 @@ class Activations(BaseModel):
                 "never kept them) and there is no file; raise INSPECT_LENS_MEMORY_BYTES, or write "
                 "files with -M activations_dir= or INSPECT_LENS_DIR"
             )
+        path = join(self.root or "", self.uri)
+        untouched = self._stamp is not None and stamp_of(path) == self._stamp
         where, data = find(self.uri, self.root)
         payload = decode_file(data, where=where)
+        if untouched and where == path:
+            return payload  # hashing takes longer than reading, and it was hashed when written
         if payload.sha256 != self.sha256:
             raise ArtifactError(
                 f"{where}: holds other activations than the log refers to (sha256 "
