@@ -8,6 +8,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from pydantic_core import to_json
+
 from inspect_lens._fetch import fetch_bytes
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, QKSpec
@@ -129,7 +131,7 @@ def write_job(
         "path": path,
     }
     asked = _asked(request.capture, request.qk)
-    return b'%s,"asked":%s' % (json.dumps(job).encode()[:-1], asked)
+    return b'%s,"asked":%s' % (to_json(job)[:-1], asked)
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
@@ -97,9 +98,12 @@ class Activations(BaseModel):
     @classmethod
     def stored(cls, facts: Stored, *, uri: str | None, root: str | None) -> Activations:
         """Make a handle for a payload that is somewhere else."""
-        handle = cls(
+        # Not validated: each call of an eval makes one in the event loop.
+        handle = cls.model_construct(
             tensors={
-                name: TensorInfo(shape=shape, dtype=dtype, layers=layers, reduce=facts.reduce)
+                name: TensorInfo.model_construct(
+                    shape=tuple(shape), dtype=dtype, layers=tuple(layers), reduce=facts.reduce
+                )
                 for name, (shape, dtype, layers) in facts.tensors.items()
             },
             sha256=facts.sha256,
@@ -108,7 +112,7 @@ class Activations(BaseModel):
             uri=uri,
             root=root,
         )
-        handle._steered, handle._stamp = facts.steered, facts.stamp
+        handle._steered, handle._stamp = facts.steered, facts.stamp  # noqa: SLF001 - its own
         return handle
 
     @classmethod
@@ -279,6 +283,11 @@ class Activations(BaseModel):
     # -- copies, logs, caches --------------------------------------------------
 
     @model_serializer(mode="plain")
+    def _serialise(self) -> dict[str, Any]:
+        # Inspect asks seven times per sample; whoever gets it gets a copy.
+        return self._reference
+
+    @cached_property
     def _reference(self) -> dict[str, Any]:
         reference: dict[str, Any] = {"$lens": REFERENCE}
         if self.uri is not None:
@@ -306,7 +315,7 @@ class Activations(BaseModel):
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Activations) and self._reference() == other._reference()
+        return isinstance(other, Activations) and self._reference == other._reference
 
     def __hash__(self) -> int:
         return hash(self.sha256)
