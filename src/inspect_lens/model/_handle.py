@@ -97,7 +97,16 @@ class Activations(BaseModel):
 
     @classmethod
     def stored(cls, facts: Stored, *, uri: str | None, root: str | None) -> Activations:
-        """Make a handle for a payload that is somewhere else."""
+        """Make a handle for a payload that is somewhere else.
+
+        Args:
+            facts: what is known of it.
+            uri: of its file, relative to `root`.
+            root: folder of the log.
+
+        Returns:
+            The handle.
+        """
         # Not validated: each call of an eval makes one in the event loop.
         handle = cls.model_construct(
             tensors={
