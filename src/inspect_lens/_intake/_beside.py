@@ -211,7 +211,7 @@ class Beside:
             except BlockingIOError:
                 pass
             except OSError:
-                self._lose()
+                self._end()
                 return
             if sent == len(data):
                 return
@@ -225,7 +225,7 @@ class Beside:
         except BlockingIOError:
             return
         except OSError:
-            self._lose()
+            self._end()
             return
         if not self._out:
             asyncio.get_running_loop().remove_writer(self._socket.fileno())
@@ -239,9 +239,7 @@ class Beside:
         except OSError:
             data = b""
         if not data:
-            logger.warning("the process that takes activations in has ended; threads do it")
-            self._lose()
-            self._bury()
+            self._end()
             return
         for text in self._frames.feed(data):
             self._take(json.loads(text))
@@ -260,8 +258,10 @@ class Beside:
         else:
             future.set_exception(Lost(answer["failed"]))
 
-    def _bury(self) -> None:
-        """No zombie stays behind."""
+    def _end(self) -> None:
+        """It has died: what it had in hand is lost, and no zombie stays behind."""
+        logger.warning("the process that takes activations in has ended; threads do its work")
+        self._lose()
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from inspect_lens._fetch import fetch_bytes
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import CaptureSpec, LensRequest, QKSpec
+from inspect_lens.spec import CaptureSpec, LensRequest, QKSpec, Reduce
 
 from ._decode import ChoiceFields, fetch_payload
 from ._files import stamp_of, write_file
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
     """Shape, dtype and layers by name."""
     n_prompt: int
     n_completion: int
-    reduce: str
+    reduce: Reduce
     steered: bool
     stamp: str | None = None
     """Of the file, from `stamp_of`."""

@@ -232,6 +232,25 @@ def test_event_loops_one_behind_the_other_use_one_process(
         assert asyncio.run(once(server)) == asyncio.run(once(server))
 
 
+def test_one_that_died_between_two_event_loops_is_replaced(
+    beside: Beside, model_of: GetModel, tmp_path: Path
+) -> None:
+    async def call(server: FakeLensServer) -> None:
+        model = model_of(server, activations_dir=str(tmp_path))
+        output = await model.generate("a b", config=lens_config(capture=[1]))
+        check(output.metadata["activations"])
+
+    async def after(server: FakeLensServer) -> int:
+        await call(server)
+        return await ready(beside)
+
+    first = asyncio.run(ready(beside))
+    os.kill(first, signal.SIGKILL)
+    psutil.Process(first).wait(timeout=10)
+    with FakeLensServer() as server:
+        assert asyncio.run(after(server)) != first
+
+
 def test_trio_does_without(beside: Beside, server: FakeLensServer) -> None:
     async def one() -> None:
         await ready(beside)
