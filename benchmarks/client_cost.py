@@ -1,4 +1,4 @@
-"""What capture costs the Inspect process: wall and CPU time, log size, memory.
+"""What capture costs an eval: wall time, CPU time of the event loop and of all processes, memory.
 
 ```text
 python -m benchmarks.client_cost                                     # provider alone: fake server
@@ -26,16 +26,20 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.kit.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("plain", "capture", "inline")
-"""Without capture; with it as it is by default; with the tensors inside the response."""
+ARMS = ("plain", "capture", "threads", "inline")
+"""Without capture; with it as it is by default; with threads that take captures in instead of a
+process; with the tensors inside the response."""
+MEASURED = ("plain", "capture", "inline")
 FAKE = "fake"
 
 
@@ -102,7 +106,10 @@ def run_worker(
             "words": options.words, "connections": options.connections,
         }  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.client_cost", "--worker", json.dumps(work)]
-        environment = os.environ | {"INSPECT_LENS_MEMORY_BYTES": str(options.memory_bytes)}
+        environment = os.environ | {
+            "INSPECT_LENS_MEMORY_BYTES": str(options.memory_bytes),
+            "INSPECT_LENS_INTAKE_PROCESS": str(arm != "threads").lower(),
+        }
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
@@ -132,7 +139,7 @@ def run_eval(work: dict[str, Any]) -> dict[str, Any]:
 
     filler = " ".join(f"word{i}" for i in range(work["words"]))
     samples = [Sample(input=f"number {i} {filler}", id=i) for i in range(work["samples"])]
-    transports = {"capture": "auto", "inline": "inline"}
+    transports = {"capture": "auto", "threads": "auto", "inline": "inline"}
     capture = None
     if work["arm"] in transports:
         capture = {"layers": [work["layer"]], "transport": transports[work["arm"]]}
@@ -146,12 +153,14 @@ def run_eval(work: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     eval(warm, model=model, **limits)
     before = resource.getrusage(resource.RUSAGE_SELF)
+    beside = children_usage()
     start, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
     (log,) = eval(Task(dataset=samples, solver=generate()), model=model, **limits)
     wall, used = time.perf_counter() - start, time.process_time() - cpu
     # Inspect runs an eval in one thread: what that one does is all that other samples wait for.
     in_loop = time.thread_time() - loop
     after = resource.getrusage(resource.RUSAGE_SELF)
+    beside_after = children_usage()
     if log.status != "success":
         raise RuntimeError(str(log.error))
     path = Path(log.location.removeprefix("file://"))
@@ -159,6 +168,8 @@ def run_eval(work: dict[str, Any]) -> dict[str, Any]:
     return {
         "wall_s": wall,
         "client_cpu_s": used,
+        # Of the processes that the client started: the one that takes captures in.
+        "beside_cpu_s": beside_after["cpu_s"] - beside["cpu_s"],
         "loop_cpu_s": in_loop,
         "log_bytes": path.stat().st_size,
         "sidecar_bytes": sum(f.stat().st_size for f in files),
@@ -166,8 +177,22 @@ def run_eval(work: dict[str, Any]) -> dict[str, Any]:
         # Linux gives kibibytes; the peak of a process never falls.
         "peak_rss_bytes": after.ru_maxrss * 1024,
         "peak_rss_before_bytes": before.ru_maxrss * 1024,
+        "beside_peak_rss_bytes": beside_after["peak_rss_bytes"],
         "resident_activation_bytes": resident_bytes(),
     }
+
+
+def children_usage() -> dict[str, Any]:
+    """Processor time and peak memory of what this process started."""
+    cpu, peak = 0.0, 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error, OSError):
+            times = child.cpu_times()
+            cpu += times.user + times.system
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            # Linux keeps the peak, in kibibytes.
+            peak += 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+    return {"cpu_s": cpu, "peak_rss_bytes": peak}
 
 
 def resident_bytes() -> int:
@@ -237,6 +262,7 @@ def _added(
         "wall_ratio": capture["wall_s"] / plain["wall_s"],
         "wall_ratio_of_each_pair": [walls[i, arm] / walls[i, "plain"] for i in repeats],
         "client_cpu_ms_per_sample": per_sample_ms("client_cpu_s"),
+        "beside_cpu_ms_per_sample": per_sample_ms("beside_cpu_s"),
         "loop_cpu_ms_per_sample": per_sample_ms("loop_cpu_s"),
         "loop_cpu_ratio": capture["loop_cpu_s"] / plain["loop_cpu_s"],
         "log_bytes_per_sample": (capture["log_bytes"] - plain["log_bytes"]) / samples,
@@ -267,7 +293,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.client_cost", description=__doc__)
     parser.add_argument("--server", default=FAKE, help="address of a lens server, or 'fake'")
     parser.add_argument("--model", default="org/tiny")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="plain among them")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=MEASURED, help="plain among them"
+    )
     parser.add_argument("--lanes", type=int, default=1, help="repetitions side by side")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)

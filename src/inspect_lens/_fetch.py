@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from ssl import SSLContext
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-import httpx
 import urllib3
 from urllib3.exceptions import HTTPError
 
@@ -55,7 +55,14 @@ def _pool(scheme: str, host: str) -> urllib3.PoolManager:
     """Connections to a host, by the proxy and the certificates that httpx would use."""
     proxies = getproxies()
     proxy = None if proxy_bypass(host) else proxies.get(scheme) or proxies.get("all")
-    context = httpx.create_ssl_context() if scheme == "https" else None
+    context = _tls() if scheme == "https" else None
     if proxy is not None:
         return urllib3.ProxyManager(proxy, maxsize=CONNECTIONS, ssl_context=context)
     return urllib3.PoolManager(maxsize=CONNECTIONS, ssl_context=context)
+
+
+def _tls() -> SSLContext:
+    # Half a second for a process that does nothing else with it.
+    import httpx
+
+    return httpx.create_ssl_context()

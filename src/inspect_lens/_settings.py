@@ -81,6 +81,11 @@ class Settings:
     memory_bytes: int = _setting(  # type: ignore[assignment]
         4 << 30, "Bytes of activations that the Inspect process keeps in memory."
     )
+    intake_process: bool = _setting(  # type: ignore[assignment]
+        True,
+        "Leave receiving, hashing and writing captured activations to a process beside the Inspect "
+        "process, where there is more than a handful; else threads of the Inspect process do it.",
+    )
 
     @classmethod
     def load(cls) -> Settings:

@@ -8,8 +8,8 @@ import numpy as np
 from inspect_ai.model import ModelOutput, ModelUsage
 from numpy.typing import NDArray
 
+from inspect_lens._intake import Payload, encode_file
 from inspect_lens.model import Activations
-from inspect_lens.model._payload import Payload, encode_file
 from inspect_lens.spec import TensorData
 
 __all__ = ["captured"]

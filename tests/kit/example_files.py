@@ -18,10 +18,9 @@ from inspect_ai.log import write_eval_log
 from inspect_ai.model import ChatMessage, ModelOutput, ModelUsage, get_model
 
 from evals.organism_deception import organism_deception
+from inspect_lens._intake import Payload, encode_file, join, write_file
 from inspect_lens.data import planted_activations
 from inspect_lens.model import Activations
-from inspect_lens.model._files import join, write_file
-from inspect_lens.model._payload import Payload, encode_file
 from inspect_lens.spec import CaptureReceipt, Receipt, TensorData
 from inspect_lens.train import ActivationSet
 

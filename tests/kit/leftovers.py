@@ -18,8 +18,8 @@ import pytest
 
 MARK = "INSPECT_LENS_TEST_RUN"
 GRACE_S = 20.0
-# Helpers of Python's multiprocessing that end with this process and not before.
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Helpers of Python's multiprocessing, and our own, that end with this process and not before.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "inspect_lens._intake")
 
 
 def pytest_configure(config: pytest.Config) -> None:

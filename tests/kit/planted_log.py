@@ -24,9 +24,8 @@ from inspect_ai.model import (
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from numpy.typing import NDArray
 
+from inspect_lens._intake import Payload, encode_file, join, write_file
 from inspect_lens.model import Activations
-from inspect_lens.model._files import join, write_file
-from inspect_lens.model._payload import Payload, encode_file
 from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold
 from inspect_lens.scorer import probe_score
 from inspect_lens.spec import CaptureReceipt, Positions, Receipt, TensorData

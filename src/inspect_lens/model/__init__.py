@@ -6,12 +6,12 @@ keeps out torch, vLLM, `_engine` and `_vllm`. Only `_host.py` names private Insp
 """
 
 from inspect_lens._hook_results import SavedValues, read_results
+from inspect_lens._intake import read_vector
 
 from ._config import lens_config
 from ._frame import activations_df
 from ._handle import Activations, TensorInfo
 from ._likelihood import token_logprobs
-from ._payload import read_vector
 from ._read import (
     CapturedCall,
     activations,

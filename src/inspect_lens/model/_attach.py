@@ -4,50 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from uuid import uuid4
 
-import anyio.to_thread
-from anyio import CapacityLimiter
-from anyio.lowlevel import RunVar
 from inspect_ai.model import ModelOutput
 
 from inspect_lens._hook_results import SavedValues, read_results
+from inspect_lens._intake import ChoiceFields, FetchBytes, Source, qk_values
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import LensRequest
 
-from ._files import join, write_file
-from ._handle import Activations
 from ._host import active_call
 from ._metadata import LensMetadata
-from ._payload import Payload, encode_file
-from ._places import Place
-from ._response import ChoiceFields, FetchBytes, LensFields, fetch_payloads, qk_values
+from ._response import LensFields
 from ._store import MESSAGES
+from ._take import Keep, take
 
-__all__ = ["Keep", "Mode", "attach", "keep_payload", "origin_of"]
+__all__ = ["attach", "origin_of"]
 
 HOOK_RESULTS_BYTES = 1 << 20
 """JSON of hook results that one output may bring into a log."""
-
-TAKERS = 8
-"""Threads that fetch and write at once; each holds a call's activations as they came and decoded.
-
-Calls that end together would start as many threads as Inspect allows, forty: the event loop waits
-for each to begin, and they take the interpreter from each other.
-"""
-
-_takers: RunVar[CapacityLimiter] = RunVar("inspect_lens_takers")
-
-Mode = Literal["sidecar", "memory", "drop"]
-
-
-class Keep(NamedTuple):
-    """What happens to activations."""
-
-    mode: Mode | None
-    """None: a file where there is a place for one, else memory."""
-    place: Place | None
 
 
 async def attach(
@@ -58,6 +34,7 @@ async def attach(
     *,
     keep: Keep,
     fetch: FetchBytes,
+    source: Source | None = None,
 ) -> None:
     """Put what a response brought into the output that Inspect made of it.
 
@@ -72,6 +49,7 @@ async def attach(
             the base model would not read the text alike.
         keep: whether activations go to files.
         fetch: gets the bytes behind a handle of the binary transport, in a thread.
+        source: of those bytes, for another process; None where only this one reaches them.
 
     Raises:
         CaptureError: something is missing, or a file could not be written.
@@ -92,15 +70,8 @@ async def attach(
         origins = [origin_of(output.model, message.id, lora) for message in messages]
         names = [message.id or uuid4().hex for message in messages]
 
-        def take() -> list[Activations]:
-            payloads = fetch_payloads(fields, request, fetch)
-            return [
-                keep_payload(payload.with_origin(origin), keep, name)
-                for payload, origin, name in zip(payloads, origins, names, strict=True)
-            ]
-
-        # One visit to a thread for all of it: other samples wait for the event loop.
-        handles = await anyio.to_thread.run_sync(take, limiter=_limiter())
+        named = list(zip(names, origins, strict=True))
+        handles = await take(fields, request, named, keep=keep, fetch=fetch, source=source)
         for index, (message, handle) in enumerate(zip(messages, handles, strict=True)):
             if message.id:
                 MESSAGES.put(message.id, handle)
@@ -125,15 +96,6 @@ async def attach(
             made.message.metadata = {**(made.message.metadata or {}), "hook_results": saved}
 
 
-def _limiter() -> CapacityLimiter:
-    """Of this event loop."""
-    try:
-        return _takers.get()
-    except LookupError:
-        _takers.set(limiter := CapacityLimiter(TAKERS))
-        return limiter
-
-
 def _saved(choice: ChoiceFields) -> SavedValues | None:
     """What hooks saved: it goes into the log, so it has to be small."""
     if choice.hook_results is None:
@@ -149,40 +111,6 @@ def _saved(choice: ChoiceFields) -> SavedValues | None:
         return read_results(choice.hook_results)
     except SpecError as error:
         raise CaptureError(str(error)) from None
-
-
-def keep_payload(payload: Payload, keep: Keep, name: str) -> Activations:
-    """Make the handle of a payload: with a file, in memory, or with neither.
-
-    Args:
-        payload: of one choice.
-        keep: where it goes.
-        name: of the file; 12 characters of it are used.
-
-    Returns:
-        The handle.
-
-    Raises:
-        SpecError: a file is wanted and there is no place for one.
-        CaptureError: the file could not be written.
-    """
-    mode = keep.mode or ("sidecar" if keep.place else "memory")
-    if mode == "sidecar":
-        if keep.place is None:
-            raise SpecError(
-                "activations='sidecar': this call is outside an eval, so there is no log to write "
-                "beside; set activations_dir= or INSPECT_LENS_DIR, or use activations='memory'"
-            )
-        root, folder = keep.place
-        # Ids are random; 12 characters of one are enough inside a folder, and short in the log.
-        uri = f"{folder}/{name[:12]}.safetensors"
-        write_file(join(root, uri), encode_file(payload))
-        handle = Activations.of(payload, uri=uri, root=root)
-    else:
-        handle = Activations.of(payload)
-    if mode != "drop":
-        handle.remember(payload)
-    return handle
 
 
 def origin_of(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
@@ -11,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
 
+from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt, Reduce, TensorData
 
-from ._files import join
-from ._payload import Payload, decode_file, encode_file
 from ._places import find, is_there
 from ._store import MEMORY
 
@@ -86,30 +86,42 @@ class Activations(BaseModel):
 
     _key: str = PrivateAttr(default_factory=lambda: uuid4().hex)
     _steered: bool | None = PrivateAttr(default=None)
+    _stamp: str | None = PrivateAttr(default=None)
 
     @classmethod
     def of(
         cls, payload: Payload, *, uri: str | None = None, root: str | None = None
     ) -> Activations:
         """Make a handle for a payload; see `remember`."""
-        capture = payload.receipt.capture if payload.receipt else None
-        handle = cls(
+        return cls.stored(Stored.of(payload), uri=uri, root=root)
+
+    @classmethod
+    def stored(cls, facts: Stored, *, uri: str | None, root: str | None) -> Activations:
+        """Make a handle for a payload that is somewhere else.
+
+        Args:
+            facts: what is known of it.
+            uri: of its file, relative to `root`.
+            root: folder of the log.
+
+        Returns:
+            The handle.
+        """
+        # Not validated: each call of an eval makes one in the event loop.
+        handle = cls.model_construct(
             tensors={
-                name: TensorInfo(
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    layers=payload.layers[name],
-                    reduce=capture.reduce if capture else "none",
+                name: TensorInfo.model_construct(
+                    shape=tuple(shape), dtype=dtype, layers=tuple(layers), reduce=facts.reduce
                 )
-                for name, tensor in payload.tensors.items()
+                for name, (shape, dtype, layers) in facts.tensors.items()
             },
-            sha256=payload.sha256,
-            n_prompt=len(payload.prompt_token_ids),
-            n_completion=len(payload.token_ids),
+            sha256=facts.sha256,
+            n_prompt=facts.n_prompt,
+            n_completion=facts.n_completion,
             uri=uri,
             root=root,
         )
-        handle._steered = payload.receipt is not None and payload.receipt.steer is not None
+        handle._steered, handle._stamp = facts.steered, facts.stamp  # noqa: SLF001 - its own
         return handle
 
     @classmethod
@@ -263,8 +275,12 @@ class Activations(BaseModel):
                 "never kept them) and there is no file; raise INSPECT_LENS_MEMORY_BYTES, or write "
                 "files with -M activations_dir= or INSPECT_LENS_DIR"
             )
+        path = join(self.root or "", self.uri)
+        untouched = self._stamp is not None and stamp_of(path) == self._stamp
         where, data = find(self.uri, self.root)
         payload = decode_file(data, where=where)
+        if untouched and where == path:
+            return payload  # hashing takes longer than reading, and it was hashed when written
         if payload.sha256 != self.sha256:
             raise ArtifactError(
                 f"{where}: holds other activations than the log refers to (sha256 "
@@ -276,6 +292,11 @@ class Activations(BaseModel):
     # -- copies, logs, caches --------------------------------------------------
 
     @model_serializer(mode="plain")
+    def _serialise(self) -> dict[str, Any]:
+        # Inspect asks seven times per sample; whoever gets it gets a copy.
+        return self._reference
+
+    @cached_property
     def _reference(self) -> dict[str, Any]:
         reference: dict[str, Any] = {"$lens": REFERENCE}
         if self.uri is not None:
@@ -303,7 +324,7 @@ class Activations(BaseModel):
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Activations) and self._reference() == other._reference()
+        return isinstance(other, Activations) and self._reference == other._reference
 
     def __hash__(self) -> int:
         return hash(self.sha256)

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings
 from inspect_lens.errors import ArtifactError
 
-from ._files import absolute, has_file, join, parent, read_file, stem
 from ._host import active_call
 
 __all__ = ["Place", "find", "is_there", "know_root", "place_for", "place_of"]

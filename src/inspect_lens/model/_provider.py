@@ -23,12 +23,13 @@ from openai import APIStatusError, AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
-from inspect_lens._fetch import HTTPError, fetch_bytes
+from inspect_lens._fetch import HTTPError
+from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
 
-from ._attach import Keep, Mode, attach
+from ._attach import attach
 from ._body import (
     Body,
     Settled,
@@ -46,7 +47,8 @@ from ._response import LensFields, take_fields
 from ._scopes import scope_of
 from ._server import children_of, normalise_url, reap, server_for, start_server
 from ._stream import StreamFields
-from ._transport import fetched, over_binary, wants_transport
+from ._take import Keep, Mode, expect
+from ._transport import over_binary, wants_transport
 from ._vectors import save_vectors
 
 __all__ = ["CALLER", "LensAPI"]
@@ -64,6 +66,7 @@ class _Call:
     """One mutable box per `generate`, filled by `_generate_completion` below it."""
 
     request: LensRequest | None
+    keep: Keep
     fields: LensFields | None = None
 
 
@@ -242,7 +245,7 @@ class LensAPI(VLLMAPI):
         if request is not None and request.steer:
             kept = place if self._mode in (None, "sidecar") else None
             await anyio.to_thread.run_sync(save_vectors, request.steer, kept)
-        call = _Call(request)
+        call = _Call(request, Keep(self._mode, place))
         token = _call.set(call)
         try:
             result = await super().generate(input, tools, tool_choice, config)
@@ -251,8 +254,10 @@ class LensAPI(VLLMAPI):
         output = result[0] if isinstance(result, tuple) else result
         if isinstance(output, ModelOutput) and call.fields is not None and call.fields.choices:
             await self._check_done(request, call.fields)
-            keep = Keep(self._mode, place)
-            await attach(output, call.fields, request, body, keep=keep, fetch=self.fetch)
+            source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
+            await attach(
+                output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source
+            )
         return result
 
     @override
@@ -278,6 +283,8 @@ class LensAPI(VLLMAPI):
             args = without_refusals(cast("dict[str, Any]", body.pop("vllm_xargs")))
             if wants_transport(args) and await self.offers_binary():
                 args = over_binary(args)
+                if call is not None:
+                    expect(call.keep)
             if args:
                 asked = call.request if call is not None else None
                 if asked is not None and not (asked.steer or asked.hooks):
@@ -358,16 +365,14 @@ class LensAPI(VLLMAPI):
 
     def fetch(self, handle: str) -> bytes:
         """Bytes behind a handle, in a worker thread of the event loop."""
-        path = f"/v1/activations/{quote(handle, safe='')}"
+        source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
         try:
-            status, data = fetch_bytes(
-                f"{self._server_root()}{path}", self._headers(), timeout_s=FETCH_TIMEOUT_S
-            )
+            return fetch_from(source, handle)
         except HTTPError:
             # What the caller's own `http_client` knows of the way there, it alone knows.
+            path = f"/v1/activations/{quote(handle, safe='')}"
             response = anyio.from_thread.run(self._get, path)
-            status, data = response.status_code, response.content
-        return fetched(handle, status, data)
+            return fetched(handle, response.status_code, response.content)
 
     async def offers_binary(self) -> bool:
         """Whether the server has the routes of the binary transport, and they are in reach."""

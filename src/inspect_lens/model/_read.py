@@ -10,10 +10,10 @@ from inspect_ai.event import ModelEvent
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log, transcript
 from inspect_ai.model import ChatMessage, ModelOutput
 
+from inspect_lens._intake import absolute, parent
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt
 
-from ._files import absolute, parent
 from ._given import given_output
 from ._handle import REFERENCE, Activations
 from ._places import know_root

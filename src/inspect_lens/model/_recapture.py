@@ -9,6 +9,7 @@ from uuid import uuid4
 import anyio.to_thread
 from inspect_ai.model import Model
 
+from inspect_lens._intake import ChoiceFields
 from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     RESID_POST,
@@ -19,11 +20,12 @@ from inspect_lens.spec import (
     to_wire_args,
 )
 
-from ._attach import Keep, keep_payload, origin_of
+from ._attach import origin_of
 from ._handle import Activations
 from ._places import place_for
-from ._response import ChoiceFields, LensFields, fetch_payloads
+from ._response import LensFields, fetch_payloads
 from ._store import MESSAGES
+from ._take import Keep, keep_payload
 from ._transport import over_binary
 
 __all__ = ["recapture", "recaptures"]

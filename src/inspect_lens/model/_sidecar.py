@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from inspect_lens._intake import join, parent, write_file
 from inspect_lens.errors import ArtifactError
 
-from ._files import join, parent, write_file
 from ._handle import Activations
 from ._places import Place, find, place_for, place_of
 

@@ -6,9 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from inspect_lens._intake import Payload
 from inspect_lens._settings import Settings
-
-from ._payload import Payload
 
 if TYPE_CHECKING:
     from ._handle import Activations

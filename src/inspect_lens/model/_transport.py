@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inspect_lens.errors import CaptureError
 from inspect_lens.spec import NATIVE_KEY, CaptureSpec, LensRequest, QKSpec
 
-__all__ = ["fetched", "over_binary", "wants_transport"]
+__all__ = ["over_binary", "wants_transport"]
 
 _KEYS = ("output_residual_stream", "output_qk")
 
@@ -41,17 +40,3 @@ def over_binary(args: Mapping[str, Any]) -> dict[str, Any]:
         if spec is not None and spec.transport == "auto"
     }
     return {**args, NATIVE_KEY: native.model_copy(update=chosen)}
-
-
-def fetched(handle: str, status: int, data: bytes) -> bytes:
-    """The bytes of an answer.
-
-    Raises:
-        CaptureError: it is an error.
-    """
-    if status != 200:
-        raise CaptureError(
-            f"activations: handle {handle!r} answered HTTP {status}; it expired, was evicted, "
-            "or is out of reach behind a gateway; use activations_transport='base64'"
-        )
-    return data

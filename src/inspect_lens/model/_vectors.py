@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import STEERING_REFERENCE, SteeringVector, TensorData
 from inspect_lens.vector import steering_vector
 
-from ._files import join, write_file
-from ._payload import Payload, encode_file, read_vector
 from ._places import Place, find
 
 __all__ = ["is_reference", "resolve_references", "resolve_vector", "save_vectors"]

@@ -12,8 +12,8 @@ from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage, get_model
 
 from evals.organism_deception import organism_control, organism_dataset, organism_deception
 from evals.organism_deception.dataset import DATA_DIR
+from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
-from inspect_lens.model._payload import Payload
 from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold, clopper_pearson
 from inspect_lens.spec import TensorData
 

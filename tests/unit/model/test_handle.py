@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from inspect_ai.model import ModelOutput
 from pydantic_core import to_jsonable_python
 
+from inspect_lens._intake import Payload, decode_file, encode_file, read_file, write_file
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import Activations, activations, lens_config
-from inspect_lens.model._files import read_file, write_file
-from inspect_lens.model._payload import Payload, decode_file, encode_file
 from inspect_lens.model._store import MEMORY, MemoryStore
 from inspect_lens.spec import TensorData, as_tensor_data
 from tests.kit.fake_server import FakeLensServer

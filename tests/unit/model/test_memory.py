@@ -77,7 +77,8 @@ def test_fifty_turns_stay_within_the_limit_and_all_can_be_read(
         tokens = [*handle.prompt_token_ids, *handle.token_ids]
         expected = residual(tokens, (LAYER,), list(range(len(tokens) - 1)), HIDDEN).to_float32()
         np.testing.assert_array_equal(handle.numpy(), expected)
-    assert len(small_memory) >= 2 * TURNS
+    # Each was read here; those that the process beside wrote were not held before.
+    assert len(small_memory) >= TURNS
     assert max(small_memory) <= LIMIT
     assert log.samples[0].metadata["first"] == calls[0].activations.numpy().shape[1]
     frame = activations_df(log)

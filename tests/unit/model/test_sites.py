@@ -60,7 +60,7 @@ def test_the_sidecar_has_a_tensor_per_site(server: FakeLensServer, run_eval: Run
 
 
 def test_a_site_that_did_not_come_is_an_error(server: FakeLensServer) -> None:
-    from inspect_lens.model._response import ChoiceFields, decode_payload
+    from inspect_lens._intake import ChoiceFields, decode_payload
 
     with LensClient(server.url) as client:
         raw = client.generate("one", capture={"layers": [1]}, max_tokens=2).raw

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens.model._response import ChoiceFields, decode_payload
+from inspect_lens._intake import ChoiceFields, decode_payload
 from inspect_lens.spec import (
     CaptureSpec,
     LensRequest,

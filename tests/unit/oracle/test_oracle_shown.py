@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inspect_lens._intake import Payload
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
-from inspect_lens.model._payload import Payload
 from inspect_lens.oracle import OracleConfig
 from inspect_lens.oracle._shown import choose_layers, parse_inputs, select_rows
 from inspect_lens.spec import CaptureReceipt, Receipt, TensorData

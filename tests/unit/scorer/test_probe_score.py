@@ -14,9 +14,9 @@ from inspect_ai.solver import generate
 from sklearn.metrics import roc_auc_score
 
 from inspect_lens import model as model_room
+from inspect_lens._intake import Payload, encode_file
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
-from inspect_lens.model._payload import Payload, encode_file
 from inspect_lens.probe import Interval, ModelRef, Probe, ProbeCard, Threshold
 from inspect_lens.scorer import deception_probe, probe_score
 from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData

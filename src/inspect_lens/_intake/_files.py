@@ -1,4 +1,7 @@
-"""Files on any fsspec path: whole reads, and writes that are there entirely or not at all."""
+"""Files on any fsspec path: whole reads, and writes that are there entirely or not at all.
+
+fsspec is imported where a path is not a local one: the process beside an eval does without.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
-import fsspec
-
 from inspect_lens.errors import ArtifactError, CaptureError
 
 _PARTS = 16
 """Of a file that go into one system call: the least that POSIX promises."""
 
-__all__ = ["absolute", "has_file", "join", "parent", "read_file", "stem", "write_file"]
+__all__ = [
+    "absolute",
+    "has_file",
+    "is_local",
+    "join",
+    "parent",
+    "read_file",
+    "stamp_of",
+    "stem",
+    "write_file",
+]
 
 
 def write_file(uri: str, parts: Iterable[bytes | memoryview]) -> None:
@@ -28,10 +39,12 @@ def write_file(uri: str, parts: Iterable[bytes | memoryview]) -> None:
         CaptureError: the file could not be written; the message has the reason.
     """
     try:
-        if os.path.isabs(uri) and "::" not in uri and "://" not in uri:
+        if is_local(uri):
             # What nearly all calls write; asking fsspec costs half as much as the file.
             _replace(uri, parts)
             return
+        import fsspec
+
         filesystem, path = fsspec.core.url_to_fs(uri)
         if "file" in filesystem.protocol:
             _replace(path, parts)
@@ -60,6 +73,10 @@ def read_file(uri: str) -> bytes | None:
         ArtifactError: it is there and cannot be read.
     """
     try:
+        if is_local(uri):
+            return Path(uri).read_bytes()
+        import fsspec
+
         filesystem, path = fsspec.core.url_to_fs(uri)
         data: bytes = filesystem.cat_file(path)
     except FileNotFoundError:
@@ -72,10 +89,26 @@ def read_file(uri: str) -> bytes | None:
 def has_file(uri: str) -> bool:
     """Whether a file is there and can be asked for."""
     try:
+        import fsspec
+
         filesystem, path = fsspec.core.url_to_fs(uri)
         return bool(filesystem.exists(path))
     except (OSError, ImportError, ValueError):
         return False
+
+
+def is_local(uri: str) -> bool:
+    """Whether a path needs no fsspec: absolute, and without a protocol."""
+    return os.path.isabs(uri) and "::" not in uri and "://" not in uri
+
+
+def stamp_of(path: str) -> str | None:
+    """What changes when a local file is written again; None where there is no such file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
 
 def parent(uri: str) -> str:

@@ -1,0 +1,51 @@
+"""What calls captured, on its way from a server to a file: fetched, decoded, checked, written.
+
+Done in a thread of the Inspect process, or in a process beside it (`BESIDE`), which leaves the
+interpreter to the event loop. May import `_fetch`, `spec`, `errors`; keeps out Inspect, so that the
+other process starts in half a second.
+"""
+
+from ._beside import BESIDE, Beside, Lost
+from ._decode import ChoiceFields, FetchBytes, decode_payload, fetch_payload, qk_values
+from ._files import (
+    absolute,
+    has_file,
+    is_local,
+    join,
+    parent,
+    read_file,
+    stamp_of,
+    stem,
+    write_file,
+)
+from ._jobs import Source, Stored, fetch_from, fetched, write_job
+from ._payload import Payload, decode_file, encode_file, read_vector
+
+__all__ = [
+    "BESIDE",
+    "Beside",
+    "ChoiceFields",
+    "FetchBytes",
+    "Lost",
+    "Payload",
+    "Source",
+    "Stored",
+    "absolute",
+    "decode_file",
+    "decode_payload",
+    "encode_file",
+    "fetch_from",
+    "fetch_payload",
+    "fetched",
+    "has_file",
+    "is_local",
+    "join",
+    "parent",
+    "qk_values",
+    "read_file",
+    "read_vector",
+    "stamp_of",
+    "stem",
+    "write_file",
+    "write_job",
+]

@@ -1,0 +1,96 @@
+"""The process beside: takes jobs from a socket until the other end is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from inspect_lens.errors import CaptureError
+
+from ._frames import Frames, frame
+from ._jobs import Stored, fetch_job, store
+
+__all__ = ["THREADS", "serve"]
+
+THREADS = 8
+"""Jobs at once; each holds a call's activations as they came and decoded."""
+
+PARENT_CHECK_S = 2.0
+LAST_WRITES_S = 10.0
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Do jobs until the socket ends or the parent is gone; never returns.
+
+    Args:
+        descriptor: of the socket.
+        parent: process that started this one.
+    """
+    # Inspect ends an eval in order on the interrupt that the terminal sends to both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = _Server(socket.socket(fileno=descriptor))
+    server.run(parent)
+    server.finish()
+    # Fetches may wait for a server for minutes, and nobody for them.
+    os._exit(0)
+
+
+class _Server:
+    """One socket and the threads behind it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._sending = threading.Lock()
+        self._writing = threading.Semaphore(THREADS)
+
+    def run(self, parent: int) -> None:
+        self._send({"ready": os.getpid()})
+        frames = Frames()
+        # A process that was forked from the parent may hold the other end open.
+        while os.getppid() == parent:
+            if not select.select([self._socket], [], [], PARENT_CHECK_S)[0]:
+                continue
+            try:
+                data = self._socket.recv(1 << 20)
+            except ConnectionError:
+                return
+            if not data:
+                return
+            for text in frames.feed(data):
+                self._threads.submit(self._do, text)
+
+    def finish(self) -> None:
+        """Wait for the files that are being written, and let nobody begin another."""
+        until = time.monotonic() + LAST_WRITES_S
+        for _ in range(THREADS):
+            self._writing.acquire(timeout=max(0.0, until - time.monotonic()))
+
+    def _do(self, text: bytes) -> None:
+        job = json.loads(text)
+        self._send({"id": job["id"], **self._answer(job)})
+
+    def _answer(self, job: Mapping[str, Any]) -> dict[str, Stored | str]:
+        try:
+            payload = fetch_job(job)
+            with self._writing:
+                return {"stored": store(payload, job["path"])}
+        except CaptureError as error:
+            return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - the parent does the job and sees it again
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def _send(self, answer: Mapping[str, Any]) -> None:
+        with self._sending:
+            try:
+                self._socket.sendall(frame(json.dumps(answer).encode()))
+            except OSError:
+                os._exit(0)  # the parent is gone
