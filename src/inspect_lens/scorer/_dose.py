@@ -179,7 +179,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
 def dose_curves(
     scores: Sequence[SampleScore] | EvalLog | str | Path,
     *,
-    scorer: str = "dose_response",
+    scorer: str | None = None,
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, DoseResponse]:
@@ -190,7 +190,8 @@ def dose_curves(
 
     Args:
         scores: a log or its path, or the scores of all samples as a metric gets them.
-        scorer: name of the score in the log.
+        scorer: name of the score in the log; by default `dose_response`, or else the first that
+            has the cells of a sweep, as one that a task file wraps around it.
         n_resamples: draws of prompts.
         seed: of the draws.
 
@@ -281,19 +282,34 @@ def _kinds(cells: Sequence[SteeringCell]) -> list[list[Any]]:
     return [list(pair) for pair in found]
 
 
-def _logged(log: EvalLog | str | Path, name: str) -> list[SampleScore]:
+def _logged(log: EvalLog | str | Path, scorer: str | None) -> list[SampleScore]:
     """Scores of a log, as a metric would get them."""
     found = log if isinstance(log, EvalLog) else read_eval_log(str(log))
+    name = scorer or _name_of_doses(found)
     made = [
         SampleScore(score=sample.scores[name], sample_id=sample.id)
         for sample in found.samples or ()
         if sample.scores and name in sample.scores
     ]
     if not made:
+        there = sorted({key for sample in found.samples or () for key in sample.scores or ()})
         raise ArtifactError(
-            f"{found.location or 'log'}: has no score {name!r}; score it with dose_response(...)"
+            f"{found.location or 'log'}: has no score {name!r}, only {', '.join(there) or 'none'}; "
+            "score it with dose_response(...), or name another in scorer="
         )
     return made
+
+
+def _name_of_doses(log: EvalLog) -> str:
+    """What the scores of a sweep's cells are called in a log."""
+    names = [
+        name
+        for sample in log.samples or ()
+        for name, score in (sample.scores or {}).items()
+        if "n_cells" in (score.metadata or {})
+    ]
+    plain = "dose_response"
+    return plain if plain in names or not names else names[0]
 
 
 async def _number(
