@@ -64,9 +64,7 @@ RESCORED_ELSEWHERE = {"oracle_answer": "test_oracle.py"}
 def test_inspect_score_says_the_same_again(component: Component) -> None:
     """The scorers of one log, each of which is run again from the command line."""
     file = RESCORED_ELSEWHERE.get(component.name, "test_finished_logs.py")
-    named = component.name not in RESCORED_ELSEWHERE
-    wanted = f"{component.room}.{component.name}" if named else f"inspect_lens/{component.name}"
-    assert wanted in used()[file], (
+    assert f"{component.room}.{component.name}" in used()[file], (
         f"{component.name} is not scored again by `inspect score`; add it to the scorers of "
         "tests/e2e/test_finished_logs.py"
     )
