@@ -274,10 +274,11 @@ def has_nothing_to_read(output: ModelOutput) -> bool:
     """Whether no model wrote what stands there, so that a reader has nothing to say of it."""
     if is_withheld(output):
         return True  # the rows of what stood there are not those of this text
-    if output.stop_reason != "model_length" or activations(output) is not None:
+    # A limit ended the sample before its first answer, or the prompt was longer than the context:
+    # Inspect makes an output of each, of no token.
+    if output.choices and output.stop_reason != "model_length":
         return False
-    # The prompt was longer than the context: Inspect makes an output of it, of no token.
-    return read_token_ids(output) is None
+    return activations(output) is None and read_token_ids(output) is None
 
 
 def _token_ids(

@@ -24,11 +24,11 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.reading import CellScores, SteeringCell, read_cells
+from inspect_lens.reading import CellScores, SteeringCell
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
-from ._cell_state import cell_state
+from ._cell_state import cell_state, cells_or_limit
 
 __all__ = ["dose_curves", "dose_metric", "dose_response"]
 
@@ -110,7 +110,8 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
     Returns:
         The scorer. Its value is the mean over the vector's own cells at the largest scale less
         that at the smallest; all numbers are in its metadata, where `dose_metric` and
-        `dose_curves` find them.
+        `dose_curves` find them. A sample that a limit ended in the middle of its sweep is
+        unscored.
 
     Raises:
         ArtifactError: the sample has no cells, or no baseline among them.
@@ -136,12 +137,9 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
     """
 
     async def score(state: TaskState, target: Target) -> Score:
-        cells = read_cells(state.store)
-        if not any(cell.kind == "baseline" for cell in cells):
-            raise ArtifactError(
-                f"store: {len(cells)} steering cells and no baseline among them; allowed is a "
-                "sample that steering_sweep ran; put steering_sweep(...) before dose_response"
-            )
+        cells = cells_or_limit(state, "dose_response")
+        if isinstance(cells, Score):
+            return cells
         if scorer is None:
             values = list(CellScores(store=state.store).values)
             if len(values) != len(cells):

@@ -156,7 +156,7 @@ def oracle_answer(
 
     Returns:
         The scorer. A sample without a token to show is unscored, as one whose answer
-        `probe_gate` withheld.
+        `probe_gate` withheld, or that a limit ended before there was one.
 
     Raises:
         SpecError: an argument is wrong.
@@ -199,8 +199,8 @@ def oracle_answer(
             return Score.unscored(
                 reason="no_tokens",
                 explanation=f"No token to show: positions={plan.positions!r} selects none of "
-                "this output (the last sampled token is never fed to the model), or probe_gate "
-                "withheld the answer.",
+                "this output (the last sampled token is never fed to the model), probe_gate withheld "
+                "the answer, or a limit ended the sample before there was one.",
             )
         wanted = _wanted(state, target, label, named)
         said = {"oracle": answers[0].answer, **answers[0].controls}
