@@ -147,10 +147,9 @@ def test_a_sweep_that_is_cut_short_has_no_value(lens_server_url: str, tmp_path: 
         assert (ended.scores or {})[name].reason == "limit"
     # Steered downwards the honest one lies.
     assert (whole.scores or {})["dose_response"].value == 1.0
-    found = {
-        m: v.value for s in (log.results and log.results.scores) or [] for m, v in s.metrics.items()
-    }
-    assert (found["prompts"], found["vector_effect"]) == (1, 1.0)
+    assert log.results is not None
+    found = log.results.scores[0].metrics
+    assert (found["prompts"].value, found["vector_effect"].value) == (1, 1.0)
     assert_same_scores(log, rescore(log, commands_of(log), tmp_path / "again"))
 
 

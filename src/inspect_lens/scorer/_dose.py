@@ -43,7 +43,8 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
     `vector_effect` the mean value at the largest scale less that at the smallest;
     `vector_flip_rate` the share of steered answers whose value is not that of the unsteered one.
     `answered` is the share of cells with a value and `prompts` how many prompts the vector's
-    numbers are of: those with a value at every scale.
+    numbers are of: those with a value at every scale. Every epoch is an answer of its own, and
+    the epochs of a sample are one prompt.
     Each has `_low` and `_high`, the 95% interval over prompts; controls have their own, and where
     a sweep has several layers the layer stands behind the kind, as in `vector@4_spearman`.
 
@@ -234,7 +235,7 @@ def dose_curves(
         found = [Response(p, scale, value) for p in known for scale, value in by_prompt[p]]
         if found:
             curves[name] = _dose_response(
-                found, baseline or None, n_resamples=n_resamples, seed=seed
+                found, baseline or None, groups=answers.samples, n_resamples=n_resamples, seed=seed
             )
     return curves
 
@@ -250,15 +251,20 @@ class _Answers(NamedTuple):
     """Their names."""
     share: float
     """Of the cells that have a value."""
+    samples: dict[str, str]
+    """Of which sample a prompt is an epoch."""
 
 
 def _answers(scores: Sequence[SampleScore]) -> _Answers:
     baseline: dict[str, float] = {}
     steered: dict[tuple[str, int | None], dict[str, list[tuple[float, float]]]] = {}
+    samples: dict[str, str] = {}
     known = total = 0
     for i, sample in enumerate(scores):
         facts = sample.score.metadata or {}
         prompt, rows = f"{sample.sample_id}#{i}", facts.get("cells") or []
+        if sample.sample_id is not None:
+            samples[prompt] = repr(sample.sample_id)
         known, total = known + len(rows), total + int(facts.get("n_cells") or len(rows))
         # Also those of which no answer has a value.
         for kind, layer in facts.get("kinds") or ():
@@ -271,7 +277,7 @@ def _answers(scores: Sequence[SampleScore]) -> _Answers:
                 by_prompt.setdefault(prompt, []).append((float(scale), float(value)))
     layers = {layer for _, layer in steered}
     kinds = {(k, n): k if len(layers) == 1 else f"{k}@{n}" for k, n in steered}
-    return _Answers(baseline, steered, kinds, known / total if total else math.nan)
+    return _Answers(baseline, steered, kinds, known / total if total else math.nan, samples)
 
 
 def _kinds(cells: Sequence[SteeringCell]) -> list[list[Any]]:

@@ -199,8 +199,8 @@ def oracle_answer(
             return Score.unscored(
                 reason="no_tokens",
                 explanation=f"No token to show: positions={plan.positions!r} selects none of "
-                "this output (the last sampled token is never fed to the model), probe_gate withheld "
-                "the answer, or a limit ended the sample before there was one.",
+                "this output (the last sampled token is never fed to the model), probe_gate "
+                "withheld the answer, or a limit ended the sample before there was one.",
             )
         wanted = _wanted(state, target, label, named)
         said = {"oracle": answers[0].answer, **answers[0].controls}
