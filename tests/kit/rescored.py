@@ -116,7 +116,8 @@ def rescore_each(
     Returns:
         The scored logs, in order.
     """
-    outputs = [folder / f"again-{i}.eval" for i in range(len(jobs))]
+    # A log keeps its format, whatever its name says.
+    outputs = [folder / f"again-{i}{Path(log.location).suffix}" for i, (log, _) in enumerate(jobs)]
     each = [
         [
             "score", log.location, "--action", "overwrite", "--display", "none",

@@ -97,6 +97,16 @@ def test_without_capture_the_eval_says_how_to_capture(tmp_path: Path) -> None:
     assert "with_capture([2])" in log.error.message
 
 
+def test_with_capture_refuses_a_model_that_captures_nothing(tmp_path: Path) -> None:
+    """Before it answers: an eval without activations would be found out by its scorers, or not."""
+    (log,) = eval(
+        Task(dataset=[Sample(input="one")], solver=with_capture([LAYER])),
+        model="mockllm/model", display="none", log_dir=str(tmp_path),
+    )  # fmt: skip
+    assert log.error is not None
+    assert "with_capture: mockllm/model has no lens" in log.error.message
+
+
 @pytest.mark.parametrize(("layers", "positions"), [([], "all"), ([2], "assistant"), (["a"], "all")])
 def test_with_capture_refuses_a_wrong_spec_before_any_sample(layers: Any, positions: Any) -> None:
     with pytest.raises(SpecError):
