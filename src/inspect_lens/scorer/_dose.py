@@ -45,8 +45,9 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
     `answered` is the share of cells with a value and `prompts` how many prompts the vector's
     numbers are of: those with a value at every scale. Every epoch is an answer of its own, and
     the epochs of a sample are one prompt.
-    Each has `_low` and `_high`, the 95% interval over prompts; controls have their own, and where
-    a sweep has several layers the layer stands behind the kind, as in `vector@4_spearman`.
+    Each has `_low` and `_high`, the 95% interval over prompts; controls have their own. Where a
+    sweep has several vectors or layers, these stand behind the kind, as in `vector@4_spearman` and
+    `random:organism/truth@4_effect`.
 
     Args:
         n_resamples: draws of prompts.
@@ -88,7 +89,7 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
                 made[f"{name}_{what}_low"] = getattr(interval, "low", math.nan)
                 made[f"{name}_{what}_high"] = getattr(interval, "high", math.nan)
         made["answered"] = answers.share
-        own = [name for (kind, _), name in answers.kinds.items() if kind == "vector"]
+        own = [name for (kind, *_), name in answers.kinds.items() if kind == "vector"]
         made["prompts"] = min((curves[n].n_prompts if n in curves else 0 for n in own), default=0)
         return made
 
@@ -109,7 +110,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         key: entry to take, of a scorer whose value is a dict.
 
     Returns:
-        The scorer. Its value is the mean over the vector's own cells at the largest scale less
+        The scorer. Its value is the mean over the vectors' own cells at the largest scale less
         that at the smallest; all numbers are in its metadata, where `dose_metric` and
         `dose_curves` find them. A sample that a limit ended in the middle of its sweep is
         unscored.
@@ -151,7 +152,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         else:
             values = [await _number(scorer, state, cell, target, key) for cell in cells]
         known = [(c, v) for c, v in zip(cells, values, strict=True) if v is not None]
-        rows = [[c.kind, c.layer, c.scale, v] for c, v in known]
+        rows = [[c.kind, c.layer, c.scale, v, c.vector] for c, v in known]
         own = [(c.scale, v) for c, v in known if c.kind == "vector"]
         if not own:
             logger.warning(
@@ -195,8 +196,8 @@ def dose_curves(
         seed: of the draws.
 
     Returns:
-        By kind, `vector`, `random`, `orthogonal`; with `@layer` behind it where a sweep has
-        several layers.
+        By kind, `vector`, `random`, `orthogonal`; with `:name` behind it where a sweep has several
+        vectors, and `@layer` where it has several layers.
 
     Raises:
         ArtifactError: the log has no such scores.
@@ -240,14 +241,22 @@ def dose_curves(
     return curves
 
 
+class _Kind(NamedTuple):
+    """What was added; logs of earlier releases do not say which vector, as there was only one."""
+
+    kind: str
+    layer: int | None
+    vector: str | None = None
+
+
 class _Answers(NamedTuple):
     """The values of a sweep."""
 
     baseline: dict[str, float]
     """Of the unsteered answer, by prompt."""
-    steered: dict[tuple[str, int | None], dict[str, list[tuple[float, float]]]]
-    """By kind and layer, by prompt: scale and value."""
-    kinds: dict[tuple[str, int | None], str]
+    steered: dict[_Kind, dict[str, list[tuple[float, float]]]]
+    """By kind, by prompt: scale and value."""
+    kinds: dict[_Kind, str]
     """Their names."""
     share: float
     """Of the cells that have a value."""
@@ -257,7 +266,7 @@ class _Answers(NamedTuple):
 
 def _answers(scores: Sequence[SampleScore]) -> _Answers:
     baseline: dict[str, float] = {}
-    steered: dict[tuple[str, int | None], dict[str, list[tuple[float, float]]]] = {}
+    steered: dict[_Kind, dict[str, list[tuple[float, float]]]] = {}
     samples: dict[str, str] = {}
     known = total = 0
     for i, sample in enumerate(scores):
@@ -267,23 +276,24 @@ def _answers(scores: Sequence[SampleScore]) -> _Answers:
             samples[prompt] = repr(sample.sample_id)
         known, total = known + len(rows), total + int(facts.get("n_cells") or len(rows))
         # Also those of which no answer has a value.
-        for kind, layer in facts.get("kinds") or ():
-            steered.setdefault((kind, layer), {})
-        for kind, layer, scale, value in rows:
+        for kind in facts.get("kinds") or ():
+            steered.setdefault(_Kind(*kind), {})
+        for kind, layer, scale, value, *vector in rows:
             if kind == "baseline":
                 baseline[prompt] = float(value)
             else:
-                by_prompt = steered.setdefault((kind, layer), {})
+                by_prompt = steered.setdefault(_Kind(kind, layer, *vector), {})
                 by_prompt.setdefault(prompt, []).append((float(scale), float(value)))
-    layers = {layer for _, layer in steered}
-    kinds = {(k, n): k if len(layers) == 1 else f"{k}@{n}" for k, n in steered}
+    has_layers = len({kind.layer for kind in steered}) > 1
+    has_vectors = len({kind.vector for kind in steered}) > 1
+    kinds = {k: k.kind + f":{k.vector}" * has_vectors + f"@{k.layer}" * has_layers for k in steered}
     return _Answers(baseline, steered, kinds, known / total if total else math.nan, samples)
 
 
 def _kinds(cells: Sequence[SteeringCell]) -> list[list[Any]]:
-    """Kind and layer of every vector of a sweep."""
-    found = dict.fromkeys((c.kind, c.layer) for c in cells if c.kind != "baseline")
-    return [list(pair) for pair in found]
+    """Kind, layer and name of every vector of a sweep."""
+    found = dict.fromkeys((c.kind, c.layer, c.vector) for c in cells if c.kind != "baseline")
+    return [list(kind) for kind in found]
 
 
 def _logged(log: EvalLog | str | Path, scorer: str | None) -> list[SampleScore]:
