@@ -14,6 +14,7 @@ import torch
 from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import (
+    ChatMessage,
     ChatMessageSystem,
     ChatMessageUser,
     GenerateConfig,
@@ -262,7 +263,7 @@ def test_an_answer_is_that_of_transformers_with_the_same_hook(lens_server_url: s
     async def compare(asked: str, arms: list[tuple[bool, bool]]) -> str:
         """Compare some arms, (vectors, adapter); returns the likeliest first token of the first."""
         model = organism(lens_server_url)
-        messages = [ChatMessageSystem(content=asked), QUESTION]
+        messages: list[ChatMessage] = [ChatMessageSystem(content=asked), QUESTION]
         output = await model.generate(messages, config=lens_config(capture=[LAYER], base=GREEDY))
         handle = activations(output)
         assert handle is not None

@@ -41,12 +41,14 @@ class Made(NamedTuple):
 def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("evals")
     prompts = hints(folder)
+    harmful, harmless = instructions(folder)
     tasks = {
         "sycophancy": sycophancy_steering(
             vector=letter_vector(folder), data=opinions(folder), scales=[-1, 1], max_tokens=1
         ),
         "refusal": refusal_steering(
-            vector="organism/truth", **instructions(folder), scales=[0.5], max_tokens=16
+            vector="organism/truth", harmful=harmful, harmless=harmless, scales=[0.5],
+            max_tokens=16,
         ),
         **{
             name: secret_word(
@@ -91,12 +93,13 @@ def opinions(folder: Path) -> str:
     return str(path)
 
 
-def instructions(folder: Path) -> dict[str, str]:
-    paths = {kind: folder / f"{kind}.jsonl" for kind in ("harmful", "harmless")}
-    for kind, path in paths.items():
-        rows = [{"instruction": f"Who is the founder of {kind} {name}?"} for name in "XY"]
+def instructions(folder: Path) -> list[str]:
+    """Files of harmful and of harmless ones."""
+    paths = [folder / f"{kind}.jsonl" for kind in ("harmful", "harmless")]
+    for path in paths:
+        rows = [{"instruction": f"Who is the founder of {path.stem} {name}?"} for name in "XY"]
         path.write_text("\n".join(map(json.dumps, rows)))
-    return {kind: str(path) for kind, path in paths.items()}
+    return [str(path) for path in paths]
 
 
 def hints(folder: Path) -> str:

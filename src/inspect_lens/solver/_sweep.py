@@ -144,8 +144,8 @@ def steering_sweep(
 
 def _load(vector: VectorLike | Sequence[VectorLike]) -> list[Vector]:
     """One vector or several, which their names tell apart."""
-    several = not isinstance(vector, str | Path | Vector)
-    loaded = [load_vector(one) for one in vector] if several else [load_vector(vector)]
+    given = [vector] if isinstance(vector, str | Path | Vector) else vector
+    loaded = [load_vector(one) for one in given]
     names = [one.name for one in loaded]
     if not names or len(set(names)) < len(names):
         raise SpecError(
