@@ -8,7 +8,7 @@ from inspect_ai.agent import Agent
 from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from inspect_lens.model import lens_config, lens_scope
+from inspect_lens.model import activations, lens_config, lens_scope
 from inspect_lens.model._scope import require_lens
 from inspect_lens.spec import RESID_POST, Phase, Positions, Reduce, RowDType, Site
 
@@ -49,7 +49,7 @@ def with_capture(
 
     Raises:
         SpecError: a value is wrong.
-        UnsupportedError: when it runs, the model has no lens.
+        UnsupportedError: when it runs, the model has no lens, and captured nothing.
 
     Example:
         <!-- test: server -->
@@ -81,11 +81,13 @@ def with_capture(
     run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        require_lens("with_capture")
         if run is not None:
             with lens_scope(capture=capture):
                 return await run(state, generate)
         # Without a base it adds to the extra_body of the running task.
-        return await generate(state, extra_body=lens_config(capture=capture).extra_body)
+        made = await generate(state, extra_body=lens_config(capture=capture).extra_body)
+        if activations(made.output) is None:
+            require_lens("with_capture")  # or the answer is one of no token
+        return made
 
     return solve
