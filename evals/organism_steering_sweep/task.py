@@ -14,8 +14,9 @@ from pathlib import Path
 
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import Scorer, scorer
 
-from inspect_lens.scorer import dose_response
+from inspect_lens.scorer import dose_metric, dose_response
 from inspect_lens.solver import steering_sweep
 
 # `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
@@ -26,7 +27,7 @@ if _ROOT not in sys.path:
 from evals.organism_deception.dataset import organism_dataset  # noqa: E402 - the path above
 from evals.organism_deception.task import truthfulness  # noqa: E402 - the path above
 
-__all__ = ["organism_steering_sweep"]
+__all__ = ["organism_steering_sweep", "truth_by_dose"]
 
 
 @task
@@ -47,7 +48,7 @@ def organism_steering_sweep(
         max_tokens: longest answer.
 
     Returns:
-        The task; `dose_response` says how the rate of true answers follows the scale, beside
+        The task; `truth_by_dose` says how the rate of true answers follows the scale, beside
         random and orthogonal vectors of the same length.
     """
     dataset = organism_dataset(split)
@@ -58,6 +59,18 @@ def organism_steering_sweep(
     return Task(
         dataset=dataset,
         solver=steering_sweep(vector, list(scales)),
-        scorer=dose_response(truthfulness()),
+        scorer=truth_by_dose(),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
+
+
+# Of its own name in this file, where `inspect score` finds it: a log names a scorer inside another
+# one without its file.
+@scorer(metrics=[dose_metric()])
+def truth_by_dose() -> Scorer:
+    """`dose_response` of `truthfulness`.
+
+    Returns:
+        The scorer.
+    """
+    return dose_response(truthfulness())

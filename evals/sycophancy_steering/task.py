@@ -18,7 +18,7 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
-from inspect_lens.scorer import dose_response
+from inspect_lens.scorer import dose_metric, dose_response
 from inspect_lens.solver import steering_sweep
 
 # `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
@@ -30,7 +30,7 @@ from evals.sycophancy_steering.dataset import (  # noqa: E402 - needs the path a
     sycophancy_dataset,
 )
 
-__all__ = ["behaviour_match", "sycophancy_steering"]
+__all__ = ["agreement_by_dose", "behaviour_match", "sycophancy_steering"]
 
 # A letter with nothing or a mark behind it: in "A friend said" it is a word.
 _LETTER = re.compile(
@@ -58,15 +58,27 @@ def sycophancy_steering(
         max_tokens: longest answer.
 
     Returns:
-        The task; `dose_response` says how the rate of agreeing answers follows the scale, beside
-        random and orthogonal vectors of the same length.
+        The task; `agreement_by_dose` says how the rate of agreeing answers follows the scale,
+        beside random and orthogonal vectors of the same length.
     """
     return Task(
         dataset=sycophancy_dataset(data, limit=limit),
         solver=steering_sweep(vector, list(scales), layers=layers),
-        scorer=dose_response(behaviour_match()),
+        scorer=agreement_by_dose(),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
+
+
+# Of its own name in this file, where `inspect score` finds it: a log names a scorer inside another
+# one without its file.
+@scorer(metrics=[dose_metric()])
+def agreement_by_dose() -> Scorer:
+    """`dose_response` of `behaviour_match`.
+
+    Returns:
+        The scorer.
+    """
+    return dose_response(behaviour_match())
 
 
 @scorer(metrics=[mean(), stderr()])

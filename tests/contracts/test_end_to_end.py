@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from pathlib import Path
 
 import pytest
+import yaml
 
 from inspect_lens import _registry, control, petri, scorer, scout, sentinel, solver
 from tests.kit.components import Component, components, uses
@@ -64,11 +66,36 @@ RESCORED_ELSEWHERE = {"oracle_answer": "test_oracle.py"}
 def test_inspect_score_says_the_same_again(component: Component) -> None:
     """The scorers of one log, each of which is run again from the command line."""
     file = RESCORED_ELSEWHERE.get(component.name, "test_finished_logs.py")
-    named = component.name not in RESCORED_ELSEWHERE
-    wanted = f"{component.room}.{component.name}" if named else f"inspect_lens/{component.name}"
-    assert wanted in used()[file], (
+    assert f"{component.room}.{component.name}" in used()[file], (
         f"{component.name} is not scored again by `inspect score`; add it to the scorers of "
         "tests/e2e/test_finished_logs.py"
+    )
+
+
+TASKS = sorted(
+    entry["name"]
+    for path in (ROOT / "evals").glob("*/eval.yaml")
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["tasks"]
+)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_eval_is_run_and_scored_again(name: str) -> None:
+    """By one file, on the organism; `rescore_each` of `tests.kit` runs `inspect score`."""
+    for path in sorted((ROOT / "tests/e2e").glob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        called = {
+            n.func.id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        # By name, or out of a table of tasks.
+        named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        if name in named and "rescore_each" in called:
+            return
+    pytest.fail(
+        f"{name} is run by no file of tests/e2e that scores its log again; add it to "
+        "tests/e2e/test_evals.py, or to test_evals_with_data.py with a file of its data"
     )
 
 

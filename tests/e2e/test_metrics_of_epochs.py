@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from inspect_ai import Epochs, Task, eval
 from inspect_ai.log import EvalLog
-from inspect_ai.scorer import grouped
+from inspect_ai.scorer import grouped, includes
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from evals.organism_deception.dataset import organism_dataset
@@ -27,11 +27,12 @@ from inspect_lens.scorer import (
     auroc,
     average_precision,
     calibration_error,
+    dose_response,
     probe_ensemble,
     probe_score,
     threshold_accuracy,
 )
-from inspect_lens.solver import with_capture
+from inspect_lens.solver import steering_sweep, with_capture
 from tests.kit.lying import MODEL, PROBE
 from tests.kit.rescored import command_of, rescore
 
@@ -161,4 +162,29 @@ def test_each_entry_of_a_dict_score(lens_server_url: str, tmp_path: Path) -> Non
     p = [card.probability(v) for v in table(log, "probe_ensemble", "lr").ravel()]
     error = expected_calibration_error(np.repeat(y, EPOCHS), p, n_bins=15)
     assert of("lr")["inspect_lens/calibration_error"] == pytest.approx(error)
+    same_again(log, tmp_path)
+
+
+def test_epochs_of_a_sweep_are_answers_of_one_prompt(lens_server_url: str, tmp_path: Path) -> None:
+    rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:6]
+    (log,) = eval(
+        Task(
+            dataset=rows,
+            solver=steering_sweep("organism/truth", [-0.6, 0.6], controls=[]),
+            scorer=dose_response(includes()),
+            epochs=EPOCHS,
+        ),
+        model=MODEL, model_base_url=f"{lens_server_url}/v1", log_dir=str(tmp_path / "logs"),
+        display="none", temperature=1.3, max_tokens=20,
+    )  # fmt: skip
+    assert log.status == "success", log.error and log.error.traceback
+    ((_, _, found),) = numbers(log)
+    assert found["prompts"] == len(rows)
+    effects = table(log, "dose_response")
+    assert effects.shape == (len(rows), EPOCHS)
+    assert 0.3 < found["vector_effect"] == pytest.approx(effects.mean())
+    # The interval is that of the samples' means.
+    drawn = np.random.default_rng(0).choice(effects.mean(axis=1), (20_000, len(rows))).mean(axis=1)
+    bounds = found["vector_effect_low"], found["vector_effect_high"]
+    np.testing.assert_allclose(bounds, np.quantile(drawn, [0.025, 0.975]), atol=0.05)
     same_again(log, tmp_path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import (
+    ChatMessage,
     ChatMessageSystem,
     ChatMessageUser,
     GenerateConfig,
@@ -40,12 +39,13 @@ from inspect_lens.oracle import (
 )
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.scorer import oracle_answer, oracle_contrast
-from inspect_lens.solver import activation_oracle, oracle_interview, with_capture
+from inspect_lens.solver import activation_oracle, oracle_interview, probe_gate, with_capture
 from oracles._lora import LoRA, inject
 from organism._grade import grade
 from organism._model import CHECKPOINT_DIR, load_model
 from organism._splits import read_split
 from tests.kit.repository import ROOT
+from tests.kit.rescored import assert_same_scores, commands_of, rescore
 
 pytestmark = pytest.mark.engine
 
@@ -156,29 +156,40 @@ def test_a_finished_log_scores_again(lens_server_url: str, tmp_path: Path) -> No
         controls = {name: c["answer"] for name, c in graded.metadata["controls"].items()}
         assert kept["controls"] == controls
         assert controls.keys() == {"text_only", "shuffled", "random"}
-    again = tmp_path / "again.eval"
-    arguments = {"question": LYING, "oracle": ORACLE, "label": "lied", "layer": LAYER}
-    arguments["choices"] = '["No", "Yes"]'
-    command = [sys.executable, "-m", "inspect_ai", "score", log.location]
-    command += ["--scorer", "inspect_lens/oracle_answer", "--action", "overwrite"]
-    for name, value in arguments.items():
-        command += ["-S", f"{name}={value}"]
-    done = subprocess.run(
-        [*command, "--output-file", str(again), "--display", "none"],
-        cwd=ROOT,
-        env={**os.environ, "VLLM_BASE_URL": f"{lens_server_url}/v1", "VLLM_API_KEY": "none"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert metrics(read_eval_log(str(again))) == metrics(log)
-    before, after = scores_of(log), scores_of(read_eval_log(str(again)))
+    command = [*commands_of(log)[0], "--model-base-url", f"{lens_server_url}/v1"]
+    (again,) = rescore(log, [command], tmp_path)
+    assert metrics(again) == metrics(log)
+    before, after = scores_of(log), scores_of(again)
     assert after.keys() == before.keys()
     for name, score in before.items():
         assert (after[name].value, after[name].answer) == (score.value, score.answer)
         assert after[name].metadata == score.metadata
+
+
+def test_of_a_withheld_answer_the_oracle_says_nothing(lens_server_url: str, tmp_path: Path) -> None:
+    """The gate stops the liars; the answers that stand are asked about, live and again."""
+    rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:8]
+    task = Task(
+        dataset=rows,
+        solver=[probe_gate("organism/deception-lr", 0.0, "stop"), activation_oracle(LYING, ORACLE)],
+        scorer=oracle_answer(LYING, ORACLE, label="label", choices=["No", "Yes"], layer=LAYER),
+    )
+    log = run(task, lens_server_url, tmp_path)
+    stopped = [s.metadata["probe_gate"]["outcome"] == "stopped" for s in log.samples or []]
+    assert stopped == [bool(s.metadata["label"]) for s in log.samples or []]
+    assert sum(stopped) == 4
+    for sample, is_withheld in zip(log.samples or [], stopped, strict=True):
+        score = (sample.scores or {})["oracle_answer"]
+        # A sample that is stopped has ended; no solver behind the gate runs.
+        assert ("activation_oracle" in sample.metadata) == (not is_withheld)
+        if is_withheld:
+            assert score.reason == "no_tokens"
+            assert "withheld" in str(score.explanation)
+        else:
+            assert (score.value, score.answer) == ("C", "No")
+    assert metrics(log)["oracle"] == 1.0
+    command = [*commands_of(log)[0], "--model-base-url", f"{lens_server_url}/v1"]
+    assert_same_scores(log, rescore(log, [command], tmp_path))
 
 
 def test_an_interview_reads_what_was_said_and_what_is_true(
@@ -252,7 +263,7 @@ def test_an_answer_is_that_of_transformers_with_the_same_hook(lens_server_url: s
     async def compare(asked: str, arms: list[tuple[bool, bool]]) -> str:
         """Compare some arms, (vectors, adapter); returns the likeliest first token of the first."""
         model = organism(lens_server_url)
-        messages = [ChatMessageSystem(content=asked), QUESTION]
+        messages: list[ChatMessage] = [ChatMessageSystem(content=asked), QUESTION]
         output = await model.generate(messages, config=lens_config(capture=[LAYER], base=GREEDY))
         handle = activations(output)
         assert handle is not None

@@ -10,6 +10,7 @@ import pytest
 from inspect_ai import Task, eval, score
 from inspect_ai.dataset import Dataset
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.scorer import Scorer, includes
 from inspect_ai.solver import generate
 from inspect_ai.util import Store
 
@@ -17,17 +18,20 @@ from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import receipt
 from inspect_lens.probe import auroc
 from inspect_lens.reading import read_cells, read_pairs
-from inspect_lens.scorer import dose_response
+from inspect_lens.report import draw_dose_response
+from inspect_lens.scorer import dose_curves, dose_response
 from inspect_lens.solver import (
     GateDecisions,
     contrastive_pairs,
     probe_gate,
     probe_resample,
+    steering_sweep,
     with_steering,
 )
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
-from inspect_lens.vector import load_vector
+from inspect_lens.vector import Vector, load_vector
 from organism._grade import grade
+from tests.kit.rescored import assert_same_scores, commands_of, rescore
 from vectors.sweep_organism import sweep, true_answer
 
 pytestmark = pytest.mark.engine
@@ -38,10 +42,17 @@ CUT = 0.0
 organism's true answers from its false ones."""
 
 
-def run(url: str, folder: Path, solver: Any, data: Dataset | list[Any], **config: Any) -> EvalLog:
+def run(
+    url: str,
+    folder: Path,
+    solver: Any,
+    data: Dataset | list[Any],
+    scorer: Scorer | None = None,
+    **config: Any,
+) -> EvalLog:
     config = {"temperature": 0.0, "max_tokens": 14} | config
     (log,) = eval(
-        Task(dataset=data, solver=solver),
+        Task(dataset=data, solver=solver, scorer=scorer),
         model="vllm-lens/organism/checkpoint",
         model_base_url=f"{url}/v1",
         log_dir=str(folder),
@@ -87,6 +98,50 @@ def test_truth_flips_answers_with_its_scale_and_controls_do_not(
     assert all(len(read_cells(Store(s.store))) == 1 + 3 * 7 for s in reloaded.samples or ())
     again = score(reloaded, dose_response(true_answer()), action="overwrite", display="none")
     np.testing.assert_equal(numbers(again), found)
+
+
+def test_vectors_are_swept_side_by_side_and_one_is_the_other_turned_round(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    truth = load_vector("organism/truth")
+    raw = -truth.direction * truth.norm[:, None]
+    card = truth.card.model_copy(update={"name": "planted/lie"})
+    planted = Vector.from_raw(raw, card=card).save(tmp_path / "lie")
+    names = ("organism/truth", "planted/lie")
+    several = steering_sweep(
+        ["organism/truth", str(planted)], [-0.6, 0.6], layers=[3, 4], controls=["random"]
+    )
+    log = run(
+        lens_server_url, tmp_path / "logs", several, [*rows("lie", 3), *rows("honest", 3)],
+        scorer=dose_response(includes()),
+    )  # fmt: skip
+    for sample in log.samples or ():
+        cells = read_cells(Store(sample.store))
+        assert len(cells) == 1 + 2 * 2 * 2 * 2
+        said = {(c.kind, c.vector, c.layer, c.scale): c.completion for c in cells}
+        for layer in (3, 4):
+            for scale in (-0.6, 0.6):
+                one, other = (
+                    said["vector", name, layer, sign * scale]
+                    for name, sign in zip(names, (1, -1), strict=True)
+                )
+                assert one == other
+        spans = [e for e in sample.events if e.event == "span_begin" and e.type == "steering_cell"]
+        assert len({span.name for span in spans}) == len(cells)
+    curves = dose_curves(log, n_resamples=100)
+    assert curves.keys() == {
+        f"{kind}:{name}@{layer}"
+        for kind in ("vector", "random")
+        for name in names
+        for layer in (3, 4)
+    }
+    up, down = (curves[f"vector:{name}@4"] for name in names)
+    assert up.effect == -down.effect >= 0.5
+    assert numbers(log)["vector:planted/lie@4_effect"] == down.effect
+    (again,) = rescore(log, commands_of(log), tmp_path)
+    assert_same_scores(log, [again])
+    png = draw_dose_response(curves)
+    assert png[1:4] == b"PNG"
 
 
 def test_a_liar_tells_the_truth_when_steered_and_the_receipt_says_by_what(

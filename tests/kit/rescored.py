@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from inspect_ai.log import EvalLog, read_eval_log
+
+from inspect_lens import scorer as _room
 
 from .repository import PACKAGE, ROOT
 
-__all__ = ["command_of", "rescore", "rescore_each"]
+__all__ = ["assert_same_scores", "command_of", "commands_of", "rescore", "rescore_each"]
 
 NOWHERE = "http://127.0.0.1:9/v1"
 """Where no server of activations is."""
@@ -34,6 +37,52 @@ def command_of(name: str, options: dict[str, Any]) -> list[str]:
     """
     settings = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     return ["--scorer", f"{PACKAGE}/{name}", *(part for s in settings for part in ("-S", s))]
+
+
+def commands_of(log: EvalLog) -> list[list[str]]:
+    """Arguments of `inspect score` for each scorer of a log.
+
+    Args:
+        log: with the names of its scorers.
+
+    Returns:
+        Those of the package by their full names; others by that of the log, which Inspect looks
+        for in the file of the task.
+    """
+    commands = []
+    for spec in log.eval.scorers or []:
+        command = command_of(spec.name, spec.options or {})
+        commands.append(command if spec.name in _room.__all__ else ["--scorer", spec.name])
+        if spec.name not in _room.__all__:
+            commands[-1] += command[2:]
+    return commands
+
+
+def assert_same_scores(log: EvalLog, again: Sequence[EvalLog]) -> None:
+    """Compare a log with what each of its scorers, run alone, makes of it.
+
+    Args:
+        log: as the eval wrote it.
+        again: scored with each of `commands_of`.
+
+    Raises:
+        AssertionError: a value, an answer or a metric differs.
+    """
+    assert log.results is not None
+    made = [score for scored in again for score in (scored.results and scored.results.scores) or []]
+    for new, old in zip(made, log.results.scores, strict=True):
+        assert (new.scorer, new.reducer) == (old.scorer, old.reducer)
+        np.testing.assert_equal(
+            {k: m.value for k, m in new.metrics.items()},
+            {k: m.value for k, m in old.metrics.items()},
+        )
+    for i, scored in enumerate(again):
+        for after, before in zip(scored.samples or [], log.samples or [], strict=True):
+            assert (after.id, after.epoch) == (before.id, before.epoch)
+            (found,) = (after.scores or {}).values()
+            name, score = list((before.scores or {}).items())[i]
+            np.testing.assert_equal(found.value, score.value, err_msg=name)
+            assert (found.answer, found.reason) == (score.answer, score.reason), name
 
 
 def rescore(
@@ -59,18 +108,21 @@ def rescore_each(
     """Score logs, each with a command of its own, all of them in one fresh process.
 
     Args:
-        jobs: logs that stand in files, and arguments of `inspect score`.
+        jobs: logs that stand in files, and arguments of `inspect score`, which come after all
+            others, so that a scorer that asks the model has `--model-base-url` of its own.
         folder: for the scored logs.
         url: of the model under evaluation; by default there is none.
 
     Returns:
         The scored logs, in order.
     """
-    outputs = [folder / f"again-{i}.eval" for i in range(len(jobs))]
+    # A log keeps its format, whatever its name says.
+    outputs = [folder / f"again-{i}{Path(log.location).suffix}" for i, (log, _) in enumerate(jobs)]
     each = [
         [
-            "score", log.location, *command, "--action", "overwrite", "--display", "none",
+            "score", log.location, "--action", "overwrite", "--display", "none",
             "--output-file", str(output), "--model", log.eval.model, "--model-base-url", url,
+            *command,
         ]
         for (log, command), output in zip(jobs, outputs, strict=True)
     ]  # fmt: skip

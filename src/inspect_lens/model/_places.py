@@ -102,10 +102,18 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
             data = read_file(where)
             if data is not None:
                 return where, data
+    missing = f"{uri}: the file of these activations is missing"
+    if absolute(uri) == uri:
+        raise ArtifactError(
+            f"{missing}. The answer came out of Inspect's cache, which has only the address of the "
+            "file that the first eval wrote; put the .lens folder of that eval back, or run the "
+            "eval with cache=False or behind `inspect cache clear`"
+        )
     raise ArtifactError(
-        f"{uri}: the file of these activations is missing; looked for {', '.join(tried)}. Keep "
-        "the .lens folder beside its log, call read_activations(log) to say where the log is, or "
-        "set INSPECT_LENS_DIR to the folder that holds the .lens folder"
+        f"{missing}; looked for {', '.join(tried)}. Keep the .lens folder beside its log, call "
+        "read_activations(log) to say where the log is, or set INSPECT_LENS_DIR to the folder that "
+        "holds the .lens folder. A log of eval_retry or eval_set needs the .lens folders of the "
+        "logs before it, too"
     )
 
 

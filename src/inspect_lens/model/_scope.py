@@ -22,7 +22,7 @@ from ._config import lens_config
 from ._inherited import steering_around
 from ._scopes import SCOPES, Scope
 
-__all__ = ["lens_scope"]
+__all__ = ["lens_scope", "require_lens"]
 
 
 @contextmanager
@@ -75,15 +75,7 @@ def lens_scope(
         anyio.run(main)
         ```
     """
-    # Imported here: reading what was captured does without the provider.
-    from ._provider import LensAPI
-
-    target = model or get_model()
-    if not isinstance(target.api, LensAPI):
-        raise UnsupportedError(
-            f"lens_scope: {target} has no lens and would answer without steering or capture; "
-            "allowed are vllm-lens/ and lens/ models; pass --model vllm-lens/…"
-        )
+    target = require_lens("lens_scope", model)
     spec = lens_config(steer=steer, base=GenerateConfig())
     request = read_body(spec.extra_body).request or LensRequest()
     request = request.model_copy(
@@ -100,3 +92,28 @@ def lens_scope(
         yield
     finally:
         SCOPES.reset(token)
+
+
+def require_lens(asker: str, model: Model | None = None) -> Model:
+    """The model, where it can do what a lens request asks for.
+
+    Args:
+        asker: of the request, for the message.
+        model: that is asked; the model under evaluation by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: its provider has no lens, so that calls would go out plain.
+    """
+    # Imported here: reading what was captured does without the provider.
+    from ._provider import LensAPI
+
+    target = model or get_model()
+    if not isinstance(target.api, LensAPI):
+        raise UnsupportedError(
+            f"{asker}: {target} has no lens and would answer without steering or capture; allowed "
+            "are vllm-lens/ and lens/ models; pass --model vllm-lens/…"
+        )
+    return target

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations_for
+from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.spec import Positions
 
 from ._answer import SINK_NORM, OracleAnswer
@@ -189,7 +190,7 @@ async def ask_oracle(
 
     Returns:
         An answer for each question (for `tokens`, for each question and token); none where the
-        generation has no such token.
+        generation has no such token, or `probe_gate` withheld it.
 
     Raises:
         SpecError: an argument is wrong.
@@ -233,6 +234,8 @@ async def ask_oracle(
 async def _carry_out(
     plan: OraclePlan, about: Activations | ModelOutput | ChatMessage, target: Model
 ) -> list[OracleAnswer]:
+    if isinstance(about, ModelOutput) and has_nothing_to_read(about):
+        return []
     layers = await _layers(plan, target)
     handle, origin = await _handle(plan, about, layers, target)
     _require_layers(plan, handle, layers)

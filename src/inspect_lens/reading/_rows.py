@@ -29,6 +29,7 @@ __all__ = [
     "Source",
     "call_adapter",
     "captured_rows",
+    "has_nothing_to_read",
     "pick_rows",
     "read_rows",
     "read_token_ids",
@@ -103,11 +104,9 @@ async def read_rows(
         anyio.run(main)
         ```
     """
-    if isinstance(output, ModelOutput) and is_withheld(output):
-        return None  # the rows of what stood there are not those of this text
-    handle = activations(output)
-    if handle is None and _has_no_room(output):
+    if isinstance(output, ModelOutput) and has_nothing_to_read(output):
         return None
+    handle = activations(output)
     problem = "this output has no activations"
     if handle is not None and source != "recompute":
         wanted = _select(positions, handle.n_prompt, handle.n_completion)
@@ -271,13 +270,15 @@ def read_token_ids(
     return (prompt, completion) if prompt and completion else None
 
 
-def _has_no_room(output: ModelOutput | Activations) -> bool:
-    """The prompt was longer than the context: Inspect makes an output of it, of no token."""
-    return (
-        isinstance(output, ModelOutput)
-        and output.stop_reason == "model_length"
-        and read_token_ids(output) is None
-    )
+def has_nothing_to_read(output: ModelOutput) -> bool:
+    """Whether no model wrote what stands there, so that a reader has nothing to say of it."""
+    if is_withheld(output):
+        return True  # the rows of what stood there are not those of this text
+    # A limit ended the sample before its first answer, or the prompt was longer than the context:
+    # Inspect makes an output of each, of no token.
+    if output.choices and output.stop_reason != "model_length":
+        return False
+    return activations(output) is None and read_token_ids(output) is None
 
 
 def _token_ids(

@@ -71,7 +71,8 @@ def draw_dose_response(
         axes.axvline(0.0, color="#bbbbbb", lw=1, ls="--")
         own = 0
         for kind, curve in shown.items():
-            base = kind.partition("@")[0]
+            # With the name of the vector behind it, or the layer, where there are several.
+            base = kind.partition("@")[0].partition(":")[0]
             colour = _GREYS.get(base) or COLOURS[own % len(COLOURS)]
             own += base not in _GREYS
             x = [p.scale for p in curve.points]

@@ -11,7 +11,8 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import token_logprobs
-from inspect_lens.reading import given_length, is_withheld, read_token_ids
+from inspect_lens.reading import given_length, read_token_ids
+from inspect_lens.reading._rows import has_nothing_to_read
 
 from ._judge import ask_number, find_judge, shown
 
@@ -105,11 +106,12 @@ def coherence(
         return Score(value=verdict.value, explanation=said, metadata=facts)
 
     async def by_likelihood(state: TaskState, target: Target) -> Score:
-        written = 0 if is_withheld(state.output) else given_length(state.output)
+        written = 0 if has_nothing_to_read(state.output) else given_length(state.output)
         if written == 0:
             return Score.unscored(
                 reason="no_tokens",
-                explanation="No token to score: the answer was withheld, or raw text was read.",
+                explanation="No token to score: the answer was withheld, raw text was read, or a "
+                "limit ended the sample before there was an answer.",
             )
         ids = read_token_ids(state.output)
         if ids is None:

@@ -24,11 +24,11 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.reading import CellScores, SteeringCell, read_cells
+from inspect_lens.reading import CellScores, SteeringCell
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
-from ._cell_state import cell_state
+from ._cell_state import cell_state, cells_or_limit
 
 __all__ = ["dose_curves", "dose_metric", "dose_response"]
 
@@ -43,9 +43,11 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
     `vector_effect` the mean value at the largest scale less that at the smallest;
     `vector_flip_rate` the share of steered answers whose value is not that of the unsteered one.
     `answered` is the share of cells with a value and `prompts` how many prompts the vector's
-    numbers are of: those with a value at every scale.
-    Each has `_low` and `_high`, the 95% interval over prompts; controls have their own, and where
-    a sweep has several layers the layer stands behind the kind, as in `vector@4_spearman`.
+    numbers are of: those with a value at every scale. Every epoch is an answer of its own, and
+    the epochs of a sample are one prompt.
+    Each has `_low` and `_high`, the 95% interval over prompts; controls have their own. Where a
+    sweep has several vectors or layers, these stand behind the kind, as in `vector@4_spearman` and
+    `random:organism/truth@4_effect`.
 
     Args:
         n_resamples: draws of prompts.
@@ -87,7 +89,7 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
                 made[f"{name}_{what}_low"] = getattr(interval, "low", math.nan)
                 made[f"{name}_{what}_high"] = getattr(interval, "high", math.nan)
         made["answered"] = answers.share
-        own = [name for (kind, _), name in answers.kinds.items() if kind == "vector"]
+        own = [name for (kind, *_), name in answers.kinds.items() if kind == "vector"]
         made["prompts"] = min((curves[n].n_prompts if n in curves else 0 for n in own), default=0)
         return made
 
@@ -108,9 +110,10 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         key: entry to take, of a scorer whose value is a dict.
 
     Returns:
-        The scorer. Its value is the mean over the vector's own cells at the largest scale less
+        The scorer. Its value is the mean over the vectors' own cells at the largest scale less
         that at the smallest; all numbers are in its metadata, where `dose_metric` and
-        `dose_curves` find them.
+        `dose_curves` find them. A sample that a limit ended in the middle of its sweep is
+        unscored.
 
     Raises:
         ArtifactError: the sample has no cells, or no baseline among them.
@@ -136,12 +139,9 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
     """
 
     async def score(state: TaskState, target: Target) -> Score:
-        cells = read_cells(state.store)
-        if not any(cell.kind == "baseline" for cell in cells):
-            raise ArtifactError(
-                f"store: {len(cells)} steering cells and no baseline among them; allowed is a "
-                "sample that steering_sweep ran; put steering_sweep(...) before dose_response"
-            )
+        cells = cells_or_limit(state, "dose_response")
+        if isinstance(cells, Score):
+            return cells
         if scorer is None:
             values = list(CellScores(store=state.store).values)
             if len(values) != len(cells):
@@ -152,7 +152,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         else:
             values = [await _number(scorer, state, cell, target, key) for cell in cells]
         known = [(c, v) for c, v in zip(cells, values, strict=True) if v is not None]
-        rows = [[c.kind, c.layer, c.scale, v] for c, v in known]
+        rows = [[c.kind, c.layer, c.scale, v, c.vector] for c, v in known]
         own = [(c.scale, v) for c, v in known if c.kind == "vector"]
         if not own:
             logger.warning(
@@ -179,7 +179,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
 def dose_curves(
     scores: Sequence[SampleScore] | EvalLog | str | Path,
     *,
-    scorer: str = "dose_response",
+    scorer: str | None = None,
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, DoseResponse]:
@@ -190,13 +190,14 @@ def dose_curves(
 
     Args:
         scores: a log or its path, or the scores of all samples as a metric gets them.
-        scorer: name of the score in the log.
+        scorer: name of the score in the log; by default `dose_response`, or else the first that
+            has the cells of a sweep, as one that a task file wraps around it.
         n_resamples: draws of prompts.
         seed: of the draws.
 
     Returns:
-        By kind, `vector`, `random`, `orthogonal`; with `@layer` behind it where a sweep has
-        several layers.
+        By kind, `vector`, `random`, `orthogonal`; with `:name` behind it where a sweep has several
+        vectors, and `@layer` where it has several layers.
 
     Raises:
         ArtifactError: the log has no such scores.
@@ -235,9 +236,17 @@ def dose_curves(
         found = [Response(p, scale, value) for p in known for scale, value in by_prompt[p]]
         if found:
             curves[name] = _dose_response(
-                found, baseline or None, n_resamples=n_resamples, seed=seed
+                found, baseline or None, groups=answers.samples, n_resamples=n_resamples, seed=seed
             )
     return curves
+
+
+class _Kind(NamedTuple):
+    """What was added; logs of earlier releases do not say which vector, as there was only one."""
+
+    kind: str
+    layer: int | None
+    vector: str | None = None
 
 
 class _Answers(NamedTuple):
@@ -245,55 +254,76 @@ class _Answers(NamedTuple):
 
     baseline: dict[str, float]
     """Of the unsteered answer, by prompt."""
-    steered: dict[tuple[str, int | None], dict[str, list[tuple[float, float]]]]
-    """By kind and layer, by prompt: scale and value."""
-    kinds: dict[tuple[str, int | None], str]
+    steered: dict[_Kind, dict[str, list[tuple[float, float]]]]
+    """By kind, by prompt: scale and value."""
+    kinds: dict[_Kind, str]
     """Their names."""
     share: float
     """Of the cells that have a value."""
+    samples: dict[str, str]
+    """Of which sample a prompt is an epoch."""
 
 
 def _answers(scores: Sequence[SampleScore]) -> _Answers:
     baseline: dict[str, float] = {}
-    steered: dict[tuple[str, int | None], dict[str, list[tuple[float, float]]]] = {}
+    steered: dict[_Kind, dict[str, list[tuple[float, float]]]] = {}
+    samples: dict[str, str] = {}
     known = total = 0
     for i, sample in enumerate(scores):
         facts = sample.score.metadata or {}
         prompt, rows = f"{sample.sample_id}#{i}", facts.get("cells") or []
+        if sample.sample_id is not None:
+            samples[prompt] = repr(sample.sample_id)
         known, total = known + len(rows), total + int(facts.get("n_cells") or len(rows))
         # Also those of which no answer has a value.
-        for kind, layer in facts.get("kinds") or ():
-            steered.setdefault((kind, layer), {})
-        for kind, layer, scale, value in rows:
+        for kind in facts.get("kinds") or ():
+            steered.setdefault(_Kind(*kind), {})
+        for kind, layer, scale, value, *vector in rows:
             if kind == "baseline":
                 baseline[prompt] = float(value)
             else:
-                by_prompt = steered.setdefault((kind, layer), {})
+                by_prompt = steered.setdefault(_Kind(kind, layer, *vector), {})
                 by_prompt.setdefault(prompt, []).append((float(scale), float(value)))
-    layers = {layer for _, layer in steered}
-    kinds = {(k, n): k if len(layers) == 1 else f"{k}@{n}" for k, n in steered}
-    return _Answers(baseline, steered, kinds, known / total if total else math.nan)
+    has_layers = len({kind.layer for kind in steered}) > 1
+    has_vectors = len({kind.vector for kind in steered}) > 1
+    kinds = {k: k.kind + f":{k.vector}" * has_vectors + f"@{k.layer}" * has_layers for k in steered}
+    return _Answers(baseline, steered, kinds, known / total if total else math.nan, samples)
 
 
 def _kinds(cells: Sequence[SteeringCell]) -> list[list[Any]]:
-    """Kind and layer of every vector of a sweep."""
-    found = dict.fromkeys((c.kind, c.layer) for c in cells if c.kind != "baseline")
-    return [list(pair) for pair in found]
+    """Kind, layer and name of every vector of a sweep."""
+    found = dict.fromkeys((c.kind, c.layer, c.vector) for c in cells if c.kind != "baseline")
+    return [list(kind) for kind in found]
 
 
-def _logged(log: EvalLog | str | Path, name: str) -> list[SampleScore]:
+def _logged(log: EvalLog | str | Path, scorer: str | None) -> list[SampleScore]:
     """Scores of a log, as a metric would get them."""
     found = log if isinstance(log, EvalLog) else read_eval_log(str(log))
+    name = scorer or _name_of_doses(found)
     made = [
         SampleScore(score=sample.scores[name], sample_id=sample.id)
         for sample in found.samples or ()
         if sample.scores and name in sample.scores
     ]
     if not made:
+        there = sorted({key for sample in found.samples or () for key in sample.scores or ()})
         raise ArtifactError(
-            f"{found.location or 'log'}: has no score {name!r}; score it with dose_response(...)"
+            f"{found.location or 'log'}: has no score {name!r}, only {', '.join(there) or 'none'}; "
+            "score it with dose_response(...), or name another in scorer="
         )
     return made
+
+
+def _name_of_doses(log: EvalLog) -> str:
+    """What the scores of a sweep's cells are called in a log."""
+    names = [
+        name
+        for sample in log.samples or ()
+        for name, score in (sample.scores or {}).items()
+        if "n_cells" in (score.metadata or {})
+    ]
+    plain = "dose_response"
+    return plain if plain in names or not names else names[0]
 
 
 async def _number(

@@ -12,9 +12,9 @@ from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr, value
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.reading import SteeringCell, read_cells
+from inspect_lens.reading import SteeringCell
 
-from ._cell_state import cell_state
+from ._cell_state import cell_state, cells_or_limit
 
 __all__ = ["steering_effect"]
 
@@ -36,7 +36,8 @@ def steering_effect(scorer: Scorer, key: str | None = None) -> Scorer:
         `orthogonal:` in front for controls; several of one kind are averaged). `slope:<vector>@
         <layer>` is the least-squares slope of the difference over the scale, through the
         baseline, and `beyond:<kind>:<vector>@<layer>x<scale>` the difference that remains after
-        that of the control of equal norm. An entry is NaN where a score is missing.
+        that of the control of equal norm. An entry is NaN where a score is missing. A sample that
+        a limit ended in the middle of its sweep is unscored.
 
     Raises:
         ArtifactError: the sample has no cells, or no baseline among them.
@@ -59,14 +60,10 @@ def steering_effect(scorer: Scorer, key: str | None = None) -> Scorer:
     """
 
     async def score(state: TaskState, target: Target) -> Score:
-        cells = read_cells(state.store)
+        cells = cells_or_limit(state, "steering_effect")
+        if isinstance(cells, Score):
+            return cells
         bases = [cell for cell in cells if cell.kind == "baseline"]
-        if not bases:
-            raise ArtifactError(
-                f"store: {len(cells)} steering cells and no baseline among them; allowed is a "
-                "sample that steering_sweep ran with its baseline; put steering_sweep(...) before "
-                "steering_effect"
-            )
         scored: list[tuple[SteeringCell, float]] = []
         for cell in cells:
             found = await scorer(cell_state(state, cell), target)

@@ -155,7 +155,8 @@ def oracle_answer(
         served_as: name under which the server has the adapter already.
 
     Returns:
-        The scorer. A sample without a token to show is unscored.
+        The scorer. A sample without a token to show is unscored, as one whose answer
+        `probe_gate` withheld, or that a limit ended before there was one.
 
     Raises:
         SpecError: an argument is wrong.
@@ -198,7 +199,8 @@ def oracle_answer(
             return Score.unscored(
                 reason="no_tokens",
                 explanation=f"No token to show: positions={plan.positions!r} selects none of "
-                "this output (the last sampled token is never fed to the model).",
+                "this output (the last sampled token is never fed to the model), probe_gate "
+                "withheld the answer, or a limit ended the sample before there was one.",
             )
         wanted = _wanted(state, target, label, named)
         said = {"oracle": answers[0].answer, **answers[0].controls}

@@ -47,6 +47,7 @@ def no_tokens(reader: ProbeReader) -> Score:
         reason="no_tokens",
         explanation=(
             f"No token to read: positions={reader.positions!r} selects none of this output (the "
-            "last sampled token is never fed to the model), or probe_gate withheld the answer."
+            "last sampled token is never fed to the model), probe_gate withheld the answer, or a "
+            "limit ended the sample before there was one."
         ),
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
-from inspect_ai.agent import Agent, as_solver, is_agent
+from inspect_ai.agent import Agent
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.model import lens_scope
 from inspect_lens.vector import VectorLike, load_vector
+
+from ._inner import as_inner
 
 __all__ = ["with_steering"]
 
@@ -69,9 +70,7 @@ def with_steering(
     steer = load_vector(vector).to_steering(
         layer, scale, norm_match=norm_match, positions=positions
     )
-    # By its registration: to a type checker an agent and a solver may look alike.
-    wrapped = as_solver(inner) if inner is not None and is_agent(inner) else inner
-    run = cast("Solver | None", wrapped)
+    run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         with lens_scope(steer=steer):

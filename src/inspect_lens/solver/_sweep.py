@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from inspect_ai.log import transcript
@@ -30,6 +31,7 @@ Control = Literal["random", "orthogonal"]
 
 class _Plan(NamedTuple):
     kind: CellKind
+    vector: str | None
     layer: int | None
     scale: float
     steer: SteeringVector | None
@@ -43,7 +45,7 @@ class _Done(NamedTuple):
 
 @solver
 def steering_sweep(
-    vector: VectorLike,
+    vector: VectorLike | Sequence[VectorLike],
     scales: Sequence[float],
     layers: Sequence[int] | int | None = None,
     controls: Sequence[Control] = ("random", "orthogonal"),
@@ -63,7 +65,8 @@ def steering_sweep(
     the sample's answer is the unsteered one.
 
     Args:
-        vector: name below `vectors/`, path, `hf://` address, or a vector.
+        vector: name below `vectors/`, path, `hf://` address, or a vector; or several of these,
+            each with controls of its own.
         scales: factors; 0 may be among them and is the unsteered answer, which is always there.
         layers: of the vector; that of its card by default.
         controls: vectors to compare with.
@@ -80,7 +83,8 @@ def steering_sweep(
 
     Raises:
         ArtifactError: no such vector.
-        SpecError: no scales, an unknown control, or no direction at a layer; when it runs, the
+        SpecError: no scales, an unknown control, no direction at a layer, or vectors of one name;
+            when it runs, the
             task's config, the model's or a scope around steers already, and the unsteered answer
             would be none.
         UnsupportedError: when it runs, the model has no lens.
@@ -102,7 +106,7 @@ def steering_sweep(
             print(cell.kind, cell.scale, cell.completion)
         ```
     """
-    loaded = load_vector(vector)
+    loaded = _load(vector)
     steered = sorted({float(s) for s in scales} - {0.0})
     if not steered:
         raise SpecError(f"scales={list(scales)}; allowed is one that is not 0, at least")
@@ -110,21 +114,24 @@ def steering_sweep(
         raise SpecError(f"controls={unknown}; allowed are {', '.join(get_args(Control))}, or none")
     if control_draws < 1:
         raise SpecError(f"control_draws={control_draws}; allowed is 1 or more")
-    at = [loaded.default_layer()] if layers is None else layers
-    chosen = [at] if isinstance(at, int) else list(at)
-    plans = [_Plan("baseline", None, 0.0, None)]
-    for kind, source in _sources(loaded, controls, control_draws, seed):
-        for layer in chosen:
-            # One tensor per layer: every scale shares its content and its file.
-            unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
-            for scale in steered:
-                plans.append(_Plan(kind, layer, scale, VectorUse(name="", scale=scale).apply(unit)))
+    plans = [_Plan("baseline", None, None, 0.0, None)]
+    for one in loaded:
+        at = [one.default_layer()] if layers is None else layers
+        chosen = [at] if isinstance(at, int) else list(at)
+        for kind, source in _sources(one, controls, control_draws, seed):
+            for layer in chosen:
+                # One tensor per layer: every scale shares its content and its file.
+                unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
+                plans += [
+                    _Plan(kind, one.name, layer, s, VectorUse(name="", scale=s).apply(unit))
+                    for s in steered
+                ]
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        _refuse_steered(loaded)
+        _refuse_steered([one.name for one in loaded])
 
         def run(plan: _Plan) -> Any:
-            return lambda: _cell(plan, loaded, state, generate, scorer, capture)
+            return lambda: _cell(plan, state, generate, scorer, capture)
 
         done = await gather([run(plan) for plan in plans])
         state.store_as(SteeringCells).cells = [d.cell for d in done]
@@ -135,13 +142,26 @@ def steering_sweep(
     return solve
 
 
-def _refuse_steered(vector: Vector) -> None:
+def _load(vector: VectorLike | Sequence[VectorLike]) -> list[Vector]:
+    """One vector or several, which their names tell apart."""
+    given = [vector] if isinstance(vector, str | Path | Vector) else vector
+    loaded = [load_vector(one) for one in given]
+    names = [one.name for one in loaded]
+    if not names or len(set(names)) < len(names):
+        raise SpecError(
+            f"vector={names}; allowed are one or more vectors with names of their own, as answers "
+            "are told apart by these; rename one in its card"
+        )
+    return loaded
+
+
+def _refuse_steered(vectors: Sequence[str]) -> None:
     """Refuse to call an answer unsteered that would be steered."""
     if (around := steering_around(get_model())) is not None:
         raise SpecError(
-            f"steering_sweep: vector {vector.name!r} is to be swept from an unsteered answer, and "
-            f"{around}; take that out, or, to steer on top of it, use with_steering in a task "
-            "per scale"
+            f"steering_sweep: vector {', '.join(map(repr, vectors))} is to be swept "
+            f"from an unsteered answer, and {around}; take that out, or, to steer on top of it, "
+            "use with_steering in a task per scale"
         )
 
 
@@ -157,19 +177,20 @@ def _sources(
 
 async def _cell(
     plan: _Plan,
-    vector: Vector,
     state: TaskState,
     generate: Generate,
     scorer: Scorer | None,
     capture: Any,
 ) -> _Done:
     """One generation, in a span of its own."""
-    where = "unsteered" if plan.steer is None else f"layer {plan.layer}, scale {plan.scale:g}"
+    where = "unsteered"
+    if plan.steer is not None:
+        where = f"{plan.vector}, layer {plan.layer}, scale {plan.scale:g}"
     async with span(f"{plan.kind}: {where}", type="steering_cell"):
         with lens_scope(steer=plan.steer, capture=capture):
             made = await generate(deepcopy(state))
         cell = SteeringCell(
-            vector=None if plan.steer is None else vector.name,
+            vector=plan.vector,
             layer=plan.layer,
             scale=plan.scale,
             kind=plan.kind,

@@ -56,7 +56,7 @@ def parse_positions(value: object, *, field: str) -> Positions:
         if value in get_args(PositionName):
             return cast("PositionName", value)
         raise SpecError(
-            f"{field}={value!r}; allowed are {', '.join(get_args(PositionName))} "
+            f"{field}={value!r}; allowed are {', '.join(get_args(PositionName))}, "
             "a list of integers, or a list of booleans over the prompt"
         )
     if isinstance(value, int) and not isinstance(value, bool):
@@ -73,7 +73,7 @@ def parse_positions(value: object, *, field: str) -> Positions:
                 raise SpecError(f"{field}: a position is named twice in {positions!r}")
             return positions
     raise SpecError(
-        f"{field}={value!r}; allowed are {', '.join(get_args(PositionName))} "
+        f"{field}={value!r}; allowed are {', '.join(get_args(PositionName))}, "
         "a non-empty list of integers, or one of booleans over the prompt"
     )
 

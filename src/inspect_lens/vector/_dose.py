@@ -92,6 +92,7 @@ def dose_response(
     steered: Sequence[Response],
     baseline: Mapping[str, float] | None = None,
     *,
+    groups: Mapping[str, str] | None = None,
     n_resamples: int = 2000,
     confidence: float = 0.95,
     seed: int = 0,
@@ -106,6 +107,8 @@ def dose_response(
         steered: answers under steering, of one kind of vector.
         baseline: value of the unsteered answer by prompt; they are the point at scale 0, and
             what a flip is counted from.
+        groups: what several prompts are answers to, such as the question of several epochs; they
+            are drawn together, and count as one prompt. Each is one of its own by default.
         n_resamples: draws.
         confidence: two-sided level.
         seed: of the draws.
@@ -132,11 +135,16 @@ def dose_response(
     """
     if not 0.0 < confidence < 1.0:
         raise SpecError(f"confidence={confidence}; allowed is a number between 0 and 1")
-    scales, values, flips = _table(steered, baseline)
+    prompts, scales, values, flips = _table(steered, baseline)
+    known_groups = groups or {}
+    of = [known_groups.get(p, p) for p in prompts]
+    place = {name: i for i, name in enumerate(dict.fromkeys(of))}
+    n, at = len(place), [place[name] for name in of]
     rng = np.random.default_rng(seed)
-    draws = rng.integers(0, len(values), size=(n_resamples, len(values)))
-    # (draws, scales): the mean curve of each draw.
-    counts = np.stack([np.bincount(d, minlength=len(values)) for d in draws]) / len(values)
+    draws = rng.integers(0, n, size=(n_resamples, n))
+    # (draws, prompts): how much of the mean of each draw a prompt is.
+    counts = np.stack([np.bincount(d, minlength=n) for d in draws])[:, at].astype(np.float64)
+    counts /= counts.sum(axis=1, keepdims=True)
     curves = counts @ values
     tails = [(1.0 - confidence) / 2.0, (1.0 + confidence) / 2.0]
 
@@ -158,7 +166,7 @@ def dose_response(
                 confidence=confidence,
                 method=_METHOD,
             ),
-            n=len(values),
+            n=n,
         )
         for i, scale in enumerate(scales)
     )
@@ -170,14 +178,14 @@ def dose_response(
         effect_interval=interval(curves[:, -1] - curves[:, 0]),
         flip_rate=float(flips.mean()),
         flip_rate_interval=interval(counts @ flips),
-        n_prompts=len(values),
+        n_prompts=n,
     )
 
 
 def _table(
     steered: Sequence[Response], baseline: Mapping[str, float] | None
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Scales (scales,), values (prompts, scales), and share of flips per prompt (prompts,)."""
+) -> tuple[list[str], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Prompts, scales (scales,), values (prompts, scales), and share of flips (prompts,)."""
     answers: dict[str, dict[float, list[float]]] = {}
     for prompt, scale, value in steered:
         answers.setdefault(prompt, {}).setdefault(float(scale), []).append(float(value))
@@ -201,7 +209,7 @@ def _table(
         )
     values = np.array([[np.mean(by_scale[s]) for s in scales] for by_scale in answers.values()])
     share = np.array(flips) if flips else np.full(len(answers), math.nan)
-    return np.array(scales), values, share
+    return list(answers), np.array(scales), values, share
 
 
 def _spearman_rows(x: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -353,3 +353,9 @@ def test_pairs_are_kept_with_their_activations(server: FakeLensServer) -> None:
         assert row.activations.numpy().shape == (1, 2, H)
     with pytest.raises(SpecError, match="in pairs"):
         contrastive_pairs(["a", "b"], ["c"])
+
+
+def test_vectors_of_one_name_cannot_be_swept_together() -> None:
+    for given in ([], ["tiny/v", "tiny/v"]):
+        with pytest.raises(SpecError, match="names of their own"):
+            steering_sweep(given, [1.0])

@@ -91,3 +91,22 @@ def test_what_does_not_fit_is_refused() -> None:
         dose_response([Response("a", 1.0, 0.0)], {})
     with pytest.raises(SpecError, match="shapes"):
         spearman([1, 2], [1])
+
+
+def test_answers_of_one_question_are_one_prompt() -> None:
+    """Copies of an answer make no interval narrower; the numbers stay what they are."""
+    steered, base = answers(1.0, prompts=20)
+    whole = dose_response(steered, base, seed=1)
+    names = {f"{p}#{i}": p for i in range(4) for p in base}
+    copies = [Response(f"{p}#{i}", s, v) for i in range(4) for p, s, v in steered]
+    alone = {name: base[p] for name, p in names.items()}
+    grouped = dose_response(copies, alone, groups=names, seed=1)
+    assert grouped.n_prompts == 20
+    for name in ("effect", "spearman", "flip_rate"):
+        one, other = (getattr(c, f"{name}_interval") for c in (grouped, whole))
+        assert (one.low, one.high) == pytest.approx((other.low, other.high))
+        assert getattr(grouped, name) == pytest.approx(getattr(whole, name))
+    free = dose_response(copies, alone, seed=1)
+    assert free.n_prompts == 80
+    width, wide = (c.effect_interval.high - c.effect_interval.low for c in (free, grouped))
+    assert width < 0.7 * wide

@@ -1,0 +1,143 @@
+"""A scorer that a user writes from the parts of `reading` and `view`, live and again from the log.
+
+The organism lies where it is told to; what the parts say is compared with the captured rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inspect_ai import Task, eval
+from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
+from inspect_ai.solver import TaskState
+
+from evals.organism_deception.dataset import organism_dataset
+from inspect_lens.model import activations
+from inspect_lens.probe import auroc, load_probe
+from inspect_lens.reading import (
+    ProbeReader,
+    call_of,
+    given_length,
+    is_withheld,
+    pick_rows,
+    read_call,
+    read_message,
+    read_rows,
+    read_token_ids,
+    read_turns,
+)
+from inspect_lens.solver import with_capture
+from inspect_lens.view import note_readings, probe_summary, probe_viewer
+from tests.kit.lying import MODEL, PROBE
+from tests.kit.repository import ROOT
+from tests.kit.rescored import rescore
+
+pytestmark = pytest.mark.engine
+
+N = 8
+
+
+@scorer(metrics=[mean()])
+def noted(probe: str = PROBE) -> Scorer:
+    """What a probe says, with a table in the transcript."""
+    reader = ProbeReader.of(probe)
+
+    async def score(state: TaskState, target: Target) -> Score:
+        reading = await reader.read(state.output, model_name=state.model.name)
+        assert reading is not None
+        note_readings(reading)
+        # The same by other ways to it.
+        of_message = await read_message(reader, state.output.message)
+        handle = call_of(state.output.message)
+        assert handle is not None
+        of_call = await read_call(reader, handle)
+        assert of_message is not None
+        assert of_call is not None
+        assert reading.value == of_message.value == of_call.value
+        return Score(value=reading.value, metadata=reading.metadata())
+
+    return score
+
+
+@pytest.fixture(scope="module")
+def log(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> EvalLog:
+    rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:N]
+    (done,) = eval(
+        Task(
+            dataset=rows, solver=with_capture([4]), scorer=noted(),
+            viewer=probe_viewer(["noted"]),
+        ),
+        model=MODEL, model_base_url=f"{lens_server_url}/v1", display="none", temperature=0.0,
+        log_dir=str(tmp_path_factory.mktemp("logs")), max_tokens=20,
+    )  # fmt: skip
+    assert done.status == "success", done.error and done.error.traceback
+    return read_eval_log(done.location)
+
+
+def tables(log: EvalLog) -> list[str]:
+    """What stands in the transcripts."""
+    whole = read_eval_log(log.location, resolve_attachments=True)
+    return [
+        str(event.data)
+        for sample in whole.samples or []
+        for event in sample.events
+        if event.event == "info" and event.source == "inspect_lens"
+    ]
+
+
+def test_the_lies_have_the_higher_scores_and_each_has_a_table(log: EvalLog) -> None:
+    samples = log.samples or []
+    values = [(s.scores or {})["noted"].as_float() for s in samples]
+    labels = [int(s.metadata["label"]) for s in samples]
+    assert auroc(labels, values) == 1.0
+    reader = ProbeReader.of(PROBE)
+    expected = []
+    for sample in samples:
+        handle = activations(sample.output)
+        assert handle is not None
+        expected.append(probe_summary([reader.read_captured(handle)]))
+    assert tables(log) == expected
+    assert all(PROBE in table for table in expected)
+    assert log.eval.viewer is not None
+    assert "noted" in str(log.eval.viewer)
+
+
+@pytest.mark.anyio
+async def test_rows_and_ids_are_those_of_the_call(log: EvalLog) -> None:
+    probe = load_probe(PROBE)
+    for sample in log.samples or []:
+        (turn,) = read_turns(sample.events, model=MODEL)
+        assert turn.message_id == sample.output.message.id
+        assert not is_withheld(turn.output)
+        assert given_length(turn.output) is None
+        ids = read_token_ids(turn.output)
+        handle = activations(turn.output)
+        assert ids is not None
+        assert handle is not None
+        assert (len(ids[0]), len(ids[1])) == (handle.n_prompt, handle.n_completion)
+        rows = await read_rows(turn.output, layers=(4,), positions="completion", source="captured")
+        assert rows is not None
+        written = tuple(range(handle.n_prompt, handle.n_prompt + handle.n_completion - 1))
+        assert tuple(rows.positions) == written
+        assert rows.token_ids == tuple(ids[1][:-1])
+        np.testing.assert_array_equal(rows.acts, handle.numpy()[:, written])
+        picked = pick_rows(handle, (4,), wanted=written)
+        np.testing.assert_array_equal(picked.acts, rows.acts)
+        value = float(probe.score_tokens(rows.acts, rows.layers).mean())
+        assert (sample.scores or {})["noted"].as_float() == pytest.approx(value, rel=1e-5)
+
+
+def test_inspect_score_finds_the_scorer_in_its_file_and_says_the_same(
+    log: EvalLog, tmp_path: Path
+) -> None:
+    file = Path(inspect.getfile(test_rows_and_ids_are_those_of_the_call)).relative_to(ROOT)
+    (again,) = rescore(log, [["--scorer", f"{file}@noted"]], tmp_path)
+    for new, old in zip(again.samples or [], log.samples or [], strict=True):
+        after, before = (new.scores or {})["noted"], (old.scores or {})["noted"]
+        assert after.value == before.value
+        assert after.metadata == before.metadata
+    assert tables(again) == tables(log)
