@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from functools import cache
 
-__all__ = ["Settings", "is_set", "settings_table"]
+__all__ = ["Settings", "is_set", "settings_table", "text"]
 
 
 def _setting(default: object, doc: str) -> object:
@@ -106,9 +107,15 @@ class Settings:
         return cls(**values)  # type: ignore[arg-type]
 
 
+@cache
 def variable(field_name: str) -> str:
     """Name of the environment variable behind a field of `Settings`."""
     return f"INSPECT_LENS_{field_name.upper()}"
+
+
+def text(field_name: str) -> str:
+    """A setting that is text, without reading any other: each call of a model asks for it."""
+    return os.environ.get(variable(field_name), "")
 
 
 def is_set(field_name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
-from inspect_lens._settings import Settings
+from inspect_lens._settings import text
 from inspect_lens.errors import ArtifactError
 
 from ._host import active_call
@@ -38,7 +38,7 @@ def place_for(directory: str | None) -> Place | None:
         The place, or None outside an eval when no folder is configured.
     """
     call = active_call()
-    configured = directory or Settings.load().dir
+    configured = directory or text("dir")
     if call is None:
         return Place(absolute(configured), "calls.lens") if configured else None
     location = absolute(call.log_location)
@@ -121,7 +121,7 @@ def _candidates(root: str | None) -> Iterator[str]:
     if root:
         yield root
     yield from reversed(_roots)
-    configured = Settings.load().dir
+    configured = text("dir")
     if configured:
         yield absolute(configured)
     # `inspect score logs/x.eval` tells a scorer nothing of the path, but the command line has it.
