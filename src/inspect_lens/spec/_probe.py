@@ -221,11 +221,10 @@ class ProbeUse(BaseModel):
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class ProbeReceipt:
-    """What one probe found.
+    """What one probe found."""
 
-    A batch of requests with sixteen probes each makes thousands of these at once: a model would be
-    three objects to the garbage collector, and this is one.
-    """
+    # A batch of requests with sixteen probes each makes thousands of these at once: a model would
+    # be three objects to the garbage collector, and this is one.
 
     name: str
     sha256: str
