@@ -20,7 +20,7 @@ pytestmark = [
 def test_tokens_and_logprobs_equal_those_of_an_engine_without_the_plug_in(
     tmp_path: Path, sites: str
 ) -> None:
-    # Without a tap the compiler keeps sums of the stream in float32 from one norm to the next, unless
+    # Without a tap the compiler keeps sums of the stream in float32 from norm to norm, unless
     # it is told to round as PyTorch does: see `tests/engine/test_unused.py`.
     rounding = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}
     folder = tiny_llama(tmp_path / "model", layers=4, hidden=256, dtype=torch.bfloat16)
