@@ -37,21 +37,21 @@ def run(folder: Path, cache: Path, *arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_equal_an_engine_without_the_plug_in_and_its_compile_cache_is_not_loaded(
-    tmp_path: Path, dtype: str
+    tmp_path: Path,
 ) -> None:
     # The engine without taps writes the cache first. Loading its graph would silence every
     # tap; the start-up check and the captured rows say that it was not loaded.
     # Two layers, since each of the two engines compiles for itself.
-    folder = tiny_llama(
-        tmp_path / "model", layers=2, hidden=128, dtype=getattr(torch, dtype), vocab=320
-    )
+    folder = tiny_llama(tmp_path / "model", layers=2, hidden=128, dtype=torch.bfloat16)
     # A tap reads the stream as it is stored, rounded to bfloat16. Without one, the compiler keeps
     # sums of the stream in float32 from one norm to the next, unless it is told to round as
-    # PyTorch does; that is the one difference, and so there is none here.
+    # PyTorch does; that is the one difference, and so there is none here. (In float32 there is
+    # nothing to round, and bits are equal as things are.)
     rounding = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}
-    without = run(folder, tmp_path / "c", "--dtype", dtype, INSPECT_LENS_DISABLE="1", **rounding)
-    with_taps = run(folder, tmp_path / "c", "--dtype", dtype, "--capture", **rounding)
+    without = run(
+        folder, tmp_path / "c", "--dtype", "bfloat16", INSPECT_LENS_DISABLE="1", **rounding
+    )
+    with_taps = run(folder, tmp_path / "c", "--dtype", "bfloat16", "--capture", **rounding)
     assert with_taps["answers"] == without["answers"]
     assert with_taps["captured"] is True
