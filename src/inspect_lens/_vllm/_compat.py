@@ -139,6 +139,11 @@ def vllm_version() -> str:
     return str(importlib.import_module("vllm").__version__)
 
 
+def has_rust_front_end() -> bool:
+    """Whether requests come by vLLM's front-end in Rust, which loads no plug-ins."""
+    return bool(getattr(importlib.import_module("vllm.envs"), "VLLM_USE_RUST_FRONTEND", False))
+
+
 def busy(message: str) -> Exception:
     """VLLM's own error for "not now": HTTP 429."""
     from http import HTTPStatus

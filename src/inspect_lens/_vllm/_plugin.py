@@ -19,17 +19,16 @@ def register() -> None:
     """
     if Settings.load().disable:
         return
-    from vllm import envs
+    # Imported here: the entry point itself has to stay light.
+    from ._compat import SEAMS, add_method, has_rust_front_end, seam, verify, wrap
 
-    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
+    if has_rust_front_end():
         # Nobody would judge and seal requests there, and collect their results.
         logger.warning(
             "inspect_lens: not active: the front-end in Rust loads no plug-ins, and passes over "
             "lens requests. Start without VLLM_USE_RUST_FRONTEND"
         )
         return
-    # Imported here: the entry point itself has to stay light.
-    from ._compat import SEAMS, add_method, seam, verify, wrap
     from ._frontend import FRONT_END_WRAPPERS
     from ._hooks import manage_hooks
     from ._serve import install_when_serving

@@ -120,7 +120,7 @@ class Reading:
     def alarm(self) -> str | None:
         """Name of a probe whose alarm has to end the generation now."""
         for use in self._uses:
-            if use.use.alarm == "stop" and use.find_alarm() is not None:
+            if use.use.alarm == "stop" and use.alarm_position is not None:
                 use.stopped = True
                 return use.use.name
         return None
@@ -248,7 +248,8 @@ class _Use:
         self._n = 0
         self._first: int | None = None
         self._is_nan = False
-        self._alarm: int | None = None
+        self.alarm_position: int | None = None
+        """Of the first token at which the aggregate exceeded the threshold."""
 
     def take(self, columns: Floats, first: int) -> Floats:
         """Scores of the tokens among these positions that the use reads."""
@@ -289,17 +290,13 @@ class _Use:
                 self._running.update(self._whole)
                 self._whole = None
         n_judged = 0
-        if watches and self._alarm is None:
+        if watches and self.alarm_position is None:
             for score, position in zip(scores.tolist(), positions.tolist(), strict=True):
                 n_judged += 1
                 if self._running.update([score]).value > cast("float", self._threshold):
-                    self._alarm = position
+                    self.alarm_position = position
                     break
         self._running.update(scores[n_judged:])
-
-    def find_alarm(self) -> int | None:
-        """Position of the first token at which the aggregate exceeded the threshold."""
-        return self._alarm
 
     def _score(self) -> float | None:
         if self._is_nan:
@@ -323,7 +320,7 @@ class _Use:
             first_position=self._first,
             tokens=tuple(self._tokens) if self.use.tokens else None,
             threshold=self._threshold if self.use.alarm is not None else None,
-            alarm_position=self._alarm if self.use.alarm is not None else None,
+            alarm_position=self.alarm_position,
             stopped=self.stopped,
         )
 

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._intake import read_file
 from inspect_lens.errors import ArtifactError, CaptureError
 
 from ._shards import Captured, SampleRecord, decode_shard, read_layer, read_records
@@ -90,14 +91,7 @@ def read_whole(uri: str) -> bytes | None:
         assert read_whole("acts/there-is-none.json") is None
         ```
     """
-    try:
-        filesystem, path = fsspec.core.url_to_fs(uri)
-        content: bytes = filesystem.cat_file(path)
-        return content
-    except FileNotFoundError:
-        return None
-    except (OSError, ImportError, ValueError) as error:
-        raise ArtifactError(f"{uri}: could not be read ({error})") from error
+    return read_file(uri)
 
 
 class ActivationStore:
