@@ -30,6 +30,7 @@ from inspect_lens.spec import EnginePath, TensorData
 from ._arena import BOARD_SIZE
 from ._envelope import Envelope
 from ._folders import let_go, new_folder
+from ._memory import memory_bytes
 from ._message import PATHS, Block, Failure, Opened, Saved, Settled, decode, unpacked
 from ._pending import ROWS, SCORES, SHARE_BYTES, STORAGE, Pending, Worker
 from ._saved import SavedResults
@@ -57,13 +58,15 @@ class Collected:
 class Collector:
     """Receives from all workers of this process's engines."""
 
-    def __init__(self, keep_bytes: int = 1 << 30) -> None:
+    def __init__(self, keep_bytes: int = 1 << 30, spare_bytes: int | None = None) -> None:
         """Open the socket and start the thread.
 
         Args:
             keep_bytes: bytes of memory of dropped results that is kept for the next ones.
+            spare_bytes: see `SlabPool`; by default a quarter of the memory there is.
         """
         self._keep_bytes = keep_bytes
+        self._spare_bytes = memory_bytes() // 4 if spare_bytes is None else spare_bytes
         self._pools: dict[int, SlabPool] = {}
         self._folder, self._lock = new_folder()
         self.address = f"ipc://{self._folder / 'rows'}"
@@ -280,7 +283,7 @@ class Collector:
 
     def _pool(self, row_bytes: int) -> SlabPool:
         if row_bytes not in self._pools:
-            self._pools[row_bytes] = SlabPool(row_bytes, self._keep_bytes)
+            self._pools[row_bytes] = SlabPool(row_bytes, self._keep_bytes, self._spare_bytes)
         return self._pools[row_bytes]
 
     def _accept_block(self, block: Block) -> None:

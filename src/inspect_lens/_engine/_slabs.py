@@ -8,10 +8,11 @@ which numpy carries out without holding the interpreter's lock.
 The mapping reserves addresses only; memory is taken when a row is written. A slab is given back
 when the last array that looks at it is gone.
 
-Half of the addresses are for large slabs most of which will be written: there the system is asked
-for huge pages, since gigabytes of rows are a million faults in pages of 4 KiB. Elsewhere it is not.
-A result that may become long, and does not, is a few rows at each tap, far from one another, and
-each of them would take 2 MiB.
+Half of the addresses are for large slabs: there the system is asked for huge pages, since
+gigabytes of rows are a million faults in pages of 4 KiB. A result that may become long, and does
+not, is a few rows at each tap, far from one another, and each of them would take 2 MiB. So such
+slabs lie there only while all of them, were they full, would not take more than a share of the
+memory.
 """
 
 from __future__ import annotations
@@ -72,14 +73,19 @@ class Slab:
 class SlabPool:
     """Slabs of rows of one width. One thread allocates; any thread may drop a slab."""
 
-    def __init__(self, row_bytes: int, keep_bytes: int) -> None:
+    def __init__(self, row_bytes: int, keep_bytes: int, spare_bytes: int = 0) -> None:
         """Reserve addresses.
 
         Args:
             row_bytes: bytes of a row.
             keep_bytes: bytes of unused slabs whose memory is kept for the next ones.
+            spare_bytes: of slabs with huge pages, in use at once, up to which slabs get some that
+                may stay mostly empty.
         """
         self.row_bytes = row_bytes
+        self._spare = spare_bytes
+        self._huge = 0
+        """Bytes of the slabs in use that have huge pages, were they full."""
         self.memory = _reserve(row_bytes)
         most = len(self.memory) // row_bytes
         middle = len(self.memory) // (2 * _HUGE_PAGE) * _HUGE_PAGE
@@ -108,14 +114,15 @@ class SlabPool:
 
         Args:
             rows: how many.
-            is_full: whether most of them are going to be written.
+            is_full: whether most of them are going to be written in any case.
 
         Raises:
             CapacityError: all addresses are in use.
         """
         self._take_back()
         size = _rounded(rows)
-        is_huge = is_full and size * self.row_bytes >= _LARGE
+        nbytes = size * self.row_bytes
+        is_huge = nbytes >= _LARGE and (is_full or self._huge + nbytes <= self._spare)
         for half in self._halves[::-1] if is_huge else self._halves:
             if (found := half.take(size)) is not None:
                 break
@@ -126,7 +133,8 @@ class SlabPool:
         start, was_kept = found
         if was_kept:
             with self._counting:
-                self._kept -= size * self.row_bytes
+                self._kept -= nbytes
+        self._huge += nbytes * (start >= self._middle)
         self.arrived[start : start + size] = False
         return Slab(self, start, size)
 
@@ -153,7 +161,9 @@ class SlabPool:
     def _take_back(self) -> None:
         while self.returned:
             start, rows, is_kept = self.returned.popleft()
-            half = self._halves[start >= self._middle]
+            is_huge = start >= self._middle
+            self._huge -= rows * self.row_bytes * is_huge
+            half = self._halves[is_huge]
             (half.warm if is_kept else half.cold).setdefault(rows, []).append(start)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine import _slabs
-from inspect_lens._engine._slabs import SlabPool
+from inspect_lens._engine._slabs import Slab, SlabPool
 from inspect_lens.errors import CapacityError
 
 ROW = 24
@@ -112,6 +112,27 @@ def test_large_slabs_that_fill_up_get_huge_pages(mib: int, is_full: bool, expect
     slab = pool.take(mib << 8, is_full=is_full)
     there_are_any = Path("/sys/kernel/mm/transparent_hugepage").exists()
     assert has_huge_pages(slab.array(FLOAT)) == (expected and there_are_any)
+
+
+def test_slabs_that_may_stay_empty_get_huge_pages_while_they_could_all_be_full() -> None:
+    pool = SlabPool(4096, keep_bytes=0, spare_bytes=40 << 20)
+    has_any = Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+    def take(mib: int, *, is_full: bool = False) -> tuple[Slab, bool]:
+        slab = pool.take(mib << 8, is_full=is_full)
+        return slab, has_huge_pages(slab.array(FLOAT)) or not has_any
+
+    first, second, third = take(16), take(16), take(16)
+    assert [is_huge for _, is_huge in (first, second, third)] == [True, True, not has_any]
+    assert take(1)[1] is not has_any, "pages that it would share with others"
+    assert take(16, is_full=True)[1], "of those most is written in any case"
+    del first, third
+    gc.collect()
+    assert take(16)[1], "what was given back counts no more"
+    del second
+    fourth = take(32, is_full=True)
+    assert not has_any or not take(16)[1], "what is written in any case counts, too"
+    del fourth
 
 
 def test_either_half_serves_where_the_other_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
