@@ -118,7 +118,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     # On a GPU a step fills up to one half of the buffer while the other is copied out.
     halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
-    fit = settings.ring_bytes // (halves * hidden * _ITEM_BYTES.get(dtype, 4))
+    row_bytes = halves * hidden * _ITEM_BYTES.get(dtype, 4)
     return EngineFacts(
         # The last part only: messages that name it are sent to HTTP clients.
         model=str(model.model).rstrip("/").rpartition("/")[2],
@@ -129,7 +129,8 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         sites=sites,
         taps=taps,
         max_step_tokens=step,
-        ring_rows=min(len(taps) * step, fit),
+        ring_rows=min(len(taps) * step, settings.ring_bytes // row_bytes),
+        ring_row_bytes=row_bytes,
         bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
         vllm_version=vllm_version(),
         is_speculative=vllm_config.speculative_config is not None,

@@ -37,6 +37,8 @@ class EngineFacts:
     """Vectors that the steering table holds for all running requests together."""
     vllm_version: str
     """Version of vLLM."""
+    ring_row_bytes: int = 0
+    """Bytes of INSPECT_LENS_RING_BYTES that a row of the capture buffer takes; 0: not known."""
     is_speculative: bool = False
     """Whether a step may feed draft tokens that are rejected afterwards."""
     allows_code: bool = False

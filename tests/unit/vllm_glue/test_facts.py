@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._settings import Settings
 from inspect_lens._vllm._facts import facts_of, refusal
-from inspect_lens.errors import SpecError
-from inspect_lens.spec import TapPoint
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import TapPoint, check_request
 
 
 def config(**changes: Any) -> Any:
@@ -128,3 +131,25 @@ def test_taps_come_in_the_order_of_a_forward_pass() -> None:
 def test_an_unknown_site_is_refused(sites: str) -> None:
     with pytest.raises(SpecError, match="INSPECT_LENS_SITES"):
         taps(sites=sites)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_what_a_refusal_advises_is_enough(device: str, dtype: str) -> None:
+    request = LensRequest(capture=CaptureSpec())
+    changes = {"device_config__device_type": device, "model_config__dtype": dtype}
+    small = Settings(ring_bytes=1000, sites="all")
+    with pytest.raises(UnsupportedError, match="4 taps times 16 tokens") as refused:
+        check_request(request, facts_of(config(**changes), small))
+    advice = re.search(r"max_num_batched_tokens of (\d+).*_RING_BYTES=(\d+)", str(refused.value))
+    assert advice is not None
+    tokens, nbytes = map(int, advice.groups())
+    fewer = changes | {"scheduler_config__max_num_batched_tokens": tokens}
+    check_request(request, facts_of(config(**fewer), small))
+    check_request(request, facts_of(config(**changes), replace(small, ring_bytes=nbytes)))
+    for options, settings in (
+        (fewer | {"scheduler_config__max_num_batched_tokens": tokens + 1}, small),
+        (changes, replace(small, ring_bytes=nbytes - 1)),
+    ):
+        with pytest.raises(UnsupportedError):
+            check_request(request, facts_of(config(**options), settings))
