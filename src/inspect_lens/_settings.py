@@ -87,6 +87,11 @@ class Settings:
         "Leave receiving, hashing and writing captured activations to a process beside the Inspect "
         "process, where there is more than a handful; else threads of the Inspect process do it.",
     )
+    parent: int = _setting(  # type: ignore[assignment]
+        0,
+        "Process with which a vLLM server ends, as a number; the provider sets it for the servers "
+        "that it starts. 0: none.",
+    )
 
     @classmethod
     def load(cls) -> Settings:
@@ -116,6 +121,11 @@ def variable(field_name: str) -> str:
 def text(field_name: str) -> str:
     """A setting that is text, without reading any other: each call of a model asks for it."""
     return os.environ.get(variable(field_name), "")
+
+
+def drop(field_name: str) -> None:
+    """Remove a setting, so that processes that are started from now on do not have it."""
+    os.environ.pop(variable(field_name), None)
 
 
 def is_set(field_name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from inspect_lens._settings import Settings
+from inspect_lens._settings import Settings, drop
 
 __all__ = ["register"]
 
@@ -17,7 +17,14 @@ def register() -> None:
     Raises:
         CompatError: this vLLM is not one that the lens knows; nothing was changed.
     """
-    if Settings.load().disable:
+    settings = Settings.load()
+    if settings.parent:
+        from ._with_parent import end_with
+
+        # The server is the first process that loads plug-ins; it starts the others.
+        drop("parent")
+        end_with(settings.parent)
+    if settings.disable:
         return
     # Imported here: the entry point itself has to stay light.
     from ._compat import SEAMS, add_method, has_rust_front_end, seam, verify, wrap

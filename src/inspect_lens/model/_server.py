@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from subprocess import Popen
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
+
+from inspect_lens._settings import variable
 
 from ._host import (
     VLLMServer,
@@ -81,7 +84,8 @@ def start_server(
         key: json.dumps(value) if isinstance(value, Mapping) else value
         for key, value in args.items()
     }
-    env = {"VLLM_CONFIGURE_LOGGING": "1" if wanted.pop("configure_logging", False) else "0"}
+    env = {variable("parent"): str(os.getpid())}
+    env |= {"VLLM_CONFIGURE_LOGGING": "1" if wanted.pop("configure_logging", False) else "0"}
     if server.enable_lora:
         wanted.setdefault("enable_lora", True)
         if server.max_lora_rank is not None:

@@ -112,6 +112,7 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["timeout"] == 5
     assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert seen["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert seen["env"]["INSPECT_LENS_PARENT"] == str(os.getpid()), "it ends with this process"
     assert args["timeout"] == 5, "a restart needs them again"
 
 
