@@ -10,7 +10,7 @@ from inspect_lens._intake import read_vector
 
 from ._config import lens_config
 from ._frame import activations_df
-from ._handle import Activations, TensorInfo
+from ._handle import Activations
 from ._likelihood import token_logprobs
 from ._read import (
     CapturedCall,
@@ -25,6 +25,7 @@ from ._recapture import recapture, recaptures
 from ._rerender import reread
 from ._scope import lens_scope
 from ._sidecar import read_sidecar, write_sidecar
+from ._tensor_info import TensorInfo
 
 __all__ = [
     "Activations",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -87,6 +88,11 @@ def read_body(
         ArtifactError: a referenced steering vector cannot be found.
     """
     settled = isinstance(extra_body, Settled)
+    if default is not None and (scope is None or settled):
+        # What nearly all calls of an eval say: nothing, and then what the hook made of that.
+        captures, spelled = _only(default)
+        if not extra_body or (settled and extra_body == {"extra_args": spelled}):
+            return Body({"extra_args": to_extra_args(captures)}, captures)
     body, given = split_body(extra_body)
     args = resolve_references({key: _loads(key, value) for key, value in given.items()})
     # Refusals are for this side of the wire only; beside a native request they would not parse.
@@ -107,6 +113,13 @@ def read_body(
     if typed:
         body["extra_args"] = typed
     return Body(body, request)
+
+
+@lru_cache(maxsize=64)
+def _only(capture: CaptureSpec) -> tuple[LensRequest, dict[str, Any]]:
+    """The request of a call that only captures, and its spelling."""
+    request = LensRequest(capture=capture)
+    return request, to_extra_args(request)
 
 
 def _under(

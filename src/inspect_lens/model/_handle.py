@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
-from uuid import uuid4
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,35 +14,25 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import Receipt, Reduce, TensorData
+from inspect_lens.spec import Receipt, TensorData
 
 from ._places import find, is_there
 from ._store import MEMORY
+from ._tensor_info import TensorInfo, read_info, tensor_info, write_info
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REFERENCE", "Activations", "TensorInfo"]
+__all__ = ["REFERENCE", "REFERENCES", "Activations"]
 
-REFERENCE = "activations/1"
+REFERENCE = "activations/2"
 """`$lens` of the logged form."""
+REFERENCES = (REFERENCE, "activations/1")
+"""What is read: the first form had a mapping for each tensor."""
 
 RESIDUAL_STREAM = "residual_stream"
 
-
-class TensorInfo(BaseModel):
-    """Facts about one captured tensor that are known without reading it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    shape: tuple[int, ...]
-    """(layers, tokens, hidden); the second axis is 1 of a `mean`, `max` or `last`, and the third
-    one of a `norm`."""
-    dtype: str
-    layers: tuple[int, ...]
-    """Layers of the first axis, ascending."""
-    reduce: Reduce = "none"
-    """What was made of the tokens' rows in the engine."""
+_numbers = count()
 
 
 class Activations(BaseModel):
@@ -84,7 +73,7 @@ class Activations(BaseModel):
     root: str | None = None
     """That folder when the file was written."""
 
-    _key: str = PrivateAttr(default_factory=lambda: uuid4().hex)
+    _key: str = PrivateAttr(default_factory=lambda: str(next(_numbers)))
     _steered: bool | None = PrivateAttr(default=None)
     _stamp: str | None = PrivateAttr(default=None)
 
@@ -107,12 +96,12 @@ class Activations(BaseModel):
         Returns:
             The handle.
         """
-        # Not validated: each call of an eval makes one in the event loop.
+        # Not validated, and of few objects: each call of an eval makes one in the event loop, and
+        # what lives as long as a sample does brings the next full garbage collection nearer.
         handle = cls.model_construct(
+            _fields_set=_FIELDS,
             tensors={
-                name: TensorInfo.model_construct(
-                    shape=tuple(shape), dtype=dtype, layers=tuple(layers), reduce=facts.reduce
-                )
+                name: tensor_info(tuple(shape), dtype, tuple(layers), facts.reduce)
                 for name, (shape, dtype, layers) in facts.tensors.items()
             },
             sha256=facts.sha256,
@@ -139,12 +128,9 @@ class Activations(BaseModel):
         """
         fields = {name: value for name, value in reference.items() if name != "$lens"}
         try:
-            if reference.get("$lens") != REFERENCE:
+            if reference.get("$lens") not in REFERENCES:
                 raise ValueError(f"$lens is {reference.get('$lens')!r}")
-            fields["tensors"] = {
-                name: {**info, "layers": _read_layers(info["layers"])}
-                for name, info in fields["tensors"].items()
-            }
+            fields["tensors"] = {name: read_info(info) for name, info in fields["tensors"].items()}
             return cls.model_validate(fields)
         except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
             raise ArtifactError(
@@ -302,15 +288,7 @@ class Activations(BaseModel):
         if self.uri is not None:
             reference |= {"uri": self.uri, "root": self.root}
         return reference | {
-            "tensors": {
-                name: {
-                    "shape": list(info.shape),
-                    "dtype": info.dtype,
-                    "layers": _write_layers(info.layers),
-                }
-                | ({} if info.reduce == "none" else {"reduce": info.reduce})
-                for name, info in self.tensors.items()
-            },
+            "tensors": {name: write_info(info) for name, info in self.tensors.items()},
             "sha256": self.sha256,
             "n_prompt": self.n_prompt,
             "n_completion": self.n_completion,
@@ -350,13 +328,5 @@ def _unpickle(reference: dict[str, Any], data: bytes | None) -> Activations:
     return handle
 
 
-def _write_layers(layers: tuple[int, ...]) -> list[int] | str:
-    """Long runs of layers as `0-79`, because a log has hundreds of these."""
-    run = len(layers) > 2 and layers == tuple(range(layers[0], layers[-1] + 1))
-    return f"{layers[0]}-{layers[-1]}" if run else list(layers)
-
-
-def _read_layers(value: object) -> tuple[int, ...]:
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+)-(\d+)", value)):
-        return tuple(range(int(match[1]), int(match[2]) + 1))
-    return tuple(cast("list[int]", value))
+_FIELDS = set(Activations.model_fields)
+"""What every handle is made with; nothing changes it, as handles are frozen."""

@@ -239,7 +239,8 @@ class LensAPI(VLLMAPI):
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
         body, request = self._read(config)
-        config = config.model_copy(update={"extra_body": body})
+        if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
+            config = config.model_copy(update={"extra_body": body})
         await self.load_adapter(body.get("lora_request"))
         place = place_for(self._directory)
         if request is not None and request.steer:

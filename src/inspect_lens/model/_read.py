@@ -15,7 +15,7 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt
 
 from ._given import given_output
-from ._handle import REFERENCE, Activations
+from ._handle import REFERENCES, Activations
 from ._places import know_root
 from ._store import MEMORY, MESSAGES
 
@@ -78,7 +78,7 @@ def activations(
         found = found.output
     if isinstance(found, ModelOutput):
         found = found.metadata
-    if isinstance(found, Mapping) and found.get("$lens") != REFERENCE:
+    if isinstance(found, Mapping) and found.get("$lens") not in REFERENCES:
         # An event, an output or metadata as plain data: one level down, until there is none.
         inner = next((name for name in (KEY, "output", "metadata") if name in found), None)
         return None if inner is None else activations(found[inner])

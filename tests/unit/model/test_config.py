@@ -14,7 +14,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model._body import declines_steering, is_lens_call, read_body
+from inspect_lens.model._body import Settled, declines_steering, is_lens_call, read_body
 from inspect_lens.spec import CaptureSpec, LensRequest, SteeringVector
 from tests.kit.fake_server import FakeLensServer
 
@@ -133,6 +133,25 @@ def test_a_refusal_is_found_at_the_top_level() -> None:
     default = CaptureSpec(layers=(3,))
     assert read_body({}, default).request is not None
     assert read_body({"output_residual_stream": False}, default).request is None
+
+
+def test_a_settled_body_that_somebody_changed_is_read_anew() -> None:
+    default = CaptureSpec(layers=[1])
+    asked = read_body(None, default)
+    assert asked.request == LensRequest(capture=default)
+    assert read_body(THINKING, default).extra_body == {**THINKING, **asked.extra_body}
+    settled = Settled(read_body(None, default).extra_body)
+    assert read_body(settled, default) == asked
+    settled["extra_args"]["skip_reading_prefix_cache"] = True
+    settled["top_k"] = 5
+    changed = read_body(settled, default)
+    assert changed.request == LensRequest(capture=default, skip_reading_prefix_cache=True)
+    assert changed.extra_body["top_k"] == 5
+    # What one call's body became is not what the next one gets.
+    assert read_body(None, default) == asked
+    assert read_body(Settled({"extra_args": {"output_residual_stream": [2]}}), default).request == (
+        LensRequest(capture={"layers": [2]})
+    )
     assert declines_steering({"apply_steering_vectors": []})
 
 

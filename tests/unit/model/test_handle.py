@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any, get_args
 
 import fsspec
 import numpy as np
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 from inspect_ai.model import ModelOutput
 from pydantic_core import to_jsonable_python
 
-from inspect_lens._intake import Payload, decode_file, encode_file, read_file, write_file
+from inspect_lens._intake import Payload, Stored, decode_file, encode_file, read_file, write_file
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import Activations, activations, lens_config
 from inspect_lens.model._store import MEMORY, MemoryStore
-from inspect_lens.spec import TensorData, as_tensor_data
+from inspect_lens.spec import Reduce, TensorData, as_tensor_data
 from tests.kit.fake_server import FakeLensServer
 
 from .conftest import GetModel
@@ -195,8 +196,55 @@ def test_eighty_layers_fit_in_a_reference() -> None:
     assert len(handle.model_dump_json()) <= 400
 
 
-@pytest.mark.parametrize("bad", [{}, {"$lens": "steering/1"}, {"$lens": "activations/1"}])
-def test_something_else_is_refused(bad: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "reduce"), [([1, 2], None), ("0-79", None), ([4], "mean"), ([0, 5, 9], "norm")]
+)
+def test_the_first_logged_form_is_still_read(layers: Any, reduce: str | None) -> None:
+    info = {"shape": [3, 7, 16], "dtype": "bfloat16", "layers": layers}
+    old = {
+        "$lens": "activations/1", "uri": "a.lens/b.safetensors", "root": "/logs",
+        "tensors": {"residual_stream": info | ({"reduce": reduce} if reduce else {})},
+        "sha256": "0123456789abcdef", "n_prompt": 5, "n_completion": 3,
+    }  # fmt: skip
+    handle = activations({"activations": old})
+    assert handle is not None
+    assert handle.layers == (tuple(range(80)) if layers == "0-79" else tuple(layers))
+    found = handle.tensors["residual_stream"]
+    assert (found.shape, found.dtype, found.reduce) == ((3, 7, 16), "bfloat16", reduce or "none")
+    assert (handle.sha256, handle.n_prompt, handle.n_completion) == (old["sha256"], 5, 3)
+    again = activations(handle.model_dump(mode="json"))
+    assert again == handle
+    assert again.tensors == handle.tensors
+
+
+@given(
+    st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4),
+    st.lists(st.integers(0, 200), min_size=1, unique=True).map(sorted),
+    st.sampled_from(get_args(Reduce)),
+)
+def test_no_words_of_a_reference_are_long_enough_for_an_attachment(
+    shape: list[int], layers: list[int], reduce: Reduce
+) -> None:
+    facts = Stored("0" * 16, {"r": (tuple(shape), "bfloat16", tuple(layers))}, 5, 3, reduce, False)
+    handle = Activations.stored(facts, uri="a.lens/b.safetensors", root="/logs")
+    logged = handle.model_dump(mode="json")
+    # Inspect would put longer text elsewhere in the log.
+    assert len(str(logged["tensors"]["r"])) <= 100 or not isinstance(logged["tensors"]["r"], str)
+    assert Activations.from_reference(json.loads(json.dumps(logged))).tensors == handle.tensors
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"$lens": "steering/1"},
+        {"$lens": "activations/1"},
+        {"$lens": "activations/2"},
+        {"$lens": "activations/2", "sha256": "", "n_prompt": 1, "n_completion": 1,
+         "tensors": {"r": "bfloat16 1x2 of layers 3"}},
+    ],
+)  # fmt: skip
+def test_something_else_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ArtifactError, match="reference"):
         Activations.from_reference(bad)
     assert activations({}) is None

@@ -101,9 +101,7 @@ def test_the_reference_is_small_and_says_what_there_is(
         "n_prompt",
         "n_completion",
     }
-    assert reference["tensors"] == {
-        "residual_stream": {"shape": [2, 8, 8], "dtype": "bfloat16", "layers": [1, 2]}
-    }
+    assert reference["tensors"] == {"residual_stream": "bfloat16 2x8x8 layers 1,2"}
     assert not reference["uri"].startswith("/")
     assert len(json.dumps(reference)) <= 400
     assert "token_ids" not in json.dumps(log.samples[0].output.metadata)
