@@ -41,6 +41,7 @@ ARMS = ("plain", "capture", "threads", "inline")
 process; with the tensors inside the response."""
 MEASURED = ("plain", "capture", "inline")
 FAKE = "fake"
+_OF_THIS_MACHINE = ("worker", "serve", "out", "server", "folder")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(len(lanes)) as pool:
         done = pool.map(lambda i: measure(options, i, lanes[i]), range(len(lanes)))
         runs = sorted((run for lane in done for run in lane), key=lambda run: run["repeat"])
-    result = {"machine": machine(), "options": settings(options), "runs": runs}
+    result = {"machine": machine(options.folder), "options": settings(options), "runs": runs}
     result["summary"] = summarise(runs, options.samples)
     if options.out:
         write_json(Path(options.out), result)
@@ -99,7 +100,7 @@ def run_worker(
     options: argparse.Namespace, url: str, arm: str, n: int, own: Sequence[int]
 ) -> dict[str, Any]:
     """One run in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = {
             "url": url, "model": options.model, "arm": arm, "samples": n, "cores": list(own),
             "layer": options.layer, "max_tokens": options.max_tokens, "folder": folder,
@@ -271,9 +272,12 @@ def _added(
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where it ran."""
+def machine(folder: str | None) -> dict[str, Any]:
+    """Where it ran, and on what kind of file system it wrote."""
+    where = Path(folder or tempfile.gettempdir()).resolve()
+    mounts = {Path(p.mountpoint): p.fstype for p in psutil.disk_partitions(all=True)}
     return {
+        "file_system": next((mounts[p] for p in (where, *where.parents) if p in mounts), None),
         "cpus": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
@@ -284,7 +288,7 @@ def machine() -> dict[str, Any]:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without addresses and folders of this machine."""
-    kept = {k: v for k, v in vars(options).items() if k not in ("worker", "serve", "out", "server")}
+    kept = {k: v for k, v in vars(options).items() if k not in _OF_THIS_MACHINE}
     return {**kept, "server": "fake" if options.server == FAKE else "real"}
 
 
@@ -306,6 +310,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096, help="width of the fake model")
     parser.add_argument("--delay-s", type=float, default=1.0, help="time of a fake completion")
     parser.add_argument("--memory-bytes", type=int, default=32 << 20)
+    parser.add_argument("--folder", help="where logs and activations are written")
     parser.add_argument("--out", help="file for the raw numbers, as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
