@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from multiprocessing import parent_process
 
 from inspect_lens._settings import Settings, drop
 
@@ -18,10 +19,10 @@ def register() -> None:
         CompatError: this vLLM is not one that the lens knows; nothing was changed.
     """
     settings = Settings.load()
-    if settings.parent:
+    if settings.parent and parent_process() is None:
         from ._with_parent import end_with
 
-        # The server is the first process that loads plug-ins; it starts the others.
+        # The server; engines and workers, which it starts, are not the named process's children.
         drop("parent")
         end_with(settings.parent)
     if settings.disable:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from inspect_lens._vllm import _plugin, _with_parent
+
 SERVER = """
 import os, signal, subprocess, sys, time
 from inspect_lens._vllm import _with_parent
@@ -70,3 +72,18 @@ def test_a_server_and_what_it_started_end_with_their_parent(
 def test_a_parent_that_has_gone_before_counts(started: list[psutil.Process]) -> None:
     start(SERVER.format(deaf=True, parent=2**22 + 1), started)
     assert psutil.wait_procs(started, timeout=20)[1] == []
+
+
+@pytest.mark.parametrize("is_server", [True, False])
+def test_of_all_processes_of_vllm_the_server_alone_looks_at_its_parent(
+    monkeypatch: pytest.MonkeyPatch, is_server: bool
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(_with_parent, "end_with", ended.append)
+    # vLLM starts its engines and workers with multiprocessing.
+    monkeypatch.setattr(_plugin, "parent_process", lambda: None if is_server else object())
+    monkeypatch.setenv("INSPECT_LENS_PARENT", "123")
+    monkeypatch.setenv("INSPECT_LENS_DISABLE", "1")
+    _plugin.register()
+    assert ended == ([123] if is_server else [])
+    assert ("INSPECT_LENS_PARENT" in os.environ) is not is_server
