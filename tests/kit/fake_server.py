@@ -8,7 +8,6 @@ servers: `inspect_lens`, `vllm_lens` (no receipt, only its own keys, one choice 
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
 import time
@@ -28,6 +27,7 @@ from inspect_lens.spec import (
     SteerReceipt,
     TensorData,
     as_tensor_data,
+    encode_frame,
     encode_tensor,
     parse_extra_args,
     result_name,
@@ -303,10 +303,9 @@ class FakeLensServer:
         )
 
     def _encode(self, tensor: TensorData, transport: str) -> JSON:
-        entry = encode_tensor(as_tensor_data(tensor))
         if transport != "binary":
-            return entry
-        data = base64.b64decode(entry.pop("data"))
+            return encode_tensor(as_tensor_data(tensor))
+        entry, data = encode_frame(as_tensor_data(tensor))
         handle = uuid.uuid4().hex
         self.handles[handle] = data
         return entry | {"handle": handle, "nbytes": len(data), "transport": "binary"}

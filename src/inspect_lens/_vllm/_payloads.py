@@ -27,7 +27,7 @@ class _Payload:
 
 
 class PayloadStore:
-    """Compressed tensors waiting to be fetched: bounded in bytes and in time."""
+    """Tensors waiting to be fetched: bounded in bytes and in time."""
 
     def __init__(
         self,

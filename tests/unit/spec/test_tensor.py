@@ -21,6 +21,7 @@ from inspect_lens.spec import (
     TensorData,
     as_tensor_data,
     decode_tensor,
+    encode_frame,
     encode_tensor,
     parse_extra_args,
 )
@@ -40,7 +41,11 @@ def tensors(draw: Any) -> TensorData:
 
 @given(tensors())
 def test_encoding_keeps_every_bit(tensor: TensorData) -> None:
+    entry, raw = encode_frame(tensor)
+    assert len(raw) == tensor.nbytes, "beside the JSON it is not compressed"
+    beside = decode_tensor(json.loads(json.dumps(entry)), raw=raw)
     found = decode_tensor(json.loads(json.dumps(encode_tensor(tensor))))
+    assert (beside.dtype, beside.sha256) == (found.dtype, found.sha256)
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
     assert found.storage.tobytes() == tensor.storage.tobytes()
