@@ -133,6 +133,7 @@ def test_a_refusal_is_found_at_the_top_level() -> None:
     default = CaptureSpec(layers=(3,))
     assert read_body({}, default).request is not None
     assert read_body({"output_residual_stream": False}, default).request is None
+    assert declines_steering({"apply_steering_vectors": []})
 
 
 def test_a_settled_body_that_somebody_changed_is_read_anew() -> None:
@@ -152,7 +153,6 @@ def test_a_settled_body_that_somebody_changed_is_read_anew() -> None:
     assert read_body(Settled({"extra_args": {"output_residual_stream": [2]}}), default).request == (
         LensRequest(capture={"layers": [2]})
     )
-    assert declines_steering({"apply_steering_vectors": []})
 
 
 @pytest.mark.parametrize(
