@@ -6,10 +6,21 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Key", "Results"]
+__all__ = ["WAITS", "Key", "Results"]
 
 Key = tuple[str, str, str]
 """Model, load, arm."""
+
+WAITS = {
+    "garbage_ms": "time that the client's garbage collector took",
+    "waited_ms": "time for which steps waited for room in shared memory",
+    "add_ms": "from the start until the client had handed the last request over",
+    "steps_ms": "from there until the outputs of the last step had come",
+    "end_ms": "from there to the end",
+    "busy_ms": "time of all the machine's cores, whoever used them",
+    "stolen_ms": "time that the machine's host gave to others",
+}
+"""What is noted of each run beside its seconds, in milliseconds."""
 
 
 @dataclass
@@ -27,19 +38,18 @@ class Results:
     steps: list[dict[str, Any]] = field(default_factory=list)
     threads: list[dict[str, Any]] = field(default_factory=list)
     """What the client's threads did in a run that is not among the timed ones."""
-    garbage_ms: dict[Key, list[float]] = field(default_factory=dict)
-    """Of each run: time that the client's garbage collector took."""
-    waited_ms: dict[Key, list[float]] = field(default_factory=dict)
-    """Of each run: time for which steps waited for room in shared memory."""
+    waits: dict[Key, dict[str, list[float]]] = field(default_factory=dict)
+    """By name, of each run: what `WAITS` describes."""
 
     def add(self, key: Key, run: dict[str, Any]) -> None:
         """Take one timed run."""
         self.seconds.setdefault(key, []).append(float(run["seconds"]))
         self.tokens[key] = int(run["tokens"])
         self.preemptions[key] = self.preemptions.get(key, 0) + int(run["preemptions"])
-        for name, of in (("garbage_ms", self.garbage_ms), ("waited_ms", self.waited_ms)):
+        for name in WAITS:
             if name in run:
-                of.setdefault(key, []).append(round(float(run[name]), 1))
+                values = self.waits.setdefault(key, {}).setdefault(name, [])
+                values.append(round(float(run[name]), 1))
 
     def median(self, key: Key) -> float | None:
         """Median seconds; None where nothing was measured."""
@@ -78,14 +88,8 @@ class Results:
             "steps": self.steps,
             "threads": self.threads,
             "waits": [
-                {
-                    "model": model,
-                    "load": load,
-                    "arm": arm,
-                    "garbage_ms": garbage,
-                    "waited_ms": self.waited_ms.get((model, load, arm), []),
-                }
-                for (model, load, arm), garbage in self.garbage_ms.items()
+                {"model": model, "load": load, "arm": arm, **waits}
+                for (model, load, arm), waits in self.waits.items()
             ],
         }
 

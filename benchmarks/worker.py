@@ -17,6 +17,7 @@ from tests.kit.process_tree import cpu_model, usage
 
 from .arms import ARMS, ENGINES, Vector
 from .loads import LOADS, requests
+from .phases import Phases
 from .shapes import SHAPES, Shape
 from .step_clock import start_clock, stop_clock, summary
 from .thread_samples import GarbageClock, Sampler
@@ -81,7 +82,7 @@ class Vllm:
         ]
         self.llm.reset_prefix_cache()
         before, waited = self._preemptions(), self._waited_ms()
-        with GarbageClock() as garbage:
+        with GarbageClock() as garbage, Phases(self.llm) as phases:
             started = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - started
@@ -94,6 +95,7 @@ class Vllm:
             "shared_bytes": shared,
             "garbage_ms": 1e3 * garbage.seconds,
             "waited_ms": self._waited_ms() - waited,
+            **phases.report(),
         }
 
     def _waited_ms(self) -> float:

@@ -68,7 +68,7 @@ def bf16_facts(hidden: int, max_step_tokens: int) -> EngineFacts:
 
 
 class Worker:
-    """A worker without vLLM: three taps in a row over rows that say who they are.
+    """A worker without vLLM: taps in a row over rows that say who they are.
 
     Args:
         exporter: where results go.
@@ -76,6 +76,7 @@ class Worker:
         make: rows of (number of the request, layer, first position, tokens).
         sum_rows: of the table in which reductions of sampled tokens grow.
         parts: of the ring.
+        layers: whose streams it has taps at.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class Worker:
         make: Callable[[int, int, int, int], torch.Tensor] | None = None,
         sum_rows: int = 0,
         parts: int = 1,
+        layers: tuple[int, ...] = LAYERS,
     ) -> None:
         self._make = make or rows
+        self._layers = layers
         self.state = TapState.allocate(
-            taps=TAPS,
+            taps=tap_points(["resid_post"], layers),
             hidden=HIDDEN,
             dtype=dtype,
             max_tokens=32,
@@ -99,7 +102,7 @@ class Worker:
             sum_rows=sum_rows,
             parts=parts,
         )
-        self.ctls = [self.state.new_ctl(i) for i in range(len(LAYERS))]
+        self.ctls = [self.state.new_ctl(i) for i in range(len(layers))]
         install(self.state)
         self.stepper = Stepper(self.state, exporter)
 
@@ -110,7 +113,7 @@ class Worker:
         keys = [p[0] for p in parts]
         stepper = self.stepper
         stepper.begin(keys, np.cumsum(counts) - counts, counts, positions)
-        for site, layer in enumerate(LAYERS):
+        for site, layer in enumerate(self._layers):
             hidden = torch.cat([self._make(number, layer, p, n) for _, number, p, n in parts])
             tap(hidden, None, self.ctls[site])
         self.stepper.end_step("eager")
@@ -135,7 +138,8 @@ def sealed(collector: Collector, request: LensRequest, n_prompt: int, max_tokens
 
 def begin(worker: Worker, collector: Collector, key: str, envelope: Envelope) -> None:
     collector.open(key, envelope)
-    worker.stepper.add(key, envelope.pack())
+    # As it comes from another process.
+    worker.stepper.add(key, dict(envelope.pack()))
 
 
 CAPTURE = LensRequest(capture=CaptureSpec(layers=(0, 5)))

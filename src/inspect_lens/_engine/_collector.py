@@ -49,7 +49,8 @@ class Collected:
     """What arrived for one request."""
 
     tensors: dict[int, TensorData]
-    """(taps, positions, width) of `ROWS` and `SCORES`, where they were asked for."""
+    """(taps, positions, width) of `ROWS`, and (shares of workers, positions, columns) of `SCORES`,
+    where they were asked for."""
     n_steered: int
     """Tokens that the worker steered; a token that was computed twice counts once."""
     paths: tuple[str, ...]
@@ -115,7 +116,7 @@ class Collector:
             since: positions that are known already.
 
         Returns:
-            (taps, further positions, columns), or None when the request has failed or gone.
+            (shares, further positions, columns), or None when the request has failed or gone.
         """
         with self._changed:
             pending = self._pending.get(key)

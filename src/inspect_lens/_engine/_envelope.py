@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ from inspect_lens.spec import (
     EngineProbe,
     LensRequest,
     Positions,
+    ProbeUse,
     Site,
     SteeringVector,
     TapPoint,
@@ -36,9 +36,9 @@ from inspect_lens.spec import (
 
 from ._capture import CaptureEnvelope, seal_capture
 
-__all__ = ["Envelope", "ProbesEnvelope", "SteerEnvelope", "seal"]
+__all__ = ["AskedProbes", "Envelope", "ProbesEnvelope", "SteerEnvelope", "seal"]
 
-VERSION = 5
+VERSION = 6
 EVERY = 1 << 62
 
 
@@ -51,18 +51,59 @@ class ProbesEnvelope:
     taps: tuple[TapPoint, ...]
     """What they read together, in tap order."""
     columns: int
-    """Numbers per tap and token that come back."""
+    """Numbers per token that come back."""
     lo: int
     hi: int
     """Positions that any of them reads lie in [lo, hi)."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Taps and width of the result's rows."""
+        """Taps and width of the result's rows; each worker sends one row for all its taps."""
         return len(self.taps), self.columns
 
     wire: DType = "float32"
     positions: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class AskedProbes:
+    """What uses of registered probes come to, whatever the prompt: worked out once for a batch."""
+
+    names: tuple[str, ...]
+    """sha256 of the probe of each use."""
+    taps: tuple[TapPoint, ...]
+    columns: int
+    positions: tuple[tuple[int, Positions], ...]
+    """Different ones, each with the index of the first use that reads it."""
+
+    @classmethod
+    def of(cls, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> AskedProbes:
+        """Look the uses up.
+
+        Raises:
+            SpecError: a probe is not registered any more.
+        """
+        if gone := sorted({use.name for use in uses} - registered.keys()):
+            raise SpecError(
+                f"probes: {', '.join(gone)} removed while the request was on its way; register "
+                "again"
+            )
+        used = [registered[use.name] for use in uses]
+        read = {(probe.site, probe.layers) for probe in used}
+        positions: dict[tuple[type, Positions], int] = {}
+        for i, use in enumerate(uses):
+            # True is 1 to Python.
+            positions.setdefault((type(use.positions[0]), use.positions), i)
+        return cls(
+            names=tuple(probe.sha256 for probe in used),
+            taps=tuple(
+                sorted(
+                    {t for site, layers in read for t in tap_points((site,), layers)}, key=tap_order
+                )
+            ),
+            columns=sum(probe.columns for probe in used),
+            positions=tuple((i, asked) for (_, asked), i in positions.items()),
+        )
 
 
 @dataclass(frozen=True)
@@ -99,6 +140,16 @@ class SteerEnvelope:
         return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
 
 
+class _Packed(dict[str, Any]):
+    """A packed envelope that has not left its process, and need not be unpacked there."""
+
+    __slots__ = ("envelope",)
+    envelope: Envelope
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 @dataclass(frozen=True)
 class Envelope:
     """Everything that a worker reads of one request."""
@@ -125,40 +176,44 @@ class Envelope:
 
     def pack(self) -> dict[str, Any]:
         """As msgpack-able data; tensors become bytes."""
-        return {
-            "v": VERSION,
-            "reply": self.reply,
-            "pid": self.pid,
-            "hash": self.steer_hash,
-            "n_prompt": self.n_prompt,
-            "is_speculative": self.is_speculative,
-            "capture": None if self.capture is None else self.capture.pack(),
-            "probes": None
-            if self.probes is None
-            else {
-                "names": list(self.probes.names),
-                "taps": [list(tap) for tap in self.probes.taps],
-                "columns": self.probes.columns,
-                "lo": self.probes.lo,
-                "hi": self.probes.hi,
-            },
-            "steer": [
-                {
-                    "site": s.site,
-                    "layers": list(s.layers),
-                    "scale": s.scale,
-                    "norm_match": s.norm_match,
-                    "positions": _listed(s.positions),
-                    "sha256": s.sha256,
-                    "dtype": s.vectors.dtype,
-                    "shape": list(s.vectors.shape),
-                    "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
-                    "lo": s.lo,
-                    "hi": s.hi,
-                }
-                for s in self.steer
-            ],
-        }
+        packed = _Packed(
+            {
+                "v": VERSION,
+                "reply": self.reply,
+                "pid": self.pid,
+                "hash": self.steer_hash,
+                "n_prompt": self.n_prompt,
+                "is_speculative": self.is_speculative,
+                "capture": None if self.capture is None else self.capture.pack(),
+                "probes": None
+                if self.probes is None
+                else {
+                    "names": list(self.probes.names),
+                    "taps": [list(tap) for tap in self.probes.taps],
+                    "columns": self.probes.columns,
+                    "lo": self.probes.lo,
+                    "hi": self.probes.hi,
+                },
+                "steer": [
+                    {
+                        "site": s.site,
+                        "layers": list(s.layers),
+                        "scale": s.scale,
+                        "norm_match": s.norm_match,
+                        "positions": _listed(s.positions),
+                        "sha256": s.sha256,
+                        "dtype": s.vectors.dtype,
+                        "shape": list(s.vectors.shape),
+                        "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
+                        "lo": s.lo,
+                        "hi": s.hi,
+                    }
+                    for s in self.steer
+                ],
+            }
+        )
+        packed.envelope = self
+        return packed
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> Envelope:
@@ -167,6 +222,8 @@ class Envelope:
         Raises:
             LensError: the front-end and the worker run different releases.
         """
+        if isinstance(value, _Packed):
+            return value.envelope
         if value.get("v") != VERSION:
             raise LensError(
                 f"the front-end wrote envelope version {value.get('v')!r} and this worker reads "
@@ -214,7 +271,7 @@ def seal(
     n_prompt: int,
     max_tokens: int,
     epoch: Callable[[str], str] = str,
-    probes: Mapping[str, EngineProbe] | None = None,
+    probes: Mapping[str, EngineProbe] | AskedProbes | None = None,
     may_overrun: bool = False,
 ) -> Envelope:
     """Resolve a judged request against its prompt.
@@ -226,7 +283,7 @@ def seal(
         n_prompt: prompt tokens.
         max_tokens: tokens that may be sampled.
         epoch: makes the salt of a content hash.
-        probes: registered probes that the request names.
+        probes: registered probes that the request names, or what its uses of them come to.
         may_overrun: see `seal_capture`.
 
     Returns:
@@ -235,6 +292,8 @@ def seal(
     Raises:
         SpecError: a position lies outside the request.
     """
+    if request.probes and not isinstance(probes, AskedProbes):
+        probes = AskedProbes.of(request.probes, probes or {})
     # The last sampled token is never fed to the model, so it has no row.
     n_max = n_prompt + max(max_tokens, 1) - 1
     steer = tuple(
@@ -245,33 +304,19 @@ def seal(
         pid=os.getpid(),
         capture=seal_capture(request.capture, facts, n_prompt, n_max, may_overrun=may_overrun),
         steer=steer,
-        probes=_seal_probes(request, probes or {}, n_prompt, n_max),
+        probes=_seal_probes(probes, n_prompt, n_max) if isinstance(probes, AskedProbes) else None,
         n_prompt=n_prompt,
         is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer)) if steer else None,
     )
 
 
-def _seal_probes(
-    request: LensRequest, registered: Mapping[str, EngineProbe], n_prompt: int, n_max: int
-) -> ProbesEnvelope | None:
-    if not request.probes:
-        return None
-    if gone := sorted({use.name for use in request.probes} - registered.keys()):
-        raise SpecError(
-            f"probes: {', '.join(gone)} removed while the request was on its way; register again"
-        )
-    used = [registered[use.name] for use in request.probes]
+def _seal_probes(asked: AskedProbes, n_prompt: int, n_max: int) -> ProbesEnvelope:
     # One request reads all its probes over one range; what each uses of it is its own affair.
     lo, hi = n_max, 0
-    seen: set[tuple[type, Positions]] = set()
-    for i, use in enumerate(request.probes):
-        what = (type(use.positions[0]), use.positions)  # True is 1 to Python
-        if what in seen:
-            continue
-        seen.add(what)
+    for i, positions in asked.positions:
         where = resolve_positions(
-            use.positions, n_prompt=n_prompt, n_max=n_max, field=f"probes[{i}].positions"
+            positions, n_prompt=n_prompt, n_max=n_max, field=f"probes[{i}].positions"
         )
         if len(where):
             # A range is as long as the request may become: it is not walked.
@@ -279,18 +324,7 @@ def _seal_probes(
             lo = min(lo, where[0] if is_range else min(where))
             hi = max(hi, (where[-1] if is_range else max(where)) + 1)
     return ProbesEnvelope(
-        names=tuple(probe.sha256 for probe in used),
-        taps=_taps_of(frozenset((probe.site, probe.layers) for probe in used)),
-        columns=sum(probe.columns for probe in used),
-        lo=lo,
-        hi=max(lo, hi),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _taps_of(read: frozenset[tuple[Site, tuple[int, ...]]]) -> tuple[TapPoint, ...]:
-    return tuple(
-        sorted({t for site, layers in read for t in tap_points((site,), layers)}, key=tap_order)
+        names=asked.names, taps=asked.taps, columns=asked.columns, lo=lo, hi=max(lo, hi)
     )
 
 

@@ -42,6 +42,8 @@ class Stream:
             self.listed = np.asarray(asked.positions, dtype=np.int64)
             self.most = len(self.listed)
         self.slab: Slab | None = None
+        self._parts: list[int] | None = [] if isinstance(asked, ProbesEnvelope) else None
+        """First tap of each worker's share, where that is sent as one sum; None where all are."""
         self.merge = merge_of(asked) if isinstance(asked, CaptureEnvelope) else None
         """What is made of the rows that came; None where they are the result."""
         # Positions of the prompt.
@@ -82,7 +84,13 @@ class Stream:
         n = len(come) if come.all() else int(come.argmin())
         rows = self.slab.array(np.dtype(STORAGE[self.dtype]))
         whole = rows[: self.taps * self.most * self.width].reshape(self.taps, self.most, self.width)
-        return whole[:, since : since + n].copy()
+        return self._come(whole[:, since : since + n]).copy()
+
+    def _come(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Of all taps those whose rows come."""
+        if self._parts is None:
+            return rows
+        return rows[: len(self._parts)] if self._parts in ([], [0]) else rows[self._parts]
 
     def has(self, count: int) -> bool:
         """Whether the first positions have come at all taps."""
@@ -95,7 +103,15 @@ class Stream:
             self.slab.covered[...] = False
 
     def restart(self, first_tap: int, n_taps: int) -> None:
-        """Forget what a worker reduced that will reduce it again, from the start."""
+        """Expect the share of a worker.
+
+        What it has reduced is forgotten: it will reduce that again, from the start.
+        """
+        if self._parts is not None and n_taps and self.slab is not None:
+            # One row stands for those of all its taps.
+            self._parts = sorted({*self._parts, first_tap})
+            flags = self.slab.arrived[first_tap * self.most : (first_tap + n_taps) * self.most]
+            flags[self.most :] = True
         if self.slab is not None and self.n_head > 1:
             flags = self.slab.arrived[: self.taps * self.most].reshape(self.taps, self.most)
             flags[first_tap : first_tap + n_taps, : self.n_head] = False
@@ -110,7 +126,10 @@ class Stream:
         return bool(flags[:, count - 1].any())
 
     def take(self, count: int, threads: ThreadPoolExecutor) -> TensorData:
-        """The first positions as one contiguous array, or what is to be made of them."""
+        """The first positions as one contiguous array, or what is to be made of them.
+
+        Of probe scores there is a share of each worker in the place of taps.
+        """
         storage = np.dtype(STORAGE[self.dtype])
         if self.merge is not None:
             whole = covered = None
@@ -125,7 +144,7 @@ class Stream:
             rows = np.zeros((self.taps, count, self.width), dtype=storage)
         else:
             whole = self.slab.array(storage)[: self.taps * self.most * self.width]
-            rows = whole.reshape(self.taps, self.most, self.width)[:, :count]
+            rows = self._come(whole.reshape(self.taps, self.most, self.width)[:, :count])
             if not rows.flags.c_contiguous:
                 # It ended before it was long: a copy of what is there frees the rest.
                 rows = _copied(rows, threads)

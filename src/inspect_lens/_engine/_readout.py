@@ -40,9 +40,9 @@ are one small tile of output, which one multiprocessor would sum over the whole 
 class Readout:
     """Applies some probes to blocks of rows.
 
-    A number per tap, token and column comes out: the share of each tap in a linear score, in
-    the logits and values of an attention head, or the whole score of an MLP at its first tap.
-    Shares are added where they arrive, so that taps of several pipeline stages need not meet.
+    A number per token and column comes out: the share of these taps in a linear score, or in the
+    logits and values of an attention head, or the whole score of an MLP. Shares are added where
+    they arrive, so that taps of several pipeline stages need not meet.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Readout:
             ranks: of its taps those that are read, ascending; by default all.
 
         Returns:
-            (taps read, tokens, columns) float32.
+            (1, tokens, columns) float32.
         """
         ranks = range(rows.shape[0]) if ranks is None else ranks
         taps, n, slices = len(ranks), rows.shape[1], self._slices
-        out = torch.empty(taps, n, self.columns, dtype=torch.float32, device=rows.device)
+        out = torch.empty(1, n, self.columns, dtype=torch.float32, device=rows.device)
         for a in range(0, n, self.chunk):
             part = rows[:, a : a + self.chunk]
             wide, product = self._between(taps, part.shape[1], rows)
@@ -154,8 +154,8 @@ class Readout:
                 own = part[first : first + m].view(m, part.shape[1], slices, -1)
                 wide[i : i + m].copy_(own.transpose(1, 2))
             torch.bmm(wide.flatten(0, 1), self._weight, out=product)
-            into = out[:, a : a + self.chunk]
-            torch.sum(product.view(taps, slices, part.shape[1], -1), dim=1, out=into)
+            into = out[0, a : a + self.chunk]
+            torch.sum(product, dim=0, out=into)
             self._add_mlps(part, ranks, into)
         return out
 
@@ -181,7 +181,7 @@ class Readout:
             units = b1.expand(part.shape[1], -1)
             for rank, layer in zip(own, w1, strict=True):
                 units = torch.addmm(units, part[ranks[rank]].float(), layer.T)
-            out[own[0], :, column] = torch.relu(units) @ w2 + b2
+            out[:, column] = torch.relu(units) @ w2 + b2
 
 
 def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -162,7 +162,7 @@ class Registry:
             uses: of a request; equal requests share theirs (`parse_extra_args`).
 
         Raises:
-            KeyError: a name is not registered; `resolve` has said so before.
+            SpecError: a name is not registered any more; `resolve` has looked before.
         """
         # As they were judged: what others change meanwhile is for the next request.
         version, probes = self._version, self.probes
@@ -172,7 +172,7 @@ class Registry:
         known = self._reads.get(id(uses))
         if known is not None:
             return known
-        made = Reads(uses, [probes[use.name] for use in uses])
+        made = Reads(uses, probes)
         # Both are kept by what they name, so that nothing else gets their identity.
         for table, key in ((self._reads, id(made.uses)), (self._sealed, id(made.wire))):
             table[key] = made
@@ -189,7 +189,7 @@ class Registry:
         known = self._sealed.get(id(packed["uses"]))
         if known is not None:
             return known
-        uses = LensRequest(probes=packed["uses"]).probes
+        uses = LensRequest(probes=json.loads(packed["uses"])).probes
         probes = [self.probes.get(use.name) for use in uses]
         hashes = [None if probe is None else probe.sha256 for probe in probes]
         if hashes != list(packed["probes"]["names"]):

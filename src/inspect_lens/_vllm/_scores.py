@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from inspect_lens._engine._envelope import AskedProbes
 from inspect_lens.errors import CaptureError
 from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
@@ -24,22 +25,29 @@ __all__ = ["Reading", "Reads"]
 
 Floats = NDArray[np.float64]
 
+_USES = TypeAdapter(tuple[ProbeUse, ...])
 _RECEIPTS = TypeAdapter(tuple[ProbeReceipt, ...])
 
 
 class Reads:
     """Uses of probes, and what reading them takes that is the same for all requests with them."""
 
-    def __init__(self, uses: Sequence[ProbeUse], probes: Sequence[EngineProbe]) -> None:
+    def __init__(self, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> None:
         """Sort the uses.
 
         Args:
             uses: of a request, in its order.
-            probes: the registered probe of each.
+            registered: probes by name.
+
+        Raises:
+            SpecError: one is not registered any more.
         """
-        self.uses, self.probes = tuple(uses), tuple(probes)
-        self.wire = [use.model_dump() for use in uses]
-        """The uses as plain data; the same list always."""
+        self.asked = AskedProbes.of(uses, registered)
+        """What sealing takes of them."""
+        self.uses = tuple(uses)
+        self.probes = tuple(registered[use.name] for use in uses)
+        self.wire = _USES.dump_json(self.uses).decode()
+        """The uses as text; the same object always."""
         self.plain: dict[PositionName, _Plain] = {}
         """By the tokens that they read."""
         self.others: list[tuple[int, int]] = []
@@ -97,7 +105,7 @@ class Reading:
         """Take the next positions.
 
         Args:
-            numbers: (taps, positions, columns), without a gap behind what was fed before.
+            numbers: (shares, positions, columns), without a gap behind what was fed before.
 
         Returns:
             Token scores by name, of the uses that asked for them and read some of these.
@@ -106,8 +114,10 @@ class Reading:
         self.n_seen += numbers.shape[1]
         if not numbers.shape[1]:
             return {}
-        # Shares of the taps, added where they meet.
-        columns = np.add.reduce(numbers.astype(np.float64), axis=0)
+        # Shares of the workers, added where they meet.
+        columns = numbers[0].astype(np.float64)
+        for share in numbers[1:]:
+            columns += share
         for means in self._plain:
             means.take(columns, first)
         new: dict[str, list[float]] = {}

@@ -23,6 +23,7 @@ from inspect_lens.spec import (
 
 from ._front import front_end, not_served
 from ._hook_book import HookBook, seal_eager
+from ._scores import Reads
 
 __all__ = ["judge_early", "request_of", "resumable", "seal_core", "without_lens_keys"]
 
@@ -77,7 +78,9 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     is_known, n_prompt = _prompt_tokens(prompt)
     if is_known:
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
-        _sealed(*found, params, n_prompt=n_prompt, max_tokens=most, reply="")
+        uses = found[0].probes
+        reads = front_end().registry.reads(uses) if uses else None
+        _sealed(*found, params, reads, n_prompt=n_prompt, max_tokens=most, reply="")
 
 
 def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBook | None) -> None:
@@ -93,18 +96,20 @@ def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBoo
         LensError: the request does not fit its prompt.
     """
     sampling = core.sampling_params
+    reads = front_end().registry.reads(request.probes) if request.probes else None
     envelope = _sealed(
         request,
         facts,
         sampling,
+        reads,
         n_prompt=None if core.prompt_token_ids is None else len(core.prompt_token_ids),
         max_tokens=sampling.max_tokens,
         reply=front_end().results.address,
     )
     packed = envelope.pack()
-    if request.probes:
+    if reads is not None:
         # For `add_request` of this process; workers do not look at it.
-        packed["uses"] = front_end().registry.reads(request.probes).wire
+        packed["uses"] = reads.wire
     if (eager := seal_eager(request, facts, book)) is not None:
         packed[EAGER_KEY] = eager
         sampling.skip_reading_prefix_cache = True
@@ -136,6 +141,7 @@ def _sealed(
     request: LensRequest,
     facts: EngineFacts,
     params: Any,
+    reads: Reads | None,
     *,
     n_prompt: int | None,
     max_tokens: int,
@@ -151,7 +157,7 @@ def _sealed(
         n_prompt=n_prompt,
         max_tokens=max_tokens,
         epoch=front_end().results.salt,
-        probes=front_end().registry.probes if request.probes else None,
+        probes=None if reads is None else reads.asked,
         # The front-end finds stop strings and alarms, while the engine goes on.
         may_overrun=bool(params.stop) or any(use.alarm == "stop" for use in request.probes),
     )

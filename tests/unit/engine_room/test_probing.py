@@ -16,7 +16,7 @@ from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens._engine._readout import Readout
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint
-from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, rows
+from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, exporter, rows
 
 RNG = np.random.default_rng(0)
 
@@ -120,6 +120,43 @@ def test_scores_and_rows_of_different_positions_come_from_one_pass(
     )
     np.testing.assert_allclose(other.tensors[SCORES].storage.sum(axis=0)[:, 0], truth, rtol=1e-5)
     assert other.tensors.keys() == {SCORES}
+
+
+def test_shares_of_pipeline_stages_meet_in_the_front_end(collector: Collector) -> None:
+    stages = [Worker(exporter(), layers=layers) for layers in ((0, 2), (5,))]
+    probes = {"p": linear(0, 2, 5), "q": linear(2), "r": attention(0)}
+    request = LensRequest(probes=[{"name": name, "positions": "all"} for name in probes])
+    envelope = begin(stages[0], collector, "e", request, probes)
+    for probe in probes.values():
+        stages[1].stepper.probes.add(probe)
+    stages[1].stepper.add("e", dict(envelope.pack()))
+    for first, n in ((0, 6), (6, 1), (7, 1)):
+        stages[0].step([("e", 4, first, n)])
+    time.sleep(0.1)
+    part = collector.scores("e", 0)
+    assert part is not None
+    assert part.shape[1] == 0, "half of a score is none"
+    stages[1].step([("e", 4, 0, 6)])
+    # Pre-empted, and computed again from its start.
+    for stage in stages:
+        stage.stepper.remove("e")
+        stage.stepper.add("e", dict(envelope.pack()))
+        for first, n in ((0, 6), (6, 1), (7, 1)):
+            stage.step([("e", 4, first, n)])
+    got = collector.take("e", counts={ROWS: 0, SCORES: 8}, n_fed=8, timeout_s=5)
+    shares = got.tensors[SCORES].storage
+    assert shares.shape == (2, 8, 2 + probes["r"].columns)
+    wide = {layer: rows(4, layer, 0, 8).double().numpy() for layer in (0, 2, 5)}
+    weight = weights(probes["p"], "weight")
+    truth = sum(wide[layer] @ w for layer, w in zip((0, 2, 5), weight, strict=True))
+    np.testing.assert_allclose(shares.sum(axis=0)[:, 0], truth, rtol=1e-5)
+    np.testing.assert_allclose(
+        shares.sum(axis=0)[:, 1], wide[2] @ weights(probes["q"], "weight")[0], rtol=1e-5
+    )
+    assert not shares[1, :, 1:].any(), "the second stage has nothing of these"
+    for stage in stages:
+        stage.stepper.remove("e")
+        stage.stepper.close()
 
 
 @pytest.mark.parametrize("capture", [None, {}, {"reduce": "mean"}, {"reduce": "last"}])

@@ -38,7 +38,7 @@ NUMBERS = st.lists(
 def reading(uses: list[Any], n_prompt: int = 3) -> Reading:
     probes = {"lin": LINEAR, "att": HEADS}
     request = LensRequest(probes=uses)
-    reads = Reads(request.probes, [probes[use.name] for use in request.probes])
+    reads = Reads(request.probes, probes)
     return Reading(reads, lo=0, n_prompt=n_prompt, n_max=40)
 
 
