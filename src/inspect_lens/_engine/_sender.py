@@ -16,6 +16,7 @@ from ._exporter import Exporter, Rows
 from ._groups import Groups
 from ._message import ROWS, SCORES, Opening, packed
 from ._numbers import Numbers
+from ._owners import Owners
 from ._plan import GroupBlock, Longs
 from ._reduce import Form, Part, Reducer
 from ._tally import Tally
@@ -33,8 +34,8 @@ class Sender:
         groups: Groups,
         numbers: Numbers,
         tally: Tally,
+        owners: Owners,
         *,
-        reply_of: Callable[[int], str | None],
         drop: Callable[[str], None],
     ) -> None:
         """Store what sending needs.
@@ -45,7 +46,7 @@ class Sender:
             groups: what the requests of each group want.
             numbers: of requests, by slot.
             tally: keeps what grows of sampled tokens.
-            reply_of: address of the front-end of the request in a slot; None where there is none.
+            owners: of requests, by slot.
             drop: called for a front-end that takes nothing any more, and forgets its requests.
         """
         self._ring = ring
@@ -53,7 +54,7 @@ class Sender:
         self._copier = exporter.copier
         self._groups = groups
         self._numbers = numbers
-        self._reply_of = reply_of
+        self._owners = owners
         self._drop = drop
         self.tally = tally
         self.reducer = Reducer(exporter.copier, numbers)
@@ -107,7 +108,7 @@ class Sender:
             if self.tally.count(slot):
                 # The ways of its steps stand on the board.
                 way = self._numbers.a_path(slot)
-                key = self._reply_of(slot), self._forms[slot].wire, way
+                key = self._owners.reply_of(slot), self._forms[slot].wire, way
                 alike.setdefault(key, []).append(slot)
         for (reply, wire, path), of in alike.items():
             for held in self.tally.take(np.asarray(of, dtype=np.int64)):
@@ -146,27 +147,19 @@ class Sender:
 
     def _send_block(self, block: GroupBlock, first: int, path: EnginePath) -> None:
         # Of a request that failed in this step nobody wants the rows.
-        replies = {s: r for s in block.slots.tolist() if (r := self._reply_of(s)) is not None}
-        if not replies:
+        if not (self._owners.of(block.slots) >= 0).any():
             return
         group = self._groups[block.group]
         taps = len(group.taps)
         rows = self._ring[first : first + taps * block.n_tokens]
         rows = rows.view(taps, block.n_tokens, -1)
         if group.rows is not None:
-            self._send(ROWS, block, self._copier.taps(rows, group.rows), replies, path)
+            self._send(ROWS, block, self._copier.taps(rows, group.rows), path)
         if group.readout is not None:
             scores = self._copier.apply(partial(group.readout, ranks=group.read), rows)
-            self._send(SCORES, block, scores, replies, path)
+            self._send(SCORES, block, scores, path)
 
-    def _send(
-        self,
-        stream: int,
-        block: GroupBlock,
-        rows: torch.Tensor,
-        replies: Mapping[int, str],
-        path: EnginePath,
-    ) -> None:
+    def _send(self, stream: int, block: GroupBlock, rows: torch.Tensor, path: EnginePath) -> None:
         """Send one kind of result of a block, (taps, tokens, width), to front-ends by slot."""
         part = Part(rows, block.slots, block.counts, block.first, block.listed)
         cut = self._groups.cut(block, stream)
@@ -185,17 +178,14 @@ class Sender:
         made = part if form is None else self.reducer.apply(form, part)
         if made is None:
             return
-        if len(replies) == len(block.slots) and len(owners := set(replies.values())) == 1:
-            self._export(owners.pop(), made.rows(self._numbers, stream), path)
+        whose = self._owners.of(made.slots)
+        if (one := int(whose[0])) >= 0 and (whose == one).all():
+            self._export(self._owners.reply(one), made.rows(self._numbers, stream), path)
             return
         # Several front-ends share the block: each gets its own requests' rows only.
-        whose = [replies.get(slot) for slot in made.slots.tolist()]
-        for reply in dict.fromkeys(whose):
-            if reply is None:
-                continue
-            own = np.asarray([other == reply for other in whose])
-            if (mine := made.only(own, self._copier)) is not None:
-                self._export(reply, mine.rows(self._numbers, stream), path)
+        for index in np.unique(whose[whose >= 0]).tolist():
+            if (mine := made.only(whose == index, self._copier)) is not None:
+                self._export(self._owners.reply(index), mine.rows(self._numbers, stream), path)
 
     def _export(self, reply: str, rows: Rows, path: EnginePath) -> None:
         if reply not in self._gone and not self._exporter.send(reply, rows, path):
@@ -242,7 +232,7 @@ class Sender:
         """
         by_reply: dict[str, list[int]] = {}
         for slot in running:
-            if (reply := self._reply_of(slot)) is not None:
+            if (reply := self._owners.reply_of(slot)) is not None:
                 by_reply.setdefault(reply, []).append(slot)
         with self._dropping():
             for reply, slots in by_reply.items():

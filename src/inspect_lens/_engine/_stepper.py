@@ -27,6 +27,7 @@ from ._groups import Groups
 from ._maps import maps_for
 from ._message import Failure, Opening
 from ._numbers import Numbers
+from ._owners import Owners
 from ._plan import Batch, Longs, RequestTable, StepPlan, plan_step
 from ._readout import ProbeStore
 from ._repeat import Repeat
@@ -81,13 +82,14 @@ class Stepper:
         self.probes = ProbeStore(state.ring.device, state.scratch)
         self._groups = Groups(self._tap_index, self.probes)
         self._numbers = Numbers(exporter.arena.view.board)
+        self._owners = Owners()
         self._sender = Sender(
             state.ring,
             exporter,
             self._groups,
             self._numbers,
             Tally(state.sums, state.latest, lag),
-            reply_of=lambda slot: r.reply if (r := self._by_slot.get(slot)) is not None else None,
+            self._owners,
             drop=self._drop,
         )
         self._maps = maps_for(state)
@@ -182,7 +184,7 @@ class Stepper:
                     self._fail(key, error)
 
     def flush(self, keys: Sequence[str]) -> None:
-        """Send what is kept of requests, for a front-end that takes no further step meanwhile."""
+        """Send what is kept, for a front-end that takes no further step meanwhile."""
         self.leave(keys)
 
     def _forget(self, key: str) -> None:
@@ -191,6 +193,7 @@ class Stepper:
         self._repeat = None
         self._sender.forget(request.slot)
         del self._by_slot[request.slot]
+        self._owners.clear(request.slot)
         self._table.give(request.slot)
         self._drafts.remove(request.slot)
         self._numbers.give(key, request.number)
@@ -226,11 +229,7 @@ class Stepper:
             )
 
     def begin_step(self, batch: Batch) -> None:
-        """Fill the maps for a step of whatever kind.
-
-        Args:
-            batch: layout of the requests of this step that use the lens.
-        """
+        """Fill the maps for a step of whatever kind, by the layout of its lens requests."""
         self._repeat = None
         try:
             self._begun = batch.take(
@@ -312,6 +311,7 @@ class Stepper:
         # What is taken from here on is given back by `_forget`, should the rest fail.
         self._requests[key] = self._by_slot[slot] = request
         self._numbers.set(slot, number)
+        self._owners.set(slot, envelope.reply)
         self._new.add(slot)
         if steered:
             request.steering = steering = self._bank.admit(envelope, self._tap_index)

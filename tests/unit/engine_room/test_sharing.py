@@ -14,6 +14,7 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
 from inspect_lens._engine._message import Block, Failure, Opened
+from inspect_lens._engine._owners import Owners
 from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe, ProbeUse
@@ -42,6 +43,19 @@ def test_two_front_ends_get_their_own_rows_only(worker: Worker, collector: Colle
         np.testing.assert_array_equal(theirs.storage[1], rows(2, 5, 0, 6).numpy())
     finally:
         other.close()
+
+
+def test_owners_are_those_of_the_slots_as_they_stand() -> None:
+    owners = Owners()
+    owners.set(3, "a")
+    owners.set(700, "b")
+    owners.set(5, "a")
+    assert [owners.reply_of(slot) for slot in (3, 4, 5, 700)] == ["a", None, "a", "b"]
+    found = owners.of(np.array([3, 4, 5, 700]))
+    assert [owners.reply(i) if i >= 0 else None for i in found.tolist()] == ["a", None, "a", "b"]
+    owners.clear(3)
+    owners.set(5, "b")
+    assert [owners.reply_of(slot) for slot in (3, 5)] == [None, "b"]
 
 
 @pytest.mark.parametrize("refused", [Opened, Block])

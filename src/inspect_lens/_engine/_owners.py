@@ -1,0 +1,45 @@
+"""Which front-end the request in each slot belongs to, for all requests of a step at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._plan import Longs
+
+__all__ = ["Owners"]
+
+
+class Owners:
+    """Front-ends by slot. There are as many as processes that sent requests: they stay known."""
+
+    def __init__(self) -> None:
+        self._of_slot: Longs = np.full(256, -1, dtype=np.int64)
+        self._replies: list[str] = []
+        self._index: dict[str, int] = {}
+
+    def set(self, slot: int, reply: str) -> None:
+        """Note whose request a slot has."""
+        if slot >= len(self._of_slot):
+            more = np.full(max(slot + 1 - len(self._of_slot), len(self._of_slot)), -1)
+            self._of_slot = np.concatenate([self._of_slot, more])
+        index = self._index.setdefault(reply, len(self._replies))
+        if index == len(self._replies):
+            self._replies.append(reply)
+        self._of_slot[slot] = index
+
+    def clear(self, slot: int) -> None:
+        """Take note that a slot's request has gone."""
+        self._of_slot[slot] = -1
+
+    def reply(self, index: int) -> str:
+        """Address of a front-end."""
+        return self._replies[index]
+
+    def of(self, slots: Longs) -> Longs:
+        """Index of the front-end of each slot's request; -1 where there is none."""
+        return self._of_slot[slots]
+
+    def reply_of(self, slot: int) -> str | None:
+        """Address of the front-end of a slot's request; None where there is none."""
+        index = int(self._of_slot[slot])
+        return None if index < 0 else self._replies[index]
