@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -128,6 +129,8 @@ class Readout:
             .flatten(0, 1)
         )
         self._scratch = scratch
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        """Of the scratch memory, by taps and tokens: the last ones."""
         units = max((hidden + 2 * len(b1) for _, _, _, b1, _, _ in self._mlps), default=0)
         per_token = 4 * (len(taps) * (hidden + self._slices * self.columns) + units)
         self.chunk = max(_LEAST, READOUT_BYTES // per_token)
@@ -144,16 +147,17 @@ class Readout:
             (1, tokens, columns) float32.
         """
         ranks = range(rows.shape[0]) if ranks is None else ranks
+        runs = _runs(tuple(ranks))
         taps, n, slices = len(ranks), rows.shape[1], self._slices
         out = torch.empty(1, n, self.columns, dtype=torch.float32, device=rows.device)
         for a in range(0, n, self.chunk):
             part = rows[:, a : a + self.chunk]
-            wide, product = self._between(taps, part.shape[1], rows)
+            wide, flat, product = self._between(taps, part.shape[1], rows)
             # Taps that do not lie side by side are put there as they are widened, not before.
-            for i, m, first in _runs(ranks):
+            for i, m, first in runs:
                 own = part[first : first + m].view(m, part.shape[1], slices, -1)
                 wide[i : i + m].copy_(own.transpose(1, 2))
-            torch.bmm(wide.flatten(0, 1), self._weight, out=product)
+            torch.bmm(flat, self._weight, out=product)
             into = out[0, a : a + self.chunk]
             torch.sum(product, dim=0, out=into)
             self._add_mlps(part, ranks, into)
@@ -161,20 +165,30 @@ class Readout:
 
     def _between(
         self, taps: int, tokens: int, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(taps, slices, tokens, width of a slice), and (taps * slices, tokens, columns)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Memory for rows in slices, the same with one axis less, and for products.
+
+        Returns:
+            (taps, slices, tokens, width of a slice), (taps * slices, tokens, width of a slice) and
+            (taps * slices, tokens, columns).
+        """
+        if (views := self._views.get((taps, tokens))) is not None:
+            return views
         width = like.shape[2] // self._slices
         count = taps * self._slices * tokens
         # Aligned, for the sake of the multiplication.
         begin = -(-count * width // _ALIGN) * _ALIGN
         size = begin + count * self.columns
-        memory = self._scratch
+        memory, is_kept = self._scratch, True
         if memory is None or memory.numel() < size:
-            memory = torch.empty(size, dtype=torch.float32, device=like.device)
-        return (
-            memory[: count * width].view(taps, self._slices, tokens, width),
-            memory[begin:size].view(taps * self._slices, tokens, self.columns),
-        )
+            memory, is_kept = torch.empty(size, dtype=torch.float32, device=like.device), False
+        wide = memory[: count * width].view(taps, self._slices, tokens, width)
+        product = memory[begin:size].view(taps * self._slices, tokens, self.columns)
+        views = wide, wide.flatten(0, 1), product
+        if is_kept:
+            # A step is mostly as large as the one before, and each view takes microseconds.
+            self._views = {(taps, tokens): views}
+        return views
 
     def _add_mlps(self, part: torch.Tensor, ranks: Sequence[int], out: torch.Tensor) -> None:
         for column, own, w1, b1, w2, b2 in self._mlps:
@@ -184,13 +198,15 @@ class Readout:
             out[:, column] = torch.relu(units) @ w2 + b2
 
 
-def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+@lru_cache(maxsize=64)
+def _runs(ranks: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Ranks that lie side by side: index of the first of them, their number, and the first."""
-    start = 0
+    found, start = [], 0
     for i in range(1, len(ranks) + 1):
         if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
-            yield start, i - start, ranks[start]
+            found.append((start, i - start, ranks[start]))
             start = i
+    return tuple(found)
 
 
 def _uploaded(values: NDArray[np.float32], device: torch.device) -> torch.Tensor:
