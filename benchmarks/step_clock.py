@@ -8,14 +8,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 __all__ = ["start_clock", "stop_clock", "summary"]
 
-Step = tuple[int, int, Any, Any]
-"""Sequences, tokens, and the start and end of a step: CUDA events, or seconds on a CPU."""
+Step = tuple[int, int, Any, Any, float]
+"""Sequences, tokens, the start and end of a step (CUDA events, or seconds on a CPU), and the
+milliseconds that the call took its thread."""
+
+Timed = tuple[int, int, float, float, float]
+"""Sequences, tokens, milliseconds of the step, until the next one began, and of the call."""
 
 
 def start_clock(worker: Any) -> None:
@@ -37,21 +42,23 @@ def start_clock(worker: Any) -> None:
         return event
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        before = mark()
+        before, called = mark(), time.perf_counter()
         result = original(scheduler_output, *args, **kwargs)
+        took = 1e3 * (time.perf_counter() - called)
         counts = scheduler_output.num_scheduled_tokens
-        steps.append((len(counts), sum(counts.values()), before, mark()))
+        if counts:
+            steps.append((len(counts), sum(counts.values()), before, mark(), took))
         return result
 
     runner.execute_model = execute_model
     worker.step_clock = (original, steps, is_cuda)
 
 
-def stop_clock(worker: Any) -> list[tuple[int, int, float]]:
+def stop_clock(worker: Any) -> list[Timed]:
     """Stop timing.
 
     Returns:
-        (sequences, tokens, milliseconds) of each step that ran something.
+        Each step that ran something and has another one behind it.
     """
     original, steps, is_cuda = worker.step_clock
     # The wrapper lies on the instance; the class has the method.
@@ -59,24 +66,34 @@ def stop_clock(worker: Any) -> list[tuple[int, int, float]]:
     del worker.step_clock
     if is_cuda:
         torch.cuda.synchronize(worker.device)
-        return [(n, t, a.elapsed_time(b)) for n, t, a, b in steps if t]
-    return [(n, t, (b - a) * 1e3) for n, t, a, b in steps if t]
+
+    def between(a: Any, b: Any) -> float:
+        return float(a.elapsed_time(b) if is_cuda else (b - a) * 1e3)
+
+    return [
+        (n, t, between(begin, end), between(begin, following[2]), took)
+        for (n, t, begin, end, took), following in pairwise(steps)
+    ]
 
 
-def summary(steps: list[tuple[int, int, float]]) -> dict[str, Any] | None:
-    """Median of the decode steps of the fullest batch; None without such steps.
+def summary(steps: list[Timed]) -> dict[str, Any] | None:
+    """Medians of the decode steps of the fullest batch; None without such steps.
 
     Args:
         steps: as `stop_clock` returns them.
     """
-    decode = [(n, ms) for n, t, ms in steps if n == t]
+    decode = [step for step in steps if step[0] == step[1]]
     if not decode:
         return None
-    most = max(n for n, _ in decode)
-    chosen = sorted(ms for n, ms in decode if n == most)
+    most = max(step[0] for step in decode)
+    chosen = [step for step in decode if step[0] == most]
+    ms = sorted(step[2] for step in chosen)
     return {
         "sequences": most,
         "steps": len(chosen),
-        "ms_median": statistics.median(chosen),
-        "ms_p90": chosen[min(len(chosen) - 1, int(0.9 * len(chosen)))],
+        "ms_median": statistics.median(ms),
+        "ms_p90": ms[min(len(ms) - 1, int(0.9 * len(ms)))],
+        # Sampling, and whatever the device waits for, lie between a step's end and the next.
+        "ms_to_next_median": statistics.median(step[3] for step in chosen),
+        "call_ms_median": statistics.median(step[4] for step in chosen),
     }

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 
 from benchmarks.arms import ARMS, ENGINES, Vector
 from benchmarks.loads import LOADS, requests
-from benchmarks.results_file import Results
+from benchmarks.phases import Phases
+from benchmarks.results_file import WAITS, Results
 from benchmarks.run import Bench, order, parse, plan
 from benchmarks.shapes import SHAPES
-from benchmarks.step_clock import summary
+from benchmarks.step_clock import start_clock, stop_clock, summary
 from benchmarks.thread_samples import GarbageClock, Sampler
 from tests.kit.child import ChildError
 from tests.kit.files import write_json
@@ -129,9 +131,68 @@ def test_shapes_have_the_sizes_of_their_models() -> None:
 
 
 def test_the_step_clock_takes_the_decode_steps_of_the_fullest_batch() -> None:
-    steps = [(8, 300, 50.0), (8, 8, 3.0), (8, 8, 1.0), (8, 8, 2.0), (4, 4, 0.1)]
-    assert summary(steps) == {"sequences": 8, "steps": 3, "ms_median": 2.0, "ms_p90": 3.0}
-    assert summary([(1, 9, 1.0)]) is None
+    steps = [
+        (8, 300, 50.0, 60.0, 9.0),
+        (8, 8, 3.0, 4.0, 0.6),
+        (8, 8, 1.0, 5.0, 0.4),
+        (8, 8, 2.0, 6.0, 0.5),
+        (4, 4, 0.1, 0.2, 0.1),
+    ]
+    assert summary(steps) == {
+        "sequences": 8,
+        "steps": 3,
+        "ms_median": 2.0,
+        "ms_p90": 3.0,
+        "ms_to_next_median": 5.0,
+        "call_ms_median": 0.5,
+    }
+    assert summary([(1, 9, 1.0, 1.0, 1.0)]) is None
+
+
+def test_the_step_clock_times_a_step_and_the_way_to_the_next() -> None:
+    def execute_model(scheduler_output: Any) -> str:
+        time.sleep(0.02)
+        return "done"
+
+    runner = SimpleNamespace(execute_model=execute_model)
+    worker: Any = SimpleNamespace(model_runner=runner, device=SimpleNamespace(type="cpu"))
+    start_clock(worker)
+    for n in (2, 0, 3, 3):  # a step without tokens is none
+        counts = {str(i): 1 for i in range(n)}
+        assert runner.execute_model(SimpleNamespace(num_scheduled_tokens=counts)) == "done"
+        time.sleep(0.01)
+    timed = stop_clock(worker)
+    assert runner.execute_model is execute_model
+    assert [step[:2] for step in timed] == [(2, 2), (3, 3)]
+    for (_, _, ms, to_next, call), least in zip(timed, (60, 30), strict=True):
+        assert 20 <= call <= ms < to_next
+        assert to_next >= least, "the empty step lies between"
+
+
+def test_phases_are_those_that_a_client_sees() -> None:
+    class Core:
+        def get_output(self) -> None:
+            time.sleep(0.02)
+
+    class Engine:
+        engine_core = Core()
+
+        def add_request(self) -> str:
+            time.sleep(0.01)
+            return "id"
+
+    llm = SimpleNamespace(llm_engine=Engine())
+    with Phases(llm) as phases:
+        assert [llm.llm_engine.add_request() for _ in range(3)] == ["id"] * 3
+        for _ in range(2):
+            llm.llm_engine.engine_core.get_output()
+        time.sleep(0.03)
+    found = phases.report()
+    assert set(found) <= set(WAITS)
+    for name, least in (("add_ms", 30), ("steps_ms", 40), ("end_ms", 30)):
+        assert least <= found[name] < least + 25
+    assert not vars(llm.llm_engine)
+    assert not vars(Engine.engine_core), "nothing is left behind"
 
 
 class FakeChild:
