@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from inspect_lens.spec import TensorData
 
 from ._arena import BOARD_SIZE, ArenaReader
 from ._capture import CaptureEnvelope
-from ._envelope import EVERY, Envelope, ProbesEnvelope
+from ._envelope import EVERY, Envelope, ProbesEnvelope, SteerEnvelope
 from ._merge import merge_of
 from ._message import PATHS, ROWS, SCORES, Failure, Opening
 from ._slabs import Slab, SlabPool
@@ -27,6 +28,7 @@ SHARE_BYTES = 4 << 20
 """Rows of more bytes are copied by several threads."""
 
 _STREAMS = 2
+_NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class Stream:
@@ -210,21 +212,28 @@ class Pending:
     """A request whose results are on their way."""
 
     def __init__(self, envelope: Envelope) -> None:
-        capture = envelope.capture
-        self.steer_until = envelope.steer_until
-        spans = {(s.lo, s.hi) for s in envelope.steer if s.positions is None}
-        # Phases do not overlap, so without the whole they are disjoint.
-        self.spans = {(0, EVERY)} if (0, EVERY) in spans else spans
-        named = {p for s in envelope.steer for p in s.positions or () if s.lo <= p < s.hi}
-        named = {p for p in named if not any(a <= p < b for a, b in self.spans)}
-        self.named = np.asarray(sorted(named), dtype=np.int64)
-        self.n_steered = len({t for s in envelope.steer for t in s.taps})
-        asked = {ROWS: capture, SCORES: envelope.probes}
-        self.streams = {
-            i: Stream(part, envelope.n_prompt) for i, part in asked.items() if part is not None
-        }
+        self.steer_until = self.n_steered = 0
+        self.spans: set[tuple[int, int]] = set()
+        self.named = _NONE
+        if envelope.steer:
+            self._expect_steering(envelope.steer)
+            self.steer_until = envelope.steer_until
+        self.streams: dict[int, Stream] = {}
+        if envelope.capture is not None:
+            self.streams[ROWS] = Stream(envelope.capture, envelope.n_prompt)
+        if envelope.probes is not None:
+            self.streams[SCORES] = Stream(envelope.probes, envelope.n_prompt)
         self.shares: list[tuple[Opening, Worker]] = []
         self.failure: Failure | None = None
+
+    def _expect_steering(self, steer: Sequence[SteerEnvelope]) -> None:
+        spans = {(s.lo, s.hi) for s in steer if s.positions is None}
+        # Phases do not overlap, so without the whole they are disjoint.
+        self.spans = {(0, EVERY)} if (0, EVERY) in spans else spans
+        named = {p for s in steer for p in s.positions or () if s.lo <= p < s.hi}
+        named = {p for p in named if not any(a <= p < b for a, b in self.spans)}
+        self.named = np.asarray(sorted(named), dtype=np.int64)
+        self.n_steered = len({t for s in steer for t in s.taps})
 
     def fed(self) -> tuple[int, int]:
         """First and one past the last position that all workers report to have steered."""
@@ -307,4 +316,9 @@ class Pending:
             noted = worker.reader.view.board[record].tolist()
             if noted[0] == opening.number:
                 bits |= noted[3]
-        return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))
+        return _paths_of(bits)
+
+
+@lru_cache
+def _paths_of(bits: int) -> tuple[str, ...]:
+    return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))

@@ -25,6 +25,7 @@ from ._facts import facts_of, refusal
 from ._hook_book import HookBook
 from ._registry import Registry, parse_item, start_items
 from ._results import Results
+from ._sealed_batches import SealedBatches
 from ._serve import install_when_serving, payloads
 from ._shared_names import SharedNames, folder_of_siblings
 from ._shared_payloads import open_door
@@ -59,6 +60,7 @@ class FrontEnd:
         self.siblings: Path | None = None
         """Folder that several of them share."""
         self._judged: dict[tuple[int, int], _Judged] = {}
+        self.sealed = SealedBatches()
         self.results = Results(self.settings.result_timeout_s)
         self.registry = Registry(start_items(self.settings.register))
         # Of our own: whoever waits for rows must not keep vLLM's threads from their work.

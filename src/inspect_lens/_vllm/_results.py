@@ -39,7 +39,7 @@ class Ticket:
     """Those of the last step; more than one where drafts were accepted."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Expected:
     envelope: Envelope
     n_prompt: int

@@ -23,7 +23,6 @@ from inspect_lens.spec import (
 
 from ._front import front_end, not_served
 from ._hook_book import HookBook, seal_eager
-from ._scores import Reads
 
 __all__ = ["judge_early", "request_of", "resumable", "seal_core", "without_lens_keys"]
 
@@ -78,9 +77,7 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     is_known, n_prompt = _prompt_tokens(prompt)
     if is_known:
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
-        uses = found[0].probes
-        reads = front_end().registry.reads(uses) if uses else None
-        _sealed(*found, params, reads, n_prompt=n_prompt, max_tokens=most, reply="")
+        _sealed(*found, params, n_prompt=n_prompt, max_tokens=most)
 
 
 def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBook | None) -> None:
@@ -96,22 +93,15 @@ def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBoo
         LensError: the request does not fit its prompt.
     """
     sampling = core.sampling_params
-    reads = front_end().registry.reads(request.probes) if request.probes else None
-    envelope = _sealed(
+    packed, envelope = _sealed(
         request,
         facts,
         sampling,
-        reads,
         n_prompt=None if core.prompt_token_ids is None else len(core.prompt_token_ids),
         max_tokens=sampling.max_tokens,
-        reply=front_end().results.address,
     )
-    packed = envelope.pack()
-    if reads is not None:
-        # For `add_request` of this process; workers do not look at it.
-        packed["uses"] = reads.wire
     if (eager := seal_eager(request, facts, book)) is not None:
-        packed[EAGER_KEY] = eager
+        packed = packed | {EAGER_KEY: eager}
         sampling.skip_reading_prefix_cache = True
         if eager["hash"] is not None:
             # What a hook edits is not known; no other request reads these blocks.
@@ -141,32 +131,45 @@ def _sealed(
     request: LensRequest,
     facts: EngineFacts,
     params: Any,
-    reads: Reads | None,
     *,
     n_prompt: int | None,
     max_tokens: int,
-    reply: str,
-) -> Envelope:
-    """The envelope of a request, or why there can be none."""
+) -> tuple[dict[str, Any], Envelope]:
+    """The envelope of a request, packed and as it is, or why there can be none."""
     if n_prompt is None:
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
+    front = front_end()
+    reads = front.registry.reads(request.probes) if request.probes else None
+    # The front-end finds stop strings and alarms, while the engine goes on.
+    may_overrun = bool(params.stop) or (reads is not None and reads.may_stop)
+    known = front.sealed.get(
+        request, facts, reads, n_prompt=n_prompt, max_tokens=max_tokens, may_overrun=may_overrun
+    )
+    if known is not None:
+        return known, Envelope.unpack(known)
     envelope = seal(
         request,
         facts,
-        reply=reply,
+        reply=front.results.address,
         n_prompt=n_prompt,
         max_tokens=max_tokens,
-        epoch=front_end().results.salt,
+        epoch=front.results.salt,
         probes=None if reads is None else reads.asked,
-        # The front-end finds stop strings and alarms, while the engine goes on.
-        may_overrun=bool(params.stop) or any(use.alarm == "stop" for use in request.probes),
+        may_overrun=may_overrun,
     )
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
             "skip_reading_prefix_cache=false beside a capture or a probe of prompt tokens: cached "
             "tokens have no rows; leave it out, or ask for positions='completion'"
         )
-    return envelope
+    packed = envelope.pack()
+    if reads is not None:
+        # For `add_request` of this process; workers do not look at it.
+        packed["uses"] = reads.wire
+    front.sealed.keep(
+        packed, envelope, request, facts, reads, max_tokens=max_tokens, may_overrun=may_overrun
+    )
+    return packed, envelope
 
 
 def _needs_whole_prompt(envelope: Envelope) -> bool:

@@ -166,13 +166,17 @@ def resolve_positions(
         ```
     """
     if isinstance(positions, str):
-        return {
-            "all": range(n_max),
-            "prompt": range(n_prompt),
-            "completion": range(n_prompt, n_max),
-            "last": range(n_max - 1, n_max),
-            "last_prompt": range(n_prompt - 1, n_prompt),
-        }[positions]
+        match positions:
+            case "all":
+                return range(n_max)
+            case "prompt":
+                return range(n_prompt)
+            case "completion":
+                return range(n_prompt, n_max)
+            case "last":
+                return range(n_max - 1, n_max)
+            case "last_prompt":
+                return range(n_prompt - 1, n_prompt)
     if is_mask(positions):
         if len(positions) != n_prompt:
             raise SpecError(

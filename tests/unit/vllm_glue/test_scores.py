@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 pytest.importorskip("vllm")
 
@@ -16,7 +18,7 @@ from inspect_lens._vllm._registry import Registry, parse_item, start_items
 from inspect_lens._vllm._scores import Reading, Reads
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.probe import Probe, load_probe, pool_scores
-from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
+from inspect_lens.spec import EngineProbe, LensRequest, ProbeReceipt, SteeringVector
 
 WIDTH = 4
 LINEAR = EngineProbe(
@@ -78,6 +80,25 @@ def test_an_aggregate_is_that_of_the_probe_library(aggregate: str) -> None:
     receipt = found.receipts()[0]
     assert receipt.score == pool_scores(scores, aggregate)
     assert (receipt.n_tokens, receipt.first_position, receipt.tokens) == (6, 3, None)
+
+
+@pytest.mark.parametrize("n_tokens", [0, 2])
+def test_receipts_that_are_made_together_are_receipts_like_others(n_tokens: int) -> None:
+    names = ("a", "b", "c")
+    request = LensRequest(probes=[{"name": name, "aggregate": "mean"} for name in names])
+    reads = Reads(request.probes, dict.fromkeys(names, LINEAR))
+    found = Reading(reads, lo=0, n_prompt=1, n_max=40)
+    found.feed(np.ones((1, 1 + n_tokens, 3), dtype=np.float32))
+    receipts = found.receipts()
+    adapter = TypeAdapter(tuple[ProbeReceipt, ...])
+    again = adapter.validate_json(adapter.dump_json(receipts))
+    assert again == receipts == pickle.loads(pickle.dumps(receipts))
+    assert [hash(receipt) for receipt in again] == [hash(receipt) for receipt in receipts]
+    plain = {"sha256": LINEAR.sha256, "aggregate": "mean", "n_tokens": n_tokens}
+    where = {"score": 1.5, "first_position": 1} if n_tokens else {"score": None}
+    assert receipts == tuple(ProbeReceipt(name=name, **plain, **where) for name in names)
+    with pytest.raises(FrozenInstanceError):
+        receipts[0].score = 2.0
 
 
 def test_an_alarm_stops_once_and_where_it_was_raised() -> None:

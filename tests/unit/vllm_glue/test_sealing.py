@@ -232,3 +232,61 @@ def test_a_sealed_request_and_a_plain_one_are_not_judged(
     plain: list[dict[str, Any]] = [{}, {ENVELOPE_KEY: {}}, {"other": 1}]
     for extra_args in plain:
         assert call(processor, IDS, parameters(extra_args, {})).__aiter__
+
+
+def sealed(processor: Any, asked: dict[str, Any], n_prompt: int = N_PROMPT, **changes: Any) -> Any:
+    """The packed envelope that travels with a request."""
+    params = parameters(asked, changes)
+    core = process(processor, {"prompt_token_ids": [0] * n_prompt}, params)
+    return core.sampling_params.extra_args[ENVELOPE_KEY]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [extra(capture={"layers": [1]}), extra(probes=["p"]), extra(capture={}, probes=["p"])],
+)
+def test_what_a_batch_asks_for_is_sealed_once(processor: Any, asked: dict[str, Any]) -> None:
+    one = sealed(processor, asked)
+    assert sealed(processor, {**asked}) is one
+    others = [
+        sealed(processor, asked, 5),
+        sealed(processor, asked, max_tokens=9),
+    ]
+    for other, n_prompt, n_max in zip(others, (5, N_PROMPT), (6, N_PROMPT + 8), strict=True):
+        envelope = Envelope.unpack(other)
+        assert envelope.n_prompt == n_prompt
+        for part in (envelope.capture, envelope.probes):
+            assert part is None or (part.hi, part.lo in (0, n_prompt)) == (n_max, True)
+    # A mean of all tokens is left to the end of a request that may not be known in time.
+    folded = extra(capture={"layers": [1], "reduce": "mean"})
+    unknown = Envelope.unpack(sealed(processor, folded, max_tokens=30, stop=["x"])).capture
+    known = Envelope.unpack(sealed(processor, folded, max_tokens=30)).capture
+    assert (unknown.is_folded, known.is_folded) == (False, True)
+
+
+def test_what_tells_requests_apart_is_never_shared(processor: Any) -> None:
+    reduced = extra(capture={"layers": [1], "reduce": "mean"})
+    tokens = [Envelope.unpack(sealed(processor, reduced)).capture.token for _ in range(2)]
+    assert tokens[0] != tokens[1]
+    steered = steer()
+    one = Envelope.unpack(sealed(processor, steered)).steer_hash
+    front = _front.front_end()
+    front.results._failures[one.rpartition(":")[2]] += 1
+    assert Envelope.unpack(sealed(processor, steered)).steer_hash != one, "a new salt"
+
+
+def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> None:
+    asked = extra(probes=["p"])
+    one = sealed(processor, asked)
+    registry = _front.front_end().registry
+    registry.remove("p")
+    registry.add("p", EngineProbe(layers=(2,), tensors={"weight": np.ones((1, 8))}))
+    other = sealed(processor, asked)
+    assert Envelope.unpack(other).probes.names != Envelope.unpack(one).probes.names
+    assert registry.reads_of(other).probes == (registry.probes["p"],)
+
+
+def test_few_envelopes_are_kept(processor: Any) -> None:
+    for n in range(1, 600):
+        sealed(processor, extra(capture={"layers": [1]}), max_tokens=n)
+    assert 0 < len(_front.front_end().sealed._known) <= 256

@@ -1,0 +1,72 @@
+"""What was sealed before: a batch asks for one thing a thousand times, of prompts of few sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inspect_lens._engine._envelope import Envelope
+from inspect_lens.spec import EngineFacts, LensRequest
+
+from ._scores import Reads
+
+__all__ = ["SealedBatches"]
+
+_MOST = 256
+
+_Key = tuple[int, int, int, int, int, bool]
+_Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], dict[str, Any]]
+
+
+class SealedBatches:
+    """Packed envelopes of requests that are the same in all that an envelope says."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, _Value] = {}
+
+    def get(
+        self,
+        request: LensRequest,
+        facts: EngineFacts,
+        reads: Reads | None,
+        *,
+        n_prompt: int,
+        max_tokens: int,
+        may_overrun: bool,
+    ) -> dict[str, Any] | None:
+        """The packed envelope of such a request, which nobody changes; None where none is known.
+
+        Args:
+            request: judged; equal requests of a batch are the same object.
+            facts: of the engine.
+            reads: of the request's probes, as they are registered now.
+            n_prompt: prompt tokens.
+            max_tokens: tokens that may be sampled.
+            may_overrun: see `seal`.
+        """
+        key = id(request), id(facts), id(reads), n_prompt, max_tokens, may_overrun
+        known = self._known.get(key)
+        return None if known is None else known[1]
+
+    def keep(
+        self,
+        packed: dict[str, Any],
+        envelope: Envelope,
+        request: LensRequest,
+        facts: EngineFacts,
+        reads: Reads | None,
+        *,
+        max_tokens: int,
+        may_overrun: bool,
+    ) -> None:
+        """Remember a packed envelope for requests that are the same.
+
+        Not where steering vectors would be kept, whose salt may change, nor where the envelope
+        tells its request from others.
+        """
+        if envelope.steer or (envelope.capture is not None and envelope.capture.token):
+            return
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        key = id(request), id(facts), id(reads), envelope.n_prompt, max_tokens, may_overrun
+        # Kept, so that nothing else gets their identity.
+        self._known[key] = (request, facts, reads), packed
