@@ -101,6 +101,7 @@ class Bench:
             sys.stderr.write(f"{self.model} {kind}: not started: {reason[:3000]}\n")
             return {"refused": str(error)[:500], "options": shown}
         self.results.environment.update(about["environment"])
+        self._pause(child)
         seconds = about["cold_start_seconds"]
         sys.stderr.write(f"{self.model} {kind}: started in {seconds:.1f} s\n")
         is_warm = bool(self.options.cache_root)
@@ -110,6 +111,19 @@ class Bench:
             "options": shown,
             "peak_shared_bytes": 0,
         }
+
+    def _pause(self, child: Child) -> None:
+        if self.options.pause_waiting:
+            child.pause()
+
+    def _ask(self, child: Child, limit: float, **message: Any) -> dict[str, Any]:
+        """Give a command to an engine, whose processes may be stopped while others take turns."""
+        if self.options.pause_waiting:
+            child.resume()
+        try:
+            return child.ask(limit, **message)
+        finally:
+            self._pause(child)
 
     def _drop(self, kind: str) -> None:
         child = self.children.pop(kind, None)
@@ -200,7 +214,7 @@ class Bench:
         asked = {"arm": arm, "load": load, "seed": max(repetition, 0), "limit_s": limit}
         started = time.monotonic()
         try:
-            run = child.ask(limit, do="run", **asked)
+            run = self._ask(child, limit, do="run", **asked)
         except ChildError as error:
             took = time.monotonic() - started
             if took >= limit - 1:
@@ -228,7 +242,7 @@ class Bench:
                     return
                 asked = {"arm": arm, "load": load, "seed": 0, "limit_s": self.left()}
                 with contextlib.suppress(ChildError):
-                    found = child.ask(self.left(), do=what, **asked)[what]
+                    found = self._ask(child, self.left(), do=what, **asked)[what]
                     if found is not None:
                         into.append({"model": self.model, "load": load, "arm": arm, **found})
 
@@ -281,6 +295,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")
+    add("--pause-waiting", action="store_true", help="stop an engine's processes between turns")
     add("--threads", action="store_true", help="sample the client's threads in one more run")
     add(
         "--lens-setting", action="append", default=[], metavar="NAME=VALUE",

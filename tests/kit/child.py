@@ -99,8 +99,21 @@ class Child:
         """End of what the child printed."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-characters:]
 
+    def pause(self) -> None:
+        """Keep the child, and every process that it started, from running."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them run again."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
     def stop(self) -> None:
         """Tell the child to end, without waiting for it."""
+        self.resume()
         with contextlib.suppress(ChildError, ValueError):
             self.send(do="stop")
         if self._process.stdin is not None:
@@ -113,8 +126,7 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_STOP_S)
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal_number)
+            self._signal(signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
         self._output.close()

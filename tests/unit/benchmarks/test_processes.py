@@ -76,6 +76,25 @@ def test_a_late_answer_is_an_error_and_closing_ends_grandchildren(
         time.sleep(0.05)
 
 
+def test_a_paused_child_does_nothing_until_it_is_resumed_and_can_be_closed(child: Child) -> None:
+    grandchild = psutil.Process(child.ask(30, do="echo", text="")["grandchild"])
+    child.pause()
+    deadline = time.monotonic() + 5
+    while grandchild.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send(do="echo", text="later")
+    with pytest.raises(ChildError, match="no answer"):
+        child.receive(0.5)
+    child.resume()
+    assert child.receive(30)["said"] == "later"
+    child.pause()
+    started = time.monotonic()
+    child.close()
+    assert time.monotonic() - started < 15
+    assert not psutil.pid_exists(child.pid)
+
+
 def test_shared_memory_and_descriptors_are_counted_once() -> None:
     before = usage(os.getpid())
     memory = SharedMemory(create=True, size=1 << 20)

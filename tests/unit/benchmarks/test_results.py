@@ -202,9 +202,17 @@ class FakeChild:
         self.answers = list(answers)
         self.asked: list[dict[str, Any]] = []
         self.closed = False
+        self.at_work: list[str] = []
+
+    def pause(self) -> None:
+        self.at_work.append("pause")
+
+    def resume(self) -> None:
+        self.at_work.append("resume")
 
     def ask(self, _timeout_s: float, **message: Any) -> dict[str, Any]:
         self.asked.append(message)
+        self.at_work.append("ask")
         answer = self.answers.pop(0) if self.answers else {"seconds": 1.0}
         if isinstance(answer, Exception):
             raise answer
@@ -237,6 +245,18 @@ def test_a_run_warms_up_interleaves_and_writes(tmp_path: Path) -> None:
     assert runs["idle"]["ratio_to_default"] == 4.0
     assert [m["seed"] for m in plain.asked] == [0, 0, 1]
     assert made.results.engines["tiny/lens"]["peak_shared_bytes"] == 5
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_engines_rest_between_their_turns_where_that_is_asked_for(
+    tmp_path: Path, is_paused: bool
+) -> None:
+    plain, lens = FakeChild(), FakeChild(ChildError("SpecError: no"))
+    made = bench(tmp_path, ["default", "idle"], plain=plain, lens=lens)
+    made.options.pause_waiting = is_paused
+    made.run(["default", "idle"])
+    assert plain.at_work == (["resume", "ask", "pause"] if is_paused else ["ask"]) * 3
+    assert lens.at_work == (["resume", "ask", "pause"] if is_paused else ["ask"])
 
 
 def test_an_arm_whose_request_is_refused_is_skipped_with_the_reason(tmp_path: Path) -> None:
