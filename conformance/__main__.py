@@ -59,7 +59,14 @@ def _backend(options: argparse.Namespace, model: Path, work: Path) -> Backend:
         raise SystemExit(f"--backend {options.backend!r}: {sorted(packages)} or http://HOST:PORT")
     extra = dict(item.split("=", 1) for item in options.engine_option)
     parsed = {key: _parse(value) for key, value in extra.items()}
-    return Offline(packages[options.backend], model, work=work, path=options.path, options=parsed)
+    return Offline(
+        packages[options.backend],
+        model,
+        work=work,
+        path=options.path,
+        options=parsed,
+        inspect_path=options.inspect_path,
+    )
 
 
 def _parse(text: str) -> Any:
@@ -111,6 +118,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", help="JSON file for the result")
     parser.add_argument("--path", help="folder where the backend's package lies, if not installed")
+    parser.add_argument(
+        "--inspect-path",
+        default="",
+        help="folder where Inspect lies for test 9, if not beside the engine",
+    )
     parser.add_argument(
         "--engine-option", action="append", default=[], metavar="KEY=JSON",
         help="option of every engine that is started, such as enforce_eager=true",

@@ -67,13 +67,14 @@ class Offline:
         work: Path,
         path: str | None,
         options: Mapping[str, Any],
+        inspect_path: str = "",
     ) -> None:
         self.name = package.name
         self.version = ""
         self.environment: dict[str, Any] = {}
         self.devices = n_devices()
         self._package, self._model, self._options = package, model, dict(options)
-        self._path = path
+        self._path, self._inspect_path = path, inspect_path
         self._work = work
 
     def child_environment(self) -> dict[str, str]:
@@ -131,7 +132,7 @@ class Offline:
     @contextlib.contextmanager
     def server(self) -> Iterator[str]:
         """Start an API server of the model, for an eval."""
-        need_inspect()
+        self._need_inspect()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -161,11 +162,17 @@ class Offline:
                 process.wait(timeout=30)
             log.close()
 
+    def _need_inspect(self) -> None:
+        if not self._inspect_path and importlib.util.find_spec("inspect_ai") is None:
+            raise NotSupported("not run: inspect_ai is not installed")
+
     def rescore(self, command: Sequence[str]) -> dict[str, Any]:
         """Run the Inspect child where the package's own provider is registered."""
-        need_inspect()
-        environment = {
-            **self.child_environment(),
+        self._need_inspect()
+        environment = self.child_environment()
+        path = [self._inspect_path, environment["PYTHONPATH"]]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(p for p in path if p),
             "CONFORMANCE_BACKEND": self.name,
             "CONFORMANCE_MODEL": str(self._model),
             # Nobody listens there: re-scoring needs no server, and must not start one.
@@ -239,12 +246,6 @@ def _read(answer: dict[str, Any], rows: Any) -> Answer:
         cached_tokens=answer["cached_tokens"],
         hook_list=None if answer["hook_list"] is None else tuple(answer["hook_list"]),
     )
-
-
-def need_inspect() -> None:
-    """Raise `NotSupported` where Inspect is not installed."""
-    if importlib.util.find_spec("inspect_ai") is None:
-        raise NotSupported("not run: inspect_ai is not installed")
 
 
 def n_devices() -> int:
