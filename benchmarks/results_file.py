@@ -36,6 +36,8 @@ class Results:
     """By model and kind of engine: seconds to start, options, shared memory."""
     skipped: dict[Key, str] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    host: list[dict[str, Any]] = field(default_factory=list)
+    """What the lens took of the step loop's thread in a run that is not among the timed ones."""
     threads: list[dict[str, Any]] = field(default_factory=list)
     """What the client's threads did in a run that is not among the timed ones."""
     waits: dict[Key, dict[str, list[float]]] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class Results:
                 for (m, load, arm), reason in self.skipped.items()
             ],
             "steps": self.steps,
+            "host": self.host,
             "threads": self.threads,
             "waits": [
                 {"model": model, "load": load, "arm": arm, **waits}

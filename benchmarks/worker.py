@@ -16,6 +16,7 @@ from tests.kit.child import requests_and_reply
 from tests.kit.process_tree import cpu_model, usage
 
 from .arms import ARMS, ENGINES, Vector
+from .host_clock import host_summary, start_host_clock, stop_host_clock
 from .loads import LOADS, requests
 from .phases import Phases
 from .shapes import SHAPES, Shape
@@ -140,6 +141,17 @@ class Vllm:
         finally:
             steps = self.llm.collective_rpc(stop_clock)[0]
         return {"steps": summary([tuple(s) for s in steps])}
+
+    def host(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
+        """What the lens takes of the step loop's thread in one run that is not timed otherwise."""
+        if not self._has_lens:
+            return {"host": None}
+        self.llm.collective_rpc(start_host_clock)
+        try:
+            self.run(arm, load, seed, limit_s)
+        finally:
+            steps = self.llm.collective_rpc(stop_host_clock)[0]
+        return {"host": host_summary([tuple(s) for s in steps])}
 
     def threads(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
         """What the threads of this process do in one run that is not timed otherwise."""
