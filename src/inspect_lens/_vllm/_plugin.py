@@ -16,7 +16,8 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`.
 
     Raises:
-        CompatError: this vLLM is not one that the lens knows; nothing was changed.
+        CompatError: this vLLM is not one that the lens knows, or it loads vllm-lens as well;
+            nothing was changed.
     """
     settings = Settings.load()
     if settings.parent and parent_process() is None:
@@ -39,10 +40,12 @@ def register() -> None:
         return
     from ._frontend import FRONT_END_WRAPPERS
     from ._hooks import manage_hooks
+    from ._rivals import refuse_rivals
     from ._serve import install_when_serving
     from ._worker import exported_taps, stats, wrap_load_model
     from ._worker import register as register_probe
 
+    refuse_rivals()
     verify(SEAMS)
     wrap(seam("load_model"), wrap_load_model)
     add_method(seam("load_model"), "inspect_lens_stats", stats)
