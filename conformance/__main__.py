@@ -96,13 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work.mkdir(parents=True, exist_ok=True)
         backend = _backend(options, model, work)
         suite = Suite(backend, HuggingFaceTruth(model), work, aborts=options.aborts)
-        result = run_suite(suite, options.tests)
-    result["command"] = "python -m conformance " + " ".join(
-        Path(word).name if "/" in word and "://" not in word else word
-        for word in (sys.argv[1:] if arguments is None else arguments)
-    )
-    if options.out:
-        write_json(Path(options.out), result)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+
+        def keep(result: dict[str, Any]) -> None:
+            # Without folders, which are of one machine.
+            shown = [Path(w).name if "/" in w and "://" not in w else w for w in words]
+            result["command"] = " ".join(["python -m conformance", *shown])
+            if options.out:
+                write_json(Path(options.out), result)
+
+        result = run_suite(suite, options.tests, keep)
+        keep(result)
     return int(any(row["passed"] is False for row in result["results"]))
 
 

@@ -71,17 +71,26 @@ def _judge(number: int, test: Callable[[], Verdict]) -> Verdict:
     return verdict
 
 
-def run_suite(suite: Suite, numbers: Sequence[int]) -> dict[str, Any]:
+def run_suite(
+    suite: Suite, numbers: Sequence[int], keep: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
     """Run tests on a backend.
 
     Args:
         suite: backend, truth and folder.
         numbers: which tests, of 1 to 10.
+        keep: called with what there is after each test, so that a run which is cut short leaves
+            what it has.
 
     Returns:
         What is written: environment, backend, and one row per test in their order.
     """
     verdicts: dict[int, Verdict] = {}
+
+    def judge(n: int, test: Callable[[], Verdict]) -> None:
+        verdicts[n] = _judge(n, test)
+        keep(_result(suite, verdicts))
+
     for profile, tests in ENGINE_TESTS.items():
         wanted = [(n, test) for n, test in tests if n in numbers]
         if not wanted:
@@ -89,7 +98,7 @@ def run_suite(suite: Suite, numbers: Sequence[int]) -> dict[str, Any]:
         try:
             with suite.backend.engine(profile) as engine:
                 for n, test in wanted:
-                    verdicts[n] = _judge(n, lambda test=test: test(engine, suite))  # type: ignore[misc]
+                    judge(n, lambda test=test: test(engine, suite))  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 (no engine: its tests say why)
             state = None if isinstance(error, NotSupported) else False
             detail = str(error)[:3000]
@@ -97,7 +106,11 @@ def run_suite(suite: Suite, numbers: Sequence[int]) -> dict[str, Any]:
                 verdicts.setdefault(n, Verdict(NAMES[n], state, None, "", detail))
     for n, whole in WHOLE_TESTS:
         if n in numbers:
-            verdicts[n] = _judge(n, lambda whole=whole: whole(suite))  # type: ignore[misc]
+            judge(n, lambda whole=whole: whole(suite))  # type: ignore[misc]
+    return _result(suite, verdicts)
+
+
+def _result(suite: Suite, verdicts: dict[int, Verdict]) -> dict[str, Any]:
     backend = suite.backend
     result = {
         "environment": {"cpu": cpu_model(), "cpus": os.cpu_count()} | dict(backend.environment),

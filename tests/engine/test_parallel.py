@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from inspect_lens import Hook, SteeringVector
-from inspect_lens.engine import clear_prefetched, prefetch_params
+from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
 from inspect_lens.errors import HookError
 from inspect_lens.spec import SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
+from tests.engine.test_probes import HEADS, LINEAR, expected
 from tests.engine.test_reductions import check as check_reduced
 from tests.engine.test_reductions import request
 from tests.engine.test_sites import capture, check
@@ -87,6 +89,36 @@ def test_steering_without_capture_is_confirmed(two: Engine) -> None:
     vector = SteeringVector(activations=torch.ones(2, HIDDEN), layer_indices=[0, LAYERS - 1])
     output = two.run([tokens(40)], {"apply_steering_vectors": [vector]}, max_tokens=5)[0]
     assert output.inspect_lens.steer.n_tokens == 44
+
+
+def test_probes_read_layers_of_both_stages(two: Engine) -> None:
+    probes = {"linear": LINEAR, "heads": HEADS}
+    for name, probe in probes.items():
+        register(two.llm, name, probe)
+    uses = [{"name": name, "positions": "all", "tokens": True} for name in probes]
+    # Those of the usual kind go another way: a mean, and nothing of the tokens.
+    uses_mean = [{"name": "linear", "positions": "all"}]
+    prompts = [tokens(n, seed=n) for n in (1, 60, 150)]
+    try:
+        for kind, output in zip(
+            (uses, uses_mean, uses),
+            two.run(
+                prompts,
+                [{"inspect_lens": {"probes": u, "capture": {}}} for u in (uses, uses_mean, uses)],
+                max_tokens=5,
+            ),
+            strict=True,
+        ):
+            truth = expected(output.activations["residual_stream"])["linear"]
+            linear = output.inspect_lens.probes[0]
+            np.testing.assert_allclose(linear.score, truth.mean(), rtol=1e-4, atol=1e-5)
+            assert linear.n_tokens == len(fed(output))
+            if kind is uses:
+                np.testing.assert_allclose(linear.tokens, truth, rtol=1e-4, atol=1e-4)
+                assert len(output.inspect_lens.probes[1].tokens) == len(truth)
+    finally:
+        for name in probes:
+            unregister(two.llm, name)
 
 
 def test_each_tap_is_sent_by_one_worker(two: Engine) -> None:

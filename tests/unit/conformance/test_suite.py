@@ -115,6 +115,18 @@ def test_a_backend_that_raises_fails_its_tests_and_the_rest_are_run(
     assert "the engine died" in rows[0]["detail"]
 
 
+def test_a_run_that_is_cut_short_leaves_what_it_has(model: Model, tmp_path: Path) -> None:
+    kept: list[list[str]] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        kept.append([row["test"] for row in result["results"]])
+
+    suite = Suite(FakeBackend(model), model, tmp_path)
+    whole = run_suite(suite, [1, 3, 9], keep)
+    assert kept == [[NAMES[1]], [NAMES[1], NAMES[3]], [NAMES[1], NAMES[3], NAMES[9]]]
+    assert [row["test"] for row in whole["results"]] == kept[-1]
+
+
 def test_without_inspect_the_round_trip_is_not_judged(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
