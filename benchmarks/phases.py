@@ -11,6 +11,10 @@ import psutil
 __all__ = ["Phases"]
 
 
+_FIRST = 16
+"""Steps: prompts are computed in the first few, and requests join."""
+
+
 class Phases:
     """Notes when an offline engine was given its last request, and when its last outputs came.
 
@@ -21,7 +25,9 @@ class Phases:
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
-        self._began = self._added = self._come = self._ended = 0.0
+        self._began = self._added = self._ended = 0.0
+        self._come: list[float] = []
+        """When outputs came, of the steps since the last request was handed over."""
         self._machine: Any = None
         self._busy = self._stolen = 0.0
 
@@ -31,7 +37,7 @@ class Phases:
         engine.add_request = _noting(engine.add_request, self._note_added)
         core = engine.engine_core
         core.get_output = _noting(core.get_output, self._note_come)
-        self._began = self._added = self._come = time.perf_counter()
+        self._began = self._added = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,16 +51,19 @@ class Phases:
 
     def _note_added(self) -> None:
         self._added = time.perf_counter()
+        self._come.clear()
 
     def _note_come(self) -> None:
-        self._come = time.perf_counter()
+        self._come.append(time.perf_counter())
 
     def report(self) -> dict[str, float]:
         """Milliseconds, by the names of `WAITS`."""
+        come = self._come or [self._added]
         return {
             "add_ms": 1e3 * (self._added - self._began),
-            "steps_ms": 1e3 * (self._come - self._added),
-            "end_ms": 1e3 * (self._ended - self._come),
+            "first_steps_ms": 1e3 * (come[:_FIRST][-1] - self._added),
+            "steps_ms": 1e3 * (come[-1] - self._added),
+            "end_ms": 1e3 * (self._ended - come[-1]),
             "busy_ms": 1e3 * self._busy,
             "stolen_ms": 1e3 * self._stolen,
         }
