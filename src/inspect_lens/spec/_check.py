@@ -70,12 +70,13 @@ def check_request(
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.
     if (rows_needed := len(taps) * facts.max_step_tokens) > facts.ring_rows:
         enough = rows_needed * facts.ring_row_bytes
+        fitting = facts.ring_rows // len(taps)
+        smaller = f"max_num_batched_tokens of {fitting} or less, or with " if fitting else ""
         raise UnsupportedError(
             f"capture.layers and probes: {len(taps)} taps times {facts.max_step_tokens} tokens a "
             f"step need {rows_needed} rows and the capture buffer has {facts.ring_rows}; ask for "
-            "fewer layers, sites or probes, start the engine with max_num_batched_tokens of "
-            f"{facts.ring_rows // len(taps)} or less, or with INSPECT_LENS_RING_BYTES"
-            + (f"={enough}" if enough else " raised")
+            f"fewer layers, sites or probes, or start the engine with {smaller}"
+            "INSPECT_LENS_RING_BYTES" + (f"={enough}" if enough else " raised")
         )
     for i, vector in enumerate(request.steer):
         field = f"steer[{i}]"

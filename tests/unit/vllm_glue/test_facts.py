@@ -153,3 +153,14 @@ def test_what_a_refusal_advises_is_enough(device: str, dtype: str) -> None:
     ):
         with pytest.raises(UnsupportedError):
             check_request(request, facts_of(config(**options), settings))
+
+
+def test_no_step_of_no_tokens_is_advised() -> None:
+    tiny = Settings(ring_bytes=100, sites="all")
+    with pytest.raises(UnsupportedError) as refused:
+        check_request(LensRequest(capture=CaptureSpec()), facts_of(config(), tiny))
+    assert "max_num_batched_tokens" not in str(refused.value)
+    enough = re.search(r"start the engine with INSPECT_LENS_RING_BYTES=(\d+)", str(refused.value))
+    assert enough is not None
+    large = replace(tiny, ring_bytes=int(enough[1]))
+    check_request(LensRequest(capture=CaptureSpec()), facts_of(config(), large))
