@@ -12,6 +12,8 @@ from ._scores import Reads
 __all__ = ["SealedBatches"]
 
 _MOST = 256
+_MOST_LISTED = 1 << 14
+"""Positions of a capture, and letters of what is asked of probes."""
 
 _Key = tuple[int, int, int, int, int, bool]
 _Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], dict[str, Any]]
@@ -61,9 +63,13 @@ class SealedBatches:
         """Remember a packed envelope for requests that are the same.
 
         Not where steering vectors would be kept, whose salt may change, nor where the envelope
-        tells its request from others.
+        tells its request from others, or names thousands of positions.
         """
-        if envelope.steer or (envelope.capture is not None and envelope.capture.token):
+        capture = envelope.capture
+        if envelope.steer or (capture is not None and capture.token):
+            return
+        n_listed = 0 if capture is None else len(capture.positions or ())
+        if n_listed + len(packed.get("uses", "")) > _MOST_LISTED:
             return
         if len(self._known) >= _MOST:
             self._known.clear()

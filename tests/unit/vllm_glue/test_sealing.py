@@ -290,3 +290,12 @@ def test_few_envelopes_are_kept(processor: Any) -> None:
     for n in range(1, 600):
         sealed(processor, extra(capture={"layers": [1]}), max_tokens=n)
     assert 0 < len(_front.front_end().sealed._known) <= 256
+
+
+def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
+    mask = [True] * (1 << 15)
+    processor.model_config.max_model_len = 1 << 16
+    one = sealed(processor, extra(capture={"layers": [1], "positions": mask}), len(mask))
+    assert len(Envelope.unpack(one).capture.positions) == len(mask)
+    sealed(processor, extra(probes=[{"name": "p", "positions": mask}]), len(mask))
+    assert not _front.front_end().sealed._known
