@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from .shapes import Shape
 __all__ = ["ARMS", "ENGINES", "Arm", "EngineKind", "Vector", "vector"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vector:
     """A steering vector, made into the engine's own class by the worker."""
 
@@ -52,9 +53,17 @@ class EngineKind:
 
 
 def vector(shape: Shape, seed: int) -> Vector:
-    """A random direction of unit norm at the arm's layer, weak enough to leave numbers finite."""
-    values = np.random.default_rng(seed).standard_normal(shape.hidden)
-    return Vector(values / np.linalg.norm(values), shape.layer, scale=0.5)
+    """A random direction of unit norm at the arm's layer, weak enough to leave numbers finite.
+
+    The same object for the same seed, as a user has one vector for a thousand prompts.
+    """
+    return _vector(shape.hidden, shape.layer, seed)
+
+
+@lru_cache(maxsize=1024)
+def _vector(hidden: int, layer: int, seed: int) -> Vector:
+    values = np.random.default_rng(seed).standard_normal(hidden)
+    return Vector(values / np.linalg.norm(values), layer, scale=0.5)
 
 
 def _one_layer(shape: Shape, i: int) -> Request:

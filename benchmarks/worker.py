@@ -34,6 +34,7 @@ class Vllm:
 
         self._shape = shape
         self._set_up: set[str] = set()
+        self._vectors: dict[Vector, Any] = {}
         self._has_lens = ENGINES[kind].has_lens
         self.llm: Any = LLM(**options)
 
@@ -50,11 +51,13 @@ class Vllm:
 
         from inspect_lens import SteeringVector
 
-        return SteeringVector(
-            activations=torch.from_numpy(vector.values).float()[None],
-            layer_indices=[vector.layer],
-            scale=vector.scale,
-        )
+        if vector not in self._vectors:
+            self._vectors[vector] = SteeringVector(
+                activations=torch.from_numpy(vector.values).float()[None],
+                layer_indices=[vector.layer],
+                scale=vector.scale,
+            )
+        return self._vectors[vector]
 
     def prepare(self, arm: str) -> None:
         """Set an arm up, once."""

@@ -107,6 +107,8 @@ class Steering:
     """Rows to give back."""
     configs: list[int]
     """Configurations to give back."""
+    content: str
+    """Names all of it: whoever brings the same while it is held shares it."""
 
 
 class Bank:
@@ -117,6 +119,8 @@ class Bank:
         rows, taps = tensors.table.shape
         self._rows: _Shared[tuple[bytes, int, int]] = _Shared(rows, "steering table")
         self._configs: _Shared[tuple[int, ...]] = _Shared(rows, "table of configurations")
+        self._held: dict[str, tuple[Steering, int]] = {}
+        """By content: the steering, and how many requests have it."""
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
 
@@ -139,6 +143,15 @@ class Bank:
         Raises:
             CapacityError: the table is full; nothing was taken.
         """
+        content = envelope.steer_hash or ""
+        held, users = self._held.get(content, (None, 0))
+        if held is None:
+            # A batch that is steered alike is looked at once: the step loop waits.
+            held = self._admit(envelope, tap_index, content)
+        self._held[content] = held, users + 1
+        return held
+
+    def _admit(self, envelope: Envelope, tap_index: dict[TapPoint, int], content: str) -> Steering:
         rows: list[int] = []
         configs: list[int] = []
         placed: dict[tuple[object, ...], int] = {}
@@ -176,10 +189,15 @@ class Bank:
         named = None
         if positions or behind != every:
             named = Named(np.asarray(positions, dtype=np.int64), ids, edge, behind)
-        return Steering(every, named, rows, configs)
+        return Steering(every, named, rows, configs, content)
 
     def release(self, steering: Steering) -> None:
         """Give back what a request held; a row is free again when its last user has gone."""
+        users = self._held[steering.content][1] - 1
+        if users:
+            self._held[steering.content] = steering, users
+            return
+        del self._held[steering.content]
         self._release(steering.rows, steering.configs)
 
     def _release(self, rows: list[int], configs: list[int]) -> None:

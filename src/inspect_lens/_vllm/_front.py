@@ -36,6 +36,8 @@ __all__ = ["FrontEnd", "front_end", "not_served"]
 logger = logging.getLogger("vllm.inspect_lens")
 
 _JUDGED_MOST = 256
+_JUDGED_BYTES = 1 << 17
+"""Of steering vectors."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class FrontEnd:
         self.siblings: Path | None = None
         """Folder that several of them share."""
         self._judged: dict[tuple[int, int], _Judged] = {}
-        self.sealed = SealedBatches()
         self.results = Results(self.settings.result_timeout_s)
+        self.sealed = SealedBatches(self.results.salt)
         self.registry = Registry(start_items(self.settings.register))
         # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
         self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
@@ -194,8 +196,8 @@ class FrontEnd:
             return known.resolved
         resolved = self.registry.resolve(request)
         check_request(resolved, facts, self.registry.probes)
-        # Vectors and functions that came with a request are not worth being kept.
-        if not request.steer and not request.hooks:
+        # Functions and large vectors that came with a request are not worth being kept.
+        if not request.hooks and sum(v.activations.nbytes for v in request.steer) <= _JUDGED_BYTES:
             if len(self._judged) >= _JUDGED_MOST:
                 self._judged.clear()
             self._judged[key] = _Judged(request, facts, version, resolved)

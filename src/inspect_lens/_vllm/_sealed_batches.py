@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from inspect_lens._engine._envelope import Envelope
@@ -14,6 +15,8 @@ __all__ = ["SealedBatches"]
 _MOST = 256
 _MOST_LISTED = 1 << 14
 """Positions of a capture, and letters of what is asked of probes."""
+_MOST_BYTES = 1 << 17
+"""Of steering vectors."""
 
 _Key = tuple[int, int, int, int, int, bool]
 _Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], dict[str, Any]]
@@ -22,7 +25,13 @@ _Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], dict[str, Any]]
 class SealedBatches:
     """Packed envelopes of requests that are the same in all that an envelope says."""
 
-    def __init__(self) -> None:
+    def __init__(self, salt: Callable[[str], str]) -> None:
+        """Start empty.
+
+        Args:
+            salt: see `Results.salt`; changes when a steered request of some content has failed.
+        """
+        self._salt = salt
         self._known: dict[_Key, _Value] = {}
 
     def get(
@@ -47,7 +56,12 @@ class SealedBatches:
         """
         key = id(request), id(facts), id(reads), n_prompt, max_tokens, may_overrun
         known = self._known.get(key)
-        return None if known is None else known[1]
+        if known is None:
+            return None
+        salted: str | None = known[1]["hash"]
+        if salted is not None and salted != self._salt(salted.rpartition(":")[2]):
+            return None
+        return known[1]
 
     def keep(
         self,
@@ -62,11 +76,12 @@ class SealedBatches:
     ) -> None:
         """Remember a packed envelope for requests that are the same.
 
-        Not where steering vectors would be kept, whose salt may change, nor where the envelope
-        tells its request from others, or names thousands of positions.
+        Not where the envelope tells its request from others, or is large.
         """
         capture = envelope.capture
-        if envelope.steer or (capture is not None and capture.token):
+        if capture is not None and capture.token:
+            return
+        if sum(s.vectors.nbytes for s in envelope.steer) > _MOST_BYTES:
             return
         n_listed = 0 if capture is None else len(capture.positions or ())
         if n_listed + len(packed.get("uses", "")) > _MOST_LISTED:

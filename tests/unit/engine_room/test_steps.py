@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._arena import ArenaWriter
+from inspect_lens._engine._bank import Bank
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._exporter import Exporter, Rows
@@ -130,6 +131,46 @@ def test_a_fault_in_a_step_fails_its_requests_and_raises_nothing(collector: Coll
     assert not worker.stepper.is_watching
     assert not worker.state.is_active
     assert not worker.state.flags.any()
+
+
+def test_what_a_batch_is_steered_with_is_placed_once(
+    worker: Worker, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = worker.stepper._bank
+    placed: list[str] = []
+    original = Bank._admit
+
+    def admit(self: Bank, envelope: Any, *rest: Any) -> Any:
+        placed.append(envelope.steer_hash)
+        return original(self, envelope, *rest)
+
+    monkeypatch.setattr(Bank, "_admit", admit)
+
+    def request(scale: float, phase: Any = "both") -> LensRequest:
+        values = np.arange(1.0, HIDDEN + 1)[None]
+        vector = SteeringVector(activations=values, layer_indices=[2], scale=scale, phase=phase)
+        return LensRequest(steer=(vector,), capture=CaptureSpec(layers=(2,)))
+
+    for key in ("a", "b", "c"):
+        begin(worker, collector, key, sealed(collector, request(1.0), 4, 4))
+    begin(worker, collector, "d", sealed(collector, request(3.0), 4, 4))
+    # Where its prompt ends is part of it.
+    for key, n_prompt in (("e", 4), ("f", 5)):
+        begin(worker, collector, key, sealed(collector, request(1.0, "decode"), n_prompt, 4))
+    assert len(placed) == len(set(placed)) == 4
+    assert worker.stepper.rows_in_use == 2, "rows are shared by content all the same"
+    for key in ("a", "c"):
+        worker.stepper.remove(key)
+    worker.step([("b", 7, 0, 4), ("d", 8, 0, 4), ("e", 9, 0, 4), ("f", 6, 0, 4)])
+    for key, number, scale in (("b", 7, 1.0), ("d", 8, 3.0), ("e", 9, 0.0), ("f", 6, 0.0)):
+        got = collector.take(key, counts={ROWS: 4, SCORES: 0}, n_fed=4, timeout_s=5)
+        expected = rows(number, 2, 0, 4).numpy() + scale * np.arange(1.0, HIDDEN + 1)
+        np.testing.assert_allclose(got.tensors[ROWS].storage[0], expected)
+        worker.stepper.remove(key)
+    assert (worker.stepper.rows_in_use, bank._held) == (0, {})
+    begin(worker, collector, "g", sealed(collector, request(1.0), 4, 4))
+    assert len(placed) == 5
+    worker.stepper.remove("g")
 
 
 def test_an_envelope_of_another_release_fails_its_request() -> None:

@@ -125,12 +125,16 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
         front.judged(request, ours)
 
 
-def test_what_a_request_brings_is_not_kept() -> None:
+def test_little_is_kept_of_what_requests_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     front = FrontEnd()
     vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
-    for _ in range(3):
-        front.judged(LensRequest(steer=(vector,)), facts(8))
-    assert not front._judged
+    request = LensRequest(steer=(vector,))
+    ours = facts(8)
+    assert front.judged(request, ours) is front.judged(request, ours)
+    assert len(front._judged) == 1
+    monkeypatch.setattr(_front, "_JUDGED_BYTES", vector.activations.nbytes - 1)
+    front.judged(LensRequest(steer=(vector,)), ours)
+    assert len(front._judged) == 1, "large vectors are not kept"
     for _ in range(2 * _front._JUDGED_MOST):
         front.judged(LensRequest(capture=CaptureSpec(layers=(0,))), facts(8))
     assert len(front._judged) <= _front._JUDGED_MOST

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine._envelope import Envelope
-from inspect_lens._vllm import _front, _frontend, _sealing
+from inspect_lens._vllm import _front, _frontend, _sealed_batches, _sealing
 from inspect_lens._vllm._front import FrontEnd
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY, EngineProbe, SteeringVector
@@ -268,11 +268,22 @@ def test_what_tells_requests_apart_is_never_shared(processor: Any) -> None:
     reduced = extra(capture={"layers": [1], "reduce": "mean"})
     tokens = [Envelope.unpack(sealed(processor, reduced)).capture.token for _ in range(2)]
     assert tokens[0] != tokens[1]
+
+
+def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steered = steer()
-    one = Envelope.unpack(sealed(processor, steered)).steer_hash
-    front = _front.front_end()
-    front.results._failures[one.rpartition(":")[2]] += 1
-    assert Envelope.unpack(sealed(processor, steered)).steer_hash != one, "a new salt"
+    one = sealed(processor, steered)
+    assert sealed(processor, steered) is one
+    salt = Envelope.unpack(one).steer_hash
+    _front.front_end().results._failures[salt.rpartition(":")[2]] += 1
+    other = sealed(processor, steered)
+    assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
+    assert sealed(processor, steered) is other
+    monkeypatch.setattr(_sealed_batches, "_MOST_BYTES", 31)
+    large = steer()
+    assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"
 
 
 def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> None:
