@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import phases as phases_module
 from benchmarks.arms import ARMS, ENGINES, Vector
+from benchmarks.host_clock import host_summary, start_host_clock, stop_host_clock
 from benchmarks.loads import LOADS, requests
 from benchmarks.phases import Phases
 from benchmarks.results_file import WAITS, Results
@@ -168,6 +169,48 @@ def test_the_step_clock_times_a_step_and_the_way_to_the_next() -> None:
     for (_, _, ms, to_next, call), least in zip(timed, (60, 30), strict=True):
         assert 20 <= call <= ms < to_next
         assert to_next >= least, "the empty step lies between"
+
+
+def test_the_host_clock_times_the_parts_of_a_step_and_leaves_nothing_behind() -> None:
+    class Copier:
+        def apply(self) -> None:
+            time.sleep(0.01)
+
+        def copy(self) -> None:
+            time.sleep(0.005)
+
+    copier = Copier()
+    arena = SimpleNamespace(place=lambda: None)
+    exporter = SimpleNamespace(copier=copier, arena=arena, _send=lambda: None)
+    stepper = SimpleNamespace(begin=lambda: time.sleep(0.002), _exporter=exporter)
+    stepper.end_step = lambda: (copier.apply(), copier.copy(), copier.copy(), exporter._send())
+
+    def execute_model(scheduler_output: Any) -> str:
+        if scheduler_output.num_scheduled_tokens:
+            stepper.begin()
+            stepper.end_step()
+        return "done"
+
+    runner = SimpleNamespace(execute_model=execute_model, inspect_lens=stepper)
+    worker: Any = SimpleNamespace(model_runner=runner, device=SimpleNamespace(type="cpu"))
+    before = dict(vars(stepper)), dict(vars(arena)), dict(vars(exporter))
+    start_host_clock(worker)
+    for n in (1, 2, 0, 2):
+        counts = {str(i): 1 for i in range(n)}
+        assert runner.execute_model(SimpleNamespace(num_scheduled_tokens=counts)) == "done"
+    found = host_summary(stop_host_clock(worker))
+    assert runner.execute_model is execute_model
+    assert (dict(vars(stepper)), dict(vars(arena)), dict(vars(exporter))) == before
+    assert not vars(copier), "its class has the methods"
+    assert found is not None
+    assert (found["sequences"], found["steps"], found["end_on_device_ms"]) == (2, 2, 0.0)
+    wall = found["wall_ms"]
+    assert wall["begin"] >= 2
+    assert wall["readout"] >= 10
+    assert wall["copy"] >= 10, "both copies of the step"
+    assert wall["step"] >= wall["begin"] + wall["end"] >= wall["readout"] + wall["copy"]
+    assert all(found["thread_ms"][name] <= wall[name] + 0.5 for name in wall)
+    assert host_summary([(1, 9, {}, 0.0)]) is None
 
 
 def test_phases_are_those_that_a_client_sees(monkeypatch: pytest.MonkeyPatch) -> None:
