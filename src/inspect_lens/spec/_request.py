@@ -148,18 +148,46 @@ def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None
         return None
     # A batch gives one mapping to a thousand requests, and each is read three times.
     key, kept = _fingerprint(extra_args)
-    if key is not None and (known := _PARSED.get(key)) is not None:
+    if key is not None and (known := _PARSED.known.get(key)) is not None:
         return known[1]
     request = _parse(extra_args)
     if key is not None:
-        if len(_PARSED) >= _PARSED_MOST:
-            _PARSED.clear()
-        _PARSED[key] = (kept, request)
+        _PARSED.keep(key, kept, request)
     return request
 
 
-_PARSED: dict[tuple[object, ...], tuple[list[Any], LensRequest | None]] = {}
-_PARSED_MOST = 256
+class _Parsed:
+    """Requests that were parsed before, by content: as many as have room."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.known: dict[tuple[object, ...], tuple[list[Any], LensRequest | None]] = {}
+        self._left = self._most = most_bytes
+
+    def keep(self, key: tuple[object, ...], kept: list[Any], request: LensRequest | None) -> None:
+        """Keep a request, and in its favour perhaps none of those before."""
+        size = _BYTES_BESIDE + sum(map(_text_bytes, key))
+        for item in kept:
+            # What a request or a function holds is not looked at.
+            is_vector = isinstance(item, SteeringVector)
+            size += item.activations.nbytes if is_vector else _UNKNOWN_BYTES
+        if size > self._most:
+            return
+        if size > self._left:
+            self.known.clear()
+            self._left = self._most
+        self._left -= size
+        self.known[key] = kept, request
+
+
+def _text_bytes(part: object) -> int:
+    if isinstance(part, tuple):
+        return sum(map(_text_bytes, cast("tuple[object, ...]", part)))
+    return len(part) if isinstance(part, str) else 8
+
+
+_BYTES_BESIDE = 4096
+_UNKNOWN_BYTES = 1 << 16
+_PARSED = _Parsed(1 << 25)
 
 
 _PLAIN = frozenset({int, bool, str, type(None)})

@@ -12,6 +12,7 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
+    _request,
     check_request,
     parse_extra_args,
     resolve_positions,
@@ -266,6 +267,27 @@ def test_equal_requests_are_one_object_and_others_are_not() -> None:
     with pytest.raises(SpecError):
         parsed(tokens=2)
     assert parsed(tokens=1).probes[0].tokens is True
+
+
+def test_a_batch_of_many_vectors_is_parsed_once_and_large_ones_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = _request._Parsed(8 << 20)
+    monkeypatch.setattr(_request, "_PARSED", cache)
+
+    def ask(width: int) -> dict[str, Any]:
+        vector = SteeringVector(activations=np.ones((1, width)), layer_indices=[0])
+        return {"apply_steering_vectors": [vector]}
+
+    batch = [ask(8) for _ in range(1000)]
+    first = [parse_extra_args(extra) for extra in batch]
+    assert all(parse_extra_args(e) is f for e, f in zip(batch, first, strict=True))
+    large = ask(3 << 20)  # of eight bytes each
+    assert parse_extra_args(large) is not parse_extra_args(large)
+    assert parse_extra_args(batch[0]) is first[0], "nothing has gone for it"
+    for _ in range(100):
+        parse_extra_args(ask(1 << 15))
+    assert len(cache.known) < 50
 
 
 def test_what_is_changed_in_place_is_parsed_again() -> None:
