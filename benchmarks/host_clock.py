@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .step_clock import fullest
+
 __all__ = ["host_summary", "start_host_clock", "stop_host_clock"]
 
 PARTS = {
@@ -126,11 +128,9 @@ def host_summary(steps: list[tuple[int, int, Times, float]]) -> dict[str, Any] |
     Args:
         steps: as `stop_host_clock` returns them.
     """
-    decode = [step for step in steps if step[0] == step[1]]
-    if not decode:
+    chosen = fullest(steps)
+    if not chosen:
         return None
-    most = max(step[0] for step in decode)
-    chosen = [step for step in decode if step[0] == most]
 
     def medians(which: int) -> dict[str, float]:
         found = {}
@@ -140,7 +140,7 @@ def host_summary(steps: list[tuple[int, int, Times, float]]) -> dict[str, Any] |
         return found
 
     return {
-        "sequences": most,
+        "sequences": chosen[0][0],
         "steps": len(chosen),
         "wall_ms": medians(0),
         "thread_ms": medians(1),

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["start_clock", "stop_clock", "summary"]
+__all__ = ["fullest", "start_clock", "stop_clock", "summary"]
 
 Step = tuple[int, int, Any, Any, float]
 """Sequences, tokens, the start and end of a step (CUDA events, or seconds on a CPU), and the
@@ -21,6 +21,9 @@ milliseconds that the call took its thread."""
 
 Timed = tuple[int, int, float, float, float]
 """Sequences, tokens, milliseconds of the step, until the next one began, and of the call."""
+
+
+AnyStep = TypeVar("AnyStep", bound=tuple[Any, ...])
 
 
 def start_clock(worker: Any) -> None:
@@ -76,20 +79,25 @@ def stop_clock(worker: Any) -> list[Timed]:
     ]
 
 
+def fullest(steps: Sequence[AnyStep]) -> list[AnyStep]:
+    """Decode steps of the largest batch, of steps that begin with their sequences and tokens."""
+    decode = [step for step in steps if step[0] == step[1]]
+    most = max((step[0] for step in decode), default=0)
+    return [step for step in decode if step[0] == most]
+
+
 def summary(steps: list[Timed]) -> dict[str, Any] | None:
     """Medians of the decode steps of the fullest batch; None without such steps.
 
     Args:
         steps: as `stop_clock` returns them.
     """
-    decode = [step for step in steps if step[0] == step[1]]
-    if not decode:
+    chosen = fullest(steps)
+    if not chosen:
         return None
-    most = max(step[0] for step in decode)
-    chosen = [step for step in decode if step[0] == most]
     ms = sorted(step[2] for step in chosen)
     return {
-        "sequences": most,
+        "sequences": chosen[0][0],
         "steps": len(chosen),
         "ms_median": statistics.median(ms),
         "ms_p90": ms[min(len(ms) - 1, int(0.9 * len(ms)))],

@@ -22,6 +22,7 @@ __all__ = [
     "SEAMS",
     "SERVE_SEAMS",
     "Seam",
+    "allowed_plugins",
     "busy",
     "is_in_process",
     "resolve",
@@ -142,6 +143,12 @@ def vllm_version() -> str:
 def has_rust_front_end() -> bool:
     """Whether requests come by vLLM's front-end in Rust, which loads no plug-ins."""
     return bool(getattr(importlib.import_module("vllm.envs"), "VLLM_USE_RUST_FRONTEND", False))
+
+
+def allowed_plugins() -> list[str] | None:
+    """Names of the plug-ins that vLLM loads; None where it loads all."""
+    allowed: list[str] | None = importlib.import_module("vllm.envs").VLLM_PLUGINS
+    return allowed
 
 
 def busy(message: str) -> Exception:

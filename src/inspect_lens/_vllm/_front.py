@@ -25,7 +25,7 @@ from ._facts import facts_of, refusal
 from ._hook_book import HookBook
 from ._registry import Registry, parse_item, start_items
 from ._results import Results
-from ._sealed_batches import SealedBatches
+from ._sealed_batches import MOST_BYTES, SealedBatches
 from ._serve import install_when_serving, payloads
 from ._shared_names import SharedNames, folder_of_siblings
 from ._shared_payloads import open_door
@@ -36,8 +36,6 @@ __all__ = ["FrontEnd", "front_end", "not_served"]
 logger = logging.getLogger("vllm.inspect_lens")
 
 _JUDGED_MOST = 256
-_JUDGED_BYTES = 1 << 17
-"""Of steering vectors."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class FrontEnd:
         resolved = self.registry.resolve(request)
         check_request(resolved, facts, self.registry.probes)
         # Functions and large vectors that came with a request are not worth being kept.
-        if not request.hooks and sum(v.activations.nbytes for v in request.steer) <= _JUDGED_BYTES:
+        if not request.hooks and sum(v.activations.nbytes for v in request.steer) <= MOST_BYTES:
             if len(self._judged) >= _JUDGED_MOST:
                 self._judged.clear()
             self._judged[key] = _Judged(request, facts, version, resolved)

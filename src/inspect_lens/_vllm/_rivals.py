@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.metadata import entry_points
 
 from inspect_lens.errors import CompatError
+
+from ._compat import allowed_plugins
 
 __all__ = ["refuse_rivals"]
 
@@ -19,7 +20,7 @@ def refuse_rivals() -> None:
     Raises:
         CompatError: vLLM loads vllm-lens, too.
     """
-    allowed = getattr(importlib.import_module("vllm.envs"), "VLLM_PLUGINS", None)
+    allowed = allowed_plugins()
     others = [
         plugin.name
         for plugin in entry_points(group="vllm.general_plugins")

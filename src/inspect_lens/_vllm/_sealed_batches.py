@@ -10,13 +10,13 @@ from inspect_lens.spec import EngineFacts, LensRequest
 
 from ._scores import Reads
 
-__all__ = ["SealedBatches"]
+__all__ = ["MOST_BYTES", "SealedBatches"]
 
 _MOST = 256
 _MOST_LISTED = 1 << 14
 """Positions of a capture, and letters of what is asked of probes."""
-_MOST_BYTES = 1 << 17
-"""Of steering vectors."""
+MOST_BYTES = 1 << 17
+"""Of the steering vectors of a request that is kept."""
 
 _Key = tuple[int, int, int, int, int, bool]
 _Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], dict[str, Any]]
@@ -81,7 +81,7 @@ class SealedBatches:
         capture = envelope.capture
         if capture is not None and capture.token:
             return
-        if sum(s.vectors.nbytes for s in envelope.steer) > _MOST_BYTES:
+        if sum(s.vectors.nbytes for s in envelope.steer) > MOST_BYTES:
             return
         n_listed = 0 if capture is None else len(capture.positions or ())
         if n_listed + len(packed.get("uses", "")) > _MOST_LISTED:

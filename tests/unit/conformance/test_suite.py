@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance import offline
 from conformance.protocol import Suite
 from conformance.round_trip import judge_round_trip
 from conformance.suite import NAMES, run_suite
@@ -142,3 +144,21 @@ def test_the_file_is_written_whole(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_inspect_in_a_folder_of_its_own_is_for_the_eval_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def run(command: Any, environment: Any) -> dict[str, Any]:
+        found.append(environment["PYTHONPATH"])
+        return {}
+
+    monkeypatch.setattr(offline, "run_inspect", run)
+    backend = offline.Offline(
+        offline.OWN, tmp_path, work=tmp_path, path=None, options={}, inspect_path="/inspect"
+    )
+    backend.rescore(["score", "log"])
+    assert found[0].split(os.pathsep)[0] == "/inspect"
+    assert "/inspect" not in backend.child_environment()["PYTHONPATH"].split(os.pathsep)

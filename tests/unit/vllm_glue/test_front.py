@@ -132,7 +132,7 @@ def test_little_is_kept_of_what_requests_bring(monkeypatch: pytest.MonkeyPatch) 
     ours = facts(8)
     assert front.judged(request, ours) is front.judged(request, ours)
     assert len(front._judged) == 1
-    monkeypatch.setattr(_front, "_JUDGED_BYTES", vector.activations.nbytes - 1)
+    monkeypatch.setattr(_front, "MOST_BYTES", vector.activations.nbytes - 1)
     front.judged(LensRequest(steer=(vector,)), ours)
     assert len(front._judged) == 1, "large vectors are not kept"
     for _ in range(2 * _front._JUDGED_MOST):

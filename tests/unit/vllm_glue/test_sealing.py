@@ -281,7 +281,7 @@ def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
     other = sealed(processor, steered)
     assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
     assert sealed(processor, steered) is other
-    monkeypatch.setattr(_sealed_batches, "_MOST_BYTES", 31)
+    monkeypatch.setattr(_sealed_batches, "MOST_BYTES", 31)
     large = steer()
     assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"
 
