@@ -39,6 +39,8 @@ class Results:
     steps: list[dict[str, Any]] = field(default_factory=list)
     host: list[dict[str, Any]] = field(default_factory=list)
     """What the lens took of the step loop's thread in a run that is not among the timed ones."""
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    """What the device did in a step of a run that is not among the timed ones."""
     threads: list[dict[str, Any]] = field(default_factory=list)
     """What the client's threads did in a run that is not among the timed ones."""
     waits: dict[Key, dict[str, list[float]]] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class Results:
             ],
             "steps": self.steps,
             "host": self.host,
+            "timeline": self.timeline,
             "threads": self.threads,
             "waits": [
                 {"model": model, "load": load, "arm": arm, **waits}

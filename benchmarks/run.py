@@ -153,7 +153,7 @@ class Bench:
         cache = self.options.cache_root or str(self.work / "cache")
         own["VLLM_CACHE_ROOT"] = str(Path(cache) / f"{self.model}-{kind}")
         own.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        if self.options.steps or self.options.host:
+        if self.options.steps or self.options.host or self.options.timeline:
             # Functions of this repository, sent to the engine's own process.
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return own
@@ -196,6 +196,8 @@ class Bench:
             self._once_more(arms, "steps", self.results.steps)
         if self.options.host:
             self._once_more(arms, "host", self.results.host)
+        if self.options.timeline:
+            self._once_more(arms, "timeline", self.results.timeline)
         if self.options.threads:
             self._once_more(arms, "threads", self.results.threads)
         write_json(Path(self.options.out), self.results.to_json())
@@ -298,6 +300,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")
     add("--host", action="store_true", help="time the lens's parts of the step loop in one more")
+    add("--timeline", action="store_true", help="trace the device's steps in one more run")
     add("--pause-waiting", action="store_true", help="stop an engine's processes between turns")
     add("--threads", action="store_true", help="sample the client's threads in one more run")
     add(

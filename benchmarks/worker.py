@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tests.kit.child import requests_and_reply
@@ -22,6 +23,7 @@ from .phases import Phases
 from .shapes import SHAPES, Shape
 from .step_clock import start_clock, stop_clock, summary
 from .thread_samples import GarbageClock, Sampler
+from .timeline import start_timeline, stop_timeline, timeline_summary
 
 __all__ = ["main"]
 
@@ -138,23 +140,35 @@ class Vllm:
 
     def steps(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
         """Median time of a decode step in one run that is not timed otherwise."""
-        self.llm.collective_rpc(start_clock)
-        try:
-            self.run(arm, load, seed, limit_s)
-        finally:
-            steps = self.llm.collective_rpc(stop_clock)[0]
+        steps = self._beside(start_clock, stop_clock, arm, load, seed, limit_s)
         return {"steps": summary([tuple(s) for s in steps])}
 
     def host(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
         """What the lens takes of the step loop's thread in one run that is not timed otherwise."""
         if not self._has_lens:
             return {"host": None}
-        self.llm.collective_rpc(start_host_clock)
+        steps = self._beside(start_host_clock, stop_host_clock, arm, load, seed, limit_s)
+        return {"host": host_summary([tuple(s) for s in steps])}
+
+    def timeline(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
+        """What the device does in a full decode step, in one run that is not timed otherwise."""
+        start = partial(start_timeline, sequences=LOADS[load].n)
+        return {
+            "timeline": timeline_summary(
+                self._beside(start, stop_timeline, arm, load, seed, limit_s)
+            )
+        }
+
+    def _beside(
+        self, start: Any, stop: Any, arm: str, load: str, seed: int, limit_s: float
+    ) -> list[Any]:
+        """Run with an instrument of the first worker, and return what it noted."""
+        self.llm.collective_rpc(start)
         try:
             self.run(arm, load, seed, limit_s)
         finally:
-            steps = self.llm.collective_rpc(stop_host_clock)[0]
-        return {"host": host_summary([tuple(s) for s in steps])}
+            noted: list[Any] = self.llm.collective_rpc(stop)[0]
+        return noted
 
     def threads(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
         """What the threads of this process do in one run that is not timed otherwise."""

@@ -16,7 +16,7 @@ import torch
 from inspect_ai import Task, score
 from inspect_ai import eval as inspect_eval
 from inspect_ai.dataset import Sample
-from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.log import EvalError, EvalLog, read_eval_log
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
 from inspect_ai.solver import TaskState, generate
@@ -55,8 +55,14 @@ def linear_probe() -> Scorer:
 
 def _scores(log: EvalLog) -> dict[str, Any]:
     if log.status != "success" or not log.samples:
-        return {"error": f"{log.status}: {log.error.message if log.error else 'no samples'}"}
+        return {"error": f"{log.status}: {_told(log.error) if log.error else 'no samples'}"}
     return {str(sample.id): (sample.scores or {})["linear_probe"].value for sample in log.samples}
+
+
+def _told(error: EvalError) -> str:
+    """The message, and where it was raised: the last place in the traceback."""
+    places = [line.strip() for line in error.traceback.splitlines() if " line " in line]
+    return f"{error.message} ({places[-1]})" if places else error.message
 
 
 def _evaluate(url: str, folder: str) -> dict[str, Any]:
@@ -69,9 +75,11 @@ def _evaluate(url: str, folder: str) -> dict[str, Any]:
         Sample(input=" ".join(f"t{17 * i + j}" for j in range(5 + i)), id=str(i))
         for i in range(1, 7)
     ]
+    # Both packages register `vllm-lens`; where both are installed, the other name is ours alone.
+    provider = "lens" if os.environ["CONFORMANCE_BACKEND"] == "inspect-lens" else "vllm-lens"
     log = inspect_eval(
         Task(dataset=samples, solver=generate(), scorer=linear_probe()),
-        model="vllm-lens/" + os.environ["CONFORMANCE_MODEL"],
+        model=f"{provider}/{os.environ['CONFORMANCE_MODEL']}",
         model_base_url=f"{url}/v1",
         log_dir=folder,
         display="none",

@@ -49,9 +49,8 @@ def test_outputs_equal_an_engine_without_the_plug_in_and_its_compile_cache_is_no
     # PyTorch does; that is the one difference, and so there is none here. (In float32 there is
     # nothing to round, and bits are equal as things are.)
     rounding = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}
-    without = run(
-        folder, tmp_path / "c", "--dtype", "bfloat16", INSPECT_LENS_DISABLE="1", **rounding
-    )
-    with_taps = run(folder, tmp_path / "c", "--dtype", "bfloat16", "--capture", **rounding)
+    dtype = ("--option", 'dtype="bfloat16"')
+    without = run(folder, tmp_path / "c", *dtype, INSPECT_LENS_DISABLE="1", **rounding)
+    with_taps = run(folder, tmp_path / "c", *dtype, "--capture", **rounding)
     assert with_taps["answers"] == without["answers"]
     assert with_taps["captured"] is True

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from inspect_lens import SteeringVector
-from inspect_lens.engine import register, unregister
-from inspect_lens.spec import EngineProbe
 from tests.engine.conftest import Engine, start, tokens
+from tests.kit.engine_probes import check_probes
 from tests.kit.reference import HuggingFace
 from tests.kit.tiny_models import tiny_llama
 
@@ -44,6 +42,7 @@ def engine(folder: Path) -> Iterator[Engine]:
         max_num_batched_tokens=256,
         max_num_seqs=16,
         kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.2,
     )
     yield made
     made.close()
@@ -118,42 +117,9 @@ def test_norm_match_while_decoding(engine: Engine, hugging_face: HuggingFace) ->
 
 
 def test_probes_read_in_the_engine_what_the_formula_gives(engine: Engine) -> None:
-    rng = np.random.default_rng(0)
-    linear = rng.normal(size=(3, HIDDEN)).astype(np.float32)
-    heads = {n: rng.normal(size=(2, HIDDEN)).astype(np.float32) for n in ("query", "value")}
-    probes = {
-        "linear": EngineProbe(layers=(0, 2, 5), tensors={"weight": linear, "bias": np.float32(1)}),
-        "heads": EngineProbe(kind="attention", layers=(3,), tensors=heads),
-    }
-    for name, probe in probes.items():
-        register(engine.llm, name, probe)
-    streamed = [{"name": name, "positions": "all", "tokens": True} for name in probes]
-    mean = [{"name": "linear", "positions": "all"}]
-    asked = [{"inspect_lens": {"probes": p, "capture": {}}} for p in (streamed, mean) * 8]
-    try:
-        outputs = engine.run([tokens(7 + i, seed=i) for i in range(16)], asked, max_tokens=20)
-    finally:
-        for name in probes:
-            unregister(engine.llm, name)
+    prompts = [tokens(7 + i, seed=i) for i in range(16)]
+    outputs = check_probes(engine.llm, engine.run, prompts, HIDDEN, LAYERS)
     assert "graph" in outputs[0].inspect_lens.paths
-    for i, output in enumerate(outputs):
-        x = output.activations["residual_stream"].double().numpy()
-        scores = sum(x[layer] @ w for layer, w in zip((0, 2, 5), linear.astype(float), strict=True))
-        # In float32, of products that are exact: the sizes of what is summed tell the error.
-        sizes = sum(
-            abs(x[layer]) @ abs(w) for layer, w in zip((0, 2, 5), linear.astype(float), strict=True)
-        )
-        found = output.inspect_lens.probes[0]
-        assert abs(found.score - (scores.mean() + 1)) <= 1e-6 * sizes.max()
-        assert found.n_tokens == len(scores)
-        if i % 2 == 0:
-            assert np.all(abs(np.asarray(found.tokens) - scores - 1) <= 1e-6 * sizes)
-            logits, values = (x[3] @ heads[n].astype(float).T for n in ("query", "value"))
-            weight = np.exp(logits - logits.max(axis=0))
-            expected = ((weight * values).sum(axis=0) / weight.sum(axis=0)).sum()
-            assert output.inspect_lens.probes[1].score == pytest.approx(
-                expected, rel=1e-3, abs=1e-2
-            )
 
 
 def test_nothing_is_left_behind(engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """A script: start an engine, answer plain prompts greedily, print what came out as JSON.
 
-`python -m tests.kit.answer_plain FOLDER [--capture] [--dtype DTYPE]`; run in a process of its own,
+`python -m tests.kit.answer_plain FOLDER [--capture] [--option NAME=JSON ...]`; run in a process of its own,
 so that the environment decides whether the lens is there.
 """
 
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
     from tests.engine.conftest import start, tokens
 
-    options = {}
-    if "--dtype" in sys.argv:
-        options = {"dtype": sys.argv[sys.argv.index("--dtype") + 1]}
+    # A small part of a GPU: other engines may run on it.
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.2}
+    for before, word in pairwise(sys.argv):
+        if before == "--option":
+            name, _, value = word.partition("=")
+            options[name] = json.loads(value)
     engine = start(Path(sys.argv[1]), **options)
     try:
         outputs = engine.run([tokens(n, seed=n) for n in (5, 70, 130)], logprobs=3, max_tokens=32)

@@ -30,6 +30,7 @@ from inspect_lens.client import LensClient
 from inspect_lens.spec import SITES, result_name
 from tests.engine.conftest import Engine, start, tokens
 from tests.kit.architectures import CASES, LAYERS, Case, write
+from tests.kit.engine_probes import check_probes
 from tests.kit.reference import HuggingFace
 from tests.kit.repository import ROOT
 
@@ -192,6 +193,7 @@ def test_an_engine_on_several_gpus_equals_one(name: str) -> None:
     engine = started(model, distributed_executor_backend="mp", **options)
     try:
         seen = observe(engine)
+        check_probes(engine.llm, engine.run, PROMPTS, HIDDEN, LAYERS)
         sent = [tap for taps in engine.llm.collective_rpc("inspect_lens_taps") for tap in taps]
         engine.run([tokens(9)], max_tokens=2)
         left = engine.llm.collective_rpc("inspect_lens_stats")
