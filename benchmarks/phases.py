@@ -28,6 +28,8 @@ class Phases:
         self._began = self._added = self._ended = 0.0
         self._come: list[float] = []
         """When outputs came, of the steps since the last request was handed over."""
+        self._waited = 0.0
+        """Seconds for which the client waited for them."""
         self._machine: Any = None
         self._busy = self._stolen = 0.0
 
@@ -36,7 +38,7 @@ class Phases:
         self._machine = psutil.cpu_times()
         engine.add_request = _noting(engine.add_request, self._note_added)
         core = engine.engine_core
-        core.get_output = _noting(core.get_output, self._note_come)
+        core.get_output = _timing(core.get_output, self._note_come)
         self._began = self._added = time.perf_counter()
         return self
 
@@ -52,9 +54,11 @@ class Phases:
     def _note_added(self) -> None:
         self._added = time.perf_counter()
         self._come.clear()
+        self._waited = 0.0
 
-    def _note_come(self) -> None:
+    def _note_come(self, asked: float) -> None:
         self._come.append(time.perf_counter())
+        self._waited += self._come[-1] - asked
 
     def report(self) -> dict[str, float]:
         """Milliseconds, by the names of `WAITS`."""
@@ -63,6 +67,7 @@ class Phases:
             "add_ms": 1e3 * (self._added - self._began),
             "first_steps_ms": 1e3 * (come[:_FIRST][-1] - self._added),
             "steps_ms": 1e3 * (come[-1] - self._added),
+            "idle_ms": 1e3 * self._waited,
             "end_ms": 1e3 * (self._ended - come[-1]),
             "busy_ms": 1e3 * self._busy,
             "stolen_ms": 1e3 * self._stolen,
@@ -76,3 +81,13 @@ def _noting(original: Callable[..., Any], note: Callable[[], None]) -> Callable[
         return result
 
     return noted
+
+
+def _timing(original: Callable[..., Any], note: Callable[[float], None]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        asked = time.perf_counter()
+        result = original(*args, **kwargs)
+        note(asked)
+        return result
+
+    return timed

@@ -17,6 +17,7 @@ WAITS = {
     "add_ms": "from the start until the client had handed the last request over",
     "first_steps_ms": "from there until the outputs of the first 16 steps had come",
     "steps_ms": "from the last request until the outputs of the last step had come",
+    "idle_ms": "of these, time for which the client waited for outputs",
     "end_ms": "from there to the end",
     "busy_ms": "time of all the machine's cores, whoever used them",
     "stolen_ms": "time that the machine's host gave to others",

@@ -96,6 +96,7 @@ def summary(steps: list[Timed]) -> dict[str, Any] | None:
     if not chosen:
         return None
     ms = sorted(step[2] for step in chosen)
+    first = next(i for i, step in enumerate(steps) if step[:2] == chosen[0][:2])
     return {
         "sequences": chosen[0][0],
         "steps": len(chosen),
@@ -103,5 +104,8 @@ def summary(steps: list[Timed]) -> dict[str, Any] | None:
         "ms_p90": ms[min(len(ms) - 1, int(0.9 * len(ms)))],
         # Sampling, and whatever the device waits for, lie between a step's end and the next.
         "ms_to_next_median": statistics.median(step[3] for step in chosen),
+        "ms_to_next_mean": statistics.mean(step[3] for step in chosen),
         "call_ms_median": statistics.median(step[4] for step in chosen),
+        # Before the batch was full: sequences, tokens, and the three times, of each step.
+        "first": [[n, t, *(round(ms, 2) for ms in times)] for n, t, *times in steps[:first]][-24:],
     }

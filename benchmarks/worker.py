@@ -37,6 +37,8 @@ class Vllm:
         self._shape = shape
         self._set_up: set[str] = set()
         self._vectors: dict[Vector, Any] = {}
+        self._last: dict[str, float] = {}
+        """Phases of the last run."""
         self._has_lens = ENGINES[kind].has_lens
         self.llm: Any = LLM(**options)
 
@@ -94,6 +96,7 @@ class Vllm:
             seconds = time.perf_counter() - started
         shared = usage(os.getpid()).shared_bytes
         self._check(outputs, asked, drawn)
+        self._last = {k: round(v, 1) for k, v in phases.report().items()}
         return {
             "seconds": seconds,
             "tokens": sum(sampled for _, sampled in drawn),
@@ -141,7 +144,8 @@ class Vllm:
     def steps(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
         """Median time of a decode step in one run that is not timed otherwise."""
         steps = self._beside(start_clock, stop_clock, arm, load, seed, limit_s)
-        return {"steps": summary([tuple(s) for s in steps])}
+        found = summary([tuple(s) for s in steps])
+        return {"steps": found and {**found, "client": self._last}}
 
     def host(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
         """What the lens takes of the step loop's thread in one run that is not timed otherwise."""

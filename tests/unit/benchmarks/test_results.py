@@ -146,7 +146,9 @@ def test_the_step_clock_takes_the_decode_steps_of_the_fullest_batch() -> None:
         "ms_median": 2.0,
         "ms_p90": 3.0,
         "ms_to_next_median": 5.0,
+        "ms_to_next_mean": 5.0,
         "call_ms_median": 0.5,
+        "first": [[8, 300, 50.0, 60.0, 9.0]],
     }
     assert summary([(1, 9, 1.0, 1.0, 1.0)]) is None
 
