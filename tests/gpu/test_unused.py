@@ -18,12 +18,14 @@ pytestmark = [
 ]
 
 
-MODES = {
+# In compiled bfloat16 last bits do differ. A tap reads the stream as it is stored; without taps the
+# compiler fuses sums and norms across that place, and so writes other kernels, which add in
+# another order. Where PyTorch's own kernels run, or nothing is rounded in between, nothing differs.
+MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
-    # Graphs of the device, captured from PyTorch's own kernels.
+    # Split, replayed as graphs of the device, and not compiled.
     "graphs": {"compilation_config": {"backend": "eager"}},
     "compiled-float32": {"dtype": "float32"},
-    "compiled-rounded": {},
 }
 
 
@@ -31,35 +33,13 @@ MODES = {
 def test_tokens_and_logprobs_equal_those_of_an_engine_without_the_plug_in(
     tmp_path: Path, mode: str
 ) -> None:
-    rounding = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"} if mode == "compiled-rounded" else {}
     folder = tiny_llama(tmp_path / "model", layers=4, hidden=256, dtype=torch.bfloat16)
     options: list[str] = []
     for name, value in ({"dtype": "bfloat16"} | MODES[mode]).items():
         options += ["--option", f"{name}={json.dumps(value)}"]
-    without = run(folder, tmp_path / "cache", *options, INSPECT_LENS_DISABLE="1", **rounding)
+    cache = tmp_path / "cache"
+    without = run(folder, cache, *options, INSPECT_LENS_DISABLE="1")
     for sites in ("resid_post", "all"):
-        with_taps = run(
-            folder,
-            tmp_path / "cache",
-            *options,
-            "--capture",
-            INSPECT_LENS_SITES=sites,
-            **rounding,
-        )
+        with_taps = run(folder, cache, *options, "--capture", INSPECT_LENS_SITES=sites)
         assert with_taps["captured"] is True
-        same = sum(a == b for a, b in zip(with_taps["answers"], without["answers"], strict=True))
-        tokens = sum(
-            a["token_ids"] == b["token_ids"]
-            for a, b in zip(with_taps["answers"], without["answers"], strict=True)
-        )
-        print(f"MODE {mode} {sites}: {same} equal, {tokens} in tokens, {worst(with_taps, without)}")
-
-
-def worst(found: Any, other: Any) -> float:
-    return max(
-        abs(a[token] - b[token])
-        for x, y in zip(found["answers"], other["answers"], strict=True)
-        for a, b in zip(x["logprobs"], y["logprobs"], strict=True)
-        for token in a
-        if token in b
-    )
+        assert with_taps["answers"] == without["answers"]

@@ -1,7 +1,7 @@
 """A script: start an engine, answer plain prompts greedily, print what came out as JSON.
 
-`python -m tests.kit.answer_plain FOLDER [--capture] [--option NAME=JSON ...]`; run in a process of its own,
-so that the environment decides whether the lens is there.
+`python -m tests.kit.answer_plain FOLDER [--capture] [--option NAME=JSON ...]`; run in a process of
+its own, so that the environment decides whether the lens is there.
 """
 
 from __future__ import annotations

@@ -224,6 +224,7 @@ class Collector:
         poller.register(self._socket, zmq.POLLIN)
         while not self._is_closing:
             if not poller.poll(200):
+                self._sweep()
                 continue
             with contextlib.suppress(zmq.Again):
                 data = self._socket.recv(flags=zmq.NOBLOCK)
@@ -232,6 +233,12 @@ class Collector:
                 except Exception:
                     # The thread must outlive a bad message; its requests time out loudly.
                     logger.exception("inspect_lens: a message from a worker was not understood")
+
+    def _sweep(self) -> None:
+        """Nothing came for a while: time to give unused memory back."""
+        now = time.monotonic()
+        for pool in self._pools.values():
+            pool.sweep(now)
 
     def _accept(self, data: bytes) -> None:
         message = decode(data)

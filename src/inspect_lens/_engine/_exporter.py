@@ -18,6 +18,9 @@ from ._plan import Longs
 __all__ = ["Exporter", "Rows"]
 
 _SEND_TIMEOUT_S = 30.0
+_BLOCK_BYTES = 512 << 20
+"""Bytes of rows that one message tells of. A front-end places the rows of a long step while others
+of them are still on their way, and gives their room back bit by bit."""
 SEND_QUEUE = 8192
 """Messages that may wait for a front-end before the step loop does."""
 
@@ -101,7 +104,8 @@ class Exporter:
         taps = rows.tensor.shape[0]
         per_tap = rows.tensor[0].numel() * rows.dtype.itemsize
         # A block that leaves no room for the next one would make the step loop wait for it.
-        at_once = max(1, min(taps, self.arena.nbytes // 2 // max(per_tap, 1)))
+        most = min(_BLOCK_BYTES, self.arena.nbytes // 2)
+        at_once = max(1, min(taps, most // max(per_tap, 1)))
         for tap in range(0, taps, at_once):
             tensor = rows.tensor[tap : tap + at_once]
             self._seq += 1

@@ -6,7 +6,9 @@ large anonymous mapping, indexed by row: a step's rows are placed by a single fa
 which numpy carries out without holding the interpreter's lock.
 
 The mapping reserves addresses only; memory is taken when a row is written. A slab is given back
-when the last array that looks at it is gone.
+when the last array that looks at it is gone. Its memory stays for the next slabs for a minute: to
+fault gigabytes of pages in again, which the system fills with zeros first, takes longer than to
+copy rows into them. Until then the system may have it whenever it runs short (`MADV_FREE`).
 
 Half of the addresses are for large slabs: there the system is asked for huge pages, since
 gigabytes of rows are a million faults in pages of 4 KiB. A result that may become long, and does
@@ -21,6 +23,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import time
 import weakref
 from collections import deque
 from functools import cached_property
@@ -42,6 +45,10 @@ _PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 1 << 21
 _LARGE = 4 * _HUGE_PAGE
 """Bytes of a slab that is worth huge pages; those at its ends it shares with its neighbours."""
+_KEPT_S = 60.0
+"""Seconds after which memory of dropped slabs goes back to the system."""
+_SWEPT = 1 << 30
+"""Bytes that go back in one go: the thread that does it also places rows."""
 
 
 class Slab:
@@ -78,12 +85,15 @@ class SlabPool:
 
         Args:
             row_bytes: bytes of a row.
-            keep_bytes: bytes of unused slabs whose memory is kept for the next ones.
+            keep_bytes: bytes of unused slabs whose memory is kept for the next ones in any case.
             spare_bytes: of slabs with huge pages, in use at once, up to which slabs get some that
-                may stay mostly empty.
+                may stay mostly empty; and of slabs in use and unused ones together, up to which
+                the memory of these is kept.
         """
         self.row_bytes = row_bytes
         self._spare = spare_bytes
+        self._used = 0
+        """Bytes of the slabs in use, were they full."""
         self._huge = 0
         """Bytes of the slabs in use that have huge pages, were they full."""
         self.memory = _reserve(row_bytes)
@@ -96,8 +106,8 @@ class SlabPool:
         row = np.dtype((np.void, row_bytes))
         self.rows: NDArray[np.void] = np.frombuffer(self.memory, dtype=row)
         self.arrived: NDArray[np.bool_] = np.frombuffer(_mapped(most), dtype=np.bool_)
-        self.returned: deque[tuple[int, int, bool]] = deque()
-        """(start, rows, whether their memory was kept) of dropped slabs."""
+        self.returned: deque[tuple[int, int, bool, bool]] = deque()
+        """(start, rows, whether their memory was kept and they were counted) of dropped slabs."""
         self._keep = keep_bytes
         self._kept = 0
         self._counting = threading.Lock()
@@ -131,9 +141,13 @@ class SlabPool:
                 f"results of {len(self.memory) >> 30} GiB are open or held; drop some of them"
             )
         start, was_kept = found
-        if was_kept:
-            with self._counting:
-                self._kept -= nbytes
+        with self._counting:
+            self._kept -= nbytes * was_kept
+            self._used += nbytes
+        while self._kept > self._keep and self._used + self._kept > self._spare:
+            # What is kept is of other sizes than what is asked for.
+            if not self._let_go(self._halves[0].oldest() or self._halves[1].oldest()):
+                break
         self._huge += nbytes * (start >= self._middle)
         self.arrived[start : start + size] = False
         return Slab(self, start, size)
@@ -145,26 +159,89 @@ class SlabPool:
         ordinary array, and the one that places rows must not wait for it.
         """
         nbytes = rows * self.row_bytes
-        is_kept = False
+        is_kept = is_counted = False
         # Called by the garbage collector, perhaps in a thread that holds the lock: then not.
         if self._counting.acquire(blocking=False):
-            is_kept = self._kept + nbytes <= self._keep
+            is_counted = True
+            self._used -= nbytes
+            kept = self._kept + nbytes
+            is_kept = kept <= max(self._keep, self._spare - self._used)
             self._kept += nbytes * is_kept
             self._counting.release()
         if not is_kept:
-            first = -(-start * self.row_bytes // _PAGE) * _PAGE
-            last = (start + rows) * self.row_bytes // _PAGE * _PAGE
-            if last > first:
-                self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
-        self.returned.append((start, rows, is_kept))
+            self._advise(mmap.MADV_DONTNEED, start, rows)
+        elif kept > self._keep and hasattr(mmap, "MADV_FREE"):
+            # A system that does not know this keeps the pages, and has them back a minute later.
+            with contextlib.suppress(OSError):
+                self._advise(mmap.MADV_FREE, start, rows)
+        self.returned.append((start, rows, is_kept, is_counted))
+
+    def sweep(self, now: float) -> bool:
+        """Give memory to the system that nothing has used for a minute.
+
+        Called by the thread that allocates, when it has nothing to do.
+
+        Args:
+            now: seconds of the monotonic clock.
+
+        Returns:
+            Whether there is more of it.
+        """
+        self._take_back()
+        swept = 0
+        while swept < _SWEPT:
+            for half in self._halves:
+                kept = half.oldest()
+                if kept is not None and kept[2] <= now - _KEPT_S:
+                    self._let_go(kept)
+                    swept += kept[1] * self.row_bytes
+                    break
+            else:
+                return False
+        return True
+
+    def _let_go(self, kept: _Kept | None) -> bool:
+        """Give the memory of a kept slab to the system; whether there was one."""
+        if kept is None:
+            return False
+        start, rows, _ = kept
+        half = self._halves[start >= self._middle]
+        half.warm[rows].popleft()
+        self._advise(mmap.MADV_DONTNEED, start, rows)
+        half.cold.setdefault(rows, []).append(start)
+        with self._counting:
+            self._kept -= rows * self.row_bytes
+        return True
+
+    def _advise(self, advice: int, start: int, rows: int) -> None:
+        """Advise the system on the pages that belong to nothing but these rows."""
+        page = _PAGE
+        if advice == getattr(mmap, "MADV_FREE", None) and start >= self._middle:
+            # A part of a huge page would be cut off it.
+            page = _HUGE_PAGE
+        first = -(-start * self.row_bytes // page) * page
+        last = (start + rows) * self.row_bytes // page * page
+        if last > first:
+            self.memory.madvise(advice, first, last - first)
 
     def _take_back(self) -> None:
+        now = time.monotonic()
         while self.returned:
-            start, rows, is_kept = self.returned.popleft()
+            start, rows, is_kept, is_counted = self.returned.popleft()
             is_huge = start >= self._middle
             self._huge -= rows * self.row_bytes * is_huge
+            if not is_counted:
+                with self._counting:
+                    self._used -= rows * self.row_bytes
             half = self._halves[is_huge]
-            (half.warm if is_kept else half.cold).setdefault(rows, []).append(start)
+            if is_kept:
+                half.warm.setdefault(rows, deque()).append((start, rows, now))
+            else:
+                half.cold.setdefault(rows, []).append(start)
+
+
+_Kept = tuple[int, int, float]
+"""First row of a dropped slab whose memory was kept, its rows, and when it was taken note of."""
 
 
 class _Half:
@@ -172,19 +249,29 @@ class _Half:
 
     def __init__(self, start: int, stop: int) -> None:
         self._end, self._stop = start, stop
-        self.warm: dict[int, list[int]] = {}
-        """By rows: first rows of dropped slabs whose memory was kept."""
+        self.warm: dict[int, deque[_Kept]] = {}
+        """By rows: dropped slabs whose memory was kept, the oldest first."""
         self.cold: dict[int, list[int]] = {}
+        """By rows: first rows of those whose memory was not."""
 
     def take(self, size: int) -> tuple[int, bool] | None:
         """First row of so many, and whether their memory was kept; None where there are none."""
-        for free in (self.warm, self.cold):
-            if free.get(size):
-                return free[size].pop(), free is self.warm
+        if self.warm.get(size):
+            return self.warm[size].pop()[0], True
+        if self.cold.get(size):
+            return self.cold[size].pop(), False
         if self._end + size > self._stop:
             return None
         self._end += size
         return self._end - size, False
+
+    def oldest(self) -> _Kept | None:
+        """Of the slabs whose memory was kept, the one that was dropped first."""
+        return min((kept[0] for kept in self.warm.values() if kept), key=_when, default=None)
+
+
+def _when(kept: _Kept) -> float:
+    return kept[2]
 
 
 def _reserve(row_bytes: int) -> mmap.mmap:

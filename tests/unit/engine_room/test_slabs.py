@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import re
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +148,112 @@ def test_either_half_serves_where_the_other_is_full(monkeypatch: pytest.MonkeyPa
             pool.take(16 << 8, is_full=is_full)
         del live
         gc.collect()
+
+
+def filled(pool: SlabPool, mib: int) -> Any:
+    """The values of a slab of 4 KiB rows, every one of them written."""
+    values = pool.take(mib << 8).array(FLOAT)
+    values[:] = 7
+    return values
+
+
+def test_memory_of_dropped_slabs_stays_for_the_next_ones_for_a_minute() -> None:
+    pool = SlabPool(4096, keep_bytes=0, spare_bytes=64 << 20)
+    first, second = filled(pool, 16), filled(pool, 16)
+    address = first.ctypes.data
+    del first
+    gc.collect()
+    again = pool.take(16 << 8).array(FLOAT)
+    assert again.ctypes.data == address
+    # The system may have taken a page of those that were not touched since, but not all.
+    assert (again == 7).any()
+    del again, second
+    gc.collect()
+    began = time.monotonic()
+    assert not pool.sweep(began)
+    assert (filled_before(pool, 16) == 7).any(), "a minute has not passed"
+    gc.collect()
+    assert not pool.sweep(time.monotonic() + 59)
+    assert not pool.sweep(time.monotonic() + 61)
+    assert not filled_before(pool, 16).any(), "pages that were given back read as zero"
+
+
+def filled_before(pool: SlabPool, mib: int) -> Any:
+    return pool.take(mib << 8).array(FLOAT).copy()
+
+
+def test_what_is_kept_and_in_use_stays_within_a_bound() -> None:
+    pool = SlabPool(4096, keep_bytes=0, spare_bytes=40 << 20)
+    one, two, three = filled(pool, 16), filled(pool, 16), filled(pool, 16)
+    del one
+    gc.collect()
+    # 32 of 40 MiB are in use still: there is no room for 16 more.
+    assert not filled_before(pool, 16).any()
+    gc.collect()
+    del two
+    gc.collect()
+    kept = filled_before(pool, 16)
+    assert (kept == 7).any()
+    gc.collect()
+    # Slabs of another size make room by taking what is kept.
+    four = filled(pool, 24)
+    assert not filled_before(pool, 16).any()
+    del three, four
+
+
+def test_a_system_that_cannot_take_pages_back_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SlabPool(4096, keep_bytes=0, spare_bytes=64 << 20)
+    advise = pool._advise
+
+    def refuse(advice: int, start: int, rows: int) -> None:
+        if advice == mmap.MADV_FREE:
+            raise OSError("unknown advice")
+        advise(advice, start, rows)
+
+    monkeypatch.setattr(pool, "_advise", refuse)
+    del (values := [filled(pool, 16)])[0]
+    gc.collect()
+    assert (filled_before(pool, 16) == 7).all()
+    assert not values
+
+
+def test_much_memory_goes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_slabs, "_SWEPT", 16 << 20)
+    pool = SlabPool(4096, keep_bytes=0, spare_bytes=64 << 20)
+    values = [filled(pool, 16) for _ in range(3)]
+    del values
+    gc.collect()
+    pool.sweep(time.monotonic())
+    later = time.monotonic() + 61
+    assert [pool.sweep(later) for _ in range(4)] == [True, True, True, False]
+    assert pool._kept == 0
+    assert pool._used == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 300), st.booleans(), st.booleans()), max_size=40
+    ),
+    st.integers(0, 3000),
+    st.integers(0, 9000),
+)
+def test_counts_of_memory_are_right_whatever_is_taken_and_dropped(
+    steps: list[tuple[bool, int, bool, bool]], keep: int, spare: int
+) -> None:
+    pool = SlabPool(ROW, keep, spare)
+    live: list[Slab] = []
+    now = time.monotonic()
+    for is_new, size, is_full, sweeps in steps:
+        if is_new or not live:
+            live.append(pool.take(size, is_full=is_full))
+        else:
+            live.pop(size % len(live))
+        if sweeps:
+            now += 40
+            pool.sweep(now)
+        used = sum(slab.size * ROW for slab in live)
+        assert pool._used == used
+        assert 0 <= pool._kept <= max(keep, spare - used)
+    starts = sorted((slab.start, slab.start + slab.size) for slab in live)
+    assert all(a[1] <= b[0] for a, b in pairwise(starts))
