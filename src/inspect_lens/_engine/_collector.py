@@ -41,6 +41,8 @@ __all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 logger = logging.getLogger("vllm.inspect_lens")
 
 
+_SWEEP_S = 1.0
+"""Seconds between two looks at memory that nothing uses, where rows come all the time."""
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
@@ -63,7 +65,8 @@ class Collector:
         """Open the socket and start the thread.
 
         Args:
-            keep_bytes: bytes of memory of dropped results that is kept for the next ones.
+            keep_bytes: bytes of memory of dropped results that is kept for the next ones in any
+                case, for a minute.
             spare_bytes: see `SlabPool`; by default a quarter of the memory there is.
         """
         self._keep_bytes = keep_bytes
@@ -222,9 +225,15 @@ class Collector:
     def _receive(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        swept = time.monotonic()
         while not self._is_closing:
-            if not poller.poll(200):
-                self._sweep()
+            is_idle = not poller.poll(200)
+            now = time.monotonic()
+            if is_idle or now > swept + _SWEEP_S:
+                swept = now
+                for pool in self._pools.values():
+                    pool.sweep(now)
+            if is_idle:
                 continue
             with contextlib.suppress(zmq.Again):
                 data = self._socket.recv(flags=zmq.NOBLOCK)
@@ -233,12 +242,6 @@ class Collector:
                 except Exception:
                     # The thread must outlive a bad message; its requests time out loudly.
                     logger.exception("inspect_lens: a message from a worker was not understood")
-
-    def _sweep(self) -> None:
-        """Nothing came for a while: time to give unused memory back."""
-        now = time.monotonic()
-        for pool in self._pools.values():
-            pool.sweep(now)
 
     def _accept(self, data: bytes) -> None:
         message = decode(data)

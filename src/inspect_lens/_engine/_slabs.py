@@ -47,7 +47,7 @@ _LARGE = 4 * _HUGE_PAGE
 """Bytes of a slab that is worth huge pages; those at its ends it shares with its neighbours."""
 _KEPT_S = 60.0
 """Seconds after which memory of dropped slabs goes back to the system."""
-_SWEPT = 1 << 30
+_SWEPT = 256 << 20
 """Bytes that go back in one go: the thread that does it also places rows."""
 
 
@@ -177,9 +177,9 @@ class SlabPool:
         self.returned.append((start, rows, is_kept, is_counted))
 
     def sweep(self, now: float) -> bool:
-        """Give memory to the system that nothing has used for a minute.
+        """Give memory to the system that nothing has used for a minute, or a part of it.
 
-        Called by the thread that allocates, when it has nothing to do.
+        Called by the thread that allocates.
 
         Args:
             now: seconds of the monotonic clock.

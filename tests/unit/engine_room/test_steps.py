@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine import _collector, _exporter, _slabs
 from inspect_lens._engine._arena import ArenaWriter
 from inspect_lens._engine._bank import Bank
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._exporter import Exporter, Rows
-from inspect_lens._engine._message import Failure
+from inspect_lens._engine._message import Block, Failure
 from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens.errors import CapacityError, CaptureError, SpecError
 from tests.kit.steps import (
@@ -46,6 +47,61 @@ def test_chunks_overlaps_and_surplus_rows_are_placed_by_position(
     np.testing.assert_array_equal(got.tensors[ROWS].storage, expected.numpy())
     assert got.tensors[ROWS].shape == (2, 13, HIDDEN)
     assert got.paths == ("eager",)
+
+
+def test_a_long_step_is_told_of_in_parts(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_exporter, "_BLOCK_BYTES", 10 * HIDDEN * 4)
+    worker = Worker(exporter())
+    blocks = []
+    send = worker.stepper._exporter._send
+
+    def noting(reply: str, message: Any) -> bool:
+        if isinstance(message, Block):
+            blocks.append((message.tap, message.shape))
+        return send(reply, message)
+
+    monkeypatch.setattr(worker.stepper._exporter, "_send", noting)
+    try:
+        begin(worker, collector, "p", sealed(collector, CAPTURE, 10, 6))
+        worker.step([("p", 1, 0, 4)])
+        worker.step([("p", 1, 4, 6)])  # of which one part has no room for both taps
+        got = collector.take("p", counts={ROWS: 10, SCORES: 0}, n_fed=10, timeout_s=5)
+    finally:
+        worker.stepper.close()
+    assert blocks == [(0, (2, 4, HIDDEN)), (0, (1, 6, HIDDEN)), (1, (1, 6, HIDDEN))]
+    expected = torch.stack([rows(1, 0, 0, 10), rows(1, 5, 0, 10)])
+    np.testing.assert_array_equal(got.tensors[ROWS].storage, expected.numpy())
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_memory_of_dropped_results_goes_back_though_rows_come_all_the_time(
+    worker: Worker, collector: Collector, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    monkeypatch.setattr(_slabs, "_KEPT_S", 0.3)
+    monkeypatch.setattr(_collector, "_SWEEP_S", 0.1)
+
+    def captured(key: str) -> None:
+        begin(worker, collector, key, sealed(collector, CAPTURE, 10, 6))
+        worker.step([(key, 1, 0, 10)])
+        collector.take(key, counts={ROWS: 10, SCORES: 0}, n_fed=10, timeout_s=5)
+
+    captured("m0")
+    pool = collector._pools[HIDDEN * 4]
+    # One of another size, so that what is asked for meanwhile does not use it again.
+    slab = pool.take(4096)
+    del slab
+    first = pool._kept
+    assert first >= 4096 * pool.row_bytes
+    deadline = time.monotonic() + 10
+    n = 0
+    while pool._kept >= 4096 * pool.row_bytes:
+        assert time.monotonic() < deadline
+        if is_busy:
+            captured(f"m{(n := n + 1)}")
+        else:
+            time.sleep(0.05)
 
 
 def test_missing_rows_fail_the_request_with_their_number(
