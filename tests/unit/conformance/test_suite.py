@@ -162,3 +162,15 @@ def test_inspect_in_a_folder_of_its_own_is_for_the_eval_only(
     backend.rescore(["score", "log"])
     assert found[0].split(os.pathsep)[0] == "/inspect"
     assert "/inspect" not in backend.child_environment()["PYTHONPATH"].split(os.pathsep)
+
+
+def test_a_failed_eval_is_told_with_the_place_where_it_failed() -> None:
+    from inspect_ai.log import EvalError
+
+    from conformance.inspect_child import _told
+
+    traceback = 'Traceback:\n  File "a.py", line 3, in f\n    g()\n  File "b.py", line 7, in g\n'
+    error = EvalError(message="no rows", traceback=traceback, traceback_ansi="")
+    assert _told(error) == 'no rows (File "b.py", line 7, in g)'
+    error = EvalError(message="no rows", traceback="", traceback_ansi="")
+    assert _told(error) == "no rows"
