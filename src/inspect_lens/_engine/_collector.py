@@ -61,16 +61,21 @@ class Collected:
 class Collector:
     """Receives from all workers of this process's engines."""
 
-    def __init__(self, keep_bytes: int = 1 << 30, spare_bytes: int | None = None) -> None:
+    def __init__(
+        self, keep_bytes: int = 1 << 30, spare_bytes: int | None = None, n_processes: int = 1
+    ) -> None:
         """Open the socket and start the thread.
 
         Args:
             keep_bytes: bytes of memory of dropped results that is kept for the next ones in any
                 case, for a minute.
-            spare_bytes: see `SlabPool`; by default a quarter of the memory there is.
+            spare_bytes: see `SlabPool`; by default this process's share of a quarter of the
+                memory there is.
+            n_processes: of this kind on this machine.
         """
         self._keep_bytes = keep_bytes
-        self._spare_bytes = memory_bytes() // 4 if spare_bytes is None else spare_bytes
+        share = memory_bytes() // (4 * n_processes)
+        self._spare_bytes = share if spare_bytes is None else spare_bytes
         self._pools: dict[int, SlabPool] = {}
         self._folder, self._lock = new_folder()
         self.address = f"ipc://{self._folder / 'rows'}"

@@ -70,6 +70,7 @@ class FrontEnd:
         """Take note of an engine; called when its input processor is made."""
         reason = refusal(vllm_config)
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
+        self.results.n_processes = self.n_processes
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
                 names = SharedNames(folder_of_siblings(), parse_item)

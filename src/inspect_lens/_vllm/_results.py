@@ -73,6 +73,8 @@ class Results:
         self._expected: dict[str, _Expected] = {}
         self._choices: dict[str, set[str]] = {}
         """Open choices of each request, by its internal id."""
+        self.n_processes = 1
+        """Front-ends of this machine, which share its memory."""
         self._collector: Collector | None = None
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
@@ -87,7 +89,7 @@ class Results:
         """Where workers send rows; opens the socket when first asked."""
         with self._lock:
             if self._collector is None:
-                self._collector = Collector()
+                self._collector = Collector(n_processes=self.n_processes)
             return self._collector.address
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from inspect_lens._engine import _collector
 from inspect_lens._vllm import _facts, _front
 from inspect_lens._vllm._front import FrontEnd
 from inspect_lens._vllm._registry import Registry
@@ -226,3 +228,23 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     front.engines = [facts(8)]
     front.register("a", probe(8))
     assert front.unregister("a") is None, "another name stands for it"
+
+
+@pytest.mark.parametrize("n_processes", [1, 4])
+def test_api_servers_share_the_memory_that_is_kept_of_results(
+    monkeypatch: pytest.MonkeyPatch, n_processes: int
+) -> None:
+    monkeypatch.setattr(_front, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(_front, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
+    monkeypatch.setattr(_front, "open_door", lambda *args: None)
+    monkeypatch.setattr(_facts, "_has_remote_engines", lambda parallel: False)
+    monkeypatch.setattr(_collector, "memory_bytes", lambda: 64 << 30)
+    front = FrontEnd()
+    monkeypatch.setattr(front.registry, "share", lambda names: None)
+    front.learn(SimpleNamespace(), config(n_processes))
+    assert front.results.address
+    collector = front.results._the_collector()
+    try:
+        assert collector._pool(32)._spare == (16 << 30) // n_processes
+    finally:
+        collector.close()
