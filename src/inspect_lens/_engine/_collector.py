@@ -34,15 +34,15 @@ from ._memory import memory_bytes
 from ._message import PATHS, Block, Failure, Opened, Saved, Settled, decode, unpacked
 from ._pending import ROWS, SCORES, SHARE_BYTES, STORAGE, Pending, Worker
 from ._saved import SavedResults
-from ._slabs import SlabPool
+from ._slabs import Budget, SlabPool
 
 __all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
 
-_SWEEP_S = 1.0
-"""Seconds between two looks at memory that nothing uses, where rows come all the time."""
+_SWEEP_S, _SWEEP_AGAIN_S = 1.0, 0.02
+"""Seconds between two looks at memory that nothing uses; and where more of it was left."""
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
@@ -69,13 +69,12 @@ class Collector:
         Args:
             keep_bytes: bytes of memory of dropped results that is kept for the next ones in any
                 case, for a minute.
-            spare_bytes: see `SlabPool`; by default this process's share of a quarter of the
+            spare_bytes: see `Budget`; by default this process's share of a quarter of the
                 memory there is.
             n_processes: of this kind on this machine.
         """
-        self._keep_bytes = keep_bytes
         share = memory_bytes() // (4 * n_processes)
-        self._spare_bytes = share if spare_bytes is None else spare_bytes
+        self._budget = Budget(keep_bytes, share if spare_bytes is None else spare_bytes)
         self._pools: dict[int, SlabPool] = {}
         self._folder, self._lock = new_folder()
         self.address = f"ipc://{self._folder / 'rows'}"
@@ -102,9 +101,9 @@ class Collector:
             key: the request.
             envelope: what it asks for.
         """
-        pending = Pending(envelope)
-        with self._changed:
-            self._pending[key] = pending
+        # Without the lock, for which the thread that takes openings up would be waited: nobody
+        # looks for a request before it is opened.
+        self._pending[key] = Pending(envelope)
 
     def discard(self, key: str) -> None:
         """Forget a request; rows that still come for it are dropped."""
@@ -230,14 +229,14 @@ class Collector:
     def _receive(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        swept = time.monotonic()
+        sweeps = time.monotonic() + _SWEEP_S
+        has_more = False
         while not self._is_closing:
-            is_idle = not poller.poll(200)
+            is_idle = not poller.poll(1 if has_more else 200)
             now = time.monotonic()
-            if is_idle or now > swept + _SWEEP_S:
-                swept = now
-                for pool in self._pools.values():
-                    pool.sweep(now)
+            if now >= sweeps or (is_idle and has_more):
+                has_more = self._budget.sweep(now)
+                sweeps = now + (_SWEEP_AGAIN_S if has_more else _SWEEP_S)
             if is_idle:
                 continue
             with contextlib.suppress(zmq.Again):
@@ -299,7 +298,7 @@ class Collector:
 
     def _pool(self, row_bytes: int) -> SlabPool:
         if row_bytes not in self._pools:
-            self._pools[row_bytes] = SlabPool(row_bytes, self._keep_bytes, self._spare_bytes)
+            self._pools[row_bytes] = SlabPool(row_bytes, self._budget)
         return self._pools[row_bytes]
 
     def _accept_block(self, block: Block) -> None:

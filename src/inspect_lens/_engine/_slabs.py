@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
 
-__all__ = ["Slab", "SlabPool"]
+__all__ = ["Budget", "Slab", "SlabPool"]
 
 _RESERVE = 1 << 41
 """Bytes of addresses, 2 TiB of the 128 that a process has."""
@@ -46,9 +47,93 @@ _HUGE_PAGE = 1 << 21
 _LARGE = 4 * _HUGE_PAGE
 """Bytes of a slab that is worth huge pages; those at its ends it shares with its neighbours."""
 _KEPT_S = 60.0
-"""Seconds after which memory of dropped slabs goes back to the system."""
-_SWEPT = 256 << 20
-"""Bytes that go back in one go: the thread that does it also places rows."""
+"""Seconds after which memory of dropped slabs begins to go back to the system."""
+_SWEPT = 64 << 20
+"""Bytes that go back in one go, or one slab: the thread that does it also places rows."""
+_FREE: int | None = getattr(mmap, "MADV_FREE", None)
+
+
+Kept = tuple[int, int, float]
+"""First row of a dropped slab whose memory was kept, its rows, and when it was taken note of."""
+
+
+class Budget:
+    """How much memory the pools of one process use, and keep of what was dropped."""
+
+    def __init__(self, keep_bytes: int, spare_bytes: int = 0) -> None:
+        """Begin with nothing.
+
+        Args:
+            keep_bytes: bytes of unused slabs whose memory is kept for the next ones in any case.
+            spare_bytes: of slabs with huge pages, in use at once, up to which slabs get some that
+                may stay mostly empty; and of slabs in use and unused ones together, up to which
+                the memory of these is kept.
+        """
+        self.keep, self.spare = keep_bytes, spare_bytes
+        self.used = 0
+        """Bytes of the slabs in use, were they full."""
+        self.huge = 0
+        """Of these, bytes of slabs that have huge pages."""
+        self.kept = 0
+        """Bytes of dropped slabs whose memory was kept."""
+        self.lock = threading.Lock()
+        """Of `used` and `kept`, which any thread changes that drops a slab."""
+        self.pools: list[SlabPool] = []
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that allocates, and gives kept memory back: no fork of it."""
+        return os.getpid() == self._pid
+
+    def dropped(self, nbytes: int) -> tuple[bool, bool]:
+        """Note that a slab was dropped; called in any thread.
+
+        Returns:
+            Whether its memory is kept, and whether that is more than is kept in any case.
+        """
+        self.used -= nbytes
+        kept = self.kept + nbytes
+        is_kept = self.is_here and kept <= max(self.keep, self.spare - self.used)
+        self.kept += nbytes * is_kept
+        return is_kept, is_kept and kept > self.keep
+
+    def trim(self) -> None:
+        """Give memory of dropped slabs back until what is in use leaves room for the rest."""
+        while self.kept > self.keep and self.used + self.kept > self.spare:
+            self._take_back()
+            if (oldest := self._oldest()) is None:
+                return
+            oldest[0].let_go(oldest[1])
+
+    def sweep(self, now: float) -> bool:
+        """Give memory to the system that nothing has used for a minute, or a part of it.
+
+        Called by the thread that allocates.
+
+        Args:
+            now: seconds of the monotonic clock.
+
+        Returns:
+            Whether there is more of it.
+        """
+        self._take_back()
+        swept = 0
+        while swept < _SWEPT:
+            oldest = self._oldest()
+            if oldest is None or oldest[1][2] > now - _KEPT_S:
+                return False
+            swept += oldest[0].let_go(oldest[1])
+        return True
+
+    def _take_back(self) -> None:
+        for pool in self.pools:
+            pool.take_back()
+
+    def _oldest(self) -> tuple[SlabPool, Kept] | None:
+        """Of the slabs whose memory was kept, the one that was dropped first."""
+        found = [(pool, kept) for pool in self.pools if (kept := pool.oldest()) is not None]
+        return min(found, key=lambda pair: pair[1][2], default=None)
 
 
 class Slab:
@@ -80,39 +165,31 @@ class Slab:
 class SlabPool:
     """Slabs of rows of one width. One thread allocates; any thread may drop a slab."""
 
-    def __init__(self, row_bytes: int, keep_bytes: int, spare_bytes: int = 0) -> None:
+    def __init__(self, row_bytes: int, budget: Budget) -> None:
         """Reserve addresses.
 
         Args:
             row_bytes: bytes of a row.
-            keep_bytes: bytes of unused slabs whose memory is kept for the next ones in any case.
-            spare_bytes: of slabs with huge pages, in use at once, up to which slabs get some that
-                may stay mostly empty; and of slabs in use and unused ones together, up to which
-                the memory of these is kept.
+            budget: of the pools of this process.
         """
         self.row_bytes = row_bytes
-        self._spare = spare_bytes
-        self._used = 0
-        """Bytes of the slabs in use, were they full."""
-        self._huge = 0
-        """Bytes of the slabs in use that have huge pages, were they full."""
+        self._budget = budget
         self.memory = _reserve(row_bytes)
         most = len(self.memory) // row_bytes
         middle = len(self.memory) // (2 * _HUGE_PAGE) * _HUGE_PAGE
         with contextlib.suppress(AttributeError, OSError):  # not every system has them
             self.memory.madvise(mmap.MADV_HUGEPAGE, middle, len(self.memory) - middle)
         self._middle = -(-middle // row_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         # Rows are opaque: only their place matters here.
         row = np.dtype((np.void, row_bytes))
         self.rows: NDArray[np.void] = np.frombuffer(self.memory, dtype=row)
         self.arrived: NDArray[np.bool_] = np.frombuffer(_mapped(most), dtype=np.bool_)
         self.returned: deque[tuple[int, int, bool, bool]] = deque()
         """(start, rows, whether their memory was kept and they were counted) of dropped slabs."""
-        self._keep = keep_bytes
-        self._kept = 0
-        self._counting = threading.Lock()
         self._halves = (_Half(0, self._middle), _Half(self._middle, most))
         """Without, and with huge pages."""
+        budget.pools.append(self)
 
     @cached_property
     def covered(self) -> NDArray[np.bool_]:
@@ -129,10 +206,10 @@ class SlabPool:
         Raises:
             CapacityError: all addresses are in use.
         """
-        self._take_back()
-        size = _rounded(rows)
+        self.take_back()
+        budget, size = self._budget, _rounded(rows)
         nbytes = size * self.row_bytes
-        is_huge = nbytes >= _LARGE and (is_full or self._huge + nbytes <= self._spare)
+        is_huge = nbytes >= _LARGE and (is_full or budget.huge + nbytes <= budget.spare)
         for half in self._halves[::-1] if is_huge else self._halves:
             if (found := half.take(size)) is not None:
                 break
@@ -141,16 +218,15 @@ class SlabPool:
                 f"results of {len(self.memory) >> 30} GiB are open or held; drop some of them"
             )
         start, was_kept = found
-        with self._counting:
-            self._kept -= nbytes * was_kept
-            self._used += nbytes
-        while self._kept > self._keep and self._used + self._kept > self._spare:
-            # What is kept is of other sizes than what is asked for.
-            if not self._let_go(self._halves[0].oldest() or self._halves[1].oldest()):
-                break
-        self._huge += nbytes * (start >= self._middle)
+        with budget.lock:
+            budget.kept -= nbytes * was_kept
+            budget.used += nbytes
+        budget.huge += nbytes * (start >= self._middle)
         self.arrived[start : start + size] = False
-        return Slab(self, start, size)
+        slab = Slab(self, start, size)
+        # What is kept may be of other sizes than what is asked for.
+        budget.trim()
+        return slab
 
     def give_back(self, start: int, rows: int) -> None:
         """Drop a slab, in whichever thread let go of its last array.
@@ -158,81 +234,62 @@ class SlabPool:
         That thread also gives the memory to the system: it is the one that would do so with an
         ordinary array, and the one that places rows must not wait for it.
         """
-        nbytes = rows * self.row_bytes
-        is_kept = is_counted = False
+        budget = self._budget
+        is_kept = is_lent = is_counted = False
         # Called by the garbage collector, perhaps in a thread that holds the lock: then not.
-        if self._counting.acquire(blocking=False):
+        if budget.lock.acquire(blocking=False):
             is_counted = True
-            self._used -= nbytes
-            kept = self._kept + nbytes
-            is_kept = kept <= max(self._keep, self._spare - self._used)
-            self._kept += nbytes * is_kept
-            self._counting.release()
+            is_kept, is_lent = budget.dropped(rows * self.row_bytes)
+            budget.lock.release()
         if not is_kept:
             self._advise(mmap.MADV_DONTNEED, start, rows)
-        elif kept > self._keep and hasattr(mmap, "MADV_FREE"):
-            # A system that does not know this keeps the pages, and has them back a minute later.
-            with contextlib.suppress(OSError):
-                self._advise(mmap.MADV_FREE, start, rows)
+        elif is_lent and _FREE is not None:
+            self._advise(_FREE, start, rows)
+        # Only now may the slab be used again: what is written afterwards must not go.
         self.returned.append((start, rows, is_kept, is_counted))
 
-    def sweep(self, now: float) -> bool:
-        """Give memory to the system that nothing has used for a minute, or a part of it.
-
-        Called by the thread that allocates.
-
-        Args:
-            now: seconds of the monotonic clock.
-
-        Returns:
-            Whether there is more of it.
-        """
-        self._take_back()
-        swept = 0
-        while swept < _SWEPT:
-            for half in self._halves:
-                kept = half.oldest()
-                if kept is not None and kept[2] <= now - _KEPT_S:
-                    self._let_go(kept)
-                    swept += kept[1] * self.row_bytes
-                    break
-            else:
-                return False
-        return True
-
-    def _let_go(self, kept: _Kept | None) -> bool:
-        """Give the memory of a kept slab to the system; whether there was one."""
-        if kept is None:
-            return False
+    def let_go(self, kept: Kept) -> int:
+        """Give the memory of a kept slab, the oldest, to the system; returns its bytes."""
         start, rows, _ = kept
-        half = self._halves[start >= self._middle]
+        half, nbytes = self._halves[start >= self._middle], rows * self.row_bytes
         half.warm[rows].popleft()
-        self._advise(mmap.MADV_DONTNEED, start, rows)
         half.cold.setdefault(rows, []).append(start)
-        with self._counting:
-            self._kept -= rows * self.row_bytes
-        return True
+        with self._budget.lock:
+            self._budget.kept -= nbytes
+        self._advise(mmap.MADV_DONTNEED, start, rows)
+        return nbytes
+
+    def oldest(self) -> Kept | None:
+        """Of the slabs whose memory was kept, the one that was dropped first."""
+        found = [kept for half in self._halves if (kept := half.oldest()) is not None]
+        return min(found, key=_when, default=None)
 
     def _advise(self, advice: int, start: int, rows: int) -> None:
-        """Advise the system on the pages that belong to nothing but these rows."""
+        """Advise the system on the pages that belong to nothing but these rows.
+
+        A system that refuses, as it does with pages that are locked, keeps them: what is in them
+        is never read before it is written.
+        """
         page = _PAGE
-        if advice == getattr(mmap, "MADV_FREE", None) and start >= self._middle:
+        if advice == _FREE and start >= self._middle:
             # A part of a huge page would be cut off it.
             page = _HUGE_PAGE
-        first = -(-start * self.row_bytes // page) * page
-        last = (start + rows) * self.row_bytes // page * page
+        first = -(-(self._address + start * self.row_bytes) // page) * page
+        last = (self._address + (start + rows) * self.row_bytes) // page * page
         if last > first:
-            self.memory.madvise(advice, first, last - first)
+            # Without the interpreter's lock, unlike `mmap.madvise`: gigabytes take a while.
+            _madvise(first, last - first, advice)
 
-    def _take_back(self) -> None:
-        now = time.monotonic()
+    def take_back(self) -> None:
+        """Take note of the slabs that were dropped; called by the thread that allocates."""
+        now, budget = time.monotonic(), self._budget
         while self.returned:
             start, rows, is_kept, is_counted = self.returned.popleft()
-            is_huge = start >= self._middle
-            self._huge -= rows * self.row_bytes * is_huge
+            nbytes, is_huge = rows * self.row_bytes, start >= self._middle
+            budget.huge -= nbytes * is_huge
             if not is_counted:
-                with self._counting:
-                    self._used -= rows * self.row_bytes
+                with budget.lock:
+                    budget.used -= nbytes
             half = self._halves[is_huge]
             if is_kept:
                 half.warm.setdefault(rows, deque()).append((start, rows, now))
@@ -240,16 +297,12 @@ class SlabPool:
                 half.cold.setdefault(rows, []).append(start)
 
 
-_Kept = tuple[int, int, float]
-"""First row of a dropped slab whose memory was kept, its rows, and when it was taken note of."""
-
-
 class _Half:
     """Rows [start, stop) of a pool: what was never used of them, and what was dropped."""
 
     def __init__(self, start: int, stop: int) -> None:
         self._end, self._stop = start, stop
-        self.warm: dict[int, deque[_Kept]] = {}
+        self.warm: dict[int, deque[Kept]] = {}
         """By rows: dropped slabs whose memory was kept, the oldest first."""
         self.cold: dict[int, list[int]] = {}
         """By rows: first rows of those whose memory was not."""
@@ -265,13 +318,20 @@ class _Half:
         self._end += size
         return self._end - size, False
 
-    def oldest(self) -> _Kept | None:
+    def oldest(self) -> Kept | None:
         """Of the slabs whose memory was kept, the one that was dropped first."""
         return min((kept[0] for kept in self.warm.values() if kept), key=_when, default=None)
 
 
-def _when(kept: _Kept) -> float:
+def _when(kept: Kept) -> float:
     return kept[2]
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> None:
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+
+
+_LIBC = ctypes.CDLL(None)
 
 
 def _reserve(row_bytes: int) -> mmap.mmap:

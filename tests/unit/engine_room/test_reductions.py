@@ -17,8 +17,8 @@ from tests.kit.cases import DTYPES, KEYS, REJECTED, Case, checked, compare
 from tests.kit.steps import FACTS, LAYERS, Worker, begin
 
 
-def chunks(case: Case) -> Iterator[tuple[int, int] | None]:
-    """(first position, tokens) of each step of a request; None is a pre-emption."""
+def chunks(case: Case) -> Iterator[tuple[int, int, bool] | None]:
+    """First position, tokens, and whether they were just sampled; None is a pre-emption."""
     fed, highest, k, restarts = 0, 0, 0, sorted(case.restarts)
     while fed < case.n_fed + case.surplus:
         if restarts and fed >= restarts[0]:
@@ -29,12 +29,12 @@ def chunks(case: Case) -> Iterator[tuple[int, int] | None]:
         limit = max(case.n_prompt, highest) if fed < max(case.n_prompt, highest) else fed + 1
         n = min(case.cuts[k % len(case.cuts)], limit - fed)
         k += 1
-        yield fed, n
+        yield fed, n, fed >= max(case.n_prompt, highest)
         fed += n
         highest = max(highest, fed)
     if case.again:
         yield None
-        yield 0, case.again
+        yield 0, case.again, False
 
 
 def feed(worker: Worker, cases: dict[str, tuple[int, Case, Envelope]], order: int) -> None:
@@ -57,9 +57,10 @@ def feed(worker: Worker, cases: dict[str, tuple[int, Case, Envelope]], order: in
                 for other in others:
                     worker.stepper.remove(other)
             else:
-                first, n = step
+                first, n, is_sampled = step
                 parts.append((key, number, first, n))
-                if case.drafts and first >= case.n_prompt and n == 1:
+                # vLLM drafts behind what it sampled last, and nothing where it computes again.
+                if case.drafts and is_sampled:
                     parts[-1:] = [(key, number + REJECTED, first, 1 + case.drafts)]
         if parts:
             worker.step(parts)

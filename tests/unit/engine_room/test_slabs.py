@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+import os
 import re
 import time
 from itertools import pairwise
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine import _slabs
-from inspect_lens._engine._slabs import Slab, SlabPool
+from inspect_lens._engine._slabs import Budget, Slab, SlabPool
 from inspect_lens.errors import CapacityError
 
 ROW = 24
@@ -34,7 +36,7 @@ def test_living_slabs_never_overlap_and_start_empty(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_slabs, "_LARGE", 100 * ROW)
-        take_and_drop(SlabPool(ROW, keep), steps)
+        take_and_drop(SlabPool(ROW, Budget(keep)), steps)
 
 
 def take_and_drop(pool: SlabPool, steps: list[tuple[bool, int, bool]]) -> None:
@@ -56,7 +58,7 @@ def take_and_drop(pool: SlabPool, steps: list[tuple[bool, int, bool]]) -> None:
 
 @pytest.mark.parametrize("keep", [0, 1 << 20])
 def test_a_slab_lives_as_long_as_any_view_of_it(keep: int) -> None:
-    pool = SlabPool(ROW, keep)
+    pool = SlabPool(ROW, Budget(keep))
     slab = pool.take(8)
     start = slab.start
     tensor = torch.from_numpy(slab.array(FLOAT).reshape(8, -1)[2:5])[1:]
@@ -72,7 +74,7 @@ def test_a_slab_lives_as_long_as_any_view_of_it(keep: int) -> None:
 
 
 def test_memory_beyond_what_is_kept_goes_back_to_the_system() -> None:
-    pool = SlabPool(4096, keep_bytes=0)
+    pool = SlabPool(4096, Budget(0))
     slab = pool.take(16)
     slab.array(FLOAT)[:] = 1
     del slab
@@ -92,7 +94,7 @@ def test_fewer_addresses_are_taken_where_many_are_refused(
         return real(nbytes)
 
     monkeypatch.setattr(_slabs, "_mapped", mapped)
-    assert len(SlabPool(ROW, 0).memory) <= 1 << 34
+    assert len(SlabPool(ROW, Budget(0)).memory) <= 1 << 34
 
 
 def has_huge_pages(values: np.ndarray[Any, Any]) -> bool:
@@ -111,14 +113,14 @@ def has_huge_pages(values: np.ndarray[Any, Any]) -> bool:
     ("mib", "is_full", "expected"), [(16, True, True), (16, False, False), (1, True, False)]
 )
 def test_large_slabs_that_fill_up_get_huge_pages(mib: int, is_full: bool, expected: bool) -> None:
-    pool = SlabPool(4096, keep_bytes=0)
+    pool = SlabPool(4096, Budget(0))
     slab = pool.take(mib << 8, is_full=is_full)
     there_are_any = Path("/sys/kernel/mm/transparent_hugepage").exists()
     assert has_huge_pages(slab.array(FLOAT)) == (expected and there_are_any)
 
 
 def test_slabs_that_may_stay_empty_get_huge_pages_while_they_could_all_be_full() -> None:
-    pool = SlabPool(4096, keep_bytes=0, spare_bytes=40 << 20)
+    pool = SlabPool(4096, Budget(0, 40 << 20))
     has_any = Path("/sys/kernel/mm/transparent_hugepage").exists()
 
     def take(mib: int, *, is_full: bool = False) -> tuple[Slab, bool]:
@@ -140,7 +142,7 @@ def test_slabs_that_may_stay_empty_get_huge_pages_while_they_could_all_be_full()
 
 def test_either_half_serves_where_the_other_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_slabs, "_reserve", lambda row_bytes: _slabs._mapped(64 << 20))
-    pool = SlabPool(4096, keep_bytes=0)
+    pool = SlabPool(4096, Budget(0))
     for is_full in (True, False):
         live = [pool.take(16 << 8, is_full=is_full) for _ in range(4)]
         assert len({slab.start for slab in live}) == 4
@@ -157,8 +159,34 @@ def filled(pool: SlabPool, mib: int) -> Any:
     return values
 
 
+def found(pool: SlabPool, mib: int) -> Any:
+    """What stands in the next slab."""
+    return pool.take(mib << 8).array(FLOAT).copy()
+
+
+class Advice:
+    """Notes what the system is told, and tells it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, refused: int | None = None) -> None:
+        self.given: list[tuple[int, int, int]] = []
+        madvise = _slabs._madvise
+
+        def note(address: int, nbytes: int, advice: int) -> None:
+            self.given.append((address, nbytes, advice))
+            if advice != refused:
+                madvise(address, nbytes, advice)
+
+        patch.setattr(_slabs, "_madvise", note)
+
+    def on(self, pool: SlabPool) -> list[tuple[int, int, int]]:
+        """Address, bytes and advice, of this pool only."""
+        first, last = pool._address, pool._address + len(pool.memory)
+        return [given for given in self.given if first <= given[0] < last]
+
+
 def test_memory_of_dropped_slabs_stays_for_the_next_ones_for_a_minute() -> None:
-    pool = SlabPool(4096, keep_bytes=0, spare_bytes=64 << 20)
+    budget = Budget(0, 64 << 20)
+    pool = SlabPool(4096, budget)
     first, second = filled(pool, 16), filled(pool, 16)
     address = first.ctypes.data
     del first
@@ -170,90 +198,189 @@ def test_memory_of_dropped_slabs_stays_for_the_next_ones_for_a_minute() -> None:
     del again, second
     gc.collect()
     began = time.monotonic()
-    assert not pool.sweep(began)
-    assert (filled_before(pool, 16) == 7).any(), "a minute has not passed"
-    gc.collect()
-    assert not pool.sweep(time.monotonic() + 59)
-    assert not pool.sweep(time.monotonic() + 61)
-    assert not filled_before(pool, 16).any(), "pages that were given back read as zero"
-
-
-def filled_before(pool: SlabPool, mib: int) -> Any:
-    return pool.take(mib << 8).array(FLOAT).copy()
+    assert not budget.sweep(began)
+    assert not budget.sweep(began + 59)
+    assert budget.kept == 32 << 20, "a minute has not passed"
+    assert not budget.sweep(time.monotonic() + 61)
+    assert budget.kept == 0
+    assert not found(pool, 16).any(), "pages that were given back read as zero"
 
 
 def test_what_is_kept_and_in_use_stays_within_a_bound() -> None:
-    pool = SlabPool(4096, keep_bytes=0, spare_bytes=40 << 20)
+    budget = Budget(0, 40 << 20)
+    pool = SlabPool(4096, budget)
     one, two, three = filled(pool, 16), filled(pool, 16), filled(pool, 16)
     del one
     gc.collect()
     # 32 of 40 MiB are in use still: there is no room for 16 more.
-    assert not filled_before(pool, 16).any()
+    assert not found(pool, 16).any()
     gc.collect()
     del two
     gc.collect()
-    kept = filled_before(pool, 16)
-    assert (kept == 7).any()
+    assert (found(pool, 16) == 7).any()
     gc.collect()
     # Slabs of another size make room by taking what is kept.
     four = filled(pool, 24)
-    assert not filled_before(pool, 16).any()
+    assert not found(pool, 16).any()
     del three, four
 
 
-def test_a_system_that_cannot_take_pages_back_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = SlabPool(4096, keep_bytes=0, spare_bytes=64 << 20)
-    advise = pool._advise
+def test_rows_of_all_widths_share_the_bound() -> None:
+    budget = Budget(0, 40 << 20)
+    narrow, wide = SlabPool(4096, budget), SlabPool(8192, budget)
+    held = wide.take(16 << 7)
+    for _ in range(2):
+        values = filled(narrow, 16)
+        del values
+        gc.collect()
+    assert budget.kept == 16 << 20
+    other = wide.take(16 << 7)
+    assert (budget.used, budget.kept) == (32 << 20, 0), "what the other pool kept has to go"
+    del held, other
 
-    def refuse(advice: int, start: int, rows: int) -> None:
-        if advice == mmap.MADV_FREE:
-            raise OSError("unknown advice")
-        advise(advice, start, rows)
 
-    monkeypatch.setattr(pool, "_advise", refuse)
+def test_the_system_may_have_what_is_kept_beyond_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advice = Advice(monkeypatch)
+    # Rows of a width that divides no page.
+    pool = SlabPool(5000, Budget(24 << 20, 128 << 20))
+    first, second = filled(pool, 16), filled(pool, 16)
+    start, nbytes, huge = second.ctypes.data, second.nbytes, 2 << 20
+    assert start % huge
+    assert (start + nbytes) % huge
+    del first
+    gc.collect()
+    assert not advice.on(pool), "kept in any case"
+    del second
+    gc.collect()
+    # Whole huge pages only: a part would be cut off.
+    first_page, last_page = -(-start // huge) * huge, (start + nbytes) // huge * huge
+    assert advice.on(pool) == [(first_page, last_page - first_page, mmap.MADV_FREE)]
+
+
+@pytest.mark.parametrize("refused", [mmap.MADV_FREE, mmap.MADV_DONTNEED])
+def test_a_system_that_does_not_take_pages_back_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    advice = Advice(monkeypatch, refused)
+    budget = Budget(0, 64 << 20)
+    pool = SlabPool(4096, budget)
     del (values := [filled(pool, 16)])[0]
     gc.collect()
-    assert (filled_before(pool, 16) == 7).all()
     assert not values
+    assert (found(pool, 16) == 7).any()
+    gc.collect()
+    assert not budget.sweep(time.monotonic() + 61)
+    assert budget.kept == 0
+    assert refused in {kind for _, _, kind in advice.on(pool)}
+    assert pool.take(16 << 8).array(FLOAT).any() == (refused == mmap.MADV_DONTNEED)
+
+
+def test_pages_that_are_locked_stop_nothing() -> None:
+    budget = Budget(0, 64 << 20)
+    pool = SlabPool(4096, budget)
+    values = filled(pool, 16)
+    libc = ctypes.CDLL(None)
+    if libc.mlock(ctypes.c_void_p(values.ctypes.data), ctypes.c_size_t(4096)):
+        pytest.skip("no page may be locked here")
+    address = values.ctypes.data
+    try:
+        del values
+        gc.collect()
+        assert not budget.sweep(time.monotonic() + 61)
+        assert (budget.used, budget.kept) == (0, 0)
+        assert pool.take(16 << 8).array(FLOAT).ctypes.data == address
+    finally:
+        libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(4096))
 
 
 def test_much_memory_goes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_slabs, "_SWEPT", 16 << 20)
-    pool = SlabPool(4096, keep_bytes=0, spare_bytes=64 << 20)
+    budget = Budget(0, 64 << 20)
+    pool = SlabPool(4096, budget)
     values = [filled(pool, 16) for _ in range(3)]
     del values
     gc.collect()
-    pool.sweep(time.monotonic())
+    budget.sweep(time.monotonic())
     later = time.monotonic() + 61
-    assert [pool.sweep(later) for _ in range(4)] == [True, True, True, False]
-    assert pool._kept == 0
-    assert pool._used == 0
+    assert [budget.sweep(later) for _ in range(4)] == [True, True, True, False]
+    assert (budget.used, budget.kept) == (0, 0)
+
+
+def test_a_slab_that_is_dropped_while_another_thread_counts_is_counted_later() -> None:
+    budget = Budget(64 << 20)
+    pool = SlabPool(4096, budget)
+    values = filled(pool, 16)
+    with budget.lock:
+        del values
+        gc.collect()
+    assert budget.used == 16 << 20
+    pool.take_back()
+    assert (budget.used, budget.kept) == (0, 0)
+    assert not found(pool, 16).any(), "its memory went back"
+
+
+def test_a_slab_is_used_again_only_after_its_memory_was_dealt_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = SlabPool(4096, Budget(0, 24 << 20))
+    returned = []
+    monkeypatch.setattr(_slabs, "_madvise", lambda *_: returned.append(len(pool.returned)))
+    one, two = filled(pool, 16), filled(pool, 16)
+    del one  # goes back
+    gc.collect()
+    pool.take_back()
+    del two  # is kept
+    gc.collect()
+    assert returned == [0, 0]
+
+
+def test_a_forked_child_keeps_nothing() -> None:
+    budget = Budget(64 << 20)
+    pool = SlabPool(4096, budget)
+    values = filled(pool, 16)
+    child = os.fork()
+    if not child:
+        del values
+        gc.collect()
+        os._exit(budget.kept != 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del values
+    gc.collect()
+    assert budget.kept == 16 << 20
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.integers(1, 300), st.booleans(), st.booleans()), max_size=40
+        st.tuples(st.booleans(), st.integers(1, 300), st.booleans(), st.booleans(), st.booleans()),
+        max_size=40,
     ),
     st.integers(0, 3000),
     st.integers(0, 9000),
 )
 def test_counts_of_memory_are_right_whatever_is_taken_and_dropped(
-    steps: list[tuple[bool, int, bool, bool]], keep: int, spare: int
+    steps: list[tuple[bool, int, bool, bool, bool]], keep: int, spare: int
 ) -> None:
-    pool = SlabPool(ROW, keep, spare)
+    budget = Budget(keep, spare)
+    pools = SlabPool(ROW, budget), SlabPool(2 * ROW, budget)
     live: list[Slab] = []
+    sizes: list[int] = []
     now = time.monotonic()
-    for is_new, size, is_full, sweeps in steps:
-        if is_new or not live:
-            live.append(pool.take(size, is_full=is_full))
-        else:
-            live.pop(size % len(live))
-        if sweeps:
-            now += 40
-            pool.sweep(now)
-        used = sum(slab.size * ROW for slab in live)
-        assert pool._used == used
-        assert 0 <= pool._kept <= max(keep, spare - used)
-    starts = sorted((slab.start, slab.start + slab.size) for slab in live)
-    assert all(a[1] <= b[0] for a, b in pairwise(starts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_slabs, "_LARGE", 100 * ROW)
+        for is_new, size, is_full, is_wide, sweeps in steps:
+            if is_new or not live:
+                live.append(pools[is_wide].take(size, is_full=is_full))
+                sizes.append(live[-1].size * pools[is_wide].row_bytes)
+            else:
+                live.pop(size % len(live))
+                sizes.pop(size % len(sizes))
+            if sweeps:
+                now += 40
+                budget.sweep(now)
+            assert budget.used == sum(sizes)
+            assert 0 <= budget.kept <= max(keep, spare - budget.used)
+            starts = sorted((id(slab._pool), slab.start, slab.start + slab.size) for slab in live)
+            assert all(a[2] <= b[1] for a, b in pairwise(starts) if a[0] == b[0])

@@ -82,24 +82,22 @@ def test_memory_of_dropped_results_goes_back_though_rows_come_all_the_time(
     monkeypatch.setattr(_slabs, "_KEPT_S", 0.3)
     monkeypatch.setattr(_collector, "_SWEEP_S", 0.1)
 
-    def captured(key: str) -> None:
-        begin(worker, collector, key, sealed(collector, CAPTURE, 10, 6))
+    def captured(key: str, max_tokens: int) -> None:
+        begin(worker, collector, key, sealed(collector, CAPTURE, 10, max_tokens))
         worker.step([(key, 1, 0, 10)])
         collector.take(key, counts={ROWS: 10, SCORES: 0}, n_fed=10, timeout_s=5)
 
-    captured("m0")
-    pool = collector._pools[HIDDEN * 4]
-    # One of another size, so that what is asked for meanwhile does not use it again.
-    slab = pool.take(4096)
-    del slab
-    first = pool._kept
-    assert first >= 4096 * pool.row_bytes
+    budget = collector._budget
+    # Much room, of which a text that ended early took ten rows; nobody asks for as much again.
+    captured("m0", 2000)
+    many = 2 * 2000 * HIDDEN * 4
+    assert budget.kept >= many
     deadline = time.monotonic() + 10
     n = 0
-    while pool._kept >= 4096 * pool.row_bytes:
+    while budget.kept >= many:
         assert time.monotonic() < deadline
         if is_busy:
-            captured(f"m{(n := n + 1)}")
+            captured(f"m{(n := n + 1)}", 6)
         else:
             time.sleep(0.05)
 

@@ -245,6 +245,6 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
     assert front.results.address
     collector = front.results._the_collector()
     try:
-        assert collector._pool(32)._spare == (16 << 30) // n_processes
+        assert collector._budget.spare == (16 << 30) // n_processes
     finally:
         collector.close()
