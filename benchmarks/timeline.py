@@ -36,12 +36,19 @@ def start_timeline(worker: Any, sequences: int) -> None:
     profiler: Any = None
     events: list[Event] = []
 
+    def stop() -> None:
+        nonlocal profiler
+        if profiler is not None:
+            torch.cuda.synchronize(worker.device)
+            profiler.stop()
+            profiler = None
+
     def read() -> None:
-        torch.cuda.synchronize(worker.device)
-        profiler.stop()
+        traced = profiler
+        stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
+            traced.export_chrome_trace(str(path))
             found = json.loads(path.read_text())["traceEvents"]
         events.extend(e for e in found if e.get("cat") in _KINDS)
 
@@ -49,7 +56,7 @@ def start_timeline(worker: Any, sequences: int) -> None:
         nonlocal seen, profiler
         counts = scheduler_output.num_scheduled_tokens
         if len(counts) == sum(counts.values()) == sequences:
-            if seen == SKIPPED and profiler is None:
+            if seen == SKIPPED:
                 # So that the trace holds these steps and nothing of the one before.
                 torch.cuda.synchronize(worker.device)
                 profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -60,13 +67,15 @@ def start_timeline(worker: Any, sequences: int) -> None:
         return original(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model
-    worker.timeline = (original, events)
+    worker.timeline = (original, events, stop)
 
 
 def stop_timeline(worker: Any) -> list[Event]:
     """Stop, and return what was traced: nothing where the batch never was that full for long."""
-    original, events = worker.timeline
+    original, events, stop = worker.timeline
     worker.model_runner.execute_model = original
+    # A batch that was not full for that long: what was traced is of too few steps.
+    stop()
     del worker.timeline
     return [{k: e[k] for k in ("name", "cat", "ts", "dur")} | _args(e) for e in events]
 
@@ -86,8 +95,7 @@ def timeline_summary(events: Sequence[Event], steps: int = TRACED) -> dict[str, 
     Returns:
         Milliseconds per step: `step_ms` from one to the next; `busy_ms`, in which the model's
         stream ran something, and `idle_ms`, in which it did not; `kernels` by time; `copies` by
-        kind and stream. `stretch` is the time of the model's kernels while rows were copied to
-        the host over what the same kernels take otherwise, None where one of the two is missing.
+        kind and stream.
     """
     if not events:
         return None
@@ -105,7 +113,6 @@ def timeline_summary(events: Sequence[Event], steps: int = TRACED) -> dict[str, 
         "step_ms": _ms(end - begin, steps),
         "busy_ms": _ms(busy, steps),
         "idle_ms": _ms(end - begin - busy, steps),
-        "stretch": _stretch([e for e in model if _is_kernel(e)], copies),
         "kernels": _totals(kernels, steps, lambda e: e["name"].split("(")[0][:90]),
         "copies": _totals(
             copies, steps, lambda e: f"{e['name']}, stream {e['args'].get('stream')}"
@@ -150,30 +157,3 @@ def _totals(
             row["mib"] = round(n_bytes / steps / (1 << 20), 4)
         rows.append(row)
     return sorted(rows, key=lambda row: -row["ms"])[:_SHOWN]
-
-
-def _stretch(kernels: Sequence[Event], copies: Sequence[Event]) -> float | None:
-    """Time of kernels beside copies to the host over that of the same kernels without them.
-
-    A kernel of a graph has its twins in other layers and steps: those that ran while no large copy
-    was under way tell what it takes alone.
-    """
-    spans = _union(
-        (e["ts"], e["ts"] + e["dur"])
-        for e in copies
-        if "DtoH" in e["name"] and e["args"].get("bytes", 0) >= 1 << 16
-    )
-    beside: dict[str, list[float]] = defaultdict(list)
-    alone: dict[str, list[float]] = defaultdict(list)
-    at = 0
-    for event in sorted(kernels, key=lambda e: e["ts"]):
-        begin, end = event["ts"], event["ts"] + event["dur"]
-        while at < len(spans) and spans[at][1] <= begin:
-            at += 1
-        if at < len(spans) and spans[at][0] < end:
-            beside[event["name"]].append(event["dur"])
-        else:
-            alone[event["name"]].append(event["dur"])
-    both = [name for name in beside if name in alone]
-    expected = sum(len(beside[n]) * sum(alone[n]) / len(alone[n]) for n in both)
-    return round(sum(sum(beside[n]) for n in both) / expected, 4) if expected else None
