@@ -36,7 +36,7 @@ class Phases:
     def __enter__(self) -> Phases:
         engine = self._engine
         self._machine = psutil.cpu_times()
-        engine.add_request = _noting(engine.add_request, self._note_added)
+        engine.add_request = _timing(engine.add_request, self._note_added)
         core = engine.engine_core
         core.get_output = _timing(core.get_output, self._note_come)
         self._began = self._added = time.perf_counter()
@@ -51,7 +51,7 @@ class Phases:
         self._stolen = spent[2]
         self._busy = sum(now) - sum(before) - sum(spent)
 
-    def _note_added(self) -> None:
+    def _note_added(self, _: float) -> None:
         self._added = time.perf_counter()
         self._come.clear()
         self._waited = 0.0
@@ -74,16 +74,9 @@ class Phases:
         }
 
 
-def _noting(original: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        note()
-        return result
-
-    return noted
-
-
 def _timing(original: Callable[..., Any], note: Callable[[float], None]) -> Callable[..., Any]:
+    """A call that is followed by a note of when it began."""
+
     def timed(*args: Any, **kwargs: Any) -> Any:
         asked = time.perf_counter()
         result = original(*args, **kwargs)

@@ -6,9 +6,9 @@ its own, so that the environment decides whether the lens is there.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from typing import Any
 def main() -> None:
     from tests.engine.conftest import start, tokens
 
+    parser = argparse.ArgumentParser(prog="python -m tests.kit.answer_plain")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--capture", action="store_true")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON")
+    given = parser.parse_args()
     # A small part of a GPU: other engines may run on it.
     options: dict[str, Any] = {"gpu_memory_utilization": 0.2}
-    for before, word in pairwise(sys.argv):
-        if before == "--option":
-            name, _, value = word.partition("=")
-            options[name] = json.loads(value)
-    engine = start(Path(sys.argv[1]), **options)
+    for word in given.option:
+        name, _, value = word.partition("=")
+        options[name] = json.loads(value)
+    engine = start(given.folder, **options)
     try:
         outputs = engine.run([tokens(n, seed=n) for n in (5, 70, 130)], logprobs=3, max_tokens=32)
         answers = [
@@ -35,7 +39,7 @@ def main() -> None:
             for o in outputs
         ]
         captured = None
-        if "--capture" in sys.argv:
+        if given.capture:
             output = engine.run([tokens(20)], {"output_residual_stream": True})[0]
             rows = output.activations["residual_stream"]
             captured = bool((rows.abs().sum(dim=-1) > 0).all())
