@@ -19,6 +19,7 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +42,9 @@ _BOARD = 4096
 _DATA = _BOARD + BOARD_SIZE * 4 * 8
 _ALIGN = 4096
 _WAIT_S = 60.0
-_POLL_S = 0.001
+_POLL_LEAST_S, _POLL_MOST_S = 0.001, 0.004
+_POLL_SHARE = 0.125
+"""Of the time that has been waited: the pause before the next look."""
 _WORTH_A_WORD_S = 1.0
 
 
@@ -215,16 +218,38 @@ class ArenaReader:
         """Whether the worker still holds the file."""
         return os.path.exists(self._path)
 
-    def wait(self, seq: int, timeout_s: float = _WAIT_S, stop: Callable[[], bool] = bool) -> bool:
-        """Wait until the blocks of a message are there; False where they do not come."""
+    def wait(
+        self,
+        seq: int,
+        timeout_s: float = _WAIT_S,
+        stop: Callable[[], bool] = bool,
+        hurry: threading.Event | None = None,
+    ) -> bool:
+        """Wait until the blocks of a message are there; False where they do not come.
+
+        Messages come while the step still runs: most of the waiting is for the device. The longer
+        it has lasted, the longer is the pause before the next look, since every look takes Python's
+        lock from a thread that hands requests over or takes their tokens.
+
+        Args:
+            seq: number of the message.
+            timeout_s: seconds to wait at most.
+            stop: looked at, too; whether to wait no longer.
+            hurry: set while somebody waits for what comes with the blocks.
+        """
         landed = self.view.landed
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         polls = 0
         while landed[0] < seq:
-            # Messages come while the step still runs: most of the waiting is for the device.
-            time.sleep(_POLL_S)
+            waited = time.monotonic() - began
+            pause = min(max(waited * _POLL_SHARE, _POLL_LEAST_S), _POLL_MOST_S)
+            if hurry is None or hurry.is_set():
+                time.sleep(_POLL_LEAST_S)
+            else:
+                hurry.wait(pause)
             polls += 1
-            if stop() or time.monotonic() > deadline or (not polls % 256 and not self.is_alive):
+            is_gone = not polls % 256 and not self.is_alive
+            if stop() or waited > timeout_s or is_gone:
                 return bool(landed[0] >= seq)
         return True
 

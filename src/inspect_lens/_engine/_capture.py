@@ -22,6 +22,8 @@ from inspect_lens.spec import (
     tap_points,
 )
 
+from ._alike import read, written
+
 __all__ = ["LAG", "CaptureEnvelope", "Fold", "Operation", "seal_capture"]
 
 Operation = Literal["none", "mean", "max", "norm"]
@@ -103,15 +105,33 @@ class CaptureEnvelope:
 
     def pack(self) -> dict[str, Any]:
         """As msgpack-able data."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            "alike": written(tuple([getattr(self, name) for name in _ALIKE])),
+            "lo": self.lo,
+            "hi": self.hi,
+            "positions": self.positions,
+            "token": self.token,
+        }
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> CaptureEnvelope:
         """Read what `pack` made; lists come back as tuples."""
-        plain: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in value.items()
-        }
-        return cls(**plain)
+        positions = value["positions"]
+        return cls(
+            **dict(zip(_ALIKE, read(value["alike"]), strict=True)),
+            lo=value["lo"],
+            hi=value["hi"],
+            positions=None if positions is None else tuple(positions),
+            token=value["token"],
+        )
+
+
+_ALIKE = tuple(
+    field.name
+    for field in fields(CaptureEnvelope)
+    if field.name not in ("lo", "hi", "positions", "token")
+)
+"""What the requests of a batch have in common."""
 
 
 def seal_capture(

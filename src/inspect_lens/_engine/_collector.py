@@ -82,6 +82,9 @@ class Collector:
         self._pending: dict[str, Pending] = {}
         self._workers: dict[str, Worker] = {}
         self._changed = threading.Condition()
+        self._hurry = threading.Event()
+        """Set while somebody waits for rows."""
+        self._n_waiting = 0
         self.saved = SavedResults(self._changed)
         """What hooks of requests saved."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
@@ -208,15 +211,22 @@ class Collector:
         settled: int | None,
     ) -> bool:
         """Wait for what is on its way; whether it came."""
-        deadline: float | None = None
-        while not pending.is_ready(counts, n_fed, settled):
-            now = time.monotonic()
-            deadline = now + timeout_s if deadline is None else deadline
-            if now >= deadline:
-                return False
-            # Rows are told of; the board is not, and is looked at again.
-            self._changed.wait(min(deadline - now, 0.002 if pending.n_steered else 0.1))
-        return True
+        if pending.is_ready(counts, n_fed, settled):
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._n_waiting += 1
+        self._hurry.set()
+        try:
+            while (now := time.monotonic()) < deadline:
+                # Rows are told of; the board is not, and is looked at again.
+                self._changed.wait(min(deadline - now, 0.002 if pending.n_steered else 0.1))
+                if pending.is_ready(counts, n_fed, settled):
+                    return True
+            return False
+        finally:
+            self._n_waiting -= 1
+            if not self._n_waiting:
+                self._hurry.clear()
 
     def _pop(self, key: str) -> Pending | None:
         self.saved.drop(key)
@@ -305,7 +315,8 @@ class Collector:
         if (worker := self._workers.get(block.worker)) is None:
             return
         try:
-            if not worker.reader.wait(block.seq, stop=lambda: self._is_closing):
+            reader, closing = worker.reader, lambda: self._is_closing
+            if not reader.wait(block.seq, stop=closing, hurry=self._hurry):
                 logger.error("inspect_lens: rows were announced and did not come")
                 return
             self._place(block, worker)

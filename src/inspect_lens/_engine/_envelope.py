@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,89 +21,28 @@ from inspect_lens.spec import (
     EngineFacts,
     EngineProbe,
     LensRequest,
-    Positions,
-    ProbeUse,
     Site,
     SteeringVector,
     TapPoint,
     TensorData,
     phase_range,
     resolve_positions,
-    tap_order,
     tap_point,
-    tap_points,
 )
 
 from ._capture import CaptureEnvelope, seal_capture
+from ._probes import AskedProbes, ProbesEnvelope, seal_probes
 
-__all__ = ["AskedProbes", "Envelope", "ProbesEnvelope", "SteerEnvelope", "seal"]
+__all__ = [
+    "Envelope",
+    "Packed",
+    "SteerEnvelope",
+    "seal",
+    "uses_of",
+]
 
-VERSION = 6
+VERSION = 7
 EVERY = 1 << 62
-
-
-@dataclass(frozen=True)
-class ProbesEnvelope:
-    """Probes to apply to the rows of a request."""
-
-    names: tuple[str, ...]
-    """sha256 of each registered probe."""
-    taps: tuple[TapPoint, ...]
-    """What they read together, in tap order."""
-    columns: int
-    """Numbers per token that come back."""
-    lo: int
-    hi: int
-    """Positions that any of them reads lie in [lo, hi)."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Taps and width of the result's rows; each worker sends one row for all its taps."""
-        return len(self.taps), self.columns
-
-    wire: DType = "float32"
-    positions: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class AskedProbes:
-    """What uses of registered probes come to, whatever the prompt: worked out once for a batch."""
-
-    names: tuple[str, ...]
-    """sha256 of the probe of each use."""
-    taps: tuple[TapPoint, ...]
-    columns: int
-    positions: tuple[tuple[int, Positions], ...]
-    """Different ones, each with the index of the first use that reads it."""
-
-    @classmethod
-    def of(cls, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> AskedProbes:
-        """Look the uses up.
-
-        Raises:
-            SpecError: a probe is not registered any more.
-        """
-        if gone := sorted({use.name for use in uses} - registered.keys()):
-            raise SpecError(
-                f"probes: {', '.join(gone)} removed while the request was on its way; register "
-                "again"
-            )
-        used = [registered[use.name] for use in uses]
-        read = {(probe.site, probe.layers) for probe in used}
-        positions: dict[tuple[type, Positions], int] = {}
-        for i, use in enumerate(uses):
-            # True is 1 to Python.
-            positions.setdefault((type(use.positions[0]), use.positions), i)
-        return cls(
-            names=tuple(probe.sha256 for probe in used),
-            taps=tuple(
-                sorted(
-                    {t for site, layers in read for t in tap_points((site,), layers)}, key=tap_order
-                )
-            ),
-            columns=sum(probe.columns for probe in used),
-            positions=tuple((i, asked) for (_, asked), i in positions.items()),
-        )
 
 
 @dataclass(frozen=True)
@@ -140,14 +79,30 @@ class SteerEnvelope:
         return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
 
 
-class _Packed(dict[str, Any]):
+USES_KEY = "uses"
+
+
+class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
-    __slots__ = ("envelope",)
+    __slots__ = ("envelope", "uses")
     envelope: Envelope
+    uses: str | None
+    """Uses of probes as text, for the process that sealed them: workers get none of it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, ({**self, USES_KEY: self.uses},)
+
+    def beside(self, key: str, value: object) -> Packed:
+        """The same with something else in it."""
+        made = Packed({**self, key: value})
+        made.envelope, made.uses = self.envelope, self.uses
+        return made
+
+
+def uses_of(packed: Mapping[str, Any]) -> str | None:
+    """Uses of probes of a packed envelope, or of a copy that was made of it."""
+    return packed.uses if isinstance(packed, Packed) else packed.get(USES_KEY)
 
 
 @dataclass(frozen=True)
@@ -174,9 +129,9 @@ class Envelope:
         """One past the last position that is steered; `EVERY` when every token is."""
         return max((s.until for s in self.steer), default=0)
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""
-        packed = _Packed(
+        packed = Packed(
             {
                 "v": VERSION,
                 "reply": self.reply,
@@ -185,15 +140,7 @@ class Envelope:
                 "n_prompt": self.n_prompt,
                 "is_speculative": self.is_speculative,
                 "capture": None if self.capture is None else self.capture.pack(),
-                "probes": None
-                if self.probes is None
-                else {
-                    "names": list(self.probes.names),
-                    "taps": [list(tap) for tap in self.probes.taps],
-                    "columns": self.probes.columns,
-                    "lo": self.probes.lo,
-                    "hi": self.probes.hi,
-                },
+                "probes": None if self.probes is None else self.probes.pack(),
                 "steer": [
                     {
                         "site": s.site,
@@ -212,7 +159,7 @@ class Envelope:
                 ],
             }
         )
-        packed.envelope = self
+        packed.envelope, packed.uses = self, None
         return packed
 
     @classmethod
@@ -222,7 +169,7 @@ class Envelope:
         Raises:
             LensError: the front-end and the worker run different releases.
         """
-        if isinstance(value, _Packed):
+        if isinstance(value, Packed):
             return value.envelope
         if value.get("v") != VERSION:
             raise LensError(
@@ -248,15 +195,7 @@ class Envelope:
                 )
                 for s in value["steer"]
             ),
-            probes=None
-            if probes is None
-            else ProbesEnvelope(
-                tuple(probes["names"]),
-                tuple(TapPoint(site, layer) for site, layer in probes["taps"]),
-                probes["columns"],
-                probes["lo"],
-                probes["hi"],
-            ),
+            probes=None if probes is None else ProbesEnvelope.unpack(probes),
             n_prompt=value["n_prompt"],
             is_speculative=value["is_speculative"],
             steer_hash=value["hash"],
@@ -304,27 +243,10 @@ def seal(
         pid=os.getpid(),
         capture=seal_capture(request.capture, facts, n_prompt, n_max, may_overrun=may_overrun),
         steer=steer,
-        probes=_seal_probes(probes, n_prompt, n_max) if isinstance(probes, AskedProbes) else None,
+        probes=seal_probes(probes, n_prompt, n_max) if isinstance(probes, AskedProbes) else None,
         n_prompt=n_prompt,
         is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer)) if steer else None,
-    )
-
-
-def _seal_probes(asked: AskedProbes, n_prompt: int, n_max: int) -> ProbesEnvelope:
-    # One request reads all its probes over one range; what each uses of it is its own affair.
-    lo, hi = n_max, 0
-    for i, positions in asked.positions:
-        where = resolve_positions(
-            positions, n_prompt=n_prompt, n_max=n_max, field=f"probes[{i}].positions"
-        )
-        if len(where):
-            # A range is as long as the request may become: it is not walked.
-            is_range = isinstance(where, range)
-            lo = min(lo, where[0] if is_range else min(where))
-            hi = max(hi, (where[-1] if is_range else max(where)) + 1)
-    return ProbesEnvelope(
-        names=asked.names, taps=asked.taps, columns=asked.columns, lo=lo, hi=max(lo, hi)
     )
 
 

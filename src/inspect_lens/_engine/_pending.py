@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from inspect_lens.spec import TensorData
 
 from ._arena import BOARD_SIZE, ArenaReader
 from ._capture import CaptureEnvelope
-from ._envelope import EVERY, Envelope, ProbesEnvelope, SteerEnvelope
+from ._envelope import EVERY, Envelope, SteerEnvelope
 from ._merge import merge_of
 from ._message import PATHS, ROWS, SCORES, Failure, Opening
+from ._probes import ProbesEnvelope
 from ._slabs import Slab, SlabPool
 
 __all__ = ["ROWS", "SCORES", "SHARE_BYTES", "STORAGE", "Pending", "Stream", "Worker"]
@@ -96,7 +97,11 @@ class Stream:
 
     def has(self, count: int) -> bool:
         """Whether the first positions have come at all taps."""
-        return not count or bool(self.arrived(count).all())
+        if not count:
+            return True
+        if self.slab is not None and count == self.most:
+            return self.slab.has_arrived(self.taps * count)
+        return bool(self.arrived(count).all())
 
     def open(self, pool: SlabPool) -> None:
         """Take memory for the rows."""
@@ -218,13 +223,23 @@ class Pending:
         if envelope.steer:
             self._expect_steering(envelope.steer)
             self.steer_until = envelope.steer_until
-        self.streams: dict[int, Stream] = {}
-        if envelope.capture is not None:
-            self.streams[ROWS] = Stream(envelope.capture, envelope.n_prompt)
-        if envelope.probes is not None:
-            self.streams[SCORES] = Stream(envelope.probes, envelope.n_prompt)
+        self._envelope = envelope
         self.shares: list[tuple[Opening, Worker]] = []
         self.failure: Failure | None = None
+
+    @cached_property
+    def streams(self) -> dict[int, Stream]:
+        """What comes, by kind; asked for under the collector's lock.
+
+        Made when it is first asked for, which is no more in the way of the next request.
+        """
+        made: dict[int, Stream] = {}
+        envelope = self._envelope
+        if envelope.capture is not None:
+            made[ROWS] = Stream(envelope.capture, envelope.n_prompt)
+        if envelope.probes is not None:
+            made[SCORES] = Stream(envelope.probes, envelope.n_prompt)
+        return made
 
     def _expect_steering(self, steer: Sequence[SteerEnvelope]) -> None:
         spans = {(s.lo, s.hi) for s in steer if s.positions is None}

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Container
 from typing import Any
 
+from inspect_lens._engine._envelope import uses_of
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY, parse_extra_args
 
@@ -98,7 +99,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reading(packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
     """What reads the probes of a sealed request."""
-    if "uses" not in packed:
+    if uses_of(packed) is None:
         return None
     return Reading(
         front_end().registry.reads_of(packed),
@@ -204,21 +205,24 @@ def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]])
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        late = front_end().results.late if is_in_process(self) else ()
+        results = front_end().results
+        late = results.late if is_in_process(self) else ()
         if late and (keys := [key for output in outputs for key in ticket_keys(output, late)]):
             # It takes no further step, in which workers would hear that requests are over, while
             # this one waits for results. An engine in a process of its own does.
             raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
-        for output in outputs:
-            if has_tickets(output):
-                try:
-                    front_end().results.attach(output)
-                except LensError as error:
-                    if not _deferring.is_on:
-                        raise
-                    # Raised by `run_engine` once the batch is done: raising here would leave
-                    # the batch's other requests in the engine for the next call.
-                    _deferring.errors.append(error)
+        done = [output for output in outputs if has_tickets(output)]
+        if not done:
+            results.prepare()
+        for output in done:
+            try:
+                results.attach(output)
+            except LensError as error:
+                if not _deferring.is_on:
+                    raise
+                # Raised by `run_engine` once the batch is done: raising here would leave the
+                # batch's other requests in the engine for the next call.
+                _deferring.errors.append(error)
         return outputs
 
     return step

@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from inspect_lens._engine._envelope import uses_of
+from inspect_lens._engine._probes import ProbesEnvelope
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import EngineProbe, LensRequest, ProbeUse, SteeringVector
@@ -186,13 +188,15 @@ class Registry:
         Raises:
             SpecError: they were, long ago.
         """
-        known = self._sealed.get(id(packed["uses"]))
+        text = uses_of(packed)
+        assert text is not None
+        known = self._sealed.get(id(text))
         if known is not None:
             return known
-        uses = LensRequest(probes=json.loads(packed["uses"])).probes
+        uses = LensRequest(probes=json.loads(text)).probes
         probes = [self.probes.get(use.name) for use in uses]
         hashes = [None if probe is None else probe.sha256 for probe in probes]
-        if hashes != list(packed["probes"]["names"]):
+        if hashes != list(ProbesEnvelope.unpack(packed["probes"]).names):
             raise SpecError("probes: a probe was removed while the request was on its way")
         return self.reads(uses)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,10 @@ from ._named import tensors_by_name
 from ._scores import Reading
 
 __all__ = ["Results", "Ticket"]
+
+_PREPARED_AT_ONCE = 32
+"""Requests: half a millisecond, where a step takes several."""
+_UNPREPARED_MOST = 4096
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class Results:
         self.late: set[str] = set()
         """Requests in flight some of whose results leave the worker when it hears that they are
         over: what hooks saved, queries and keys, and what was made of sampled tokens."""
+        self._unprepared: deque[str] = deque(maxlen=_UNPREPARED_MOST)
+        """Requests with probes; nobody takes them out where requests end one by one."""
 
     @property
     def address(self) -> str:
@@ -121,11 +127,24 @@ class Results:
             self._choices.setdefault(request or key, set()).add(key)
             self._expected[key] = _Expected(envelope, n_prompt, reading, packed, request or key)
         self._the_collector().open(key, envelope)
+        if reading is not None:
+            self._unprepared.append(key)
         if envelope.capture is not None and envelope.capture.is_folded:
             self.late.add(key)
         if EAGER_KEY in packed:
             self.late.add(key)
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
+
+    def prepare(self) -> None:
+        """Do for a few requests what their results take that is known before these come.
+
+        For whoever waits for the engine in any case: a batch ends in one step, behind which
+        nothing hides the work.
+        """
+        for _ in range(min(_PREPARED_AT_ONCE, len(self._unprepared))):
+            expected = self._expected.get(self._unprepared.popleft())
+            if expected is not None and expected.reading is not None:
+                expected.reading.prepare()
 
     def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
         """Token scores of a running request that have come since the last call, by probe.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
 from typing import Any, cast
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from inspect_lens._engine._envelope import AskedProbes
+from inspect_lens._engine._probes import AskedProbes
 from inspect_lens.errors import CaptureError
 from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
@@ -29,30 +30,53 @@ __all__ = ["Reading", "Reads"]
 Floats = NDArray[np.float64]
 
 _USES = TypeAdapter(tuple[ProbeUse, ...])
-_FIELDS: tuple[Callable[[ProbeReceipt, object], None], ...] = tuple(
-    getattr(ProbeReceipt, field.name).__set__ for field in fields(ProbeReceipt)
-)
+_PUT: dict[str, Callable[[ProbeReceipt, object], None]] = {
+    field.name: getattr(ProbeReceipt, field.name).__set__ for field in fields(ProbeReceipt)
+}
+"""By field: what sets it, which a frozen class does not do itself."""
 
 
-def _means(
-    names: Sequence[str],
-    hashes: Sequence[str],
-    scores: Sequence[float | None],
-    n: int,
-    first: int | None,
-) -> tuple[ProbeReceipt, ...]:
-    """Receipts of means, field by field.
+class _Receipts:
+    """Receipts of means, made and filled field by field.
 
     Validated they take twice the time, and nothing hides any of it when a batch of requests with
-    many probes ends in one step.
+    many probes ends in one step. So they are made before, with all but the scores.
     """
-    made = tuple(map(object.__new__, repeat(ProbeReceipt, len(names))))
-    fixed = map(repeat, ("mean", n, first, None, None, None, False))
-    aggregate, n_tokens, first_position, *others = fixed
-    values = (names, hashes, aggregate, scores, n_tokens, first_position, *others)
-    for put, column in zip(_FIELDS, values, strict=True):
-        deque(map(put, made, column), maxlen=0)
-    return made
+
+    def __init__(self, plain: _Plain, n: int, first: int | None) -> None:
+        """Make them.
+
+        Args:
+            plain: uses that want means.
+            n: tokens that each will have read, as far as is known.
+            first: position of the first one.
+        """
+        self._made = tuple(map(object.__new__, repeat(ProbeReceipt, len(plain.names))))
+        self._n, self._first = n, first
+        fixed = {"aggregate": "mean", "n_tokens": n, "first_position": first, "stopped": False}
+        columns: dict[str, Iterable[object]] = {"name": plain.names, "sha256": plain.hashes}
+        for name in _PUT:
+            if name != "score":
+                self._put(name, columns.get(name, repeat(fixed.get(name))))
+
+    def filled(
+        self, scores: Sequence[float | None], n: int, first: int | None
+    ) -> tuple[ProbeReceipt, ...]:
+        """Fill the scores in, and what has come differently; called once.
+
+        Args:
+            scores: of each use.
+            n: tokens that were read.
+            first: position of the first one.
+        """
+        self._put("score", scores)
+        if (n, first) != (self._n, self._first):
+            self._put("n_tokens", repeat(n))
+            self._put("first_position", repeat(first))
+        return self._made
+
+    def _put(self, name: str, values: Iterable[object]) -> None:
+        deque(map(_PUT[name], self._made, values), maxlen=0)
 
 
 class Reads:
@@ -73,6 +97,8 @@ class Reads:
         self.uses = tuple(uses)
         self.may_stop = any(use.alarm == "stop" for use in uses)
         """Whether one of them may end a generation."""
+        self.streams_tokens = any(use.tokens for use in uses)
+        """Whether token scores were asked for."""
         self.probes = tuple(registered[use.name] for use in uses)
         self.wire = _USES.dump_json(self.uses).decode()
         """The uses as text; the same object always."""
@@ -93,7 +119,7 @@ class Reading:
     """The probes of one request, fed with their numbers as these arrive."""
 
     def __init__(self, reads: Reads, *, lo: int, n_prompt: int, n_max: int) -> None:
-        """Resolve what each use reads.
+        """Take note of a request; nothing else, since the engine does not have it yet.
 
         Args:
             reads: the uses.
@@ -101,33 +127,48 @@ class Reading:
             n_prompt: tokens of the prompt.
             n_max: tokens that are fed at most.
         """
-        self._lo = lo
+        self._reads = reads
+        self._lo, self._n_prompt, self._n_max = lo, n_prompt, n_max
         self.n_seen = 0
 
-        def where(i: int) -> range | tuple[int, ...]:
-            return resolve_positions(
-                reads.uses[i].positions,
-                n_prompt=n_prompt,
-                n_max=n_max,
-                field=f"probes[{i}].positions",
-            )
+    @cached_property
+    def _plain(self) -> list[_Means]:
+        return [
+            _Means(plain, cast("range", self._where(plain.at[0])))
+            for plain in self._reads.plain.values()
+        ]
 
-        self._plain = [
-            _Means(plain, cast("range", where(plain.at[0]))) for plain in reads.plain.values()
+    @cached_property
+    def _uses(self) -> list[_Use]:
+        reads = self._reads
+        return [
+            _Use(i, reads.uses[i], reads.probes[i], column, self._where(i))
+            for i, column in reads.others
         ]
-        self._uses = [
-            _Use(i, reads.uses[i], reads.probes[i], column, where(i)) for i, column in reads.others
-        ]
+
+    def _where(self, i: int) -> range | tuple[int, ...]:
+        """What a use reads."""
+        return resolve_positions(
+            self._reads.uses[i].positions,
+            n_prompt=self._n_prompt,
+            n_max=self._n_max,
+            field=f"probes[{i}].positions",
+        )
 
     @property
     def has_alarm(self) -> bool:
         """Whether a probe may end the generation."""
-        return any(use.use.alarm == "stop" for use in self._uses)
+        return self._reads.may_stop
 
     @property
     def streams_tokens(self) -> bool:
         """Whether token scores were asked for."""
-        return any(use.use.tokens for use in self._uses)
+        return self._reads.streams_tokens
+
+    def prepare(self) -> None:
+        """Do what can be done before the last number has come, while the engine is waited for."""
+        for means in self._plain:
+            means.prepare()
 
     def feed(self, numbers: NDArray[np.float32]) -> dict[str, list[float]]:
         """Take the next positions.
@@ -213,6 +254,14 @@ class _Means:
         self._total: Floats | None = None
         self._n = 0
         self._first: int | None = None
+        self._receipts: _Receipts | None = None
+
+    def prepare(self) -> None:
+        """Make receipts as if the request ran to its end."""
+        if self._receipts is None:
+            where = self._where
+            first = where.start if where else None
+            self._receipts = _Receipts(self._plain, len(where), first)
 
     def take(self, columns: Floats, first: int) -> None:
         """Add the tokens among these positions that are read."""
@@ -242,7 +291,10 @@ class _Means:
         if total is not None and np.isnan(total).any():
             raise _no_number(plain.names[int(np.isnan(total).argmax())])
         scores = [None] * len(plain.at) if total is None else (total / self._n).tolist()
-        return _means(plain.names, plain.hashes, scores, self._n, self._first)
+        made, self._receipts = self._receipts, None
+        if made is None:
+            made = _Receipts(plain, self._n, self._first)
+        return made.filled(scores, self._n, self._first)
 
     def numbered(self) -> Iterator[tuple[int, ProbeReceipt]]:
         """The same, by each use's index in the request."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from inspect_lens._engine._envelope import Envelope
+from inspect_lens._engine._envelope import Packed
 from inspect_lens.spec import EngineFacts, LensRequest
 
 from ._scores import Reads
@@ -19,7 +18,7 @@ MOST_BYTES = 1 << 17
 """Of the steering vectors of a request that is kept."""
 
 _Key = tuple[int, int, int, int, int, bool]
-_Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], dict[str, Any]]
+_Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], Packed]
 
 
 class SealedBatches:
@@ -43,7 +42,7 @@ class SealedBatches:
         n_prompt: int,
         max_tokens: int,
         may_overrun: bool,
-    ) -> dict[str, Any] | None:
+    ) -> Packed | None:
         """The packed envelope of such a request, which nobody changes; None where none is known.
 
         Args:
@@ -58,15 +57,14 @@ class SealedBatches:
         known = self._known.get(key)
         if known is None:
             return None
-        salted: str | None = known[1]["hash"]
+        salted = known[1].envelope.steer_hash
         if salted is not None and salted != self._salt(salted.rpartition(":")[2]):
             return None
         return known[1]
 
     def keep(
         self,
-        packed: dict[str, Any],
-        envelope: Envelope,
+        packed: Packed,
         request: LensRequest,
         facts: EngineFacts,
         reads: Reads | None,
@@ -78,13 +76,14 @@ class SealedBatches:
 
         Not where the envelope tells its request from others, or is large.
         """
+        envelope = packed.envelope
         capture = envelope.capture
         if capture is not None and capture.token:
             return
         if sum(s.vectors.nbytes for s in envelope.steer) > MOST_BYTES:
             return
         n_listed = 0 if capture is None else len(capture.positions or ())
-        if n_listed + len(packed.get("uses", "")) > _MOST_LISTED:
+        if n_listed + len(packed.uses or "") > _MOST_LISTED:
             return
         if len(self._known) >= _MOST:
             self._known.clear()

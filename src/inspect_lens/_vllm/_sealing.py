@@ -7,10 +7,13 @@ has begun, while a server still has its status to choose, and once where the req
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from enum import Enum
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
-from inspect_lens._engine._envelope import Envelope, seal
+from inspect_lens._engine._envelope import Envelope, Packed, seal
 from inspect_lens._engine._hooks import EAGER_KEY
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
@@ -93,15 +96,16 @@ def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBoo
         LensError: the request does not fit its prompt.
     """
     sampling = core.sampling_params
-    packed, envelope = _sealed(
+    packed = _sealed(
         request,
         facts,
         sampling,
         n_prompt=None if core.prompt_token_ids is None else len(core.prompt_token_ids),
         max_tokens=sampling.max_tokens,
     )
+    envelope = packed.envelope
     if (eager := seal_eager(request, facts, book)) is not None:
-        packed = packed | {EAGER_KEY: eager}
+        packed = packed.beside(EAGER_KEY, eager)
         sampling.skip_reading_prefix_cache = True
         if eager["hash"] is not None:
             # What a hook edits is not known; no other request reads these blocks.
@@ -119,7 +123,46 @@ def without_lens_keys(params: Any) -> Any:
     plain = copy.copy(params)
     extra = params.extra_args or {}
     plain.extra_args = {k: v for k, v in extra.items() if k not in LENS_KEYS} or None
+    _make_own(plain)
     return plain
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+_CONTAINERS = frozenset({list, set, dict})
+
+
+def _make_own(params: Any) -> None:
+    """Spare vLLM a deep copy of parameters that are a copy already.
+
+    It takes as long as all that the lens does with a request before the engine has it.
+
+    Args:
+        params: a shallow copy; changed in place. It is left as it is, and vLLM copies it, where
+            something else than plain values and flat containers of them is in it.
+    """
+    kind: Any = type(params)
+    if not hasattr(params, "skip_clone"):
+        return
+    values = _values_of(kind)(params)
+    odd = set(map(type, values)) - _PLAIN - _CONTAINERS
+    if not all(issubclass(one, Enum) for one in odd):
+        return
+    own: list[tuple[str, Any]] = []
+    for name, value in zip(kind.__struct_fields__, values, strict=True):
+        if type(value) in _CONTAINERS:
+            inside = value.values() if type(value) is dict else value
+            if not _PLAIN.issuperset(map(type, inside)):
+                return
+            own.append((name, value.copy()))
+    for name, value in own:
+        setattr(params, name, value)
+    params.skip_clone = True
+
+
+@cache
+def _values_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads all fields of parameters."""
+    return attrgetter(*kind.__struct_fields__)
 
 
 def resumable() -> UnsupportedError:
@@ -134,8 +177,8 @@ def _sealed(
     *,
     n_prompt: int | None,
     max_tokens: int,
-) -> tuple[dict[str, Any], Envelope]:
-    """The envelope of a request, packed and as it is, or why there can be none."""
+) -> Packed:
+    """The packed envelope of a request, or why there can be none."""
     if n_prompt is None:
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
     front = front_end()
@@ -146,7 +189,7 @@ def _sealed(
         request, facts, reads, n_prompt=n_prompt, max_tokens=max_tokens, may_overrun=may_overrun
     )
     if known is not None:
-        return known, Envelope.unpack(known)
+        return known
     envelope = seal(
         request,
         facts,
@@ -164,12 +207,9 @@ def _sealed(
         )
     packed = envelope.pack()
     if reads is not None:
-        # For `add_request` of this process; workers do not look at it.
-        packed["uses"] = reads.wire
-    front.sealed.keep(
-        packed, envelope, request, facts, reads, max_tokens=max_tokens, may_overrun=may_overrun
-    )
-    return packed, envelope
+        packed.uses = reads.wire
+    front.sealed.keep(packed, request, facts, reads, max_tokens=max_tokens, may_overrun=may_overrun)
+    return packed
 
 
 def _needs_whole_prompt(envelope: Envelope) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,25 @@ def test_rows_that_never_land_are_not_waited_for_for_ever(writer: ArenaWriter) -
     assert not reader.wait(7, timeout_s=0.05)
     writer.close()
     assert not reader.wait(7, timeout_s=60)
+
+
+def test_whoever_waits_for_rows_cuts_a_long_pause_short(
+    writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_arena, "_POLL_LEAST_S", 0.01)
+    monkeypatch.setattr(_arena, "_POLL_MOST_S", 60.0)
+    monkeypatch.setattr(_arena, "_POLL_SHARE", 1e6)
+    reader, hurry = ArenaReader(writer.name), threading.Event()
+
+    def land() -> None:
+        time.sleep(0.1)
+        writer.view.landed[0] = 1
+        hurry.set()
+
+    threading.Thread(target=land).start()
+    began = time.monotonic()
+    assert reader.wait(1, hurry=hurry)
+    assert time.monotonic() - began < 30
 
 
 def test_a_step_waits_for_room_and_says_when_none_comes(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -151,10 +154,17 @@ def test_a_sealed_request_has_the_probe_that_its_name_stands_for(processor: Any)
         front.register("p", other)
         core = process(processor, IDS, parameters(extra(probes=["p"]), {}))
         packed = core.sampling_params.extra_args["_inspect_lens"]
-        assert packed["probes"]["names"] == [other.sha256]
+        arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(packed))
+        assert "uses" not in arrived, "workers have no use for it"
+        assert Envelope.unpack(arrived).probes == packed.envelope.probes
+        assert packed.envelope.probes.names == (other.sha256,)
         reading = _frontend._reading(packed, N_PROMPT, N_PROMPT + 1)
         assert reading is not None
         found.append(reading.receipts()[0].sha256)
+        for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+            again = _frontend._reading(copied, N_PROMPT, N_PROMPT + 1)
+            assert again is not None
+            assert again.receipts()[0].sha256 == other.sha256
     assert len(set(found)) == 2
     front.unregister("p")
     for edge in (call, process):
@@ -310,3 +320,57 @@ def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
     assert len(Envelope.unpack(one).capture.positions) == len(mask)
     sealed(processor, extra(probes=[{"name": "p", "positions": mask}]), len(mask))
     assert not _front.front_end().sealed._known
+
+
+LENS = {"output_residual_stream": [1]}
+PLAIN_PARAMETERS: list[dict[str, Any]] = [
+    {},
+    {"stop": ["x"], "stop_token_ids": [7], "logit_bias": {5: 1.0}, "bad_words": ["no"]},
+    {"allowed_token_ids": [1, 2], "logprobs": 2, "seed": 3, "temperature": 0.5, "n": 2},
+    {"extra_args": {**LENS, "mine": 1}},
+]
+
+
+@pytest.mark.parametrize("changes", PLAIN_PARAMETERS)
+def test_vllm_copies_what_is_a_copy_no_second_time(changes: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+
+    given = SamplingParams(**{"max_tokens": 5, "extra_args": dict(LENS), **changes})
+    before = copy.deepcopy(given)
+    plain = _sealing.without_lens_keys(given)
+    assert plain.skip_clone, "else vLLM makes a deep copy of it"
+    core = plain.clone()
+    # All that vLLM does with it, and more.
+    core.update_from_generation_config({"eos_token_id": [8, 9]}, 3)
+    for name in core.__struct_fields__:
+        value = getattr(core, name)
+        if isinstance(value, list | dict | set):
+            value.clear()
+    assert given == before
+    assert given.all_stop_token_ids == before.all_stop_token_ids
+    assert not given.skip_clone
+    core = _sealing.without_lens_keys(given).clone()
+    core.extra_args, core.skip_clone = before.extra_args, before.skip_clone
+    assert core == before, "all else is as the caller gave it"
+
+
+NESTED_PARAMETERS: list[Callable[[], dict[str, Any]]] = [
+    lambda: {"structured_outputs": _choices()},
+    lambda: {"extra_args": {**LENS, "kv_transfer_params": {"a": [1]}}},
+]
+
+
+def _choices() -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(choice=["yes", "no"])
+
+
+@pytest.mark.parametrize("changes", NESTED_PARAMETERS)
+def test_vllm_makes_its_copy_of_what_holds_more_than_plain_values(
+    changes: Callable[[], dict[str, Any]],
+) -> None:
+    from vllm import SamplingParams
+
+    given = SamplingParams(**{"max_tokens": 5, "extra_args": dict(LENS), **changes()})
+    assert not _sealing.without_lens_keys(given).skip_clone
