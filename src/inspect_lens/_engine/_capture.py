@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
 
 from inspect_lens.errors import SpecError
@@ -103,10 +103,15 @@ class CaptureEnvelope:
         taps = self.taps
         return [taps.index(tap_point(site, layer)) for layer in self.layers]
 
+    @cached_property
+    def alike(self) -> bytes:
+        """What the requests of a batch have in common."""
+        return written(tuple([getattr(self, name) for name in _ALIKE]))
+
     def pack(self) -> dict[str, Any]:
         """As msgpack-able data."""
         return {
-            "alike": written(tuple([getattr(self, name) for name in _ALIKE])),
+            "alike": self.alike,
             "lo": self.lo,
             "hi": self.hi,
             "positions": self.positions,
@@ -116,11 +121,12 @@ class CaptureEnvelope:
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> CaptureEnvelope:
         """Read what `pack` made; lists come back as tuples."""
+        alike, lo, hi = value["alike"], value["lo"], value["hi"]
+        if value["positions"] is None and not value["token"]:
+            return _range(alike, lo, hi)
         positions = value["positions"]
-        return cls(
-            **dict(zip(_ALIKE, read(value["alike"]), strict=True)),
-            lo=value["lo"],
-            hi=value["hi"],
+        return replace(
+            _range(alike, lo, hi),
             positions=None if positions is None else tuple(positions),
             token=value["token"],
         )
@@ -131,7 +137,14 @@ _ALIKE = tuple(
     for field in fields(CaptureEnvelope)
     if field.name not in ("lo", "hi", "positions", "token")
 )
-"""What the requests of a batch have in common."""
+"""Fields of a capture that the requests of a batch have in common."""
+
+
+@lru_cache(maxsize=1024)
+def _range(alike: bytes, lo: int, hi: int) -> CaptureEnvelope:
+    """The capture of a range; the same object for requests that ask for the same."""
+    fixed = dict(zip(_ALIKE, read(alike), strict=True))
+    return CaptureEnvelope(**fixed, lo=lo, hi=hi, positions=None)
 
 
 def seal_capture(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,20 @@ from ._reduce import Form
 __all__ = ["Group", "Groups"]
 
 
-_Key = tuple[Any, ...]
+_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, Form | None]
+"""Taps, those whose rows are sent, names of probes, and what is made of rows."""
+
+_KNOWN_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What requests that are alike want of this worker."""
+
+    key: _Key | None
+    """Of their group; None where there is nothing here."""
+    probe_taps: tuple[TapPoint, ...]
+    shares: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,7 @@ class Groups:
         self._free: list[int] = []
         self.taps: list[Longs] = []
         """Taps of each group, by number."""
+        self._known: dict[tuple[bytes | None, bytes | None], _Wanted] = {}
         self._windows = (Window(), Window())
         """Of captured rows, and of probe scores."""
 
@@ -142,19 +156,13 @@ class Groups:
         Raises:
             LensError: this worker cannot apply the request's probes.
         """
-        capture, probes = envelope.capture, envelope.probes
-        here = self._tap_index
-        rows = [here[t] for t in capture.taps if t in here] if capture is not None else []
-        probe_taps = tuple(t for t in probes.taps if t in here) if probes is not None else ()
-        read = [here[t] for t in probe_taps]
-        taps = tuple(sorted({*rows, *read}))
-        if not taps:
+        wanted = self._wanted(envelope)
+        key, probe_taps = wanted.key, wanted.probe_taps
+        if key is None:
             return None
-        names = probes.names if probes is not None and read else None
-        form = Form.of(capture) if capture is not None and rows else None
-        key = (taps, tuple(rows), names, form)
         number = self._number.get(key)
         if number is None:
+            taps, rows, names, form = key
             readout = self._probes.readout(names, probe_taps) if names is not None else None
             rank = {tap: i for i, tap in enumerate(taps)}
             number = self._place(
@@ -163,12 +171,48 @@ class Groups:
                     np.asarray(taps, dtype=np.int64),
                     tuple(rank[t] for t in rows) if rows else None,
                     readout,
-                    tuple(rank[t] for t in read),
+                    tuple(rank[self._tap_index[t]] for t in probe_taps),
                     form,
                 ),
             )
         self._users[number] += 1
         return number
+
+    def shares(self, envelope: Envelope) -> list[tuple[int, int]]:
+        """Of captured rows and probe scores: see `Opening.shares`."""
+        return self._wanted(envelope).shares
+
+    def _wanted(self, envelope: Envelope) -> _Wanted:
+        """What a request wants of this worker; requests of a batch want the same."""
+        capture, probes = envelope.capture, envelope.probes
+        alike = (
+            None if capture is None else capture.alike,
+            None if probes is None else probes.alike,
+        )
+        if (known := self._known.get(alike)) is not None:
+            return known
+        here = self._tap_index
+        captured = () if capture is None else capture.taps
+        probed = () if probes is None else probes.taps
+        rows = tuple(here[t] for t in captured if t in here)
+        probe_taps = tuple(t for t in probed if t in here)
+        taps = tuple(sorted({*rows, *(here[t] for t in probe_taps)}))
+        names = probes.names if probes is not None and probe_taps else None
+        form = Form.of(capture) if capture is not None and rows else None
+        made = _Wanted(
+            (taps, rows, names, form) if taps else None,
+            probe_taps,
+            [self._share(captured), self._share(probed)],
+        )
+        if len(self._known) >= _KNOWN_MOST:
+            self._known.clear()
+        self._known[alike] = made
+        return made
+
+    def _share(self, taps: Sequence[TapPoint]) -> tuple[int, int]:
+        """First of some taps that this worker has, and how many it has."""
+        here = [i for i, tap in enumerate(taps) if tap in self._tap_index]
+        return (here[0] if here else 0), len(here)
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from inspect_lens.errors import SpecError
@@ -13,7 +13,6 @@ from inspect_lens.spec import (
     EngineProbe,
     Positions,
     ProbeUse,
-    Site,
     TapPoint,
     resolve_positions,
     tap_order,
@@ -47,16 +46,19 @@ class ProbesEnvelope:
     wire: DType = "float32"
     positions: tuple[int, ...] | None = None
 
+    @cached_property
+    def alike(self) -> bytes:
+        """What the requests of a batch have in common."""
+        return written((self.names, self.taps, self.columns))
+
     def pack(self) -> dict[str, Any]:
         """As msgpack-able data."""
-        alike = written((self.names, self.taps, self.columns))
-        return {"alike": alike, "lo": self.lo, "hi": self.hi}
+        return {"alike": self.alike, "lo": self.lo, "hi": self.hi}
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> ProbesEnvelope:
         """Read what `pack` made."""
-        names, taps, columns = read(value["alike"])
-        return cls(names, _tap_points(taps), columns, value["lo"], value["hi"])
+        return _range(value["alike"], value["lo"], value["hi"])
 
 
 @dataclass(frozen=True)
@@ -128,5 +130,7 @@ def seal_probes(asked: AskedProbes, n_prompt: int, n_max: int) -> ProbesEnvelope
 
 
 @lru_cache(maxsize=1024)
-def _tap_points(taps: tuple[tuple[Site, int], ...]) -> tuple[TapPoint, ...]:
-    return tuple(TapPoint(site, layer) for site, layer in taps)
+def _range(alike: bytes, lo: int, hi: int) -> ProbesEnvelope:
+    """The same object for requests that ask for the same."""
+    names, taps, columns = read(alike)
+    return ProbesEnvelope(names, tuple(TapPoint(site, n) for site, n in taps), columns, lo, hi)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import EnginePath, TapPoint
+from inspect_lens.spec import EnginePath
 
 from . import _state
 from ._arena import ArenaWriter
@@ -168,9 +168,10 @@ class Stepper:
             self._fail(key, error, str(envelope.get("reply", "")), envelope.get("hash"))
 
     def remove(self, key: str) -> None:
-        """Forget a request; one that is not known is fine."""
-        self.leave((key,))
-        self._forget(key)
+        """Forget a request; one that is not known is fine, and most are not: see `RunnerV2`."""
+        if key in self._requests:
+            self.leave((key,))
+            self._forget(key)
 
     def leave(self, keys: Collection[str]) -> None:
         """Send what is kept of requests that are about to be removed: of all of them together."""
@@ -304,7 +305,6 @@ class Stepper:
         _state.uninstall(self.state)
 
     def _add(self, key: str, envelope: Envelope) -> None:
-        captured = () if envelope.capture is None else envelope.capture.taps
         steered = {t for s in envelope.steer for t in s.taps if t in self._tap_index}
         slot, number = self._table.take(), self._numbers.take(key)
         request = _Request(key, envelope.reply, number, slot, envelope.steer_hash)
@@ -332,15 +332,8 @@ class Stepper:
             if group is not None:
                 until = max(until, int(self._table.hi[slot]))
             self._drafts.add(slot, envelope.n_prompt, until)
-        probed = () if envelope.probes is None else envelope.probes.taps
-        shares = [self._share(taps) for taps in (captured, probed)]
-        opening = Opening(number, key, shares, len(steered))
+        opening = Opening(number, key, self._groups.shares(envelope), len(steered))
         self._sender.opened(envelope.reply, envelope.pid, opening)
-
-    def _share(self, taps: Sequence[TapPoint]) -> tuple[int, int]:
-        """First of some taps that this worker has, and how many it has."""
-        here = [i for i, tap in enumerate(taps) if tap in self._tap_index]
-        return (here[0] if here else 0), len(here)
 
     def _without_poisoned(self, batch: Batch) -> Batch:
         """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
