@@ -177,18 +177,15 @@ class Collector:
                 f"request {key}: {pending.lack(counts, n_fed, settled)} within {timeout_s:g} s; "
                 "the request has failed and nothing partial is returned"
             )
-        if any(stream.is_cut(counts[i]) for i, stream in pending.streams.items()):
-            raise CaptureError(
-                f"request {key}: the engine fed tokens behind its end, which are part of what "
-                "was reduced; nothing wrong is returned"
-            )
-        return Collected(
-            tensors={
-                i: stream.take(counts[i], self._threads) for i, stream in pending.streams.items()
-            },
-            n_steered=pending.steered_tokens(n_fed),
-            paths=paths,
-        )
+        tensors: dict[int, TensorData] = {}
+        for i, stream in pending.streams.items():
+            if stream.is_cut(counts[i]):
+                raise CaptureError(
+                    f"request {key}: the engine fed tokens behind its end, which are part of what "
+                    "was reduced; nothing wrong is returned"
+                )
+            tensors[i] = stream.take(counts[i], self._threads)
+        return Collected(tensors, pending.steered_tokens(n_fed), paths)
 
     def close(self) -> None:
         """Stop the threads and remove the socket's file; safe to call twice."""

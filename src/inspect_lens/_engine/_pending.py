@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -24,6 +23,7 @@ from ._slabs import Slab, SlabPool
 __all__ = ["ROWS", "SCORES", "SHARE_BYTES", "STORAGE", "Pending", "Stream", "Worker"]
 
 STORAGE: dict[str, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in STORAGE.items()}
 
 SHARE_BYTES = 4 << 20
 """Rows of more bytes are copied by several threads."""
@@ -64,7 +64,7 @@ class Stream:
 
     @property
     def row_bytes(self) -> int:
-        return self.width * np.dtype(STORAGE[self.dtype]).itemsize
+        return self.width * _DTYPES[self.dtype].itemsize
 
     def arrived(self, count: int) -> NDArray[np.bool_]:
         """(taps, count); which of the first positions have come."""
@@ -82,12 +82,14 @@ class Stream:
     def further(self, since: int) -> NDArray[Any]:
         """Rows that have come without a gap behind the first `since` positions."""
         if self.slab is None:
-            return np.zeros((self.taps, 0, self.width), dtype=STORAGE[self.dtype])
+            return np.zeros((self.taps, 0, self.width), dtype=_DTYPES[self.dtype])
         come: NDArray[np.bool_] = np.logical_and.reduce(self.arrived(self.most)[:, since:], axis=0)
         n = len(come) if come.all() else int(come.argmin())
-        rows = self.slab.array(np.dtype(STORAGE[self.dtype]))
-        whole = rows[: self.taps * self.most * self.width].reshape(self.taps, self.most, self.width)
-        return self._come(whole[:, since : since + n]).copy()
+        return self._come(self._whole(self.slab)[:, since : since + n]).copy()
+
+    def _whole(self, slab: Slab) -> NDArray[Any]:
+        """(taps, positions at most, width); what has come, and what has not."""
+        return slab.array(_DTYPES[self.dtype], (self.taps, self.most, self.width))
 
     def _come(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Of all taps those whose rows come."""
@@ -137,21 +139,18 @@ class Stream:
 
         Of probe scores there is a share of each worker in the place of taps.
         """
-        storage = np.dtype(STORAGE[self.dtype])
         if self.merge is not None:
             whole = covered = None
             if self.slab is not None and count:
-                shape = (self.taps, self.most, self.width)
-                whole = self.slab.array(storage)[: math.prod(shape)].reshape(shape)[:, :count]
+                whole = self._whole(self.slab)[:, :count]
             if self.slab is not None and self.n_head:
                 flags = self.slab.covered[: self.taps * self.most]
                 covered = flags.reshape(self.taps, self.most)[:, :count]
             return self.merge(whole, covered, (self.taps, self.width), threads)
         if self.slab is None:
-            rows = np.zeros((self.taps, count, self.width), dtype=storage)
+            rows = np.zeros((self.taps, count, self.width), dtype=_DTYPES[self.dtype])
         else:
-            whole = self.slab.array(storage)[: self.taps * self.most * self.width]
-            rows = self._come(whole.reshape(self.taps, self.most, self.width)[:, :count])
+            rows = self._come(self._whole(self.slab)[:, :count])
             if not rows.flags.c_contiguous:
                 # It ended before it was long: a copy of what is there frees the rest.
                 rows = _copied(rows, threads)

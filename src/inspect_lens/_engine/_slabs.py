@@ -162,9 +162,12 @@ class Slab:
         """(rows,); whether a later row stands for each; not cleared for a new slab."""
         return self._pool.covered[self.start : self.start + self.size]
 
-    def array(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The rows, flat; keeps the slab alive."""
-        return np.frombuffer(cast("Any", self._buffer), dtype=dtype)
+    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """The rows, flat or in a shape of which they are the first part; keeps the slab alive."""
+        buffer = cast("Any", self._buffer)
+        if shape is None:
+            return np.frombuffer(buffer, dtype=dtype)
+        return np.ndarray(shape, dtype, buffer)
 
 
 class SlabPool:

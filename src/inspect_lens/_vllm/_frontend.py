@@ -82,6 +82,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             request.request_id,
             extra[ENVELOPE_KEY],
             n_prompt=n_prompt,
+            n_max=n_max,
             reading=reading,
             request=None if parent_req is None else parent_req.request_id,
         )

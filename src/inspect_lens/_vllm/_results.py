@@ -53,6 +53,10 @@ class _Expected:
     """The envelope as it travels."""
     request: str
     """Internal id of the request that this choice belongs to."""
+    n_max: int
+    """Tokens that are fed to the model at most."""
+    prepared: Receipt | None = None
+    """The receipt of a request that runs to its end, but for what is known only there."""
 
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -88,7 +92,7 @@ class Results:
         """Requests in flight some of whose results leave the worker when it hears that they are
         over: what hooks saved, queries and keys, and what was made of sampled tokens."""
         self._unprepared: deque[str] = deque(maxlen=_UNPREPARED_MOST)
-        """Requests with probes; nobody takes them out where requests end one by one."""
+        """Requests in flight; nobody takes them out where requests end one by one."""
 
     @property
     def address(self) -> str:
@@ -118,16 +122,26 @@ class Results:
         packed: Mapping[str, Any],
         *,
         n_prompt: int,
+        n_max: int = 0,
         reading: Reading | None = None,
         request: str | None = None,
     ) -> None:
-        """Take note of a choice before the engine sees it; `request` is what it belongs to."""
-        envelope = Envelope.unpack(packed)
+        """Take note of a choice before the engine sees it.
+
+        Args:
+            key: of the choice.
+            packed: its envelope.
+            n_prompt: prompt tokens.
+            n_max: tokens that are fed at most, where that is known.
+            reading: of its probes.
+            request: what it belongs to; by default itself.
+        """
+        envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
-            self._choices.setdefault(request or key, set()).add(key)
-            self._expected[key] = _Expected(envelope, n_prompt, reading, packed, request or key)
+            self._choices.setdefault(owner, set()).add(key)
+            self._expected[key] = _Expected(envelope, n_prompt, reading, packed, owner, n_max)
         self._the_collector().open(key, envelope)
-        if reading is not None:
+        if n_max and not envelope.steer and EAGER_KEY not in packed:
             self._unprepared.append(key)
         if envelope.capture is not None and envelope.capture.is_folded:
             self.late.add(key)
@@ -143,8 +157,13 @@ class Results:
         """
         for _ in range(min(_PREPARED_AT_ONCE, len(self._unprepared))):
             expected = self._expected.get(self._unprepared.popleft())
-            if expected is not None and expected.reading is not None:
+            if expected is None or expected.prepared is not None:
+                continue
+            if expected.reading is not None:
                 expected.reading.prepare()
+            expected.prepared = _receipt(
+                expected, expected.n_max - expected.n_prompt + 1, expected.positions(expected.n_max)
+            )
 
     def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
         """Token scores of a running request that have come since the last call, by probe.
@@ -289,9 +308,11 @@ class Results:
                 for name, scores in self._unsent.pop(ticket.key, {}).items():
                     unsent = completion.__dict__.setdefault("inspect_lens_scores", {})
                     unsent[name] = unsent.get(name, []) + scores
-            completion.inspect_lens = _receipt(
-                expected, ticket, positions, collected, cached_tokens, eager
-            )
+            receipt = expected.prepared
+            if receipt is None or receipt.n_completion != ticket.n_completion:
+                receipt = _receipt(expected, ticket.n_completion, positions)
+            _fill(receipt, expected, collected, cached_tokens, eager)
+            completion.inspect_lens = receipt
             capture = expected.envelope.capture
             completion.inspect_lens_transport = capture.transport if capture else "inline"
             completion.inspect_lens_tensors = {}
@@ -311,42 +332,51 @@ class Results:
         return self._collector
 
 
-def _receipt(
-    expected: _Expected,
-    ticket: Ticket,
-    positions: Sequence[int],
-    collected: Collected,
-    cached_tokens: int,
-    eager: EagerResults | None,
-) -> Receipt:
-    envelope = expected.envelope
-    capture = steer = None
-    if envelope.capture is not None:
-        capture = _capture_receipt(envelope.capture, positions)
-    if envelope.steer:
-        steer = SteerReceipt(
-            layers=tuple(sorted({layer for s in envelope.steer for layer in s.layers})),
-            sites=in_site_order(s.site for s in envelope.steer),
-            n_tokens=collected.n_steered,
-            # With steering of sampled tokens alone, those of the prompt came as they are.
-            cached_tokens=cached_tokens if any(s.lo == 0 for s in envelope.steer) else 0,
-            vectors=tuple(s.sha256 for s in envelope.steer),
-        )
+def _receipt(expected: _Expected, n_completion: int, positions: Sequence[int]) -> Receipt:
+    """The receipt of a request that samples so many tokens, before its results have come."""
+    capture = expected.envelope.capture
     return Receipt(
         n_prompt=expected.n_prompt,
-        n_completion=ticket.n_completion,
-        capture=capture,
-        steer=steer,
-        probes=() if expected.reading is None else expected.reading.receipts(),
-        hooks=None if eager is None else eager.hook_receipt,
-        qk=None if eager is None else eager.qk_receipt,
-        cache_salted=envelope.steer_hash is not None
-        or (eager is not None and eager.hook_receipt is not None),
-        paths=collected.paths if eager is None else tuple(sorted({"eager", *collected.paths})),
+        n_completion=n_completion,
+        capture=None if capture is None else _capture_receipt(capture, positions),
+        steer=None,
+        probes=(),
+        hooks=None,
+        qk=None,
+        cache_salted=expected.envelope.steer_hash is not None,
+        paths=(),
         engine="inspect_lens",
         version=inspect_lens.__version__,
         vllm_version=vllm_version(),
     )
+
+
+def _fill(
+    receipt: Receipt,
+    expected: _Expected,
+    collected: Collected,
+    cached_tokens: int,
+    eager: EagerResults | None,
+) -> None:
+    """Add to a receipt, which nobody has seen yet, what is known when the request is over."""
+    # Frozen for everybody else; a copy would be as much work as a new one.
+    values = receipt.__dict__
+    values["paths"] = collected.paths
+    if steer := expected.envelope.steer:
+        values["steer"] = SteerReceipt(
+            layers=tuple(sorted({layer for s in steer for layer in s.layers})),
+            sites=in_site_order(s.site for s in steer),
+            n_tokens=collected.n_steered,
+            # With steering of sampled tokens alone, those of the prompt came as they are.
+            cached_tokens=cached_tokens if any(s.lo == 0 for s in steer) else 0,
+            vectors=tuple(s.sha256 for s in steer),
+        )
+    if expected.reading is not None:
+        values["probes"] = expected.reading.receipts()
+    if eager is not None:
+        values["hooks"], values["qk"] = eager.hook_receipt, eager.qk_receipt
+        values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
+        values["paths"] = tuple(sorted({"eager", *collected.paths}))
 
 
 def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> CaptureReceipt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -183,15 +184,18 @@ class Reading:
         self.n_seen += numbers.shape[1]
         if not numbers.shape[1]:
             return {}
-        # Shares of the workers, added where they meet.
-        columns = numbers[0].astype(np.float64)
-        for share in numbers[1:]:
-            columns += share
+        columns: NDArray[Any] = numbers[0]
+        if len(numbers) > 1:
+            # Shares of the workers, added where they meet.
+            columns = np.add.reduce(numbers, axis=0, dtype=np.float64)
         for means in self._plain:
             means.take(columns, first)
         new: dict[str, list[float]] = {}
+        if not self._uses:
+            return new
+        wide = columns.astype(np.float64, copy=False)
         for use in self._uses:
-            scores = use.take(columns, first)
+            scores = use.take(wide, first)
             if use.use.tokens and len(scores):
                 new[use.use.name] = scores.tolist()
         return new
@@ -263,14 +267,15 @@ class _Means:
             first = where.start if where else None
             self._receipts = _Receipts(self._plain, len(where), first)
 
-    def take(self, columns: Floats, first: int) -> None:
+    def take(self, columns: NDArray[Any], first: int) -> None:
         """Add the tokens among these positions that are read."""
         n = len(columns)
         a = min(max(self._where.start - first, 0), n)
         b = max(a, min(self._where.stop - first, n))
         if a == b:
             return
-        scores = columns[a:b, self._plain.pick] + self._plain.bias
+        # In float64, which the bias has.
+        scores: Floats = columns[a:b, self._plain.pick] + self._plain.bias
         if self._total is not None:
             scores[0] += self._total
         else:
@@ -288,9 +293,13 @@ class _Means:
             CaptureError: a score is NaN.
         """
         plain, total = self._plain, self._total
-        if total is not None and np.isnan(total).any():
-            raise _no_number(plain.names[int(np.isnan(total).argmax())])
-        scores = [None] * len(plain.at) if total is None else (total / self._n).tolist()
+        scores: list[float | None] = [None] * len(plain.at)
+        if total is not None:
+            found = (total / self._n).tolist()
+            # One sum tells that none is NaN; infinities of both signs are looked at again.
+            if math.isnan(sum(found)) and np.isnan(total).any():
+                raise _no_number(plain.names[int(np.isnan(total).argmax())])
+            scores = found
         made, self._receipts = self._receipts, None
         if made is None:
             made = _Receipts(plain, self._n, self._first)

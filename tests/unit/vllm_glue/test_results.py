@@ -320,3 +320,74 @@ def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: s
     assert receipt.tokens == (1.0, 2.0, 3.0)
     assert (receipt.n_tokens, receipt.score, receipt.alarm_position) == (3, 2.0, None)
     assert choice.inspect_lens_scores == {"p": [3.0]}
+
+
+PREPARED_REQUESTS: list[dict[str, Any]] = [
+    {"capture": CaptureSpec(layers=(0,))},
+    {"capture": CaptureSpec(layers=(0, 1), positions=(0, 2, 4))},
+    {"probes": ["p", "q"]},
+    {"capture": CaptureSpec(layers=(1,)), "probes": ["q", {"name": "p", "aggregate": "max"}]},
+    {"probes": ["p"], "steer": [SteeringVector(activations=np.ones((1, 4)), layer_indices=[0])]},
+]
+
+
+@pytest.mark.parametrize("asked", PREPARED_REQUESTS)
+@pytest.mark.parametrize("n_completion", [1, 2, 4])
+def test_what_was_prepared_is_what_would_have_been_made(
+    results: Results, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], n_completion: int
+) -> None:
+    probes = {
+        name: EngineProbe(layers=(layer,), tensors={"weight": np.ones((1, 4)), "bias": layer})
+        for name, layer in (("p", 0), ("q", 1))
+    }
+    registry, request = Registry(probes), LensRequest(**asked)
+    sizes = {"n_prompt": 3, "n_max": 6}
+    # vLLM is given the board of a worker, of which there is none here.
+    monkeypatch.setattr("inspect_lens._engine._pending.Pending.fed", lambda self: (0, 6))
+    found = []
+    for is_prepared in (False, True):
+        key = f"k{is_prepared}"
+        reads = registry.reads(request.probes) if request.probes else None
+        envelope = seal(
+            request, FACTS, reply=results.address, n_prompt=3, max_tokens=4,
+            probes=None if reads is None else reads.asked,
+        )  # fmt: skip
+        lo = 0 if envelope.probes is None else envelope.probes.lo
+        reading = None if reads is None else Reading(reads, lo=lo, **sizes)
+        results.expect(key, envelope.pack(), reading=reading, **sizes)
+        collector = results._the_collector()
+        for stream in collector._pending[key].streams.values():
+            stream.open(collector._pool(stream.row_bytes))
+            stream.restart(0, stream.taps)
+            assert stream.slab is not None
+            values = stream.slab.array(np.dtype(np.float32))
+            values[:] = np.arange(len(values))
+            stream.slab.arrived[:] = True
+        if is_prepared:
+            results.prepare()
+            made = results._expected[key].prepared
+            assert (made is None) == bool(request.steer), "how much was steered is known at the end"
+        choice = completion(0)
+        choice.inspect_lens_ticket = Ticket(key, n_completion=n_completion)
+        results.attach(output(choice))
+        found.append(choice.inspect_lens)
+        if is_prepared and n_completion == 4:
+            assert (choice.inspect_lens is made) == (made is not None), "it is used"
+    plain, prepared = found
+    assert prepared == plain
+    assert prepared.model_dump_json() == plain.model_dump_json()
+    assert type(plain).model_validate_json(prepared.model_dump_json()) == plain
+    for receipt in plain.probes:
+        assert receipt.n_tokens == n_completion - 1
+        assert (receipt.score is None) == (n_completion == 1)
+
+
+def test_requests_that_end_one_by_one_are_not_remembered(results: Results) -> None:
+    capture = LensRequest(capture=CaptureSpec(layers=(0,)))
+    envelope = seal(capture, FACTS, reply=results.address, n_prompt=3, max_tokens=4)
+    for i in range(10_000):
+        results.expect(f"k{i}", envelope.pack(), n_prompt=3, n_max=6)
+        results.abandon([f"k{i}"])
+    assert len(results._unprepared) < 5000
+    results.prepare()
+    assert results.n_open == 0
