@@ -26,6 +26,8 @@ class Phases:
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
         self._began = self._added = self._ended = 0.0
+        self._own = [0.0] * 4
+        """What the thread had worked at these times, and when the last outputs came, in order."""
         self._come: list[float] = []
         """When outputs came, of the steps since the last request was handed over."""
         self._waited = 0.0
@@ -40,10 +42,11 @@ class Phases:
         core = engine.engine_core
         core.get_output = _timing(core.get_output, self._note_come)
         self._began = self._added = time.perf_counter()
+        self._own = [time.thread_time()] * 4
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = time.perf_counter()
+        self._ended, self._own[3] = time.perf_counter(), time.thread_time()
         # What lies on the instance hides the class's own.
         del self._engine.add_request, self._engine.engine_core.get_output
         before, now = self._machine, psutil.cpu_times()
@@ -53,22 +56,27 @@ class Phases:
 
     def _note_added(self, _: float) -> None:
         self._added = time.perf_counter()
+        self._own[1:] = [time.thread_time()] * 3
         self._come.clear()
         self._waited = 0.0
 
     def _note_come(self, asked: float) -> None:
         self._come.append(time.perf_counter())
+        self._own[2] = time.thread_time()
         self._waited += self._come[-1] - asked
 
     def report(self) -> dict[str, float]:
         """Milliseconds, by the names of `WAITS`."""
         come = self._come or [self._added]
+        own = self._own
         return {
             "add_ms": 1e3 * (self._added - self._began),
+            "add_own_ms": 1e3 * (own[1] - own[0]),
             "first_steps_ms": 1e3 * (come[:_FIRST][-1] - self._added),
             "steps_ms": 1e3 * (come[-1] - self._added),
             "idle_ms": 1e3 * self._waited,
             "end_ms": 1e3 * (self._ended - come[-1]),
+            "end_own_ms": 1e3 * (own[3] - own[2]),
             "busy_ms": 1e3 * self._busy,
             "stolen_ms": 1e3 * self._stolen,
         }

@@ -15,10 +15,12 @@ WAITS = {
     "garbage_ms": "time that the client's garbage collector took",
     "waited_ms": "time for which steps waited for room in shared memory",
     "add_ms": "from the start until the client had handed the last request over",
+    "add_own_ms": "work of the client's thread in that time, whatever it waited for",
     "first_steps_ms": "from there until the outputs of the first 16 steps had come",
     "steps_ms": "from the last request until the outputs of the last step had come",
     "idle_ms": "of these, time for which the client waited for outputs",
     "end_ms": "from there to the end",
+    "end_own_ms": "work of the client's thread in that time",
     "busy_ms": "time of all the machine's cores, whoever used them",
     "stolen_ms": "time that the machine's host gave to others",
 }

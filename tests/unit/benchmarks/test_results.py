@@ -239,11 +239,16 @@ def test_phases_are_those_that_a_client_sees(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(20):
             llm.llm_engine.engine_core.get_output()
         passes(0.03)
+        worked = time.thread_time()
+        while time.thread_time() < worked + 0.02:
+            pass
     found = phases.report()
     assert set(found) <= set(WAITS)
     for name, ms in {"add_ms": 30, "first_steps_ms": 80, "steps_ms": 100, "end_ms": 30}.items():
         assert found[name] == pytest.approx(ms)
     assert found["busy_ms"] >= 0
+    assert 0 <= found["add_own_ms"] < 15, "nothing but the clock was at work"
+    assert 20 <= found["end_own_ms"] < 35
     assert not vars(llm.llm_engine)
     assert not vars(Engine.engine_core), "nothing is left behind"
 
