@@ -27,7 +27,8 @@ class Phases:
         self._engine = llm.llm_engine
         self._began = self._added = self._ended = 0.0
         self._own = [0.0] * 4
-        """What the thread had worked at these times, and when the last outputs came, in order."""
+        """What the thread had worked at the beginning, when the last request was handed over, when
+        the last outputs came, and at the end."""
         self._come: list[float] = []
         """When outputs came, of the steps since the last request was handed over."""
         self._waited = 0.0

@@ -235,7 +235,7 @@ class ArenaReader:
             seq: number of the message.
             timeout_s: seconds to wait at most.
             stop: looked at, too; whether to wait no longer.
-            hurry: set while somebody waits for what comes with the blocks.
+            hurry: set while somebody waits for rows; it cuts a pause short.
         """
         landed = self.view.landed
         began = time.monotonic()
@@ -243,7 +243,9 @@ class ArenaReader:
         while landed[0] < seq:
             waited = time.monotonic() - began
             pause = min(max(waited * _POLL_SHARE, _POLL_LEAST_S), _POLL_MOST_S)
-            if hurry is None or hurry.is_set():
+            if hurry is None:
+                time.sleep(pause)
+            elif hurry.is_set():
                 time.sleep(_POLL_LEAST_S)
             else:
                 hurry.wait(pause)

@@ -83,7 +83,7 @@ class Collector:
         self._workers: dict[str, Worker] = {}
         self._changed = threading.Condition()
         self._hurry = threading.Event()
-        """Set while somebody waits for rows."""
+        """Set while somebody waits for rows, or reads scores as they come."""
         self._n_waiting = 0
         self.saved = SavedResults(self._changed)
         """What hooks of requests saved."""
@@ -129,6 +129,8 @@ class Collector:
             (shares, further positions, columns), or None when the request has failed or gone.
         """
         with self._changed:
+            # Who reads them as they come does so again: until somebody waits who does not.
+            self._hurry.set()
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
@@ -209,6 +211,7 @@ class Collector:
     ) -> bool:
         """Wait for what is on its way; whether it came."""
         if pending.is_ready(counts, n_fed, settled):
+            self._calm()
             return True
         deadline = time.monotonic() + timeout_s
         self._n_waiting += 1
@@ -222,8 +225,11 @@ class Collector:
             return False
         finally:
             self._n_waiting -= 1
-            if not self._n_waiting:
-                self._hurry.clear()
+            self._calm()
+
+    def _calm(self) -> None:
+        if not self._n_waiting:
+            self._hurry.clear()
 
     def _pop(self, key: str) -> Pending | None:
         self.saved.drop(key)

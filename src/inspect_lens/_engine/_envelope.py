@@ -88,7 +88,8 @@ class Packed(dict[str, Any]):
     __slots__ = ("envelope", "uses")
     envelope: Envelope
     uses: str | None
-    """Uses of probes as text, for the process that sealed them: workers get none of it."""
+    """Uses of probes as text, for the process that sealed them: what an engine in another process
+    is sent has none of it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, ({**self, USES_KEY: self.uses},)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Container
 from typing import Any
 
@@ -91,11 +92,27 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             results.abandon([request.request_id])
             raise
+        _remember(self, request.request_id)
         if reading is not None and reading.has_alarm:
             _stop_at_alarm(self.request_states[request.request_id])
         return result
 
     return add_request
+
+
+_UNPREPARED_MOST = 1 << 14
+
+
+def _unprepared(processor: Any) -> deque[str]:
+    """Requests of an engine whose results nobody has prepared for yet; see `Results.prepare`."""
+    queue: deque[str] = processor.__dict__.setdefault("inspect_lens_unprepared", deque())
+    return queue
+
+
+def _remember(processor: Any, key: str) -> None:
+    # Nobody takes them out where an engine is not stepped by its caller.
+    if len(queue := _unprepared(processor)) < _UNPREPARED_MOST:
+        queue.append(key)
 
 
 def _reading(packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
@@ -206,15 +223,15 @@ def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]])
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        results = front_end().results
-        late = results.late if is_in_process(self) else ()
+        results, is_alone = front_end().results, not is_in_process(self)
+        late = () if is_alone else results.late
         if late and (keys := [key for output in outputs for key in ticket_keys(output, late)]):
             # It takes no further step, in which workers would hear that requests are over, while
             # this one waits for results. An engine in a process of its own does.
             raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
         done = [output for output in outputs if has_tickets(output)]
-        if not done:
-            results.prepare()
+        if is_alone and not done:
+            results.prepare(_unprepared(self.output_processor))
         for output in done:
             try:
                 results.attach(output)

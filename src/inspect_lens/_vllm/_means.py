@@ -23,6 +23,8 @@ _PUT: dict[str, Callable[[ProbeReceipt, object], None]] = {
     field.name: getattr(ProbeReceipt, field.name).__set__ for field in fields(ProbeReceipt)
 }
 """By field: what sets it, which a frozen class does not do itself."""
+_NOT_ASKED_FOR = {"tokens": None, "threshold": None, "alarm_position": None, "stopped": False}
+"""Fields of receipts that are of other uses."""
 
 
 class Plain:
@@ -129,11 +131,11 @@ class _Receipts:
         """
         self._made = tuple(map(object.__new__, repeat(ProbeReceipt, len(plain.names))))
         self._n, self._first = n, first
-        fixed = {"aggregate": "mean", "n_tokens": n, "first_position": first, "stopped": False}
         columns: dict[str, Iterable[object]] = {"name": plain.names, "sha256": plain.hashes}
-        for name in _PUT:
-            if name != "score":
-                self._put(name, columns.get(name, repeat(fixed.get(name))))
+        fixed = {"aggregate": "mean", "n_tokens": n, "first_position": first, **_NOT_ASKED_FOR}
+        columns |= {name: repeat(value) for name, value in fixed.items()}
+        for name in _PUT.keys() - {"score"}:
+            self._put(name, columns[name])
 
     def filled(
         self, scores: Sequence[float | None], n: int, first: int | None

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import secrets
 import threading
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import inspect_lens
-from inspect_lens._engine._capture import CaptureEnvelope
-from inspect_lens._engine._collector import ROWS, SCORES, Collected, Collector
+from inspect_lens._engine._collector import ROWS, SCORES, Collector
 from inspect_lens._engine._envelope import Envelope
 from inspect_lens._engine._hooks import EAGER_KEY
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError, LensError
-from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, in_site_order
 
-from ._compat import vllm_version
-from ._hook_book import EagerResults, put_eager, take_eager
+from ._expected import Expected, fill, receipt_of, shorten
+from ._hook_book import put_eager, take_eager
 from ._named import tensors_by_name
 from ._scores import Reading
 
@@ -28,7 +24,6 @@ __all__ = ["Results", "Ticket"]
 
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""
-_UNPREPARED_MOST = 4096
 
 
 @dataclass(frozen=True)
@@ -43,42 +38,12 @@ class Ticket:
     """Those of the last step; more than one where drafts were accepted."""
 
 
-@dataclass(slots=True)
-class _Expected:
-    envelope: Envelope
-    n_prompt: int
-    reading: Reading | None
-    """Probes of the request."""
-    packed: Mapping[str, Any]
-    """The envelope as it travels."""
-    request: str
-    """Internal id of the request that this choice belongs to."""
-    n_max: int
-    """Tokens that are fed to the model at most."""
-    prepared: Receipt | None = None
-    """The receipt of a request that runs to its end, but for what is known only there."""
-
-    def positions(self, n_fed: int) -> Sequence[int]:
-        """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
-        capture = self.envelope.capture
-        if capture is None:
-            return ()
-        if capture.positions is not None:
-            return capture.positions[: bisect_left(capture.positions, n_fed)]
-        return range(capture.lo, max(capture.lo, min(capture.hi, n_fed)))
-
-    def n_read(self, n_fed: int) -> int:
-        """Positions that probes read of a request that fed `n_fed` tokens to the model."""
-        probes = self.envelope.probes
-        return 0 if probes is None else max(0, min(probes.hi, n_fed) - probes.lo)
-
-
 class Results:
     """Owns the collector, and the envelopes of requests in flight."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._expected: dict[str, _Expected] = {}
+        self._expected: dict[str, Expected] = {}
         self._choices: dict[str, set[str]] = {}
         """Open choices of each request, by its internal id."""
         self.n_processes = 1
@@ -91,8 +56,6 @@ class Results:
         self.late: set[str] = set()
         """Requests in flight some of whose results leave the worker when it hears that they are
         over: what hooks saved, queries and keys, and what was made of sampled tokens."""
-        self._unprepared: deque[str] = deque(maxlen=_UNPREPARED_MOST)
-        """Requests in flight; nobody takes them out where requests end one by one."""
 
     @property
     def address(self) -> str:
@@ -139,29 +102,33 @@ class Results:
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
-            self._expected[key] = _Expected(envelope, n_prompt, reading, packed, owner, n_max)
+            self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
         self._the_collector().open(key, envelope)
-        if n_max and not envelope.steer and EAGER_KEY not in packed:
-            self._unprepared.append(key)
         if envelope.capture is not None and envelope.capture.is_folded:
             self.late.add(key)
         if EAGER_KEY in packed:
             self.late.add(key)
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
 
-    def prepare(self) -> None:
+    def prepare(self, unprepared: deque[str]) -> None:
         """Do for a few requests what their results take that is known before these come.
 
-        For whoever waits for the engine in any case: a batch ends in one step, behind which
-        nothing hides the work.
+        For whoever goes on to wait for an engine in another process: a batch ends in one step,
+        behind which nothing hides the work.
+
+        Args:
+            unprepared: requests of one engine; the first few are taken out. Called in the thread
+                that takes that engine's results.
         """
-        for _ in range(min(_PREPARED_AT_ONCE, len(self._unprepared))):
-            expected = self._expected.get(self._unprepared.popleft())
-            if expected is None or expected.prepared is not None:
+        for _ in range(min(_PREPARED_AT_ONCE, len(unprepared))):
+            expected = self._expected.get(unprepared.popleft())
+            if expected is None or not expected.n_max:
                 continue
+            if expected.envelope.steer or EAGER_KEY in expected.packed:
+                continue  # whose receipts are of what was done
             if expected.reading is not None:
                 expected.reading.prepare()
-            expected.prepared = _receipt(
+            expected.prepared = receipt_of(
                 expected, expected.n_max - expected.n_prompt + 1, expected.positions(expected.n_max)
             )
 
@@ -228,7 +195,7 @@ class Results:
                 if self._close(choice) is not None:
                     self._the_collector().discard(choice)
 
-    def _close(self, key: str) -> _Expected | None:
+    def _close(self, key: str) -> Expected | None:
         """Expect nothing more for a choice."""
         with self._lock:
             self.late.discard(key)
@@ -252,7 +219,7 @@ class Results:
         Raises:
             LensError: a result is not whole, or the worker failed the request.
         """
-        mine: list[tuple[Any, Ticket, _Expected]] = []
+        mine: list[tuple[Any, Ticket, Expected]] = []
         for completion in output.outputs:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
             if ticket is None or hasattr(completion, "inspect_lens"):
@@ -277,7 +244,7 @@ class Results:
             if hasattr(first, name):
                 setattr(output, name, getattr(first, name))
 
-    def _attach(self, mine: list[tuple[Any, Ticket, _Expected]], cached_tokens: int) -> None:
+    def _attach(self, mine: list[tuple[Any, Ticket, Expected]], cached_tokens: int) -> None:
         for completion, ticket, expected in mine:
             if not ticket.n_completion:
                 # An engine that is paused ends what waits; no row of it will ever come.
@@ -309,9 +276,11 @@ class Results:
                     unsent = completion.__dict__.setdefault("inspect_lens_scores", {})
                     unsent[name] = unsent.get(name, []) + scores
             receipt = expected.prepared
-            if receipt is None or receipt.n_completion != ticket.n_completion:
-                receipt = _receipt(expected, ticket.n_completion, positions)
-            _fill(receipt, expected, collected, cached_tokens, eager)
+            if receipt is None:
+                receipt = receipt_of(expected, ticket.n_completion, positions)
+            elif receipt.n_completion != ticket.n_completion:
+                shorten(receipt, expected, ticket.n_completion, positions)
+            fill(receipt, expected, collected, cached_tokens, eager)
             completion.inspect_lens = receipt
             capture = expected.envelope.capture
             completion.inspect_lens_transport = capture.transport if capture else "inline"
@@ -330,66 +299,3 @@ class Results:
             self.address  # noqa: B018 - opens the socket
         assert self._collector is not None
         return self._collector
-
-
-def _receipt(expected: _Expected, n_completion: int, positions: Sequence[int]) -> Receipt:
-    """The receipt of a request that samples so many tokens, before its results have come."""
-    capture = expected.envelope.capture
-    return Receipt(
-        n_prompt=expected.n_prompt,
-        n_completion=n_completion,
-        capture=None if capture is None else _capture_receipt(capture, positions),
-        steer=None,
-        probes=(),
-        hooks=None,
-        qk=None,
-        cache_salted=expected.envelope.steer_hash is not None,
-        paths=(),
-        engine="inspect_lens",
-        version=inspect_lens.__version__,
-        vllm_version=vllm_version(),
-    )
-
-
-def _fill(
-    receipt: Receipt,
-    expected: _Expected,
-    collected: Collected,
-    cached_tokens: int,
-    eager: EagerResults | None,
-) -> None:
-    """Add to a receipt, which nobody has seen yet, what is known when the request is over."""
-    # Frozen for everybody else; a copy would be as much work as a new one.
-    values = receipt.__dict__
-    values["paths"] = collected.paths
-    if steer := expected.envelope.steer:
-        values["steer"] = SteerReceipt(
-            layers=tuple(sorted({layer for s in steer for layer in s.layers})),
-            sites=in_site_order(s.site for s in steer),
-            n_tokens=collected.n_steered,
-            # With steering of sampled tokens alone, those of the prompt came as they are.
-            cached_tokens=cached_tokens if any(s.lo == 0 for s in steer) else 0,
-            vectors=tuple(s.sha256 for s in steer),
-        )
-    if expected.reading is not None:
-        values["probes"] = expected.reading.receipts()
-    if eager is not None:
-        values["hooks"], values["qk"] = eager.hook_receipt, eager.qk_receipt
-        values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
-        values["paths"] = tuple(sorted({"eager", *collected.paths}))
-
-
-def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> CaptureReceipt:
-    if capture.is_last:
-        positions = positions[-1:]
-    is_run = bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
-    return CaptureReceipt(
-        site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
-        layers=capture.layers,
-        n_positions=len(positions),
-        first_position=positions[0] if is_run else None,
-        positions=None if is_run else tuple(positions),
-        dtype=capture.dtype,
-        reduce=capture.reduce,
-        rows=len(capture.taps) * len(positions),
-    )

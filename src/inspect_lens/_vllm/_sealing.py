@@ -134,11 +134,15 @@ _CONTAINERS = frozenset({list, set, dict})
 def _make_own(params: Any) -> None:
     """Spare vLLM a deep copy of parameters that are a copy already.
 
-    It takes as long as all that the lens does with a request before the engine has it.
+    A deep copy is made anew, and so checked and put in order, which a caller who has set a field
+    of the parameters after he made them relies on. That is done here.
 
     Args:
         params: a shallow copy; changed in place. It is left as it is, and vLLM copies it, where
             something else than plain values and flat containers of them is in it.
+
+    Raises:
+        Exception: vLLM's own, of parameters that are wrong.
     """
     kind: Any = type(params)
     if not hasattr(params, "skip_clone"):
@@ -156,6 +160,7 @@ def _make_own(params: Any) -> None:
             own.append((name, value.copy()))
     for name, value in own:
         setattr(params, name, value)
+    params.__post_init__()
     params.skip_clone = True
 
 

@@ -98,7 +98,7 @@ def test_whoever_waits_for_rows_cuts_a_long_pause_short(
 ) -> None:
     monkeypatch.setattr(_arena, "_POLL_LEAST_S", 0.01)
     monkeypatch.setattr(_arena, "_POLL_MOST_S", 60.0)
-    monkeypatch.setattr(_arena, "_POLL_SHARE", 1e6)
+    monkeypatch.setattr(_arena, "_POLL_SHARE", 1e9)
     reader, hurry = ArenaReader(writer.name), threading.Event()
 
     def land() -> None:
@@ -109,7 +109,7 @@ def test_whoever_waits_for_rows_cuts_a_long_pause_short(
     threading.Thread(target=land).start()
     began = time.monotonic()
     assert reader.wait(1, hurry=hurry)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 10
 
 
 def test_a_step_waits_for_room_and_says_when_none_comes(
