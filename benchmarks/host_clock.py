@@ -20,6 +20,7 @@ __all__ = ["host_summary", "start_host_clock", "stop_host_clock"]
 
 PARTS = {
     "step": ("", "execute_model"),
+    "add": ("stepper", "add"),
     "begin": ("stepper", "begin"),
     "end": ("stepper", "end_step"),
     "readout": ("copier", "apply"),
@@ -139,10 +140,17 @@ def host_summary(steps: list[tuple[int, int, Times, float]]) -> dict[str, Any] |
             found[part] = round(statistics.median(values), 4)
         return found
 
+    begun = next(i for i, step in enumerate(steps) if step[:2] == chosen[0][:2])
     return {
         "sequences": chosen[0][0],
         "steps": len(chosen),
         "wall_ms": medians(0),
         "thread_ms": medians(1),
         "end_on_device_ms": round(statistics.median(step[3] for step in chosen), 4),
+        # Before the batch was full: sequences, tokens, and milliseconds on the clock, of each step.
+        # What new requests take there the device waits for.
+        "first": [
+            [n, t, {part: round(wall, 3) for part, (wall, _) in times.items()}]
+            for n, t, times, _ in steps[:begun]
+        ][-24:],
     }

@@ -223,14 +223,14 @@ def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]])
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        results, is_alone = front_end().results, not is_in_process(self)
-        late = () if is_alone else results.late
+        results, is_apart = front_end().results, not is_in_process(self)
+        late = () if is_apart else results.late
         if late and (keys := [key for output in outputs for key in ticket_keys(output, late)]):
             # It takes no further step, in which workers would hear that requests are over, while
             # this one waits for results. An engine in a process of its own does.
             raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
         done = [output for output in outputs if has_tickets(output)]
-        if is_alone and not done:
+        if is_apart and not done:
             results.prepare(_unprepared(self.output_processor))
         for output in done:
             try:
