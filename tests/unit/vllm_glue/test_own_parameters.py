@@ -20,7 +20,7 @@ PLAIN_PARAMETERS: list[dict[str, Any]] = [
     {},
     {"stop": ["x"], "stop_token_ids": [7], "logit_bias": {5: 1.0}, "bad_words": ["no"]},
     {"allowed_token_ids": [1, 2], "logprobs": 2, "seed": 3, "temperature": 0.5, "n": 2},
-    {"extra_args": {**LENS, "mine": 1}},
+    {"extra_args": {**LENS, "kv_transfer_params": "flat"}},
 ]
 
 
