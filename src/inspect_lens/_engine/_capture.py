@@ -110,13 +110,7 @@ class CaptureEnvelope:
 
     def pack(self) -> dict[str, Any]:
         """As msgpack-able data."""
-        return {
-            "alike": self.alike,
-            "lo": self.lo,
-            "hi": self.hi,
-            "positions": self.positions,
-            "token": self.token,
-        }
+        return {"alike": self.alike} | {name: getattr(self, name) for name in _OWN}
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> CaptureEnvelope:
@@ -132,12 +126,9 @@ class CaptureEnvelope:
         )
 
 
-_ALIKE = tuple(
-    field.name
-    for field in fields(CaptureEnvelope)
-    if field.name not in ("lo", "hi", "positions", "token")
-)
-"""Fields of a capture that the requests of a batch have in common."""
+_OWN = ("lo", "hi", "positions", "token")
+_ALIKE = tuple(field.name for field in fields(CaptureEnvelope) if field.name not in _OWN)
+"""Fields of a capture that the requests of a batch have each for themselves, and in common."""
 
 
 @lru_cache(maxsize=1024)

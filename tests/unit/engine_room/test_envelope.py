@@ -60,3 +60,24 @@ def test_an_envelope_arrives_as_it_was_sent(request_: LensRequest) -> None:
                 theirs.until,
             )
             np.testing.assert_array_equal(mine.vectors.to_float32(), theirs.vectors.to_float32())
+
+
+def test_what_requests_have_in_common_is_read_once() -> None:
+    both = LensRequest(capture=CaptureSpec(layers="all"), probes=["p", "q"])
+    other = LensRequest(capture=CaptureSpec(layers=(0,)), probes=["p"])
+
+    def arrived(request: LensRequest, n_prompt: int) -> Envelope:
+        sent = seal(
+            request, FACTS, reply="ipc:///r", n_prompt=n_prompt, max_tokens=6, probes=PROBES
+        )
+        return Envelope.unpack(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.pack())))
+
+    short, again, long, else_ = (
+        arrived(r, n) for r, n in ((both, 4), (both, 4), (both, 9), (other, 4))
+    )
+    assert (short.capture, short.probes) != (long.capture, long.probes)
+    for part in ("capture", "probes"):
+        first, second, third, fourth = (getattr(e, part) for e in (short, again, long, else_))
+        assert first is second
+        assert first.alike is third.alike
+        assert first.alike != fourth.alike

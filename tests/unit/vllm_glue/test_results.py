@@ -109,7 +109,7 @@ def test_outputs_of_an_engine_that_pools_pass(
     import torch
     from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 
-    fake = SimpleNamespace(late=late, prepare=lambda: None)
+    fake = SimpleNamespace(late=late)
     monkeypatch.setattr(
         "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=fake)
     )
