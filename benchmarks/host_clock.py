@@ -124,7 +124,9 @@ def stop_host_clock(worker: Any) -> list[tuple[int, int, Times, float]]:
 
 
 def host_summary(steps: list[tuple[int, int, Times, float]]) -> dict[str, Any] | None:
-    """Medians of the decode steps of the fullest batch; None without such steps.
+    """Medians and means of the decode steps of the fullest batch; None without such steps.
+
+    Only means tell what is done for some steps together.
 
     Args:
         steps: as `stop_host_clock` returns them.
@@ -133,20 +135,23 @@ def host_summary(steps: list[tuple[int, int, Times, float]]) -> dict[str, Any] |
     if not chosen:
         return None
 
-    def medians(which: int) -> dict[str, float]:
+    def over(middle: Callable[[list[float]], float], which: int) -> dict[str, float]:
         found = {}
         for part in PARTS:
             values = [step[2].get(part, (0.0, 0.0))[which] for step in chosen]
-            found[part] = round(statistics.median(values), 4)
+            found[part] = round(middle(values), 4)
         return found
 
     begun = next(i for i, step in enumerate(steps) if step[:2] == chosen[0][:2])
     return {
         "sequences": chosen[0][0],
         "steps": len(chosen),
-        "wall_ms": medians(0),
-        "thread_ms": medians(1),
+        "wall_ms": over(statistics.median, 0),
+        "thread_ms": over(statistics.median, 1),
+        "wall_ms_mean": over(statistics.fmean, 0),
+        "thread_ms_mean": over(statistics.fmean, 1),
         "end_on_device_ms": round(statistics.median(step[3] for step in chosen), 4),
+        "end_on_device_ms_mean": round(statistics.fmean(step[3] for step in chosen), 4),
         # Before the batch was full: sequences, tokens, and milliseconds on the clock, of each step.
         # What new requests take there the device waits for.
         "first": [

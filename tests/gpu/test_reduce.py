@@ -70,7 +70,7 @@ def run(
         plan = stepper._plan
         assert plan is not None
         for block in plan.blocks:
-            fill(state.ring[stepper._span.first_row :], block, whole[:, first : first + n])
+            fill(state.ring[int(state.header[1]) :], block, whole[:, first : first + n])
         stepper.end_step("eager")
     assert (stepper.sum_rows_in_use > 0) == (sum_rows > 0 and capture.reduce != "norm")
     stepper.remove(key)

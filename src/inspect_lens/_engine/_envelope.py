@@ -213,6 +213,7 @@ def seal(
     epoch: Callable[[str], str] = str,
     probes: Mapping[str, EngineProbe] | AskedProbes | None = None,
     may_overrun: bool = False,
+    is_live: bool = False,
 ) -> Envelope:
     """Resolve a judged request against its prompt.
 
@@ -225,6 +226,7 @@ def seal(
         epoch: makes the salt of a content hash.
         probes: registered probes that the request names, or what its uses of them come to.
         may_overrun: see `seal_capture`.
+        is_live: whether scores of probes are looked at while the request runs.
 
     Returns:
         The envelope for the workers.
@@ -239,12 +241,15 @@ def seal(
     steer = tuple(
         _seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
     )
+    read = None
+    if isinstance(probes, AskedProbes):
+        read = seal_probes(probes, n_prompt, n_max, is_live=is_live)
     return Envelope(
         reply=reply,
         pid=os.getpid(),
         capture=seal_capture(request.capture, facts, n_prompt, n_max, may_overrun=may_overrun),
         steer=steer,
-        probes=seal_probes(probes, n_prompt, n_max) if isinstance(probes, AskedProbes) else None,
+        probes=read,
         n_prompt=n_prompt,
         is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer)) if steer else None,

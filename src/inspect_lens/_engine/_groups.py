@@ -17,8 +17,9 @@ from ._reduce import Form
 __all__ = ["Group", "Groups"]
 
 
-_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, Form | None]
-"""Taps, those whose rows are sent, names of probes, and what is made of rows."""
+_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, Form | None, bool]
+"""Taps, those whose rows are sent, names of probes, what is made of rows, and whether scores are
+looked at as they come."""
 
 _KNOWN_MOST = 1024
 
@@ -47,6 +48,8 @@ class Group:
     """Ranks of taps that it reads."""
     form: Form | None
     """What is made of captured rows."""
+    is_live: bool
+    """Whether scores are looked at as they come."""
 
 
 class Window:
@@ -162,7 +165,7 @@ class Groups:
             return None
         number = self._number.get(key)
         if number is None:
-            taps, rows, names, form = key
+            taps, rows, names, form, is_live = key
             readout = self._probes.readout(names, probe_taps) if names is not None else None
             rank = {tap: i for i, tap in enumerate(taps)}
             number = self._place(
@@ -173,6 +176,7 @@ class Groups:
                     readout,
                     tuple(rank[self._tap_index[t]] for t in probe_taps),
                     form,
+                    is_live,
                 ),
             )
         self._users[number] += 1
@@ -199,8 +203,9 @@ class Groups:
         taps = tuple(sorted({*rows, *(here[t] for t in probe_taps)}))
         names = probes.names if probes is not None and probe_taps else None
         form = Form.of(capture) if capture is not None and rows else None
+        is_live = probes is not None and probes.is_live
         made = _Wanted(
-            (taps, rows, names, form) if taps else None,
+            (taps, rows, names, form, is_live) if taps else None,
             probe_taps,
             [self._share(captured), self._share(probed)],
         )

@@ -143,6 +143,11 @@ class StepPlan:
         """Whether any tap has something to do."""
         return bool(self.steers.any() or self.captures.any())
 
+    @property
+    def captured(self) -> set[int]:
+        """Slots of requests whose rows are kept."""
+        return {slot for block in self.blocks for slot in block.slots.tolist()}
+
 
 def plan_step(
     batch: Batch,

@@ -37,6 +37,8 @@ class ProbesEnvelope:
     lo: int
     hi: int
     """Positions that any of them reads lie in [lo, hi)."""
+    is_live: bool = False
+    """Whether scores are looked at while the request runs, so that none may wait for the next."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,7 +51,7 @@ class ProbesEnvelope:
     @cached_property
     def alike(self) -> bytes:
         """What the requests of a batch have in common."""
-        return written((self.names, self.taps, self.columns))
+        return written((self.names, self.taps, self.columns, self.is_live))
 
     def pack(self) -> dict[str, Any]:
         """As msgpack-able data."""
@@ -102,13 +104,16 @@ class AskedProbes:
         )
 
 
-def seal_probes(asked: AskedProbes, n_prompt: int, n_max: int) -> ProbesEnvelope:
+def seal_probes(
+    asked: AskedProbes, n_prompt: int, n_max: int, *, is_live: bool = False
+) -> ProbesEnvelope:
     """Resolve what probes read against a prompt.
 
     Args:
         asked: the uses.
         n_prompt: prompt tokens.
         n_max: tokens that are fed at most.
+        is_live: see `ProbesEnvelope`.
 
     Raises:
         SpecError: a position lies outside the request.
@@ -124,13 +129,12 @@ def seal_probes(asked: AskedProbes, n_prompt: int, n_max: int) -> ProbesEnvelope
             is_range = isinstance(where, range)
             lo = min(lo, where[0] if is_range else min(where))
             hi = max(hi, (where[-1] if is_range else max(where)) + 1)
-    return ProbesEnvelope(
-        names=asked.names, taps=asked.taps, columns=asked.columns, lo=lo, hi=max(lo, hi)
-    )
+    return ProbesEnvelope(asked.names, asked.taps, asked.columns, lo, max(lo, hi), is_live)
 
 
 @lru_cache(maxsize=1024)
 def _range(alike: bytes, lo: int, hi: int) -> ProbesEnvelope:
     """The same object for requests that ask for the same."""
-    names, taps, columns = read(alike)
-    return ProbesEnvelope(names, tuple(TapPoint(site, n) for site, n in taps), columns, lo, hi)
+    names, taps, columns, is_live = read(alike)
+    points = tuple(TapPoint(site, n) for site, n in taps)
+    return ProbesEnvelope(names, points, columns, lo, hi, is_live)

@@ -18,7 +18,7 @@ from inspect_lens.spec import EngineProbe, TapPoint
 
 __all__ = ["READOUT_BYTES", "ProbeStore", "Readout"]
 
-READOUT_BYTES: Final = 64 << 20
+READOUT_BYTES: Final = 128 << 20
 """Of rows that are widened to float32 at once, and of what is made of them."""
 
 _LEAST: Final = 64
@@ -32,6 +32,9 @@ _ALIGN: Final = 64
 
 _Key = tuple[tuple[str, ...], tuple[TapPoint, ...]]
 """Probes and taps of a readout."""
+
+_VIEWS = 8
+"""Sizes for which views of the scratch memory are kept."""
 
 _SLICES = 32
 """Slices of a row that are multiplied at the same time on a GPU. A few tokens times a few columns
@@ -129,8 +132,10 @@ class Readout:
             .flatten(0, 1)
         )
         self._scratch = scratch
-        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        """Of the scratch memory, by taps and tokens: the last ones."""
+        self._views: dict[
+            tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        ] = {}
+        """Of the scratch memory, by taps, steps and tokens."""
         units = max((hidden + 2 * len(b1) for _, _, _, b1, _, _ in self._mlps), default=0)
         per_token = 4 * (len(taps) * (hidden + self._slices * self.columns) + units)
         self.chunk = max(_LEAST, READOUT_BYTES // per_token)
@@ -140,61 +145,71 @@ class Readout:
         """Apply the probes.
 
         Args:
-            rows: (taps, tokens, hidden).
+            rows: (taps, tokens, hidden), or (taps, steps, tokens, hidden) of some steps.
             ranks: of its taps those that are read, ascending; by default all.
 
         Returns:
-            (1, tokens, columns) float32.
+            (1, tokens, columns) float32, those of a step behind those of the one before.
         """
+        rows = rows if rows.dim() == 4 else rows[:, None]
         ranks = range(rows.shape[0]) if ranks is None else ranks
         runs = _runs(tuple(ranks))
-        taps, n, slices = len(ranks), rows.shape[1], self._slices
-        out = torch.empty(1, n, self.columns, dtype=torch.float32, device=rows.device)
-        for a in range(0, n, self.chunk):
-            part = rows[:, a : a + self.chunk]
-            wide, flat, product = self._between(taps, part.shape[1], rows)
-            # Taps that do not lie side by side are put there as they are widened, not before.
-            for i, m, first in runs:
-                own = part[first : first + m].view(m, part.shape[1], slices, -1)
-                wide[i : i + m].copy_(own.transpose(1, 2))
-            torch.bmm(flat, self._weight, out=product)
-            into = out[0, a : a + self.chunk]
-            torch.sum(product, dim=0, out=into)
-            self._add_mlps(part, ranks, into)
+        _, steps, n, _ = rows.shape
+        out = torch.empty(1, steps * n, self.columns, dtype=torch.float32, device=rows.device)
+        # As many whole steps at once as there is room for, in equal shares, or a part of one.
+        size = min(n, self.chunk)
+        shares = -(-steps // max(1, self.chunk // max(n, 1)))
+        at_once = -(-steps // shares)
+        for step in range(0, steps, at_once):
+            for a in range(0, n, max(size, 1)):
+                part = rows[:, step : step + at_once, a : a + size]
+                k, m = part.shape[1:3]
+                wide, flat, product = self._between(len(ranks), k, m, rows)
+                # Taps that do not lie side by side are put there as they are widened, not before.
+                for i, count, first in runs:
+                    own = part[first : first + count].view(count, k, m, self._slices, -1)
+                    wide[i : i + count].copy_(own.permute(0, 3, 1, 2, 4))
+                torch.bmm(flat, self._weight, out=product)
+                begin = step * n + a
+                into = out[0, begin : begin + k * m]
+                torch.sum(product, dim=0, out=into)
+                self._add_mlps(part, ranks, into)
         return out
 
     def _between(
-        self, taps: int, tokens: int, like: torch.Tensor
+        self, taps: int, steps: int, tokens: int, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memory for rows in slices, the same with one axis less, and for products.
+        """Memory for rows in slices, the same with fewer axes, and for products.
 
         Returns:
-            (taps, slices, tokens, width of a slice), (taps * slices, tokens, width of a slice) and
-            (taps * slices, tokens, columns).
+            (taps, slices, steps, tokens, width of a slice), (taps * slices, steps * tokens, width
+            of a slice) and (taps * slices, steps * tokens, columns).
         """
-        if (views := self._views.get((taps, tokens))) is not None:
+        if (views := self._views.get((taps, steps, tokens))) is not None:
             return views
-        width = like.shape[2] // self._slices
-        count = taps * self._slices * tokens
+        width = like.shape[-1] // self._slices
+        count = taps * self._slices * steps * tokens
         # Aligned, for the sake of the multiplication.
         begin = -(-count * width // _ALIGN) * _ALIGN
         size = begin + count * self.columns
         memory, is_kept = self._scratch, True
         if memory is None or memory.numel() < size:
             memory, is_kept = torch.empty(size, dtype=torch.float32, device=like.device), False
-        wide = memory[: count * width].view(taps, self._slices, tokens, width)
-        product = memory[begin:size].view(taps * self._slices, tokens, self.columns)
-        views = wide, wide.flatten(0, 1), product
+        wide = memory[: count * width].view(taps, self._slices, steps, tokens, width)
+        product = memory[begin:size].view(taps * self._slices, steps * tokens, self.columns)
+        views = wide, wide.view(taps * self._slices, steps * tokens, width), product
         if is_kept:
             # A step is mostly as large as the one before, and each view takes microseconds.
-            self._views = {(taps, tokens): views}
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            self._views[taps, steps, tokens] = views
         return views
 
     def _add_mlps(self, part: torch.Tensor, ranks: Sequence[int], out: torch.Tensor) -> None:
         for column, own, w1, b1, w2, b2 in self._mlps:
-            units = b1.expand(part.shape[1], -1)
+            units = b1.expand(len(out), -1)
             for rank, layer in zip(own, w1, strict=True):
-                units = torch.addmm(units, part[ranks[rank]].float(), layer.T)
+                units = torch.addmm(units, part[ranks[rank]].flatten(0, 1).float(), layer.T)
             out[:, column] = torch.relu(units) @ w2 + b2
 
 

@@ -1,6 +1,6 @@
 """Steps that repeat: while the same requests feed one token each, the plan of the last step holds.
 
-Only positions move on, and the part of the ring that the step fills. Most steps of a busy engine
+Only positions move on, and the place in the ring that the step fills. Most steps of a busy engine
 are of this kind, and a small batch leaves the CPU little time for them.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ._plan import Batch, GroupBlock, Longs, Named, RequestTable, StepPlan
+from ._plan import Batch, Longs, Named, RequestTable, StepPlan
 
 __all__ = ["Repeat"]
 
@@ -29,7 +29,8 @@ class Repeat:
     left: int
     """Steps for which nobody enters or leaves what is captured or steered."""
     plan: StepPlan
-    _done: int = 0
+    done: int = 0
+    """Steps that were the same."""
 
     @classmethod
     def of(
@@ -71,21 +72,15 @@ class Repeat:
             and bool((position == self.position + 1).all())
         )
 
-    def advance(self) -> StepPlan:
-        """The plan of the step that continues."""
+    def advance(self) -> Batch:
+        """Go on by the step that continues; returns the steered requests of that."""
         self.left -= 1
-        self._done += 1
+        self.done += 1
         self.position += 1
-        plan, done = self.plan, self._done
-        blocks = [
-            GroupBlock(b.group, b.base, b.n_tokens, b.slots, b.counts, b.first + done, {})
-            for b in plan.blocks
-        ]
-        was = plan.steered
-        steered = Batch(was.slots, was.offset, was.n_tokens, was.position + done)
-        return StepPlan(
-            plan.tokens, plan.base, plan.steers, plan.captures, blocks, steered, plan.ring_rows
-        )
+        was = self.plan.steered
+        if not len(was.slots):
+            return was
+        return Batch(was.slots, was.offset, was.n_tokens, was.position + self.done)
 
 
 def _steps_left(batch: Batch, table: RequestTable) -> int:

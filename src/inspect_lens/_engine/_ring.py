@@ -46,11 +46,16 @@ class Ring:
         """By part: the number of the span that gave it back last, or 0."""
         self._spans = 0
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest span."""
+        return self._half * self._part_rows
+
     def take(self, rows: int) -> Span:
-        """A span for a step, from the next part on, or from the next half on where it has to.
+        """A span for a step or a few, from the next part on, or the next half where it has to.
 
         Args:
-            rows: that the step fills.
+            rows: that are filled.
 
         Raises:
             OverflowError: half of the ring has fewer. Plans are checked against that before.
@@ -59,9 +64,7 @@ class Ring:
             return _NONE
         n = -(-rows // self._part_rows)
         if n > self._half:
-            raise OverflowError(
-                f"a step fills {rows} ring rows and may fill {self._half * self._part_rows}"
-            )
+            raise OverflowError(f"a step fills {rows} ring rows and may fill {self.most_rows}")
         first = self._next
         if first % self._half + n > self._half:
             first = (first // self._half + 1) * self._half % self._parts

@@ -133,28 +133,67 @@ class Sender:
         self._forms.pop(slot, None)
         self.reducer.forget(slot)
 
-    def send(self, blocks: Iterable[GroupBlock], first_row: int, path: EnginePath) -> None:
-        """Send the rows of a step.
+    def bytes_that_wait(self, blocks: Iterable[GroupBlock]) -> int | None:
+        """Bytes of rows of a step that may be sent with those of the next ones.
 
         Args:
-            blocks: where they lie.
+            blocks: where they lie, one token of each request.
+
+        Returns:
+            What is sent of each step; None where something of it has to be sent now, because it
+            is looked at as it comes, or grows in a sum.
+        """
+        if self.tally.rows_in_use or self.reducer.resumed:
+            return None
+        total, row_bytes = 0, self._ring.shape[1] * self._ring.element_size()
+        for block in blocks:
+            group = self._groups[block.group]
+            if group.is_live:
+                return None
+            if group.form is not None and group.rows is not None:
+                if group.form.operation not in ("none", "norm"):
+                    return None
+                total += len(group.rows) * block.n_tokens * row_bytes
+        return total
+
+    def send(
+        self,
+        blocks: Iterable[GroupBlock],
+        first_row: int,
+        path: EnginePath,
+        *,
+        steps: int = 1,
+        apart: int = 0,
+    ) -> None:
+        """Send the rows of a step, or of some steps that were the same.
+
+        Args:
+            blocks: where they lie; of several steps, their tokens behind each other.
             first_row: ring row from which that is counted.
             path: how the forward pass ran.
+            steps: that are sent.
+            apart: ring rows from each to the next.
         """
         with self._dropping():
             for block in blocks:
-                self._send_block(block, first_row + block.base, path)
+                self._send_block(block, first_row + block.base, path, steps, apart)
 
-    def _send_block(self, block: GroupBlock, first: int, path: EnginePath) -> None:
+    def _send_block(
+        self, block: GroupBlock, first: int, path: EnginePath, steps: int, apart: int
+    ) -> None:
         # Of a request that failed in this step nobody wants the rows.
         if not (self._owners.of(block.slots) >= 0).any():
             return
         group = self._groups[block.group]
-        taps = len(group.taps)
-        rows = self._ring[first : first + taps * block.n_tokens]
-        rows = rows.view(taps, block.n_tokens, -1)
+        tokens, width = block.n_tokens // steps, self._ring.shape[1]
+        rows = self._ring.as_strided(
+            (len(group.taps), steps, tokens, width),
+            (tokens * width, apart * width, width, 1),
+            first * width,
+        )
         if group.rows is not None:
-            self._send(ROWS, block, self._copier.taps(rows, group.rows), path)
+            taps = self._copier.taps(rows, group.rows)
+            self._send(ROWS, block, taps.flatten(1, 2), path)
         if group.readout is not None:
             scores = self._copier.apply(partial(group.readout, ranks=group.read), rows)
             self._send(SCORES, block, scores, path)

@@ -7,7 +7,7 @@ requests it concerns, clears their rows, and the engine goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,8 @@ from ._owners import Owners
 from ._plan import Batch, Longs, RequestTable, StepPlan, plan_step
 from ._readout import ProbeStore
 from ._repeat import Repeat
-from ._ring import Ring, Span
+from ._ring import Ring
+from ._rounds import Rounds
 from ._sender import Sender
 from ._state import TapState
 from ._tally import Tally
@@ -72,7 +73,6 @@ class Stepper:
         """
         self.state = state
         self._exporter = exporter
-        self._copier = exporter.copier
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank)
         self._tap_index = {tap: i for i, tap in enumerate(state.taps)}
@@ -93,10 +93,10 @@ class Stepper:
             drop=self._drop,
         )
         self._maps = maps_for(state)
-        self._ring = Ring(state.parts, state.part_rows, self._copier)
-        self._span = Span()
-        """Where the rows of the running step go."""
+        self._rounds = Rounds(Ring(state.parts, state.part_rows, exporter.copier), self._sender)
         self._plan: StepPlan | None = None
+        self._steered = _EMPTY
+        """Of the running step: requests that are not past their last steered position."""
         self._repeat: Repeat | None = None
         self._drafts = Drafts()
         self._new: set[int] = set()
@@ -161,7 +161,7 @@ class Stepper:
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
         """Take up a request; one that is known under the key is replaced."""
         self.remove(key)
-        self._repeat = None
+        self._end_repetition()
         try:
             self._add(key, Envelope.unpack(envelope))
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own request
@@ -178,6 +178,7 @@ class Stepper:
         known = self._requests
         try:
             if slots := [r.slot for key in keys if (r := known.get(key)) is not None]:
+                self._end_repetition()
                 self._sender.flush(np.asarray(slots, dtype=np.int64))
         except Exception as error:  # noqa: BLE001 - the boundary: see `add`
             for key in keys:
@@ -191,7 +192,7 @@ class Stepper:
     def _forget(self, key: str) -> None:
         if (request := self._requests.pop(key, None)) is None:
             return
-        self._repeat = None
+        self._end_repetition()
         self._sender.forget(request.slot)
         del self._by_slot[request.slot]
         self._owners.clear(request.slot)
@@ -215,12 +216,9 @@ class Stepper:
         n_tokens, position = n_tokens[: len(keys)], position[: len(keys)]
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
-            self._plan = again = repeat.advance()
-            self._span = self._ring.take(again.ring_rows)
-            self._maps.repeat(self._span.first_row)
-            self._begun = _EMPTY
+            self._steered, self._plan, self._begun = repeat.advance(), repeat.plan, _EMPTY
+            self._maps.repeat(self._rounds.again(repeat.done, repeat.left))
             return
-        self._repeat = None
         batch = self.batch(keys, offset, n_tokens, position)
         self.begin_step(batch)
         # Drafts are told of one step at a time.
@@ -231,7 +229,7 @@ class Stepper:
 
     def begin_step(self, batch: Batch) -> None:
         """Fill the maps for a step of whatever kind, by the layout of its lens requests."""
-        self._repeat = None
+        self._end_repetition()
         try:
             self._begun = batch.take(
                 np.flatnonzero(np.isin(batch.slots, list(self._new))) if self._new else _NONE
@@ -244,22 +242,20 @@ class Stepper:
                 self._bank.config_taps,
                 ring_rows=self.state.step_rows,
             )
-            self._span = self._ring.take(plan.ring_rows)
+            first_row = self._rounds.begin(plan)
             self._drafts.begin(batch)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
-            self._plan = plan
+            self._plan, self._steered = plan, plan.steered
             if plan.is_active:
-                self._maps.write(plan, self._span.first_row)
+                self._maps.write(plan, first_row)
             else:
                 self.disarm()
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             self._clear()
-            for slot in batch.slots.tolist():
-                if (request := self._by_slot.get(slot)) is not None:
-                    self._fail(request.key, error)
+            self._fail_slots(batch.slots.tolist(), error)
 
     def end_step(self, path: EnginePath) -> None:
-        """Send what the step captured, and leave the taps idle unless the next step repeats it.
+        """Send what the step captured, or let it wait for the next ones, if these repeat it.
 
         Args:
             path: how the forward pass ran.
@@ -270,16 +266,14 @@ class Stepper:
         try:
             if self._is_exporting:
                 self._sender.announce()
-                self._numbers.note_fed(plan.steered, path)
+                self._numbers.note_fed(self._steered, path)
                 self._numbers.note_fed(self._behind_their_last(self._begun), path)
-                self._sender.send(plan.blocks, self._span.first_row, path)
-                self._ring.release(self._span)
+                repeat = self._repeat
+                self._rounds.end(path, is_last=repeat is None or not repeat.left)
                 self._sender.settle(self._drafts.running)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
-            slots = [s for b in plan.blocks for s in b.slots.tolist()]
-            for slot in {*slots, *plan.steered.slots.tolist(), *self._drafts.running}:
-                if (request := self._by_slot.get(slot)) is not None:
-                    self._fail(request.key, error)
+            steered = plan.steered.slots.tolist()
+            self._fail_slots({*plan.captured, *steered, *self._drafts.running}, error)
         finally:
             self._plan = None
             if self._repeat is None:
@@ -287,7 +281,7 @@ class Stepper:
 
     def disarm(self) -> None:
         """Leave the taps idle."""
-        self._repeat = None
+        self._end_repetition()
         if self.state.is_active:
             self._maps.clear()
 
@@ -367,6 +361,19 @@ class Stepper:
         logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
         for key in gone:
             self._fail(key, CaptureError("the front-end took no rows"))
+
+    def _end_repetition(self) -> None:
+        """Have the next step planned anew, and send what waits."""
+        self._repeat = None
+        try:
+            self._rounds.close()
+        except Exception as error:  # noqa: BLE001 - the boundary: see `end_step`
+            self._fail_slots(self._rounds.slots, error)
+
+    def _fail_slots(self, slots: Iterable[int], error: Exception) -> None:
+        for slot in slots:
+            if (request := self._by_slot.get(slot)) is not None:
+                self._fail(request.key, error)
 
     def _clear(self) -> None:
         self._plan = None

@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Container
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from inspect_lens._engine._envelope import uses_of
@@ -224,12 +224,12 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         results, is_apart = front_end().results, not is_in_process(self)
-        late = () if is_apart else results.late
-        if late and (keys := [key for output in outputs for key in ticket_keys(output, late)]):
+        done = [output for output in outputs if has_tickets(output)]
+        if done and not is_apart:
             # It takes no further step, in which workers would hear that requests are over, while
             # this one waits for results. An engine in a process of its own does.
+            keys = [key for output in done for key in ticket_keys(output)]
             raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
-        done = [output for output in outputs if has_tickets(output)]
         if is_apart and not done:
             results.prepare(_unprepared(self.output_processor))
         for output in done:
@@ -328,10 +328,10 @@ def has_tickets(output: Any) -> bool:
     )
 
 
-def ticket_keys(output: Any, among: Container[str]) -> list[str]:
-    """Finished choices of an output, those among some requests."""
+def ticket_keys(output: Any) -> list[str]:
+    """Finished choices of an output that used the lens."""
     tickets = (getattr(c, "inspect_lens_ticket", None) for c in _choices(output))
-    return [ticket.key for ticket in tickets if ticket is not None and ticket.key in among]
+    return [ticket.key for ticket in tickets if ticket is not None]
 
 
 def _choices(output: Any) -> list[Any]:

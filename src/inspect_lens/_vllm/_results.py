@@ -53,9 +53,6 @@ class Results:
         self._nonce = secrets.token_hex(8)
         self._failures: Counter[str] = Counter()
         self._unsent: dict[str, dict[str, list[float]]] = {}
-        self.late: set[str] = set()
-        """Requests in flight some of whose results leave the worker when it hears that they are
-        over: what hooks saved, queries and keys, and what was made of sampled tokens."""
 
     @property
     def address(self) -> str:
@@ -104,10 +101,7 @@ class Results:
             self._choices.setdefault(owner, set()).add(key)
             self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
         self._the_collector().open(key, envelope)
-        if envelope.capture is not None and envelope.capture.is_folded:
-            self.late.add(key)
         if EAGER_KEY in packed:
-            self.late.add(key)
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
 
     def prepare(self, unprepared: deque[str]) -> None:
@@ -198,7 +192,6 @@ class Results:
     def _close(self, key: str) -> Expected | None:
         """Expect nothing more for a choice."""
         with self._lock:
-            self.late.discard(key)
             expected = self._expected.pop(key, None)
             if expected is not None and (choices := self._choices.get(expected.request)):
                 choices.discard(key)

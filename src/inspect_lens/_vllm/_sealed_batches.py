@@ -17,7 +17,7 @@ _MOST_LISTED = 1 << 14
 MOST_BYTES = 1 << 17
 """Of the steering vectors of a request that is kept."""
 
-_Key = tuple[int, int, int, int, int, bool]
+_Key = tuple[int, int, int, int, int, tuple[bool, bool]]
 _Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], Packed]
 
 
@@ -41,7 +41,7 @@ class SealedBatches:
         *,
         n_prompt: int,
         max_tokens: int,
-        may_overrun: bool,
+        manner: tuple[bool, bool],
     ) -> Packed | None:
         """The packed envelope of such a request, which nobody changes; None where none is known.
 
@@ -51,9 +51,9 @@ class SealedBatches:
             reads: of the request's probes, as they are registered now.
             n_prompt: prompt tokens.
             max_tokens: tokens that may be sampled.
-            may_overrun: see `seal`.
+            manner: `may_overrun` and `is_live`; see `seal`.
         """
-        key = id(request), id(facts), id(reads), n_prompt, max_tokens, may_overrun
+        key = id(request), id(facts), id(reads), n_prompt, max_tokens, manner
         known = self._known.get(key)
         if known is None:
             return None
@@ -70,7 +70,7 @@ class SealedBatches:
         reads: Reads | None,
         *,
         max_tokens: int,
-        may_overrun: bool,
+        manner: tuple[bool, bool],
     ) -> None:
         """Remember a packed envelope for requests that are the same.
 
@@ -87,6 +87,6 @@ class SealedBatches:
             return
         if len(self._known) >= _MOST:
             self._known.clear()
-        key = id(request), id(facts), id(reads), envelope.n_prompt, max_tokens, may_overrun
+        key = id(request), id(facts), id(reads), envelope.n_prompt, max_tokens, manner
         # Kept, so that nothing else gets their identity.
         self._known[key] = (request, facts, reads), packed

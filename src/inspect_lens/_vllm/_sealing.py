@@ -190,8 +190,12 @@ def _sealed(
     reads = front.registry.reads(request.probes) if request.probes else None
     # The front-end finds stop strings and alarms, while the engine goes on.
     may_overrun = bool(params.stop) or (reads is not None and reads.may_stop)
+    is_live = reads is not None and (
+        reads.may_stop or (reads.streams_tokens and params.output_kind.name != "FINAL_ONLY")
+    )
+    manner = may_overrun, is_live
     known = front.sealed.get(
-        request, facts, reads, n_prompt=n_prompt, max_tokens=max_tokens, may_overrun=may_overrun
+        request, facts, reads, n_prompt=n_prompt, max_tokens=max_tokens, manner=manner
     )
     if known is not None:
         return known
@@ -204,6 +208,7 @@ def _sealed(
         epoch=front.results.salt,
         probes=None if reads is None else reads.asked,
         may_overrun=may_overrun,
+        is_live=is_live,
     )
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
@@ -213,7 +218,7 @@ def _sealed(
     packed = envelope.pack()
     if reads is not None:
         packed.uses = reads.wire
-    front.sealed.keep(packed, request, facts, reads, max_tokens=max_tokens, may_overrun=may_overrun)
+    front.sealed.keep(packed, request, facts, reads, max_tokens=max_tokens, manner=manner)
     return packed
 
 

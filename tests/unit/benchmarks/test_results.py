@@ -223,6 +223,14 @@ def test_the_host_clock_times_the_parts_of_a_step_and_leaves_nothing_behind() ->
     assert host_summary([(1, 9, {}, 0.0)]) is None
 
 
+def test_means_tell_of_what_is_done_for_some_steps_together() -> None:
+    steps = [(2, 2, {"end": (8.0 * (i % 4 == 3), 0.0)}, 1.0 * (i % 4 == 3)) for i in range(8)]
+    found = host_summary(steps)
+    assert found is not None
+    assert (found["wall_ms"]["end"], found["wall_ms_mean"]["end"]) == (0, 2)
+    assert (found["end_on_device_ms"], found["end_on_device_ms_mean"]) == (0, 0.25)
+
+
 def test_phases_are_those_that_a_client_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
     monkeypatch.setattr(phases_module.time, "perf_counter", lambda: now[0])

@@ -80,10 +80,12 @@ def begin(
     request: LensRequest,
     probes: dict[str, EngineProbe],
     n_prompt: int = 6,
+    is_live: bool = False,
 ) -> Envelope:
     envelope = seal(
-        request, FACTS, reply=collector.address, n_prompt=n_prompt, max_tokens=8, probes=probes
-    )
+        request, FACTS, reply=collector.address, n_prompt=n_prompt, max_tokens=8, probes=probes,
+        is_live=is_live,
+    )  # fmt: skip
     for probe in probes.values():
         worker.stepper.probes.add(probe)
     collector.open(key, envelope)
@@ -143,6 +145,8 @@ def test_shares_of_pipeline_stages_meet_in_the_front_end(collector: Collector) -
         stage.stepper.add("e", dict(envelope.pack()))
         for first, n in ((0, 6), (6, 1), (7, 1)):
             stage.step([("e", 4, first, n)])
+    for stage in stages:
+        stage.stepper.leave(["e"])
     got = collector.take("e", counts={ROWS: 0, SCORES: 8}, n_fed=8, timeout_s=5)
     shares = got.tensors[SCORES].storage
     assert shares.shape == (2, 8, 2 + probes["r"].columns)
@@ -212,9 +216,9 @@ def test_a_probe_that_was_removed_on_the_way_is_named() -> None:
 def test_scores_of_a_running_request_come_in_order(worker: Worker, collector: Collector) -> None:
     probe = linear(2)
     request = LensRequest(probes=(ProbeUse(name="p", positions="all"),))
-    begin(worker, collector, "c", request, {"p": probe})
+    begin(worker, collector, "c", request, {"p": probe}, is_live=True)
     seen = 0
-    for first in (0, 6, 7):
+    for first in (0, *range(6, 13)):
         worker.step([("c", 3, first, 6 if not first else 1)])
         for _ in range(200):
             part = collector.scores("c", seen)

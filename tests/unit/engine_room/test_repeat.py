@@ -95,6 +95,7 @@ def test_a_request_that_joins_or_leaves_ends_the_repetition(
     live = {"r9": 7, "r2": 5}
     decode(worker, live, 3)
     assert len(advanced) == 4
+    worker.stepper.leave(["r2"])
     taken = collector.take("r2", counts={ROWS: 8, SCORES: 0}, n_fed=8, timeout_s=5)
     np.testing.assert_array_equal(taken.tensors[ROWS].to_float32()[0], rows(2, 2, 0, 8).numpy())
     worker.stepper.remove("r2")

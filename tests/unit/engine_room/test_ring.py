@@ -213,6 +213,7 @@ def run(
             worker.step([(key, int(key[1:]), fed[key], n) for key, n in count.items()])
             for key, n in count.items():
                 fed[key] += n
+        worker.stepper.leave(fed)
         waits = copier.n_waits
         copier.run()
         for key, n in fed.items():

@@ -92,7 +92,7 @@ def test_each_engine_prepares_for_its_own_requests_and_remembers_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared: list[list[str]] = []
-    fake = SimpleNamespace(late=(), prepare=lambda queue: prepared.append(list(queue)))
+    fake = SimpleNamespace(prepare=lambda queue: prepared.append(list(queue)))
     monkeypatch.setattr(_frontend, "front_end", lambda: SimpleNamespace(results=fake))
     monkeypatch.setattr(_frontend, "_UNPREPARED_MOST", 3)
     one, other = (SimpleNamespace(output_processor=SimpleNamespace()) for _ in range(2))

@@ -87,7 +87,7 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, is_in_process: bool
 ) -> None:
     attached: list[Any] = []
-    fake = SimpleNamespace(late={"k"}, attach=attached.append)
+    fake = SimpleNamespace(attach=attached.append)
     monkeypatch.setattr(
         "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=fake)
     )
@@ -98,18 +98,15 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     done = [output(completion(0, "k")), output(completion(0, "plain")), output(completion(0))]
     assert FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine) is done
     assert attached == done[:2]
-    flush = ("inspect_lens_hooks", ("flush", ["k"]))
+    flush = ("inspect_lens_hooks", ("flush", ["k", "plain"]))
     assert asked == ([flush] if is_in_process else [])
 
 
-@pytest.mark.parametrize("late", [set(), {"k"}])
-def test_outputs_of_an_engine_that_pools_pass(
-    monkeypatch: pytest.MonkeyPatch, late: set[str]
-) -> None:
+def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 
-    fake = SimpleNamespace(late=late)
+    fake = SimpleNamespace()
     monkeypatch.setattr(
         "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=fake)
     )
