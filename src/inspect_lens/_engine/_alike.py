@@ -13,18 +13,15 @@ import msgspec
 
 __all__ = ["read", "written"]
 
-_MOST = 1024
 
-
-@lru_cache(maxsize=_MOST)
+@lru_cache(maxsize=1024)
 def written(values: tuple[Any, ...]) -> bytes:
     """Values that msgpack carries, as bytes: the same object for equal ones."""
     return msgspec.msgpack.encode(values)
 
 
-@lru_cache(maxsize=_MOST)
 def read(data: bytes) -> tuple[Any, ...]:
-    """What was written, with tuples in the place of lists: the same object for equal bytes."""
+    """What was written, with tuples in the place of lists."""
     values: tuple[Any, ...] = _tupled(msgspec.msgpack.decode(data))
     return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
@@ -22,7 +22,7 @@ from inspect_lens.spec import (
     tap_points,
 )
 
-from ._alike import read, written
+from ._alike import written
 
 __all__ = ["LAG", "CaptureEnvelope", "Fold", "Operation", "seal_capture"]
 
@@ -108,34 +108,22 @@ class CaptureEnvelope:
         """What the requests of a batch have in common."""
         return written(tuple([getattr(self, name) for name in _ALIKE]))
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> tuple[Any, ...]:
         """As msgpack-able data."""
-        return {"alike": self.alike} | {name: getattr(self, name) for name in _OWN}
+        return tuple([getattr(self, field.name) for field in fields(self)])
 
     @classmethod
-    def unpack(cls, value: Mapping[str, Any]) -> CaptureEnvelope:
-        """Read what `pack` made; lists come back as tuples."""
-        alike, lo, hi = value["alike"], value["lo"], value["hi"]
-        if value["positions"] is None and not value["token"]:
-            return _range(alike, lo, hi)
-        positions = value["positions"]
-        return replace(
-            _range(alike, lo, hi),
-            positions=None if positions is None else tuple(positions),
-            token=value["token"],
-        )
+    def unpack(cls, values: Sequence[Any]) -> CaptureEnvelope:
+        """Read what `pack` made, with tuples in the place of lists."""
+        return cls(*values)
 
 
-_OWN = ("lo", "hi", "positions", "token")
-_ALIKE = tuple(field.name for field in fields(CaptureEnvelope) if field.name not in _OWN)
-"""Fields of a capture that the requests of a batch have each for themselves, and in common."""
-
-
-@lru_cache(maxsize=1024)
-def _range(alike: bytes, lo: int, hi: int) -> CaptureEnvelope:
-    """The capture of a range; the same object for requests that ask for the same."""
-    fixed = dict(zip(_ALIKE, read(alike), strict=True))
-    return CaptureEnvelope(**fixed, lo=lo, hi=hi, positions=None)
+_ALIKE = tuple(
+    field.name
+    for field in fields(CaptureEnvelope)
+    if field.name not in ("lo", "hi", "positions", "token")
+)
+"""Fields of a capture that the requests of a batch have in common."""
 
 
 def seal_capture(

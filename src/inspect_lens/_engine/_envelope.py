@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +32,7 @@ from inspect_lens.spec import (
     tap_point,
 )
 
+from ._alike import read
 from ._capture import CaptureEnvelope, seal_capture
 from ._probes import AskedProbes, ProbesEnvelope, seal_probes
 
@@ -41,7 +44,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 7
+VERSION = 8
 EVERY = 1 << 62
 
 
@@ -130,18 +133,43 @@ class Envelope:
         """One past the last position that is steered; `EVERY` when every token is."""
         return max((s.until for s in self.steer), default=0)
 
+    @cached_property
+    def alike(self) -> tuple[bytes | None, bytes | None]:
+        """What the requests of a batch have in common, of the capture and of the probes."""
+        capture, probes = self.capture, self.probes
+        return (
+            None if capture is None else capture.alike,
+            None if probes is None else probes.alike,
+        )
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all that a worker has to know of the request are two ends and its kind."""
+        capture, probes = self.capture, self.probes
+        return not (
+            self.steer
+            or self.is_speculative
+            or (capture is not None and (capture.token or capture.positions is not None))
+            or (probes is not None and probes.positions is not None)
+        )
+
     def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""
+        capture, probes = self.capture, self.probes
         packed = Packed(
             {
                 "v": VERSION,
                 "reply": self.reply,
                 "pid": self.pid,
                 "hash": self.steer_hash,
-                "n_prompt": self.n_prompt,
-                "is_speculative": self.is_speculative,
-                "capture": None if self.capture is None else self.capture.pack(),
-                "probes": None if self.probes is None else self.probes.pack(),
+                "rows": msgspec.msgpack.encode(
+                    (
+                        self.n_prompt,
+                        self.is_speculative,
+                        None if capture is None else capture.pack(),
+                        None if probes is None else probes.pack(),
+                    )
+                ),
                 "steer": [
                     {
                         "site": s.site,
@@ -177,30 +205,49 @@ class Envelope:
                 f"the front-end wrote envelope version {value.get('v')!r} and this worker reads "
                 f"{VERSION}; install one release of inspect_lens in all processes"
             )
-        capture, probes = value["capture"], value["probes"]
-        return cls(
-            reply=value["reply"],
-            pid=value["pid"],
-            capture=None if capture is None else CaptureEnvelope.unpack(capture),
-            steer=tuple(
-                SteerEnvelope(
-                    s["site"],
-                    tuple(s["layers"]),
-                    s["scale"],
-                    s["norm_match"],
-                    _tupled(s["positions"]),
-                    s["sha256"],
-                    _tensor(s),
-                    s["lo"],
-                    s["hi"],
-                )
-                for s in value["steer"]
-            ),
-            probes=None if probes is None else ProbesEnvelope.unpack(probes),
-            n_prompt=value["n_prompt"],
-            is_speculative=value["is_speculative"],
-            steer_hash=value["hash"],
+        rows = value["rows"]
+        unpack = _of_rows if len(rows) > _SHARED_MOST else _shared_of_rows
+        envelope = unpack(value["reply"], value["pid"], rows)
+        if not value["steer"]:
+            return envelope
+        steer = tuple(
+            SteerEnvelope(
+                s["site"],
+                tuple(s["layers"]),
+                s["scale"],
+                s["norm_match"],
+                _tupled(s["positions"]),
+                s["sha256"],
+                _tensor(s),
+                s["lo"],
+                s["hi"],
+            )
+            for s in value["steer"]
         )
+        return replace(envelope, steer=steer, steer_hash=value["hash"])
+
+
+_SHARED_MOST = 8192
+"""Bytes of what is remembered: more of them are mostly positions of one request."""
+
+
+def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
+    """An unsteered request."""
+    n_prompt, is_speculative, capture, probes = read(rows)
+    return Envelope(
+        reply=reply,
+        pid=pid,
+        capture=None if capture is None else CaptureEnvelope.unpack(capture),
+        steer=(),
+        probes=None if probes is None else ProbesEnvelope.unpack(probes),
+        n_prompt=n_prompt,
+        is_speculative=is_speculative,
+        steer_hash=None,
+    )
+
+
+_shared_of_rows = lru_cache(maxsize=1024)(_of_rows)
+"""The same; one object for requests that ask for the same."""
 
 
 def seal(

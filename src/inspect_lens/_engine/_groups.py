@@ -60,14 +60,14 @@ class Window:
         self.hi: Longs = np.zeros(0, dtype=np.int64)
         self.listed: dict[int, Longs] = {}
 
-    def set(self, slot: int, lo: int, hi: int, positions: tuple[int, ...] | None) -> None:
-        if slot >= len(self.lo):
-            more = np.zeros(slot + 256 - len(self.lo), dtype=np.int64)
+    def set(self, slots: Longs, lo: Longs, hi: Longs) -> None:
+        if (n := int(slots.max()) + 1) > len(self.lo):
+            more = np.zeros(n + 256 - len(self.lo), dtype=np.int64)
             self.lo, self.hi = np.concatenate([self.lo, more]), np.concatenate([self.hi, more])
-        self.lo[slot], self.hi[slot] = lo, hi
-        self.listed.pop(slot, None)
-        if positions is not None:
-            self.listed[slot] = np.asarray(positions, dtype=np.int64)
+        self.lo[slots], self.hi[slots] = lo, hi
+        if self.listed:
+            for slot in slots.tolist():
+                self.listed.pop(slot, None)
 
     def select(self, block: GroupBlock) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
         """Cut a block to these positions; None where it has no others.
@@ -139,25 +139,45 @@ class Groups:
             return None
         return self._windows[stream].select(block)
 
-    def watch(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
-        """Note which rows of a request are wanted, all in all and for each of its results."""
-        parts = [p for p in (envelope.capture, envelope.probes) if p is not None]
-        table.lo[slot] = min(part.lo for part in parts)
-        table.hi[slot] = max(part.hi for part in parts)
-        if len(parts) == 1 and (positions := parts[0].positions) is not None:
-            table.listed[slot] = np.asarray(positions, dtype=np.int64)
-        for window, part in zip(self._windows, (envelope.capture, envelope.probes), strict=True):
-            if part is not None:
-                window.set(slot, part.lo, part.hi, part.positions)
+    def watch(self, table: RequestTable, slots: Longs, envelopes: Sequence[Envelope]) -> None:
+        """Note which rows are wanted, all in all and for each result.
 
-    def take(self, envelope: Envelope) -> int | None:
-        """The group of a request, which belongs to it until `give`.
+        Args:
+            table: of the requests.
+            slots: of requests of one group.
+            envelopes: what each of them asks for.
+        """
+        table.lo[slots], table.hi[slots] = np.iinfo(np.int64).max, 0
+        for window, name in zip(self._windows, ("capture", "probes"), strict=True):
+            parts = [getattr(envelope, name) for envelope in envelopes]
+            if parts[0] is not None:
+                lo = np.asarray([part.lo for part in parts])
+                hi = np.asarray([part.hi for part in parts])
+                window.set(slots, lo, hi)
+                table.lo[slots] = np.minimum(table.lo[slots], lo)
+                table.hi[slots] = np.maximum(table.hi[slots], hi)
+
+    def watch_listed(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
+        """Note, beside, the positions that a request names."""
+        parts = (envelope.capture, envelope.probes)
+        for window, part in zip(self._windows, parts, strict=True):
+            if part is not None and part.positions is not None:
+                window.listed[slot] = positions = np.asarray(part.positions, dtype=np.int64)
+                if None in parts:
+                    table.listed[slot] = positions
+
+    def take(self, envelope: Envelope, n: int = 1) -> int | None:
+        """The group of some requests, which belong to it until `give`.
+
+        Args:
+            envelope: what they ask for.
+            n: how many they are.
 
         Returns:
-            Its number; None where this worker has no rows of the request.
+            Its number; None where this worker has no rows of theirs.
 
         Raises:
-            LensError: this worker cannot apply the request's probes.
+            LensError: this worker cannot apply the requests' probes.
         """
         wanted = self._wanted(envelope)
         key, probe_taps = wanted.key, wanted.probe_taps
@@ -179,7 +199,7 @@ class Groups:
                     is_live,
                 ),
             )
-        self._users[number] += 1
+        self._users[number] += n
         return number
 
     def shares(self, envelope: Envelope) -> list[tuple[int, int]]:
@@ -189,10 +209,7 @@ class Groups:
     def _wanted(self, envelope: Envelope) -> _Wanted:
         """What a request wants of this worker; requests of a batch want the same."""
         capture, probes = envelope.capture, envelope.probes
-        alike = (
-            None if capture is None else capture.alike,
-            None if probes is None else probes.alike,
-        )
+        alike = envelope.alike
         if (known := self._known.get(alike)) is not None:
             return known
         here = self._tap_index

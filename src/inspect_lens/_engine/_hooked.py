@@ -20,7 +20,10 @@ class HookedStepper(Stepper):
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
         """See `Stepper.add`."""
         super().add(key, envelope)
-        if self.hooks is None or EAGER_KEY not in envelope or key not in self._requests:
+        if self.hooks is None or EAGER_KEY not in envelope:
+            return
+        self.take_up()
+        if key not in self._roster.by_key:
             return
         try:
             self.hooks.add(key, envelope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,18 +36,35 @@ class Numbers:
         self.of_slot: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
         """Number of the request in each slot."""
 
-    def take(self, key: str) -> int:
-        """A number; a pre-empted request keeps its own, and what its record says."""
-        number = self._known.pop(key, None)
-        record = None if number is None else number % BOARD_SIZE
-        if number is None or record in self._live or self._board[record, 0] != number:
-            number = self._next
-            while number % BOARD_SIZE in self._live:
-                number += 1
-            self._next = number + 1
-            self._board[number % BOARD_SIZE] = (number, -1, 0, 0)
-        self._live.add(number % BOARD_SIZE)
-        return number
+    def take(self, keys: Sequence[str], slots: NDArray[np.int64]) -> list[int]:
+        """A number for each; a pre-empted request keeps its own, and what its record says.
+
+        Args:
+            keys: of the requests.
+            slots: that they have got.
+        """
+        taken, fresh = [], []
+        for key in keys:
+            number = self._known.pop(key, None)
+            record = None if number is None else number % BOARD_SIZE
+            if number is None or record in self._live or self._board[record, 0] != number:
+                number = self._next
+                while number % BOARD_SIZE in self._live:
+                    number += 1
+                self._next = number + 1
+                fresh.append(number)
+            self._live.add(number % BOARD_SIZE)
+            taken.append(number)
+        if fresh:
+            records = np.asarray(fresh) % BOARD_SIZE
+            self._board[records] = (0, -1, 0, 0)
+            self._board[records, 0] = fresh
+        if (n := int(slots.max()) + 1) > len(self.of_slot):
+            grown = np.zeros(max(2 * len(self.of_slot), n), dtype=np.int64)
+            grown[: len(self.of_slot)] = self.of_slot
+            self.of_slot = grown
+        self.of_slot[slots] = taken
+        return taken
 
     def give(self, key: str, number: int) -> None:
         """Take note that a request has gone."""
@@ -78,11 +96,3 @@ class Numbers:
         """One of the ways that stand on the board for the request in a slot."""
         bits = int(self._board[self.of_slot[slot] % BOARD_SIZE, 3])
         return next(path for i, path in enumerate(PATHS) if bits >> i & 1)
-
-    def set(self, slot: int, number: int) -> None:
-        """Note the number of the request in a slot."""
-        if slot >= len(self.of_slot):
-            grown = np.zeros(max(2 * len(self.of_slot), slot + 1), dtype=np.int64)
-            grown[: len(self.of_slot)] = self.of_slot
-            self.of_slot = grown
-        self.of_slot[slot] = number

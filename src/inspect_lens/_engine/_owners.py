@@ -17,15 +17,15 @@ class Owners:
         self._replies: list[str] = []
         self._index: dict[str, int] = {}
 
-    def set(self, slot: int, reply: str) -> None:
-        """Note whose request a slot has."""
-        if slot >= len(self._of_slot):
-            more = np.full(max(slot + 1 - len(self._of_slot), len(self._of_slot)), -1)
+    def set(self, slots: Longs, reply: str) -> None:
+        """Note whose requests some slots have."""
+        if (n := int(slots.max()) + 1) > len(self._of_slot):
+            more = np.full(max(n - len(self._of_slot), len(self._of_slot)), -1)
             self._of_slot = np.concatenate([self._of_slot, more])
         index = self._index.setdefault(reply, len(self._replies))
         if index == len(self._replies):
             self._replies.append(reply)
-        self._of_slot[slot] = index
+        self._of_slot[slots] = index
 
     def clear(self, slot: int) -> None:
         """Take note that a slot's request has gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from inspect_lens.errors import SpecError
@@ -19,7 +19,7 @@ from inspect_lens.spec import (
     tap_points,
 )
 
-from ._alike import read, written
+from ._alike import written
 
 __all__ = ["AskedProbes", "ProbesEnvelope", "seal_probes"]
 
@@ -53,14 +53,15 @@ class ProbesEnvelope:
         """What the requests of a batch have in common."""
         return written((self.names, self.taps, self.columns, self.is_live))
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> tuple[Any, ...]:
         """As msgpack-able data."""
-        return {"alike": self.alike, "lo": self.lo, "hi": self.hi}
+        return self.names, self.taps, self.columns, self.lo, self.hi, self.is_live
 
     @classmethod
-    def unpack(cls, value: Mapping[str, Any]) -> ProbesEnvelope:
-        """Read what `pack` made."""
-        return _range(value["alike"], value["lo"], value["hi"])
+    def unpack(cls, values: Sequence[Any]) -> ProbesEnvelope:
+        """Read what `pack` made, with tuples in the place of lists."""
+        names, taps, *others = values
+        return cls(names, tuple(TapPoint(site, n) for site, n in taps), *others)
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,3 @@ def seal_probes(
             lo = min(lo, where[0] if is_range else min(where))
             hi = max(hi, (where[-1] if is_range else max(where)) + 1)
     return ProbesEnvelope(asked.names, asked.taps, asked.columns, lo, max(lo, hi), is_live)
-
-
-@lru_cache(maxsize=1024)
-def _range(alike: bytes, lo: int, hi: int) -> ProbesEnvelope:
-    """The same object for requests that ask for the same."""
-    names, taps, columns, is_live = read(alike)
-    points = tuple(TapPoint(site, n) for site, n in taps)
-    return ProbesEnvelope(names, points, columns, lo, hi, is_live)

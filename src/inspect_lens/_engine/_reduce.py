@@ -116,18 +116,21 @@ class Reducer:
         self.resumed: set[int] = set()
         """Slots of requests that came back after something of theirs had been reduced."""
 
+    def set(self, slots: Longs, n_prompt: Longs) -> None:
+        """Take note of how many prompt tokens requests have."""
+        if (n := int(slots.max()) + 1) > len(self._n_prompt):
+            grown = np.zeros(2 * n, dtype=np.int64)
+            grown[: len(self._n_prompt)] = self._n_prompt
+            self._n_prompt = grown
+        self._n_prompt[slots] = n_prompt
+
     def watch(self, slot: int, envelope: Envelope) -> None:
-        """Take note of a request; a pre-empted one goes on where it was.
+        """Take note of a request something of which is reduced; a pre-empted one goes on.
 
         Args:
             slot: of the request, whose number is known.
             envelope: what it asks for.
         """
-        if slot >= len(self._n_prompt):
-            grown = np.zeros(2 * slot, dtype=np.int64)
-            grown[: len(self._n_prompt)] = self._n_prompt
-            self._n_prompt = grown
-        self._n_prompt[slot] = envelope.n_prompt
         if envelope.capture is not None and envelope.capture.token:
             number, token = int(self._numbers.of_slot[slot]), envelope.capture.token
             record = self._done[number % BOARD_SIZE]

@@ -66,9 +66,9 @@ class Sender:
         """Front-ends that take nothing any more, until they are dropped: never while the rows of
         others are under way, which may lie beside theirs."""
 
-    def opened(self, reply: str, pid: int, opening: Opening) -> None:
-        """Take note of a request of which its front-end has to be told."""
-        self._unannounced.setdefault(reply, (pid, []))[1].append(opening)
+    def opened(self, reply: str, pid: int, openings: Iterable[Opening]) -> None:
+        """Take note of requests of which their front-end has to be told."""
+        self._unannounced.setdefault(reply, (pid, []))[1].extend(openings)
 
     def announce(self) -> None:
         """Tell front-ends of new requests, before the first row or record of theirs."""
@@ -81,7 +81,7 @@ class Sender:
                     self._gone.add(reply)
 
     def watch(self, slot: int, envelope: Envelope, group: int) -> None:
-        """Take note of a request that captures or reads probes.
+        """Take note of a request something of which is reduced.
 
         What is made of its sampled tokens is kept here until it is over, where there is room.
 

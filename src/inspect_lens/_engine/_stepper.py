@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,19 @@ from inspect_lens.spec import EnginePath
 
 from . import _state
 from ._arena import ArenaWriter
-from ._bank import Bank, Steering
+from ._bank import Bank
 from ._capture import LAG
-from ._drafts import Drafts
-from ._envelope import Envelope
 from ._exporter import Exporter
 from ._groups import Groups
 from ._maps import maps_for
-from ._message import Failure, Opening
+from ._message import Failure
 from ._numbers import Numbers
 from ._owners import Owners
-from ._plan import Batch, Longs, RequestTable, StepPlan, plan_step
+from ._plan import Batch, Longs, StepPlan, plan_step
 from ._readout import ProbeStore
 from ._repeat import Repeat
 from ._ring import Ring
+from ._roster import Roster
 from ._rounds import Rounds
 from ._sender import Sender
 from ._state import TapState
@@ -43,17 +41,6 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 _NONE: Longs = np.zeros(0, dtype=np.int64)
 _EMPTY = Batch(_NONE, _NONE, _NONE, _NONE)
-
-
-@dataclass
-class _Request:
-    key: str
-    reply: str
-    number: int
-    slot: int
-    salt: str | None
-    steering: Steering | None = None
-    group: int | None = None
 
 
 class Stepper:
@@ -75,22 +62,30 @@ class Stepper:
         self._exporter = exporter
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank)
-        self._tap_index = {tap: i for i, tap in enumerate(state.taps)}
-        self._requests: dict[str, _Request] = {}
-        self._table = RequestTable()
-        self._by_slot: dict[int, _Request] = {}
+        tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self.probes = ProbeStore(state.ring.device, state.scratch)
-        self._groups = Groups(self._tap_index, self.probes)
+        self._groups = Groups(tap_index, self.probes)
         self._numbers = Numbers(exporter.arena.view.board)
-        self._owners = Owners()
+        owners = Owners()
         self._sender = Sender(
             state.ring,
             exporter,
             self._groups,
             self._numbers,
             Tally(state.sums, state.latest, lag),
-            self._owners,
+            owners,
             drop=self._drop,
+        )
+        self._coming: dict[str, Mapping[str, Any]] = {}
+        """Requests that are taken up before the next step, as they came."""
+        self._roster = Roster(
+            tap_index,
+            self._bank,
+            self._groups,
+            self._numbers,
+            owners,
+            self._sender,
+            is_exporting=is_exporting,
         )
         self._maps = maps_for(state)
         self._rounds = Rounds(Ring(state.parts, state.part_rows, exporter.copier), self._sender)
@@ -98,9 +93,6 @@ class Stepper:
         self._steered = _EMPTY
         """Of the running step: requests that are not past their last steered position."""
         self._repeat: Repeat | None = None
-        self._drafts = Drafts()
-        self._new: set[int] = set()
-        """Slots of requests that no step has run yet."""
         self._begun = _EMPTY
         """Of the running step: requests that it is the first one of."""
         self._poisoned: set[str] = set()
@@ -109,7 +101,7 @@ class Stepper:
     @property
     def is_watching(self) -> bool:
         """Whether any live request uses the lens."""
-        return bool(self._requests)
+        return bool(self._roster.by_key or self._coming)
 
     @property
     def is_armed(self) -> bool:
@@ -119,6 +111,7 @@ class Stepper:
     @property
     def rows_in_use(self) -> int:
         """Steering rows that live requests hold."""
+        self.take_up()
         return self._bank.rows_in_use
 
     @property
@@ -129,7 +122,8 @@ class Stepper:
     @property
     def n_requests(self) -> int:
         """Live requests that use the lens."""
-        return len(self._requests)
+        self.take_up()
+        return len(self._roster.by_key)
 
     @property
     def arena(self) -> ArenaWriter:
@@ -145,7 +139,8 @@ class Stepper:
             n_tokens: tokens of each in this step.
             position: absolute position of each one's first token.
         """
-        known = self._requests
+        self.take_up()
+        known = self._roster.by_key
         found = [(i, r.slot) for i, key in enumerate(keys) if (r := known.get(key)) is not None]
         if not found:
             return _EMPTY
@@ -159,23 +154,30 @@ class Stepper:
         )
 
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
-        """Take up a request; one that is known under the key is replaced."""
+        """Have the next step take up a request; one that is known under the key is replaced."""
         self.remove(key)
         self._end_repetition()
-        try:
-            self._add(key, Envelope.unpack(envelope))
-        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own request
-            self._fail(key, error, str(envelope.get("reply", "")), envelope.get("hash"))
+        self._coming[key] = envelope
+
+    def take_up(self) -> None:
+        """Take up requests that were added."""
+        if not self._coming:
+            return
+        coming, self._coming = self._coming, {}
+        for key, error in self._roster.take_up(coming).items():
+            packed = coming[key]
+            self._fail(key, error, str(packed.get("reply", "")), packed.get("hash"))
 
     def remove(self, key: str) -> None:
         """Forget a request; one that is not known is fine, and most are not: see `RunnerV2`."""
-        if key in self._requests:
+        if key in self._roster.by_key:
             self.leave((key,))
             self._forget(key)
+        self._coming.pop(key, None)
 
     def leave(self, keys: Collection[str]) -> None:
         """Send what is kept of requests that are about to be removed: of all of them together."""
-        known = self._requests
+        known = self._roster.by_key
         try:
             if slots := [r.slot for key in keys if (r := known.get(key)) is not None]:
                 self._end_repetition()
@@ -190,19 +192,9 @@ class Stepper:
         self.leave(keys)
 
     def _forget(self, key: str) -> None:
-        if (request := self._requests.pop(key, None)) is None:
-            return
         self._end_repetition()
-        self._sender.forget(request.slot)
-        del self._by_slot[request.slot]
-        self._owners.clear(request.slot)
-        self._table.give(request.slot)
-        self._drafts.remove(request.slot)
-        self._numbers.give(key, request.number)
-        if request.steering is not None:
-            self._bank.release(request.steering)
-        if request.group is not None:
-            self._groups.give(request.group)
+        if (request := self._roster.by_key.get(key)) is not None:
+            self._roster.forget(request)
 
     def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
         """Make the step that is about to run do what its requests ask for.
@@ -222,28 +214,29 @@ class Stepper:
         batch = self.batch(keys, offset, n_tokens, position)
         self.begin_step(batch)
         # Drafts are told of one step at a time.
-        if (plan := self._plan) is not None and not self._drafts.running:
+        if (plan := self._plan) is not None and not self._roster.drafts.running:
             self._repeat = Repeat.of(
-                plan, batch, self._table, keys=keys, n_tokens=n_tokens, position=position
+                plan, batch, self._roster.table, keys=keys, n_tokens=n_tokens, position=position
             )
 
     def begin_step(self, batch: Batch) -> None:
         """Fill the maps for a step of whatever kind, by the layout of its lens requests."""
         self._end_repetition()
         try:
+            new = self._roster.new
             self._begun = batch.take(
-                np.flatnonzero(np.isin(batch.slots, list(self._new))) if self._new else _NONE
+                np.flatnonzero(np.isin(batch.slots, list(new))) if new else _NONE
             )
             batch = self._without_poisoned(batch)
             plan = plan_step(
                 batch,
-                self._table,
+                self._roster.table,
                 self._groups.taps,
                 self._bank.config_taps,
                 ring_rows=self.state.step_rows,
             )
             first_row = self._rounds.begin(plan)
-            self._drafts.begin(batch)
+            self._roster.drafts.begin(batch)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
             self._plan, self._steered = plan, plan.steered
             if plan.is_active:
@@ -270,10 +263,10 @@ class Stepper:
                 self._numbers.note_fed(self._behind_their_last(self._begun), path)
                 repeat = self._repeat
                 self._rounds.end(path, is_last=repeat is None or not repeat.left)
-                self._sender.settle(self._drafts.running)
+                self._sender.settle(self._roster.drafts.running)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             steered = plan.steered.slots.tolist()
-            self._fail_slots({*plan.captured, *steered, *self._drafts.running}, error)
+            self._fail_slots({*plan.captured, *steered, *self._roster.drafts.running}, error)
         finally:
             self._plan = None
             if self._repeat is None:
@@ -290,7 +283,8 @@ class Stepper:
         try:
             self._clear()
         finally:
-            for key in list(self._requests):
+            self.take_up()
+            for key in list(self._roster.by_key):
                 self._fail(key, error)
 
     def close(self) -> None:
@@ -298,45 +292,14 @@ class Stepper:
         self._exporter.close()
         _state.uninstall(self.state)
 
-    def _add(self, key: str, envelope: Envelope) -> None:
-        steered = {t for s in envelope.steer for t in s.taps if t in self._tap_index}
-        slot, number = self._table.take(), self._numbers.take(key)
-        request = _Request(key, envelope.reply, number, slot, envelope.steer_hash)
-        # What is taken from here on is given back by `_forget`, should the rest fail.
-        self._requests[key] = self._by_slot[slot] = request
-        self._numbers.set(slot, number)
-        self._owners.set(slot, envelope.reply)
-        self._new.add(slot)
-        if steered:
-            request.steering = steering = self._bank.admit(envelope, self._tap_index)
-            self._table.config[slot] = steering.config
-            self._table.until[slot] = envelope.steer_until
-            if steering.named is not None:
-                self._table.named[slot] = steering.named
-        if self._is_exporting:
-            request.group = self._groups.take(envelope)
-        if (group := request.group) is not None:
-            self._table.group[slot] = group
-            self._groups.watch(self._table, slot, envelope)
-            self._sender.watch(slot, envelope, group)
-        if not self._is_exporting:
-            return
-        if envelope.is_speculative:
-            until = envelope.steer_until if steered else 0
-            if group is not None:
-                until = max(until, int(self._table.hi[slot]))
-            self._drafts.add(slot, envelope.n_prompt, until)
-        opening = Opening(number, key, self._groups.shares(envelope), len(steered))
-        self._sender.opened(envelope.reply, envelope.pid, opening)
-
     def _without_poisoned(self, batch: Batch) -> Batch:
         """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
-        new, self._new = self._new, set()
+        new, self._roster.new = self._roster.new, set()
         if not self._poisoned or not new:
             return batch
         kept = []
         for i, slot in enumerate(batch.slots.tolist()):
-            request = self._by_slot[slot]
+            request = self._roster.by_slot[slot]
             if slot in new and batch.position[i] > 0 and request.salt in self._poisoned:
                 self._fail(
                     request.key,
@@ -353,11 +316,11 @@ class Stepper:
         """New requests all of whose steered positions came, steered, out of the prefix cache."""
         if not len(begun.slots):
             return begun
-        until = self._table.until[begun.slots]
+        until = self._roster.table.until[begun.slots]
         return begun.take(np.flatnonzero((until > 0) & (begun.position >= until)))
 
     def _drop(self, reply: str) -> None:
-        gone = [k for k, r in self._requests.items() if r.reply == reply]
+        gone = [k for k, r in self._roster.by_key.items() if r.reply == reply]
         logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
         for key in gone:
             self._fail(key, CaptureError("the front-end took no rows"))
@@ -372,7 +335,7 @@ class Stepper:
 
     def _fail_slots(self, slots: Iterable[int], error: Exception) -> None:
         for slot in slots:
-            if (request := self._by_slot.get(slot)) is not None:
+            if (request := self._roster.by_slot.get(slot)) is not None:
                 self._fail(request.key, error)
 
     def _clear(self) -> None:
@@ -381,7 +344,7 @@ class Stepper:
 
     def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
         """Fail a request; `reply` and `salt` are those of one that was never taken up."""
-        request = self._requests.get(key)
+        request = self._roster.by_key.get(key)
         if request is not None:
             reply, salt = request.reply, request.salt
         self._forget(key)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from inspect_lens._engine._envelope import uses_of
+from inspect_lens._engine._envelope import Envelope
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY, parse_extra_args
 
@@ -117,11 +117,12 @@ def _remember(processor: Any, key: str) -> None:
 
 def _reading(packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
     """What reads the probes of a sealed request."""
-    if uses_of(packed) is None:
+    probes = Envelope.unpack(packed).probes
+    if probes is None:
         return None
     return Reading(
         front_end().registry.reads_of(packed),
-        lo=packed["probes"]["lo"],
+        lo=probes.lo,
         n_prompt=n_prompt,
         n_max=n_max,
     )

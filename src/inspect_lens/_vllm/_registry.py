@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from inspect_lens._engine._envelope import uses_of
-from inspect_lens._engine._probes import ProbesEnvelope
+from inspect_lens._engine._envelope import Envelope, uses_of
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import EngineProbe, LensRequest, ProbeUse, SteeringVector
@@ -196,7 +195,8 @@ class Registry:
         uses = LensRequest(probes=json.loads(text)).probes
         probes = [self.probes.get(use.name) for use in uses]
         hashes = [None if probe is None else probe.sha256 for probe in probes]
-        if hashes != list(ProbesEnvelope.unpack(packed["probes"]).names):
+        sealed = Envelope.unpack(packed).probes
+        if sealed is None or hashes != list(sealed.names):
             raise SpecError("probes: a probe was removed while the request was on its way")
         return self.reads(uses)
 

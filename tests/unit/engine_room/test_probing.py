@@ -241,5 +241,6 @@ def test_a_probe_that_the_worker_does_not_know_fails_its_request(
     )
     collector.open("d", envelope)
     worker.stepper.add("d", envelope.pack())
+    worker.stepper.take_up()
     with pytest.raises(SpecError, match="does not know"):
         collector.take("d", counts={ROWS: 0, SCORES: 3}, n_fed=7, timeout_s=5)

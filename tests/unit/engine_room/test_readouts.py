@@ -73,6 +73,7 @@ def test_a_running_request_keeps_the_weights_of_a_probe_that_was_removed(
     for key, probe in (("n0", first), ("n1", second)):
         worker.stepper.probes.add(probe)
         start(worker, collector, key, probe)
+    worker.stepper.take_up()
     worker.stepper.probes.remove(first.sha256)
     assert worker.stepper.probes.nbytes == 3 * HIDDEN * 4
     found = score(worker, collector, "n0")
@@ -117,6 +118,7 @@ def test_a_request_that_cannot_be_taken_up_gives_everything_back(
 ) -> None:
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
     start(worker, collector, "o", linear(2), steer=(vector,))
+    worker.stepper.take_up()
     with pytest.raises(SpecError, match="does not know"):
         collector.take("o", counts={ROWS: 0, SCORES: 4}, n_fed=4, timeout_s=5)
     stepper = worker.stepper

@@ -47,14 +47,14 @@ def test_two_front_ends_get_their_own_rows_only(worker: Worker, collector: Colle
 
 def test_owners_are_those_of_the_slots_as_they_stand() -> None:
     owners = Owners()
-    owners.set(3, "a")
-    owners.set(700, "b")
-    owners.set(5, "a")
+    owners.set(np.array([3]), "a")
+    owners.set(np.array([2, 700]), "b")
+    owners.set(np.array([5]), "a")
     assert [owners.reply_of(slot) for slot in (3, 4, 5, 700)] == ["a", None, "a", "b"]
     found = owners.of(np.array([3, 4, 5, 700]))
     assert [owners.reply(i) if i >= 0 else None for i in found.tolist()] == ["a", None, "a", "b"]
     owners.clear(3)
-    owners.set(5, "b")
+    owners.set(np.array([5]), "b")
     assert [owners.reply_of(slot) for slot in (3, 5)] == [None, "b"]
 
 

@@ -211,6 +211,7 @@ def test_what_a_batch_is_steered_with_is_placed_once(
     # Where its prompt ends is part of it.
     for key, n_prompt in (("e", 4), ("f", 5)):
         begin(worker, collector, key, sealed(collector, request(1.0, "decode"), n_prompt, 4))
+    worker.stepper.take_up()
     assert len(placed) == len(set(placed)) == 4
     assert worker.stepper.rows_in_use == 2, "rows are shared by content all the same"
     for key in ("a", "c"):
@@ -223,6 +224,7 @@ def test_what_a_batch_is_steered_with_is_placed_once(
         worker.stepper.remove(key)
     assert (worker.stepper.rows_in_use, bank._held) == (0, {})
     begin(worker, collector, "g", sealed(collector, request(1.0), 4, 4))
+    worker.stepper.take_up()
     assert len(placed) == 5
     worker.stepper.remove("g")
 
@@ -231,6 +233,7 @@ def test_an_envelope_of_another_release_fails_its_request() -> None:
     exporter = BrokenExporter()
     worker = Worker(exporter)
     worker.stepper.add("k", {"v": 99, "reply": "ipc:///nowhere"})
+    worker.stepper.take_up()
     assert "99" in exporter.failures[0].message
 
 
@@ -332,6 +335,7 @@ def test_a_retry_does_not_start_behind_blocks_that_its_failed_twin_left(
 ) -> None:
     begin(worker, collector, "m", sealed(collector, steering(0), 8, 2))
     begin(worker, collector, "n", sealed(collector, steering(1), 8, 2))
+    worker.stepper.take_up()
     with pytest.raises(CapacityError):
         collector.take("n", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5)
     worker.stepper.remove("m")

@@ -179,6 +179,7 @@ def test_a_failed_or_aborted_request_gives_its_room_back(
 ) -> None:
     keys = [start(roomy, collector, {"reduce": "mean"}) for _ in range(4)]
     stepper = roomy.stepper
+    stepper.take_up()
     assert stepper.sum_rows_in_use == 3 * len(LAYERS), "a fourth finds no room"
     for key in keys:
         run(roomy, key, 9)

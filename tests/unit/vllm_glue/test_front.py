@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine import _collector
+from inspect_lens._engine._envelope import Envelope
 from inspect_lens._engine._probes import ProbesEnvelope
 from inspect_lens._vllm import _facts, _front
 from inspect_lens._vllm._front import FrontEnd
@@ -153,9 +154,10 @@ def test_reads_are_those_of_the_names_as_they_stand() -> None:
     assert registry.reads(request.probes) is reads
 
     def packed(item: EngineProbe) -> dict[str, Any]:
-        return ProbesEnvelope((item.sha256,), item.taps, 1, 3, 9).pack()
+        probes = ProbesEnvelope((item.sha256,), item.taps, 1, 3, 9)
+        return dict(Envelope("", 1, None, (), probes, 4, False, None).pack())
 
-    sealed = {"uses": reads.wire, "probes": packed(first)}
+    sealed = packed(first) | {"uses": reads.wire}
     registry.remove("a")
     assert registry.reads_of(sealed) is reads, "it was sealed before"
     copied = {**sealed, "uses": json.dumps(json.loads(reads.wire))}
@@ -165,7 +167,7 @@ def test_reads_are_those_of_the_names_as_they_stand() -> None:
     assert registry.reads(request.probes).probes == (second,)
     with pytest.raises(SpecError, match="was removed"):
         registry.reads_of(copied)
-    copied["probes"] = packed(second)
+    copied |= packed(second)
     assert registry.reads_of(copied).probes == (second,)
     for _ in range(1000):
         registry.reads(LensRequest(probes=["a"]).probes)
