@@ -228,7 +228,8 @@ class Collector:
             self._calm()
 
     def _calm(self) -> None:
-        if not self._n_waiting:
+        # A batch that ends at once is taken request by request: clearing takes longer than a look.
+        if not self._n_waiting and self._hurry.is_set():
             self._hurry.clear()
 
     def _pop(self, key: str) -> Pending | None:
