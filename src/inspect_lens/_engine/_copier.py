@@ -164,26 +164,22 @@ class StreamCopier:
 
     def copy(self, rows: torch.Tensor, offset: int, seq: int, dtype: torch.dtype) -> None:
         """See `Copier.copy`."""
-        # To put many rows of several taps side by side would take as much memory again.
-        is_one = rows.is_contiguous() or rows.numel() * dtype.itemsize <= _PIECE
-        runs = [run.contiguous().reshape(-1) for run in ((rows,) if is_one else rows)]
-        if runs[0].dtype != dtype and rows.numel() * dtype.itemsize <= _PIECE:
-            runs = [run.to(dtype) for run in runs]
-        for run in runs:
-            # What is not part of the ring must not be used again before it is copied.
-            run.record_stream(self._stream)
+        source = rows.contiguous().reshape(-1)
+        size = source.numel()
+        if source.dtype != dtype and size * dtype.itemsize <= _PIECE:
+            source = source.to(dtype)
+        # What is not part of the ring must not be used again before it is copied.
+        source.record_stream(self._stream)
         self._filled.record()
-        step = _PIECE // dtype.itemsize
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._filled)
-            for run in runs:
-                for a in range(0, run.numel(), step):
-                    # The rows of a long prompt are converted here after all, in the memory of one
-                    # piece: the model's stream would need it for all of them at once.
-                    piece = run[a : a + step].to(dtype).view(torch.uint8)
-                    end = offset + piece.numel()
-                    self._data[offset:end].copy_(piece, non_blocking=True)
-                    offset = end
+            step = _PIECE // dtype.itemsize
+            for a in range(0, size, step):
+                # The rows of a long prompt are converted here after all, in the memory of one
+                # piece: the model's stream would need it for all of them at once.
+                piece = source[a : a + step].to(dtype).view(torch.uint8)
+                begin = offset + a * dtype.itemsize
+                self._data[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
             self._landed.copy_(self._number(seq), non_blocking=True)
 
     def release(self, part: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ._plan import Ints, StepPlan
+from ._plan import StepPlan
 from ._state import HEAD, TapState
 
 __all__ = ["CAPTURE", "STEER", "CpuMaps", "CudaMaps", "Maps", "maps_for"]
@@ -30,12 +30,11 @@ class Maps(Protocol):
         """
         ...
 
-    def repeat(self, first_row: int, base: Ints | None = None) -> None:
+    def repeat(self, first_row: int) -> None:
         """Make the next forward pass carry out the plan that was written last.
 
         Args:
             first_row: ring row at which its rows begin.
-            base: from now on in the place of the plan's.
         """
         ...
 
@@ -58,11 +57,9 @@ class CpuMaps:
         self._base[: len(plan.base)] = plan.base
         _tell_host(self._state, plan)
 
-    def repeat(self, first_row: int, base: Ints | None = None) -> None:
+    def repeat(self, first_row: int) -> None:
         """See `Maps.repeat`."""
         self._header[1] = first_row
-        if base is not None:
-            self._base[: len(base)] = base
 
     def clear(self) -> None:
         """See `Maps.clear`."""
@@ -95,39 +92,26 @@ class CudaMaps:
 
     def write(self, plan: StepPlan, first_row: int) -> None:
         """See `Maps.write`."""
-        i = self._next()
+        i = self._turn
+        self._turn = (i + 1) % self.DEPTH
+        self._copied[i].synchronize()
         header, header_np = self._headers[i]
         used = _fill(header_np, plan, first_row)
         self._state.header[:used].copy_(header[:used], non_blocking=True)
-        if len(plan.base):
-            self._write_base(i, plan.base)
+        if n := len(plan.base):
+            base, base_np = self._bases[i]
+            base_np[:n] = plan.base
+            self._state.base[:n].copy_(base[:n], non_blocking=True)
         self._copied[i].record()
         self._at = first_row
         _tell_host(self._state, plan)
 
-    def repeat(self, first_row: int, base: Ints | None = None) -> None:
+    def repeat(self, first_row: int) -> None:
         """See `Maps.repeat`: a number for the GPU, and nothing at all where rows are not kept."""
-        if base is not None:
-            i = self._next()
-            self._write_base(i, base)
-            self._copied[i].record()
         if first_row != self._at:
             # The value travels with the launch: there is no buffer to keep.
             self._origin.fill_(first_row)
             self._at = first_row
-
-    def _next(self) -> int:
-        """The staging buffer whose turn it is, once its last copy has been made."""
-        i = self._turn
-        self._turn = (i + 1) % self.DEPTH
-        self._copied[i].synchronize()
-        return i
-
-    def _write_base(self, i: int, base: Ints) -> None:
-        n = len(base)
-        staged, staged_np = self._bases[i]
-        staged_np[:n] = base
-        self._state.base[:n].copy_(staged[:n], non_blocking=True)
 
     def clear(self) -> None:
         """See `Maps.clear`; the flags gate everything else, which may keep old numbers."""

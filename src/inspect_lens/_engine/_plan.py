@@ -15,16 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Batch",
-    "GroupBlock",
-    "Ints",
-    "Longs",
-    "Named",
-    "RequestTable",
-    "StepPlan",
-    "plan_step",
-]
+__all__ = ["Batch", "GroupBlock", "Longs", "Named", "RequestTable", "StepPlan", "plan_step"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

@@ -12,35 +12,29 @@ import numpy as np
 
 from inspect_lens.spec import EnginePath
 
-from ._plan import GroupBlock, Ints, StepPlan
+from ._plan import GroupBlock, StepPlan
 from ._ring import Ring, Span
 from ._sender import Sender
 
 __all__ = ["Rounds"]
 
 _MOST_STEPS = 8
-_MOST_BYTES = 512 << 20
-_SHARE = 8
-"""Of rows that wait: so many, and this part of the memory that is shared with front-ends, since
-the next ones have to find room there while they are taken."""
-_MOST_GATHERED = 16 << 20
-"""Bytes that wait where those of one tap do not lie side by side, and are put so to be sent."""
+_MOST_BYTES = 16 << 20
+"""Of rows that wait: as much as is copied in a third of a millisecond."""
 
 
 class Rounds:
     """Gives steps their places in the ring, and sends what lies there when a round is over."""
 
-    def __init__(self, ring: Ring, sender: Sender, shared_bytes: int) -> None:
+    def __init__(self, ring: Ring, sender: Sender) -> None:
         """Begin with nothing.
 
         Args:
             ring: whose parts are given out.
             sender: of what the steps leave there.
-            shared_bytes: that rows have on their way to front-ends.
         """
         self._ring = ring
         self._sender = sender
-        self._most_bytes = min(_MOST_BYTES, shared_bytes // _SHARE)
         self._span = Span()
         self._plan: StepPlan | None = None
         """Of the step that all of the round repeat."""
@@ -48,8 +42,6 @@ class Rounds:
         """Steps between that one and the first one of the round."""
         self._length = 0
         """Steps that the round has room for."""
-        self._base_of = 1
-        """Length of rounds for which the maps say where each tap's rows go."""
         self._n_begun = self._n_ended = self._n_sent = 0
         """Steps of the round."""
         self._path: EnginePath = "eager"
@@ -69,11 +61,11 @@ class Rounds:
         Raises:
             OverflowError: the ring is too small for it.
         """
-        self._plan, self._base_of = plan, 1
+        self._plan = plan
         self._start(0, 1)
         return self._span.first_row
 
-    def again(self, done: int, left: int) -> tuple[int, Ints | None]:
+    def again(self, done: int, left: int) -> int:
         """Place a step that repeats the one that was planned last.
 
         Args:
@@ -81,27 +73,14 @@ class Rounds:
             left: repetitions that are sure to follow unless somebody comes or goes.
 
         Returns:
-            Ring row from which its rows are counted; and the plan's `base` for a round of this
-            length, where that has changed.
+            Ring row from which its rows are counted.
         """
-        plan, base = self._plan, None
-        assert plan is not None
+        assert self._plan is not None
         if self._n_begun == self._length:
-            self._start(done, self._steps_together(plan, left + 1))
-            if len(plan.blocks) == 1 and self._base_of != self._length:
-                # The rows of one tap lie side by side, those of all steps of the round.
-                self._base_of = self._length
-                base = np.where(plan.base < 0, plan.base, plan.base * self._length)
+            self._start(done, self._steps_together(self._plan, left + 1))
         else:
             self._n_begun += 1
-        return self._span.first_row + (self._n_begun - 1) * self._apart, base
-
-    @property
-    def _apart(self) -> int:
-        """Ring rows from one step of a round to the next."""
-        plan = self._plan
-        assert plan is not None
-        return plan.blocks[0].n_tokens if len(plan.blocks) == 1 else plan.ring_rows
+        return self._span.first_row + (self._n_begun - 1) * self._plan.ring_rows
 
     def end(self, path: EnginePath, *, is_last: bool) -> None:
         """Take note that the step that was placed last has run.
@@ -148,10 +127,7 @@ class Rounds:
         most = min(_MOST_STEPS, (remaining + 1) // 2, self._ring.most_rows // plan.ring_rows)
         if most < 2 or (nbytes := self._sender.bytes_that_wait(plan.blocks)) is None:
             return 1
-        limit = self._most_bytes
-        if len(plan.blocks) > 1:
-            limit = min(limit, _MOST_GATHERED)
-        return max(1, min(most, limit // max(nbytes, 1)))
+        return max(1, min(most, _MOST_BYTES // max(nbytes, 1)))
 
     def _send(self) -> None:
         a, b = self._n_sent, self._n_ended
@@ -164,11 +140,10 @@ class Rounds:
         if plan.blocks:
             self._sender.send(
                 [_repeated(block, self._first + a, b - a) for block in plan.blocks],
-                self._span.first_row + a * self._apart,
+                self._span.first_row + a * plan.ring_rows,
                 self._path,
                 steps=b - a,
-                apart=self._apart,
-                length=self._base_of,
+                apart=plan.ring_rows,
             )
 
 

@@ -164,7 +164,6 @@ class Sender:
         *,
         steps: int = 1,
         apart: int = 0,
-        length: int = 1,
     ) -> None:
         """Send the rows of a step, or of some steps that were the same.
 
@@ -174,24 +173,24 @@ class Sender:
             path: how the forward pass ran.
             steps: that are sent.
             apart: ring rows from each to the next.
-            length: steps whose rows lie between those of one tap and of the next.
         """
         with self._dropping():
             for block in blocks:
-                tokens, width = block.n_tokens // steps, self._ring.shape[1]
-                rows = self._ring.as_strided(
-                    (len(self._groups[block.group].taps), steps, tokens, width),
-                    (length * tokens * width, apart * width, width, 1),
-                    (first_row + block.base) * width,
-                )
-                self._send_block(block, rows, path)
+                self._send_block(block, first_row + block.base, path, steps, apart)
 
-    def _send_block(self, block: GroupBlock, rows: torch.Tensor, path: EnginePath) -> None:
-        """Send the rows of a block, (taps, steps, tokens, width)."""
+    def _send_block(
+        self, block: GroupBlock, first: int, path: EnginePath, steps: int, apart: int
+    ) -> None:
         # Of a request that failed in this step nobody wants the rows.
         if not (self._owners.of(block.slots) >= 0).any():
             return
         group = self._groups[block.group]
+        tokens, width = block.n_tokens // steps, self._ring.shape[1]
+        rows = self._ring.as_strided(
+            (len(group.taps), steps, tokens, width),
+            (tokens * width, apart * width, width, 1),
+            first * width,
+        )
         if group.rows is not None:
             taps = self._copier.taps(rows, group.rows)
             self._send(ROWS, block, taps.flatten(1, 2), path)

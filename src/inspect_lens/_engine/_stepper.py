@@ -88,8 +88,7 @@ class Stepper:
             is_exporting=is_exporting,
         )
         self._maps = maps_for(state)
-        ring = Ring(state.parts, state.part_rows, exporter.copier)
-        self._rounds = Rounds(ring, self._sender, exporter.arena.nbytes)
+        self._rounds = Rounds(Ring(state.parts, state.part_rows, exporter.copier), self._sender)
         self._plan: StepPlan | None = None
         self._steered = _EMPTY
         """Of the running step: requests that are not past their last steered position."""
@@ -210,7 +209,7 @@ class Stepper:
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
             self._steered, self._plan, self._begun = repeat.advance(), repeat.plan, _EMPTY
-            self._maps.repeat(*self._rounds.again(repeat.done, repeat.left))
+            self._maps.repeat(self._rounds.again(repeat.done, repeat.left))
             return
         batch = self.batch(keys, offset, n_tokens, position)
         self.begin_step(batch)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._engine import _rounds
 from inspect_lens._engine._arena import ArenaWriter
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
@@ -216,7 +217,7 @@ def test_what_cannot_wait_is_sent_with_its_step(
         else:
             ask(worker, collector, key, CAPTURES[2])
     if kind == "bytes":
-        worker.stepper._rounds._most_bytes = 2 * 3 * HIDDEN * 4
+        monkeypatch.setattr(_rounds, "_MOST_BYTES", 2 * 3 * HIDDEN * 4)
     fed = dict.fromkeys(keys, N_PROMPT)
     for key in keys:
         worker.step([(key, int(key[1:]), 0, N_PROMPT)])
