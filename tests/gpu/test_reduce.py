@@ -70,7 +70,7 @@ def run(
         plan = stepper._plan
         assert plan is not None
         for block in plan.blocks:
-            fill(state.ring[int(state.header[1]) :], block, whole[:, first : first + n])
+            fill(state, block, whole[:, first : first + n])
         stepper.end_step("eager")
     assert (stepper.sum_rows_in_use > 0) == (sum_rows > 0 and capture.reduce != "norm")
     stepper.remove(key)
@@ -80,9 +80,11 @@ def run(
     return torch.from_numpy(got.tensors[ROWS].to_float32().copy())
 
 
-def fill(ring: torch.Tensor, block: GroupBlock, rows: torch.Tensor) -> None:
-    wanted = rows[:, -block.n_tokens :].reshape(-1, HIDDEN)
-    ring[block.base : block.base + len(wanted)] = wanted
+def fill(state: TapState, block: GroupBlock, rows: torch.Tensor) -> None:
+    """Put rows where the taps would."""
+    for base, wanted in zip(state.base[0].tolist(), rows[:, -block.n_tokens :], strict=True):
+        begin = int(state.header[1]) + base
+        state.ring[begin : begin + len(wanted)] = wanted
 
 
 @pytest.mark.parametrize("dtype", ["model", "float32", "float16"])

@@ -46,7 +46,7 @@ class Copier(Protocol):
         ...
 
     def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Some taps of (taps, tokens, width) rows."""
+        """Some taps of (taps, …) rows."""
         ...
 
     def apply(

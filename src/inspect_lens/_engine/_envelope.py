@@ -206,7 +206,7 @@ class Envelope:
                 f"{VERSION}; install one release of inspect_lens in all processes"
             )
         rows = value["rows"]
-        unpack = _of_rows if len(rows) > _SHARED_MOST else _shared_of_rows
+        unpack = _shared_of_rows if len(rows) <= _SHARED_MOST else _of_rows
         envelope = unpack(value["reply"], value["pid"], rows)
         if not value["steer"]:
             return envelope
@@ -227,7 +227,7 @@ class Envelope:
         return replace(envelope, steer=steer, steer_hash=value["hash"])
 
 
-_SHARED_MOST = 8192
+_SHARED_MOST = 2048
 """Bytes of what is remembered: more of them are mostly positions of one request."""
 
 

@@ -86,13 +86,14 @@ class Exporter:
         self._pids[reply] = pid
         return self._send(reply, Opened(self.arena.name, openings))
 
-    def send(self, reply: str, rows: Rows, path: str) -> bool:
+    def send(self, reply: str, rows: Rows, path: str, taps: range | None = None) -> bool:
         """Send one block of rows; the tensor may be overwritten once its part is released.
 
         Args:
             reply: address of the front-end.
             rows: what to send.
             path: how the forward pass ran.
+            taps: of the rows; by default all.
 
         Returns:
             False when the front-end did not take the message: its requests have failed.
@@ -101,13 +102,13 @@ class Exporter:
             CapacityError: there was no room, and none came free.
         """
         reader = self.arena.reader(reply, self._pids[reply])
-        taps = rows.tensor.shape[0]
+        taps = range(rows.tensor.shape[0]) if taps is None else taps
         per_tap = rows.tensor[0].numel() * rows.dtype.itemsize
         # A block that leaves no room for the next one would make the step loop wait for it.
         most = min(_BLOCK_BYTES, self.arena.nbytes // 2)
-        at_once = max(1, min(taps, most // max(per_tap, 1)))
-        for tap in range(0, taps, at_once):
-            tensor = rows.tensor[tap : tap + at_once]
+        at_once = max(1, min(len(taps), most // max(per_tap, 1)))
+        for tap in taps[::at_once]:
+            tensor = rows.tensor[tap : min(tap + at_once, taps.stop)]
             self._seq += 1
             offset = self.arena.place(self._seq, reply, tensor.numel() * rows.dtype.itemsize)
             self.copier.copy(tensor, offset, self._seq, rows.dtype)

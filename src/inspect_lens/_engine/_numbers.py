@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from inspect_lens.spec import EnginePath
 
 from ._arena import BOARD_SIZE
-from ._message import PATHS
+from ._message import PATHS, unpacked
 from ._plan import Batch
 
 __all__ = ["Numbers"]
@@ -72,6 +72,10 @@ class Numbers:
         self._known[key] = number
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
+
+    def has_live(self, numbers: bytes) -> bool:
+        """Whether one of some requests is there; by packed numbers."""
+        return any(n % BOARD_SIZE in self._live for n in unpacked(numbers).tolist())
 
     def note_fed(self, steered: Batch, path: EnginePath) -> None:
         """Write on the board how far each steered request has been fed.

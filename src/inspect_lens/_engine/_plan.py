@@ -4,7 +4,7 @@ Each token of a step gets three numbers, alike for all taps: the steering config
 (0: none), the capture group it belongs to (-1: none), and its place within the group's block.
 What a configuration or a group means at one tap stands in small tables beside them. Requests that
 want rows of the same taps form a group; a group's rows lie in the ring as one block
-(taps, tokens, hidden), so that a step leaves the device in one contiguous copy per group.
+(taps, tokens, hidden), which leaves the device in one contiguous copy.
 """
 
 from __future__ import annotations

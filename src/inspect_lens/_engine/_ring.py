@@ -1,13 +1,14 @@
 """Which rows of the capture ring a step may fill, while those of earlier steps are copied out.
 
-The ring is cut into equal parts. A step takes as many as it needs, in turn, so that a small step
-behind a large one does not wait for the large one's copies: it goes on in parts that were copied
-out long ago. A step's parts lie in one half of the ring, so what a step takes is never what the
+The ring is cut into equal parts. A step, or a round of some that repeat, takes as many as it needs,
+in turn, so that a small step behind a large one does not wait for the large one's copies: it goes
+on in parts that were copied out long ago. A step's parts lie in one half of the ring, so what a step takes is never what the
 step before it took, whatever their sizes: one can be copied out while the next one runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._copier import Copier
@@ -17,7 +18,7 @@ __all__ = ["Ring", "Span"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive parts of the ring that one step fills; none where it keeps no rows."""
+    """Consecutive parts of the ring that a step or a few fill; none where no rows are kept."""
 
     first_row: int = 0
     parts: range = range(0)
@@ -29,18 +30,24 @@ _NONE = Span()
 class Ring:
     """Hands out spans in turn, and has the device wait for the copies out of them."""
 
-    def __init__(self, parts: int, part_rows: int, copier: Copier) -> None:
+    def __init__(
+        self, parts: int, part_rows: int, copier: Copier, drain: Callable[[], None] = lambda: None
+    ) -> None:
         """Begin at the first part.
 
         Args:
             parts: of the ring; an even number, or 1.
             part_rows: rows of each.
             copier: makes the copies.
+            drain: has all copies asked for out of parts that were not given back yet.
         """
         self._parts = parts
         self._part_rows = part_rows
         self._half = max(1, parts // 2)
         self._copier = copier
+        self._drain = drain
+        self._taken: set[int] = set()
+        """Parts that were not given back."""
         self._next = 0
         self._released = [0] * parts
         """By part: the number of the span that gave it back last, or 0."""
@@ -70,6 +77,9 @@ class Ring:
             first = (first // self._half + 1) * self._half % self._parts
         self._next = (first + n) % self._parts
         parts = range(first, first + n)
+        if not self._taken.isdisjoint(parts):
+            self._drain()
+        self._taken.update(parts)
         # Copies are made in order: behind those of the part that was given back last there are
         # none out of the others. Of one that never was, there are none at all.
         last = max(parts, key=self._released.__getitem__)
@@ -80,6 +90,7 @@ class Ring:
     def release(self, span: Span) -> None:
         """Take a span back when all copies out of it have been asked for."""
         self._spans += 1
+        self._taken.difference_update(span.parts)
         for part in span.parts:
             self._copier.release(part)
             self._released[part] = self._spans

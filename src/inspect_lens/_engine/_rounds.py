@@ -8,6 +8,8 @@ are sent before anything else changes: when somebody comes or goes, or a step is
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from inspect_lens.spec import EnginePath
@@ -20,7 +22,8 @@ __all__ = ["Rounds"]
 
 _MOST_STEPS = 8
 _MOST_BYTES = 16 << 20
-"""Of rows that wait: as much as is copied in a third of a millisecond."""
+"""Of rows that wait: as much as is copied in a third of a millisecond. See `Outbox`: what a step
+has sampled may have to wait for that."""
 
 
 class Rounds:
@@ -106,15 +109,22 @@ class Rounds:
         """
         self._length = self._n_begun
         self._send()
-        if self._n_ended == self._n_begun and self._span.parts:
-            span, self._span = self._span, Span(self._span.first_row)
-            self._ring.release(span)
+        if self._n_ended == self._n_begun:
+            self._release()
 
     def _start(self, first: int, length: int) -> None:
         assert self._plan is not None
-        self._first, self._length = first, length
+        # Of a step that never ended.
+        self._release()
+        span = self._ring.take(length * self._plan.ring_rows)
+        self._first, self._length, self._span = first, length, span
         self._n_begun, self._n_ended, self._n_sent = 1, 0, 0
-        self._span = self._ring.take(length * self._plan.ring_rows)
+
+    def _release(self) -> None:
+        """Give the span back, as soon as all copies out of it have been asked for."""
+        if self._span.parts:
+            span, self._span = self._span, Span(self._span.first_row)
+            self._sender.outbox.then(partial(self._ring.release, span))
 
     def _steps_together(self, plan: StepPlan, remaining: int) -> int:
         """Steps of a round.

@@ -16,6 +16,7 @@ from ._exporter import Exporter, Rows
 from ._groups import Groups
 from ._message import ROWS, SCORES, Opening, packed
 from ._numbers import Numbers
+from ._outbox import Outbox
 from ._owners import Owners
 from ._plan import GroupBlock, Longs
 from ._reduce import Form, Part, Reducer
@@ -37,6 +38,7 @@ class Sender:
         owners: Owners,
         *,
         drop: Callable[[str], None],
+        fail: Callable[[bytes, Exception], None],
     ) -> None:
         """Store what sending needs.
 
@@ -48,6 +50,7 @@ class Sender:
             tally: keeps what grows of sampled tokens.
             owners: of requests, by slot.
             drop: called for a front-end that takes nothing any more, and forgets its requests.
+            fail: called where rows of some requests, by packed numbers, could not be sent.
         """
         self._ring = ring
         self._exporter = exporter
@@ -57,6 +60,7 @@ class Sender:
         self._owners = owners
         self._drop = drop
         self.tally = tally
+        self.outbox = Outbox(exporter, ring, is_wanted=numbers.has_live, drop=drop, fail=fail)
         self.reducer = Reducer(exporter.copier, numbers)
         self._forms: dict[int, Form] = {}
         """By slot: what requests want whose sampled tokens are kept."""
@@ -176,14 +180,13 @@ class Sender:
         """
         with self._dropping():
             for block in blocks:
-                self._send_block(block, first_row + block.base, path, steps, apart)
+                # Of a request that failed meanwhile nobody wants the rows, nor is its group there.
+                if (self._owners.of(block.slots) >= 0).any():
+                    self._send_block(block, first_row + block.base, path, steps, apart)
 
     def _send_block(
         self, block: GroupBlock, first: int, path: EnginePath, steps: int, apart: int
     ) -> None:
-        # Of a request that failed in this step nobody wants the rows.
-        if not (self._owners.of(block.slots) >= 0).any():
-            return
         group = self._groups[block.group]
         tokens, width = block.n_tokens // steps, self._ring.shape[1]
         rows = self._ring.as_strided(
@@ -227,7 +230,7 @@ class Sender:
                 self._export(self._owners.reply(index), mine.rows(self._numbers, stream), path)
 
     def _export(self, reply: str, rows: Rows, path: EnginePath) -> None:
-        if reply not in self._gone and not self._exporter.send(reply, rows, path):
+        if reply not in self._gone and not self.outbox.put(reply, rows, path):
             self._gone.add(reply)
 
     @contextmanager

@@ -22,7 +22,7 @@ from ._capture import LAG
 from ._exporter import Exporter
 from ._groups import Groups
 from ._maps import maps_for
-from ._message import Failure
+from ._message import Failure, unpacked
 from ._numbers import Numbers
 from ._owners import Owners
 from ._plan import Batch, Longs, StepPlan, plan_step
@@ -75,6 +75,7 @@ class Stepper:
             Tally(state.sums, state.latest, lag),
             owners,
             drop=self._drop,
+            fail=self._fail_numbers,
         )
         self._coming: dict[str, Mapping[str, Any]] = {}
         """Requests that are taken up before the next step, as they came."""
@@ -88,7 +89,9 @@ class Stepper:
             is_exporting=is_exporting,
         )
         self._maps = maps_for(state)
-        self._rounds = Rounds(Ring(state.parts, state.part_rows, exporter.copier), self._sender)
+        self._outbox = self._sender.outbox
+        ring = Ring(state.parts, state.part_rows, exporter.copier, self._outbox.send_all)
+        self._rounds = Rounds(ring, self._sender)
         self._plan: StepPlan | None = None
         self._steered = _EMPTY
         """Of the running step: requests that are not past their last steered position."""
@@ -182,7 +185,8 @@ class Stepper:
             if slots := [r.slot for key in keys if (r := known.get(key)) is not None]:
                 self._end_repetition()
                 self._sender.flush(np.asarray(slots, dtype=np.int64))
-        except Exception as error:  # noqa: BLE001 - the boundary: see `add`
+                self._outbox.send_all()
+        except Exception as error:  # noqa: BLE001 - the boundary: see `begin_step`
             for key in keys:
                 if key in known:
                     self._fail(key, error)
@@ -205,6 +209,7 @@ class Stepper:
             n_tokens: tokens of each in this step.
             position: absolute position of each one's first token.
         """
+        self._outbox.begin_step()
         n_tokens, position = n_tokens[: len(keys)], position[: len(keys)]
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
@@ -261,9 +266,12 @@ class Stepper:
                 self._sender.announce()
                 self._numbers.note_fed(self._steered, path)
                 self._numbers.note_fed(self._behind_their_last(self._begun), path)
-                repeat = self._repeat
+                repeat, drafts = self._repeat, self._roster.drafts.running
                 self._rounds.end(path, is_last=repeat is None or not repeat.left)
-                self._sender.settle(self._roster.drafts.running)
+                # Somebody is about to end; or rows are written again, which must come later.
+                if drafts or (repeat is not None and not repeat.left):
+                    self._outbox.send_all()
+                self._sender.settle(drafts)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             steered = plan.steered.slots.tolist()
             self._fail_slots({*plan.captured, *steered, *self._roster.drafts.running}, error)
@@ -320,7 +328,10 @@ class Stepper:
         return begun.take(np.flatnonzero((until > 0) & (begun.position >= until)))
 
     def _drop(self, reply: str) -> None:
+        self._end_repetition()
         gone = [k for k, r in self._roster.by_key.items() if r.reply == reply]
+        if not gone:
+            return
         logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
         for key in gone:
             self._fail(key, CaptureError("the front-end took no rows"))
@@ -332,6 +343,12 @@ class Stepper:
             self._rounds.close()
         except Exception as error:  # noqa: BLE001 - the boundary: see `end_step`
             self._fail_slots(self._rounds.slots, error)
+
+    def _fail_numbers(self, numbers: bytes, error: Exception) -> None:
+        failed = set(unpacked(numbers).tolist())
+        for request in list(self._roster.by_key.values()):
+            if request.number in failed:
+                self._fail(request.key, error)
 
     def _fail_slots(self, slots: Iterable[int], error: Exception) -> None:
         for slot in slots:

@@ -173,6 +173,7 @@ def test_any_course_of_steps_gives_each_request_its_own_rows(
                     worker.step([(k, int(k[1:]), fed[k], count[k]) for k in now])
                 for k in now:
                     fed[k] += count[k]
+        worker.stepper.leave(fed)
         for key, n in fed.items():
             i = int(key[1:])
             where = positions[i]

@@ -20,7 +20,7 @@ from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import FACTS, HIDDEN, Worker, begin, rows
 
-from .test_ring import LateCopier
+from .test_ring import LateCopier, cuda_maps
 
 PROBES = {
     "p": EngineProbe(layers=(0, 5), tensors={"weight": np.arange(16.0).reshape(2, 8) / 8 - 1}),
@@ -280,6 +280,64 @@ def test_a_front_end_that_takes_nothing_loses_its_requests_and_the_others_keep_t
         other.close()
 
 
+@pytest.mark.parametrize("at", ["announce", "path"])
+def test_a_front_end_that_dies_in_the_middle_of_a_step_takes_nobody_with_it(
+    monkeypatch: pytest.MonkeyPatch, worker: Worker, collector: Collector, at: str
+) -> None:
+    """Of another group, which goes with it before the step is sent."""
+    other = Collector()
+    try:
+        fed = {"r1": N_PROMPT, "r2": N_PROMPT}
+        ask(worker, collector, "r1", CAPTURES[0])
+        ask(worker, other, "r2", {"layers": (2,)})
+        stepper = worker.stepper
+        original, end = stepper._exporter._send, stepper.end_step
+
+        def send(reply: str, message: Any) -> bool:
+            return reply != other.address and original(reply, message)
+
+        def step() -> None:
+            worker.step([("r1", 1, 0, N_PROMPT), ("r2", 2, 0, N_PROMPT)])
+
+        if at == "path":
+            step()
+            decode(worker, ["r1", "r2"], fed, 3)
+        monkeypatch.setattr(stepper._exporter, "_send", send)
+        if at == "announce":
+            step()
+        else:
+            monkeypatch.setattr(stepper, "end_step", lambda _: end("graph"))
+            decode(worker, ["r1", "r2"], fed)
+        assert list(stepper._roster.by_key) == ["r1"]
+        stepper.leave(["r1"])
+        check(collector, "r1", CAPTURES[0], (), fed["r1"])
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("parts", [2, 6, 32])
+def test_rows_behind_which_a_step_never_ended_are_not_overwritten(
+    collector: Collector, parts: int
+) -> None:
+    arena = ArenaWriter(4 << 20)
+    copier = LateCopier(arena)
+    worker = Worker(Exporter(arena, copier), parts=parts)
+    try:
+        fed = {"r1": N_PROMPT}
+        ask(worker, collector, "r1", CAPTURES[0])
+        worker.step([("r1", 1, 0, N_PROMPT)])
+        decode(worker, ["r1"], fed, 4)
+        one = np.ones(1, dtype=np.int64)
+        worker.stepper.begin(["r1"], one - 1, one, one * fed["r1"])
+        decode(worker, ["r1"], fed, 40)
+        worker.stepper.remove("r1")
+        copier.run()
+        check(collector, "r1", CAPTURES[0], (), fed["r1"])
+    finally:
+        copier.run()
+        worker.stepper.close()
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -290,6 +348,8 @@ def test_whoever_comes_and_goes_gets_what_is_true(
     arena = ArenaWriter(4 << 20)
     copier = LateCopier(arena)
     worker = Worker(Exporter(arena, copier), parts=data.draw(st.sampled_from([1, 2, 6, 32])))
+    if data.draw(st.booleans()):
+        worker.stepper._maps = cuda_maps(worker.state)
     fed: dict[str, int] = {}
     asked: dict[str, tuple[dict[str, Any] | None, tuple[str, ...]]] = {}
     n_asked = 0
