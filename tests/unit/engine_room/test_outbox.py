@@ -100,6 +100,7 @@ def test_steps_of_many_rows_do_not_pile_up(
 ) -> None:
     """As much leaves as comes, and more, where as much comes every time."""
     monkeypatch.setattr("inspect_lens._engine._rounds._MOST_STEPS", 1)
+    monkeypatch.setattr(_outbox, "_PIECE", 4 * ROW)
     keys = [f"r{i}" for i in range(4)]
     for key in keys:
         ask(worker, collector, key, layers=LAYERS, positions="completion")

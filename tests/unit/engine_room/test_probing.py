@@ -124,6 +124,28 @@ def test_scores_and_rows_of_different_positions_come_from_one_pass(
     assert other.tensors.keys() == {SCORES}
 
 
+def test_positions_that_one_request_named_are_not_those_of_the_next(
+    worker: Worker, collector: Collector
+) -> None:
+    """In its place, whose capture and probes go on for different lengths."""
+    for key, positions in (("y", (1, 4)), ("z", "prompt")):
+        request = LensRequest(
+            capture=CaptureSpec(layers=(2,), positions=positions),
+            probes=[{"name": "p", "positions": "all"}],
+        )
+        begin(worker, collector, key, request, {"p": linear(2)})
+        worker.step([(key, 1, 0, 6)])
+        worker.step([(key, 1, 6, 1)])
+        worker.stepper.leave([key])
+        n = 6 if positions == "prompt" else 2
+        got = collector.take(key, counts={ROWS: n, SCORES: 7}, n_fed=7, timeout_s=5)
+        where = list(range(6)) if positions == "prompt" else [1, 4]
+        np.testing.assert_array_equal(
+            got.tensors[ROWS].to_float32()[0], rows(1, 2, 0, 6).numpy()[where]
+        )
+        worker.stepper.remove(key)
+
+
 def test_shares_of_pipeline_stages_meet_in_the_front_end(collector: Collector) -> None:
     stages = [Worker(exporter(), layers=layers) for layers in ((0, 2), (5,))]
     probes = {"p": linear(0, 2, 5), "q": linear(2), "r": attention(0)}

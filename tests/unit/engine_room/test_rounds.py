@@ -338,6 +338,23 @@ def test_rows_behind_which_a_step_never_ended_are_not_overwritten(
         worker.stepper.close()
 
 
+def test_a_span_is_not_given_back_while_a_step_fills_it(
+    worker: Worker, collector: Collector
+) -> None:
+    fed = {"r1": N_PROMPT}
+    ask(worker, collector, "r1", CAPTURES[0])
+    worker.step([("r1", 1, 0, N_PROMPT)])
+    decode(worker, ["r1"], fed, 4)
+    rounds, one = worker.stepper._rounds, np.ones(1, dtype=np.int64)
+    worker.stepper.begin(["r1"], one - 1, one, one * fed["r1"])
+    rounds.close()
+    assert rounds._ring._taken
+    worker.stepper.end_step("eager")
+    worker.stepper.leave(["r1"])
+    assert not rounds._ring._taken
+    collector.discard("r1")
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
