@@ -46,7 +46,13 @@ def rows(number: int, layer: int, first: int, n: int, device: str) -> torch.Tens
     return named.repeat(1, HIDDEN // 3 + 1)[:, :HIDDEN].to(torch.bfloat16)
 
 
-def run(device: str, parts: int, seed: int, collector: Collector) -> None:
+def run(
+    device: str,
+    parts: int,
+    seed: int,
+    collector: Collector,
+    layers_of: list[tuple[int, ...]] = LAYERS,
+) -> None:
     """Run random steps without ever waiting for the device, and compare every row."""
     arena = ArenaWriter(256 << 20)
     target = torch.device(device)
@@ -65,8 +71,8 @@ def run(device: str, parts: int, seed: int, collector: Collector) -> None:
     install(state)
     warm_up(state)
     stepper = Stepper(state, Exporter(arena, copier_for(arena, target, parts)))
-    keys = [f"{device}-{parts}-{seed}-{i}" for i in range(3)]
-    for key, layers in zip(keys, LAYERS, strict=True):
+    keys = [f"{device}-{parts}-{seed}-{len(layers_of[1])}-{i}" for i in range(3)]
+    for key, layers in zip(keys, layers_of, strict=True):
         envelope = seal(
             LensRequest(capture=CaptureSpec(layers=layers)),
             FACTS,
@@ -92,7 +98,9 @@ def run(device: str, parts: int, seed: int, collector: Collector) -> None:
             tap(torch.cat(parts_of), None, ctl)
         stepper.end_step("eager")
         fed = [at + n for at, n in zip(fed, count, strict=True)]
-    for number, (key, layers) in enumerate(zip(keys, LAYERS, strict=True)):
+        if draw.random() < 0.05:
+            stepper.leave(keys[:1])
+    for number, (key, layers) in enumerate(zip(keys, layers_of, strict=True)):
         stepper.remove(key)
         counts = {ROWS: fed[number], SCORES: 0}
         taken = collector.take(key, counts=counts, n_fed=fed[number], timeout_s=60)
@@ -109,3 +117,13 @@ def test_rows_of_steps_that_overtake_their_copies_are_right(
     collector: Collector, parts: int, seed: int
 ) -> None:
     run("cuda", parts, seed, collector)
+
+
+@pytest.mark.parametrize("at_once", [1 << 14, 1 << 19, 32 << 20])
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_requests_that_want_the_same_leave_in_rounds_or_bit_by_bit(
+    monkeypatch: pytest.MonkeyPatch, collector: Collector, seed: int, at_once: int
+) -> None:
+    for name in ("_AT_ONCE", "_PIECE", "_MORE"):
+        monkeypatch.setattr(f"inspect_lens._engine._outbox.{name}", at_once)
+    run("cuda", 32, seed + 10, collector, 3 * [(0, 1, 2)])

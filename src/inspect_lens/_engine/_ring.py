@@ -2,8 +2,9 @@
 
 The ring is cut into equal parts. A step, or a round of some that repeat, takes as many as it needs,
 in turn, so that a small step behind a large one does not wait for the large one's copies: it goes
-on in parts that were copied out long ago. A step's parts lie in one half of the ring, so what a step takes is never what the
-step before it took, whatever their sizes: one can be copied out while the next one runs.
+on in parts that were copied out long ago. A step's parts lie in one half of the ring, so what a
+step takes is never what the step before it took, whatever their sizes: one can be copied out while
+the next one runs.
 """
 
 from __future__ import annotations

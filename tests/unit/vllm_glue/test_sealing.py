@@ -274,6 +274,32 @@ def test_what_a_batch_asks_for_is_sealed_once(processor: Any, asked: dict[str, A
     assert (unknown.is_folded, known.is_folded) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("probe", "kind", "is_live"),
+    [
+        ({"tokens": True}, "DELTA", True),
+        ({"tokens": True}, "CUMULATIVE", True),
+        ({"tokens": True}, "FINAL_ONLY", False),
+        ({}, "DELTA", False),
+        ({"alarm": "flag", "threshold": 1.0}, "DELTA", False),
+        ({"alarm": "stop", "threshold": 1.0}, "FINAL_ONLY", True),
+    ],
+)
+def test_scores_that_are_looked_at_as_they_come_do_not_wait(
+    processor: Any, probe: dict[str, Any], kind: str, is_live: bool
+) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = extra(probes=[{"name": "p", **probe}])
+    # What was sealed for the one is not taken for the other.
+    for output_kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind[kind]):
+        packed = sealed(processor, asked, output_kind=output_kind)
+        for envelope in (packed, msgspec.msgpack.decode(msgspec.msgpack.encode(packed))):
+            read = Envelope.unpack(envelope).probes
+            expected = is_live if output_kind.name == kind else probe.get("alarm") == "stop"
+            assert read.is_live == expected
+
+
 def test_what_tells_requests_apart_is_never_shared(processor: Any) -> None:
     reduced = extra(capture={"layers": [1], "reduce": "mean"})
     tokens = [Envelope.unpack(sealed(processor, reduced)).capture.token for _ in range(2)]
