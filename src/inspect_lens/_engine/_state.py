@@ -24,8 +24,9 @@ __all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 HEAD = 2
 """Numbers of the header before the flags: tokens described, ring row at which the step begins."""
 
-_PARTS = 32
-"""Of the ring on a GPU: a decode step behind a large one finds some that have been copied out."""
+_PARTS = 64
+"""Of the ring on a GPU: decode steps behind a large one find some that have been copied out, or
+never filled, until the large one's rows have left bit by bit."""
 
 
 @dataclass(eq=False)
