@@ -159,18 +159,8 @@ class Rounds:
 
 def _repeated(block: GroupBlock, done: int, steps: int) -> GroupBlock:
     """A block of one token of each request, so many steps later, and in the steps behind it."""
-    if steps == 1:
-        if not done:
-            return block
-        return GroupBlock(
-            block.group,
-            block.base,
-            block.n_tokens,
-            block.slots,
-            block.counts,
-            block.first + done,
-            {},
-        )
+    if steps == 1 and not done:
+        return block
     later = np.arange(done, done + steps)
     return GroupBlock(
         block.group,
