@@ -21,6 +21,7 @@ __all__ = ["host_summary", "start_host_clock", "stop_host_clock"]
 PARTS = {
     "step": ("", "execute_model"),
     "add": ("stepper", "add"),
+    "take_up": ("stepper", "take_up"),
     "begin": ("stepper", "begin"),
     "end": ("stepper", "end_step"),
     "readout": ("copier", "apply"),

@@ -186,12 +186,14 @@ def test_the_host_clock_times_the_parts_of_a_step_and_leaves_nothing_behind() ->
     exporter = SimpleNamespace(copier=copier, arena=arena, _send=lambda: None)
     stepper = SimpleNamespace(begin=lambda: time.sleep(0.002), _exporter=exporter)
     stepper.add = lambda: time.sleep(0.003)
+    stepper.take_up = lambda: time.sleep(0.001)
     stepper.end_step = lambda: (copier.apply(), copier.copy(), copier.copy(), exporter._send())
 
     def execute_model(scheduler_output: Any) -> str:
         if scheduler_output.num_scheduled_tokens:
             if len(scheduler_output.num_scheduled_tokens) == 1:
                 stepper.add()
+                stepper.take_up()
             stepper.begin()
             stepper.end_step()
         return "done"
@@ -216,6 +218,7 @@ def test_the_host_clock_times_the_parts_of_a_step_and_leaves_nothing_behind() ->
     assert (sequences, tokens) == (1, 1)
     assert first["step"] >= first["add"] + first["begin"] + first["end"]
     assert first["add"] >= 3
+    assert first["take_up"] >= 1
     assert wall["readout"] >= 10
     assert wall["copy"] >= 10, "both copies of the step"
     assert wall["step"] >= wall["begin"] + wall["end"] >= wall["readout"] + wall["copy"]
