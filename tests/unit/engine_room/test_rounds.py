@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ PROBES = {
     "q": EngineProbe(layers=(2,), tensors={"weight": np.arange(8.0)[None] / 4 - 1}),
 }
 N_PROMPT, MOST = 5, 60
+NUMBERS = itertools.count(100)
 
 CAPTURES: list[dict[str, Any] | None] = [
     {"layers": (0, 5)},
@@ -241,12 +243,11 @@ def test_whoever_comes_and_goes_gets_what_is_true(
         worker.stepper._maps = cuda_maps(worker.state)
     fed: dict[str, int] = {}
     asked: dict[str, tuple[dict[str, Any] | None, tuple[str, ...]]] = {}
-    n_asked = 0
     try:
         for _ in range(data.draw(st.integers(1, 12))):
             what = data.draw(st.sampled_from(["come", "come", "go", "run", "run", "some"]))
             if what == "come" and len(fed) < 3:
-                key, n_asked = f"r{n_asked}", n_asked + 1
+                key = f"r{next(NUMBERS)}"
                 capture, names = (
                     data.draw(st.sampled_from(CAPTURES)),
                     data.draw(st.sampled_from(READS)),
