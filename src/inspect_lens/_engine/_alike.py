@@ -1,7 +1,7 @@
-"""What the requests of a batch have in common travels as bytes, which are read once.
+"""What requests ask for, as bytes: to tell those that ask for the same, and to read them once.
 
 The engine reads each request in the loop that also starts its steps: sixteen names of probes, read
-anew for each of a thousand requests, are milliseconds in which no step begins.
+or compared anew for each of a thousand requests, are milliseconds in which no step begins.
 """
 
 from __future__ import annotations

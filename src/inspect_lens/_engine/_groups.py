@@ -13,6 +13,7 @@ from ._envelope import Envelope
 from ._plan import GroupBlock, Longs, RequestTable
 from ._readout import ProbeStore, Readout
 from ._reduce import Form
+from ._slots import grown
 
 __all__ = ["Group", "Groups"]
 
@@ -61,9 +62,7 @@ class Window:
         self.listed: dict[int, Longs] = {}
 
     def set(self, slots: Longs, lo: Longs, hi: Longs) -> None:
-        if (n := int(slots.max()) + 1) > len(self.lo):
-            more = np.zeros(n + 256 - len(self.lo), dtype=np.int64)
-            self.lo, self.hi = np.concatenate([self.lo, more]), np.concatenate([self.hi, more])
+        self.lo, self.hi = grown(self.lo, slots), grown(self.hi, slots)
         self.lo[slots], self.hi[slots] = lo, hi
         if self.listed:
             for slot in slots.tolist():

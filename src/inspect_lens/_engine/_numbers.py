@@ -13,6 +13,7 @@ from inspect_lens.spec import EnginePath
 from ._arena import BOARD_SIZE
 from ._message import PATHS, unpacked
 from ._plan import Batch
+from ._slots import grown
 
 __all__ = ["Numbers"]
 
@@ -59,10 +60,7 @@ class Numbers:
             records = np.asarray(fresh) % BOARD_SIZE
             self._board[records] = (0, -1, 0, 0)
             self._board[records, 0] = fresh
-        if (n := int(slots.max()) + 1) > len(self.of_slot):
-            grown = np.zeros(max(2 * len(self.of_slot), n), dtype=np.int64)
-            grown[: len(self.of_slot)] = self.of_slot
-            self.of_slot = grown
+        self.of_slot = grown(self.of_slot, slots)
         self.of_slot[slots] = taken
         return taken
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ._plan import Longs
+from ._slots import grown
 
 __all__ = ["Owners"]
 
@@ -19,9 +20,7 @@ class Owners:
 
     def set(self, slots: Longs, reply: str) -> None:
         """Note whose requests some slots have."""
-        if (n := int(slots.max()) + 1) > len(self._of_slot):
-            more = np.full(max(n - len(self._of_slot), len(self._of_slot)), -1)
-            self._of_slot = np.concatenate([self._of_slot, more])
+        self._of_slot = grown(self._of_slot, slots, fill=-1)
         index = self._index.setdefault(reply, len(self._replies))
         if index == len(self._replies):
             self._replies.append(reply)

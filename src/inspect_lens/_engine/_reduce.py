@@ -23,6 +23,7 @@ from ._envelope import Envelope
 from ._exporter import Rows
 from ._numbers import Numbers
 from ._plan import Longs
+from ._slots import grown
 
 __all__ = ["Form", "Part", "Reducer"]
 
@@ -118,10 +119,7 @@ class Reducer:
 
     def set(self, slots: Longs, n_prompt: Longs) -> None:
         """Take note of how many prompt tokens requests have."""
-        if (n := int(slots.max()) + 1) > len(self._n_prompt):
-            grown = np.zeros(2 * n, dtype=np.int64)
-            grown[: len(self._n_prompt)] = self._n_prompt
-            self._n_prompt = grown
+        self._n_prompt = grown(self._n_prompt, slots)
         self._n_prompt[slots] = n_prompt
 
     def watch(self, slot: int, envelope: Envelope) -> None:

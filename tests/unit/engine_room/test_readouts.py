@@ -165,6 +165,22 @@ def test_the_memory_of_a_readout_is_bounded_in_bytes(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 5, 7, 10, 15, 1000])
+@pytest.mark.parametrize("has_scratch", [False, True])
+def test_some_steps_are_read_as_each_of_them_is(chunk: int, has_scratch: bool) -> None:
+    """In parts of a step, in steps, and in unequal shares of six; as views of a longer round."""
+    scratch = torch.full((1 << 16,), torch.nan) if has_scratch else None
+    x = torch.randn(3, 8, 5, HIDDEN)[:, 1:7]
+    probes = [linear(0, 5), mlp(0, 2)]
+    whole = Readout(probes, taps(0, 2, 5), CPU, scratch=scratch)
+    expected = torch.cat([whole(x[:, step].contiguous()) for step in range(6)], dim=1)
+    readout = Readout(probes, taps(0, 2, 5), CPU, scratch=scratch)
+    readout.chunk = chunk
+    found = readout(x)
+    assert found.shape == (1, 30, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_of_any_width_are_read() -> None:
     """64 tokens of many wide taps are more than the bound, and than the memory there is."""
     probe = linear(*range(40), hidden=1 << 14)
