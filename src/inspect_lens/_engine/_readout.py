@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,10 +14,10 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, TapPoint
 
-__all__ = ["READOUT_BYTES", "ProbeStore", "Readout"]
+__all__ = ["READOUT_BYTES", "ProbeStore", "Readout", "warm_up_readout"]
 
-READOUT_BYTES: Final = 128 << 20
-"""Of rows that are widened to float32 at once, and of what is made of them."""
+READOUT_BYTES: Final = 32 << 20
+"""Of what lies between rows and the numbers that are made of them."""
 
 _LEAST: Final = 64
 """Tokens that are read at once, however many bytes that is."""
@@ -27,18 +25,14 @@ _LEAST: Final = 64
 _KEPT_BYTES: Final = 64 << 20
 """Of weights that stay on the device for the next request that names the same probes."""
 
-_ALIGN: Final = 64
-"""Numbers: 256 bytes."""
+_SHARES: Final = 16
+"""On a GPU, parts of a row that are multiplied at the same time: see `launch`."""
 
 _Key = tuple[tuple[str, ...], tuple[TapPoint, ...]]
 """Probes and taps of a readout."""
 
-_VIEWS = 8
-"""Sizes for which views of the scratch memory are kept."""
-
-_SLICES = 32
-"""Slices of a row that are multiplied at the same time on a GPU. A few tokens times a few columns
-are one small tile of output, which one multiprocessor would sum over the whole width."""
+_INDICES = 8
+"""Choices of taps whose indices are kept on the device."""
 
 
 class Readout:
@@ -55,7 +49,6 @@ class Readout:
         taps: Sequence[TapPoint],
         device: torch.device,
         *,
-        slices: int | None = None,
         scratch: torch.Tensor | None = None,
     ) -> None:
         """Lay the weights out.
@@ -64,9 +57,8 @@ class Readout:
             probes: in the order of their columns.
             taps: taps of this worker that they read, in tap order.
             device: of the rows.
-            slices: of a row, to be multiplied at the same time; by default what suits the device.
-            scratch: flat float32 memory for what is needed between rows and numbers; used by one
-                readout at a time. Without it that is allocated.
+            scratch: on a GPU, flat float32 memory for what is needed between rows and numbers; used
+                by one readout at a time. Where it is too small that is allocated.
 
         Raises:
             UnsupportedError: an MLP reads taps of several pipeline stages.
@@ -123,22 +115,17 @@ class Readout:
                     )
                 )
             column += probe.columns
-        self._slices = slices or (math.gcd(hidden, _SLICES) if device.type == "cuda" else 1)
-        self._weight = (
-            _uploaded(weight, device)
-            .view(len(taps), self.columns, self._slices, hidden // self._slices)
-            .permute(0, 2, 3, 1)
-            .contiguous()
-            .flatten(0, 1)
-        )
+        self._weight = _uploaded(weight, device).transpose(1, 2).contiguous()
+        """(taps, hidden, columns)."""
         self._scratch = scratch
-        self._views: dict[
-            tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        ] = {}
-        """Of the scratch memory, by taps, steps and tokens."""
-        units = max((hidden + 2 * len(b1) for _, _, _, b1, _, _ in self._mlps), default=0)
-        per_token = 4 * (len(taps) * (hidden + self._slices * self.columns) + units)
-        self.chunk = max(_LEAST, READOUT_BYTES // per_token)
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+        units = max((2 * len(b1) for _, _, _, b1, _, _ in self._mlps), default=0)
+        is_gpu = device.type == "cuda"
+        per_token = _SHARES * self.columns if is_gpu else 0
+        if self._mlps or not is_gpu:
+            # These are widened to float32, at one tap at a time.
+            per_token = max(per_token, hidden + units)
+        self.chunk = max(_LEAST, READOUT_BYTES // (4 * per_token))
         """Tokens that are read at once."""
 
     def __call__(self, rows: torch.Tensor, ranks: Sequence[int] | None = None) -> torch.Tensor:
@@ -152,60 +139,48 @@ class Readout:
             (1, tokens, columns) float32, those of a step behind those of the one before.
         """
         rows = rows if rows.dim() == 4 else rows[:, None]
-        ranks = range(rows.shape[0]) if ranks is None else ranks
-        runs = _runs(tuple(ranks))
+        ranks = tuple(range(rows.shape[0]) if ranks is None else ranks)
         _, steps, n, _ = rows.shape
         out = torch.empty(1, steps * n, self.columns, dtype=torch.float32, device=rows.device)
         # As many whole steps at once as there is room for, in equal shares, or a part of one.
         size = min(n, self.chunk)
         shares = -(-steps // max(1, self.chunk // max(n, 1)))
         at_once = -(-steps // shares)
+        multiply = self._on_gpu if rows.is_cuda else self._on_cpu
         for step in range(0, steps, at_once):
             for a in range(0, n, max(size, 1)):
                 part = rows[:, step : step + at_once, a : a + size]
-                k, m = part.shape[1:3]
-                wide, flat, product = self._between(len(ranks), k, m, rows)
-                # Taps that do not lie side by side are put there as they are widened, not before.
-                for i, count, first in runs:
-                    own = part[first : first + count].view(count, k, m, self._slices, -1)
-                    wide[i : i + count].copy_(own.permute(0, 3, 1, 2, 4))
-                torch.bmm(flat, self._weight, out=product)
                 begin = step * n + a
-                into = out[0, begin : begin + k * m]
-                torch.sum(product, dim=0, out=into)
+                into = out[0, begin : begin + part.shape[1] * part.shape[2]]
+                multiply(part, ranks, into)
                 self._add_mlps(part, ranks, into)
         return out
 
-    def _between(
-        self, taps: int, steps: int, tokens: int, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memory for rows in slices, the same with fewer axes, and for products.
+    def _on_cpu(self, part: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor) -> None:
+        out.zero_()
+        for rank, weight in zip(ranks, self._weight, strict=True):
+            out.addmm_(part[rank].flatten(0, 1).float(), weight)
 
-        Returns:
-            (taps, slices, steps, tokens, width of a slice), (taps * slices, steps * tokens, width
-            of a slice) and (taps * slices, steps * tokens, columns).
-        """
-        if (views := self._views.get((taps, steps, tokens))) is not None:
-            return views
-        width = like.shape[-1] // self._slices
-        count = taps * self._slices * steps * tokens
-        # Aligned, for the sake of the multiplication.
-        begin = -(-count * width // _ALIGN) * _ALIGN
-        size = begin + count * self.columns
-        memory, is_kept = self._scratch, True
+    def _on_gpu(self, part: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor) -> None:
+        # Imported here: Triton is not there on a CPU-only machine.
+        from ._kernels.readout_triton import launch
+
+        size = _SHARES * out.numel()
+        memory = self._scratch
         if memory is None or memory.numel() < size:
-            memory, is_kept = torch.empty(size, dtype=torch.float32, device=like.device), False
-        wide = memory[: count * width].view(taps, self._slices, steps, tokens, width)
-        product = memory[begin:size].view(taps * self._slices, steps * tokens, self.columns)
-        views = wide, wide.view(taps * self._slices, steps * tokens, width), product
-        if is_kept:
-            # A step is mostly as large as the one before, and each view takes microseconds.
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            self._views[taps, steps, tokens] = views
-        return views
+            memory = torch.empty(size, dtype=torch.float32, device=out.device)
+        shares = memory[:size].view(_SHARES, *out.shape)
+        launch(part, self._index(ranks, out.device), self._weight, shares)
+        torch.sum(shares, dim=0, out=out)
 
-    def _add_mlps(self, part: torch.Tensor, ranks: Sequence[int], out: torch.Tensor) -> None:
+    def _index(self, ranks: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        if (known := self._indices.get(ranks)) is None:
+            if len(self._indices) >= _INDICES:
+                self._indices.clear()
+            known = self._indices[ranks] = _uploaded(np.asarray(ranks, dtype=np.int64), device)
+        return known
+
+    def _add_mlps(self, part: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor) -> None:
         for column, own, w1, b1, w2, b2 in self._mlps:
             units = b1.expand(len(out), -1)
             for rank, layer in zip(own, w1, strict=True):
@@ -213,21 +188,25 @@ class Readout:
             out[:, column] = torch.relu(units) @ w2 + b2
 
 
-@lru_cache(maxsize=64)
-def _runs(ranks: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Ranks that lie side by side: index of the first of them, their number, and the first."""
-    found, start = [], 0
-    for i in range(1, len(ranks) + 1):
-        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
-            found.append((start, i - start, ranks[start]))
-            start = i
-    return tuple(found)
-
-
-def _uploaded(values: NDArray[np.float32], device: torch.device) -> torch.Tensor:
+def _uploaded(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """On a device, without waiting for what it has been given to do."""
     source = torch.from_numpy(values)
     return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source
+
+
+def warm_up_readout(ring: torch.Tensor) -> None:
+    """Compile what reads rows on a GPU: no running request must wait for that.
+
+    Args:
+        ring: (rows, hidden); where rows lie.
+    """
+    from ._kernels.readout_triton import WIDE, launch
+
+    for columns in (1, WIDE):
+        weight = torch.zeros(1, ring.shape[1], columns, device=ring.device)
+        shares = torch.zeros(_SHARES, 1, columns, device=ring.device)
+        ranks = torch.zeros(1, dtype=torch.int64, device=ring.device)
+        launch(ring[:1][None, None], ranks, weight, shares)
 
 
 class ProbeStore:

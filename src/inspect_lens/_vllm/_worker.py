@@ -16,7 +16,7 @@ from inspect_lens._engine._copier import copier_for
 from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._hooked import HookedStepper
 from inspect_lens._engine._maps import CAPTURE
-from inspect_lens._engine._readout import READOUT_BYTES
+from inspect_lens._engine._readout import READOUT_BYTES, warm_up_readout
 from inspect_lens._engine._state import HEAD, TapState, install
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up
@@ -128,6 +128,7 @@ def _install(worker: Any, settings: Settings) -> None:
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_exporting = is_exporting_rank()
     max_requests = int(config.scheduler_config.max_num_seqs)
+    reads_on_gpu = is_exporting and worker.device.type == "cuda"
     dtype = config.model_config.dtype
     state = TapState.allocate(
         taps=here,
@@ -143,7 +144,7 @@ def _install(worker: Any, settings: Settings) -> None:
         if is_exporting
         else 0,
         lag=lag,
-        scratch_bytes=READOUT_BYTES if is_exporting else 0,
+        scratch_bytes=READOUT_BYTES if reads_on_gpu else 0,
     )
     for index, point in enumerate(here):
         block = blocks[point.layer]
@@ -159,6 +160,8 @@ def _install(worker: Any, settings: Settings) -> None:
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
     warm_up(state)
+    if reads_on_gpu:
+        warm_up_readout(state.ring)
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
     copier = copier_for(arena, worker.device, state.parts)
