@@ -15,7 +15,7 @@ from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import CpuCopier, StreamCopier
 from inspect_lens._engine._envelope import seal
 from inspect_lens._engine._exporter import Exporter
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens._engine._plan import GroupBlock, Longs
 from inspect_lens._engine._state import TapState
 from inspect_lens._engine._stepper import Stepper

@@ -15,7 +15,7 @@ from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import copier_for
 from inspect_lens._engine._envelope import seal
 from inspect_lens._engine._exporter import Exporter
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens._engine._state import TapState, install
 from inspect_lens._engine._stepper import Stepper
 from inspect_lens._engine._tap import tap, warm_up

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,10 +31,12 @@ from ._arena import BOARD_SIZE
 from ._envelope import Envelope
 from ._folders import let_go, new_folder
 from ._memory import memory_bytes
-from ._message import PATHS, Block, Failure, Opened, Saved, Settled, decode, unpacked
-from ._pending import ROWS, SCORES, SHARE_BYTES, STORAGE, Pending, Worker
+from ._message import PATHS, ROWS, SCORES, Block, Failure, Opened, Saved, Settled, decode, unpacked
+from ._pending import Pending, paths_of_all
+from ._places import Worker
 from ._saved import SavedResults
 from ._slabs import Budget, SlabPool
+from ._stream import STORAGE
 
 __all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
@@ -168,7 +170,7 @@ class Collector:
         with self._changed:
             pending = self._pending.get(key)
             is_ready = pending is None or self._wait(pending, counts, n_fed, timeout_s, settled)
-            paths = pending.all_paths() if pending is not None else ()
+            paths = paths_of_all([pending])[0] if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
             raise CaptureError(f"request {key}: results were already taken, or it was aborted")
@@ -188,6 +190,42 @@ class Collector:
                 )
             tensors[i] = stream.take(counts[i], self._threads)
         return Collected(tensors, pending.steered_tokens(n_fed), paths)
+
+    def preview(self, key: str, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
+        """Arrays in which the results of a running request will lie if it runs to its end.
+
+        Args:
+            key: the request.
+            counts: as for `take`, of the whole request.
+
+        Returns:
+            By kind; none yet where no worker has taken the request up; None where results have to
+            be made at the end.
+        """
+        with self._changed:
+            pending = self._pending.get(key)
+            if pending is None or pending.failure is not None:
+                return None
+            return pending.preview(counts) if pending.shares else {}
+
+    def take_whole(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Take requests that ran to their end, and all of whose rows have come; wait for none.
+
+        Args:
+            keys: the requests; of each there was a preview.
+
+        Returns:
+            Of those that were taken, the ways in which their steps ran.
+        """
+        with self._changed:
+            found = {key: self._pending.get(key) for key in keys}
+            whole = {k: p for k, p in found.items() if p is not None and p.is_whole}
+            paths = dict(zip(whole, paths_of_all(list(whole.values())), strict=True))
+            for key in whole:
+                self._pop(key)
+            if whole:
+                self._calm()
+        return paths
 
     def close(self) -> None:
         """Stop the threads and remove the socket's file; safe to call twice."""
@@ -330,21 +368,7 @@ class Collector:
 
     def _place(self, block: Block, worker: Worker) -> None:
         taps, tokens, width = block.shape
-        numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
-        stream, record = block.stream, numbers % BOARD_SIZE
-        base, most = worker.base[stream, record], worker.most[stream, record]
-        is_open = (worker.number[record] == numbers) & (base >= 0)
-        ends = np.cumsum(counts)
-        # Of each token: the row of the pool for the worker's first tap.
-        start = base + first - worker.lo[stream, record]
-        target = np.repeat(start - (ends - counts), counts) + np.arange(tokens)
-        for i, listed in block.listed.items():
-            wanted = worker.listed.get((stream, int(record[i])))
-            if is_open[i] and wanted is not None:
-                at = wanted.searchsorted(unpacked(listed))
-                target[ends[i] - counts[i] : ends[i]] = base[i] + at
-        step = np.repeat(most, counts)
-        targets = target + (np.arange(taps)[:, None] + block.tap) * step
+        record, is_open, targets = worker.places(block)
         covers = np.tile(unpacked(block.covers), taps)
         row_bytes = width * np.dtype(STORAGE[block.dtype]).itemsize
         pool = self._pool(row_bytes)
@@ -352,11 +376,10 @@ class Collector:
         rows = worker.reader.view.data[block.offset : block.offset + nbytes].view(pool.rows.dtype)
         where = targets.reshape(-1)
         if not is_open.all():
-            kept = np.flatnonzero(np.tile(np.repeat(is_open, counts), taps))
+            kept = np.flatnonzero(np.tile(is_open, taps))
             rows, where = rows[kept], where[kept]
             covers = covers[kept] if len(covers) else covers
-        self._copy(rows, pool, where)
-        pool.arrived[where] = True
+        pool.write(rows, where, self._threads, _THREADS)
         if len(covers):
             # A row that stands for several tokens lies at the last of them.
             ends = np.cumsum(covers)
@@ -364,19 +387,6 @@ class Collector:
             pool.covered[own] = pool.arrived[own] = True
             pool.covered[where] = False
         worker.paths[record] |= 1 << PATHS.index(cast("EnginePath", block.path))
-
-    def _copy(self, rows: NDArray[Any], pool: SlabPool, where: NDArray[np.int64]) -> None:
-        n = len(where)
-        parts = min(_THREADS, n) if n * pool.row_bytes > SHARE_BYTES else 1
-        cuts = [n * k // parts for k in range(parts + 1)]
-
-        def copy(a: int, b: int) -> None:
-            pool.rows[where[a:b]] = rows[a:b]
-
-        if parts == 1:
-            copy(0, n)
-        else:
-            list(self._threads.map(copy, cuts[:-1], cuts[1:]))
 
 
 def _as_error(failure: Failure) -> errors.LensError:

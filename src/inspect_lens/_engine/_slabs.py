@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, cast
 
@@ -35,7 +36,10 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
 
-__all__ = ["Budget", "Slab", "SlabPool"]
+__all__ = ["SHARE_BYTES", "Budget", "Slab", "SlabPool"]
+
+SHARE_BYTES = 4 << 20
+"""Rows of more bytes are copied by several threads."""
 
 _RESERVE = 1 << 41
 """Bytes of addresses, 2 TiB of the 128 that a process has."""
@@ -236,6 +240,34 @@ class SlabPool:
         # What is kept may be of other sizes than what is asked for.
         budget.trim()
         return slab
+
+    def write(
+        self,
+        rows: NDArray[Any],
+        where: NDArray[np.int64],
+        threads: ThreadPoolExecutor,
+        n_threads: int,
+    ) -> None:
+        """Put rows where they belong, which they have come with that.
+
+        Args:
+            rows: (rows,), opaque.
+            where: of each the row of this pool.
+            threads: that share the work where it is much.
+            n_threads: how many there are.
+        """
+        n = len(where)
+        parts = min(n_threads, n) if n * self.row_bytes > SHARE_BYTES else 1
+        cuts = [n * k // parts for k in range(parts + 1)]
+
+        def copy(a: int, b: int) -> None:
+            self.rows[where[a:b]] = rows[a:b]
+
+        if parts == 1:
+            copy(0, n)
+        else:
+            list(threads.map(copy, cuts[:-1], cuts[1:]))
+        self.arrived[where] = True
 
     def give_back(self, start: int, rows: int) -> None:
         """Drop a slab, in whichever thread let go of its last array.

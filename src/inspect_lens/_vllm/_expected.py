@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import inspect_lens
 from inspect_lens._engine._capture import CaptureEnvelope
-from inspect_lens._engine._collector import Collected
+from inspect_lens._engine._collector import ROWS, SCORES, Collected
 from inspect_lens._engine._envelope import Envelope
-from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, in_site_order
+from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData, in_site_order
 
 from ._compat import vllm_version
 from ._hook_book import EagerResults
+from ._means import Whole
 from ._scores import Reading
 
-__all__ = ["Expected", "fill", "receipt_of", "shorten"]
+__all__ = ["Expected", "Prepared", "fill", "receipt_of", "shorten"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a choice gets that runs to its end, as far as that is known before."""
+
+    receipt: Receipt
+    coming: dict[int, TensorData] = field(default_factory=dict)
+    """Results by kind, whose rows are still to come; none where they are made at the end."""
+    named: tuple[dict[str, TensorData], dict[str, Any]] | None = None
+    """The captured ones by name, and the same for torch, where they are of one site."""
+    whole: Whole | None = None
+    """What probes read."""
 
 
 @dataclass(slots=True)
@@ -34,8 +48,11 @@ class Expected:
     """Internal id of the request that this choice belongs to."""
     n_max: int
     """Tokens that are fed to the model at most."""
-    prepared: Receipt | None = None
-    """The receipt of a request that runs to its end, but for what is known only there."""
+    prepared: Prepared | None = None
+
+    def counts(self, n_fed: int) -> dict[int, int]:
+        """Positions that come, by kind of result, of a request that fed `n_fed` tokens."""
+        return {ROWS: len(self.positions(n_fed)), SCORES: self.n_read(n_fed)}
 
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -52,9 +69,10 @@ class Expected:
         return 0 if probes is None else max(0, min(probes.hi, n_fed) - probes.lo)
 
 
-def receipt_of(expected: Expected, n_completion: int, positions: Sequence[int]) -> Receipt:
+def receipt_of(expected: Expected, n_completion: int) -> Receipt:
     """The receipt of a request that samples so many tokens, before its results have come."""
     capture = expected.envelope.capture
+    positions = expected.positions(expected.n_prompt + n_completion - 1)
     return Receipt(
         n_prompt=expected.n_prompt,
         n_completion=n_completion,
@@ -71,12 +89,11 @@ def receipt_of(expected: Expected, n_completion: int, positions: Sequence[int]) 
     )
 
 
-def shorten(
-    receipt: Receipt, expected: Expected, n_completion: int, positions: Sequence[int]
-) -> None:
+def shorten(receipt: Receipt, expected: Expected, n_completion: int) -> None:
     """Correct a prepared receipt, which nobody has seen yet, of a request that ended early."""
     receipt.__dict__["n_completion"] = n_completion
     if (capture := expected.envelope.capture) is not None:
+        positions = expected.positions(expected.n_prompt + n_completion - 1)
         receipt.__dict__["capture"] = _capture_receipt(capture, positions)
 
 

@@ -18,10 +18,10 @@ from inspect_lens._engine._envelope import Envelope
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY, parse_extra_args
 
+from ._choices import Ticket
 from ._compat import busy, is_in_process
 from ._front import front_end
 from ._hook_book import raise_first
-from ._results import Ticket
 from ._scores import Reading
 from ._sealing import judge_early, request_of, resumable, seal_core, without_lens_keys
 from ._serve import as_json, is_serving
@@ -233,15 +233,12 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
             raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
         if is_apart and not done:
             results.prepare(_unprepared(self.output_processor))
-        for output in done:
-            try:
-                results.attach(output)
-            except LensError as error:
-                if not _deferring.is_on:
-                    raise
-                # Raised by `run_engine` once the batch is done: raising here would leave the
-                # batch's other requests in the engine for the next call.
-                _deferring.errors.append(error)
+        if errors := results.attach_all(done):
+            if not _deferring.is_on:
+                raise errors[0]
+            # Raised by `run_engine` once the batch is done: raising here would leave the batch's
+            # other requests in the engine for the next call.
+            _deferring.errors += errors
         return outputs
 
     return step

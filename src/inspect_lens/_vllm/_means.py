@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe, ProbeReceipt, ProbeUse
 
-__all__ = ["Floats", "Means", "Plain", "no_number"]
+__all__ = ["Floats", "Means", "Plain", "Whole", "no_number", "take_together"]
 
 Floats = NDArray[np.float64]
 
@@ -25,6 +25,8 @@ _PUT: dict[str, Callable[[ProbeReceipt, object], None]] = {
 """By field: what sets it, which a frozen class does not do itself."""
 _NOT_ASKED_FOR = {"tokens": None, "threshold": None, "alarm_position": None, "stopped": False}
 """Fields of receipts that are of other uses."""
+_TOGETHER = 32
+"""Requests whose numbers are added at once: half a megabyte of 16 probes over 128 tokens."""
 
 
 class Plain:
@@ -57,9 +59,11 @@ class Means:
     """What such uses have read of one request."""
 
     def __init__(self, plain: Plain, where: range) -> None:
-        self._plain = plain
+        self.plain = plain
         self._where = where
         self._total: Floats | None = None
+        self._scores: list[float] | None = None
+        """Means of what was taken together with others'."""
         self._n = 0
         self._first: int | None = None
         self._receipts: _Receipts | None = None
@@ -69,26 +73,29 @@ class Means:
         if self._receipts is None:
             where = self._where
             first = where.start if where else None
-            self._receipts = _Receipts(self._plain, len(where), first)
+            self._receipts = _Receipts(self.plain, len(where), first)
+
+    def read(self, n: int, first: int) -> tuple[int, int]:
+        """First and one past the last of `n` positions from `first` on that are read."""
+        a = min(max(self._where.start - first, 0), n)
+        return a, max(a, min(self._where.stop - first, n))
 
     def take(self, columns: NDArray[Any], first: int) -> None:
         """Add the tokens among these positions that are read."""
-        n = len(columns)
-        a = min(max(self._where.start - first, 0), n)
-        b = max(a, min(self._where.stop - first, n))
+        a, b = self.read(len(columns), first)
         if a == b:
             return
         # In float64, which the bias has.
-        scores: Floats = columns[a:b, self._plain.pick] + self._plain.bias
+        scores: Floats = columns[a:b, self.plain.pick] + self.plain.bias
         if self._total is not None:
             scores[0] += self._total
         else:
             self._first = first + a
-        # Summed in the order of the tokens, as the library's pools do it, in parts or at once. A
-        # single column would be summed pairwise.
-        in_order = scores.shape[1] > 1
-        self._total = np.add.reduce(scores, axis=0) if in_order else np.cumsum(scores, axis=0)[-1]
-        self._n += b - a
+        self._total, self._n, self._scores = _in_order(scores), self._n + b - a, None
+
+    def put(self, total: Floats, scores: list[float] | None, n: int, first: int) -> None:
+        """Note what `take_together` found in the tokens that were taken, the first ones."""
+        self._total, self._scores, self._n, self._first = total, scores, n, first
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
         """What each use found.
@@ -96,9 +103,11 @@ class Means:
         Raises:
             CaptureError: a score is NaN.
         """
-        plain, total = self._plain, self._total
-        scores: list[float | None] = [None] * len(plain.at)
-        if total is not None:
+        plain, total = self.plain, self._total
+        scores: Sequence[float | None] = [None] * len(plain.at)
+        if self._scores is not None:
+            scores = self._scores
+        elif total is not None:
             found = (total / self._n).tolist()
             # One sum tells that none is NaN; infinities of both signs are looked at again.
             if math.isnan(sum(found)) and np.isnan(total).any():
@@ -111,7 +120,45 @@ class Means:
 
     def numbered(self) -> Iterator[tuple[int, ProbeReceipt]]:
         """The same, by each use's index in the request."""
-        return zip(self._plain.at, self.receipts(), strict=True)
+        return zip(self.plain.at, self.receipts(), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All that is read of a request, at once."""
+
+    means: Means
+    columns: NDArray[Any]
+    """(tokens, columns) float32; of the tokens that are read, one at least."""
+    first: int
+    """Position of the first one."""
+    key: tuple[int, int]
+    """Of requests with the same plain uses, of which as many tokens are read."""
+
+
+def take_together(taken: Sequence[Whole]) -> None:
+    """`Means.take` for some requests with the same key, of which nothing was taken before."""
+    plain, n = taken[0].means.plain, len(taken[0].columns)
+    for k in range(0, len(taken), _TOGETHER):
+        some = taken[k : k + _TOGETHER]
+        # Side by side, so that a sum runs over long rows.
+        rows = np.concatenate([whole.columns for whole in some], axis=1)
+        totals = _in_order(rows + np.tile(plain.bias, len(some))).reshape(len(some), -1)
+        # One that is none is looked for where receipts are made.
+        are_numbers = not np.isnan(totals).any()
+        scores = (totals / n).tolist() if are_numbers else [None] * len(some)
+        for whole, total, mine in zip(some, totals, scores, strict=True):
+            whole.means.put(total, mine, n, whole.first)
+
+
+def _in_order(scores: Floats) -> Floats:
+    """Sums over tokens of (tokens, columns), as the library's pools make them.
+
+    In the order of the tokens, in parts or at once. A single column would be summed pairwise.
+    """
+    is_one = scores.shape[1] == 1
+    sums: Floats = np.cumsum(scores, axis=0)[-1] if is_one else np.add.reduce(scores, axis=0)
+    return sums
 
 
 class _Receipts:

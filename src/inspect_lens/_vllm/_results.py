@@ -5,37 +5,31 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from inspect_lens._engine._collector import ROWS, SCORES, Collector
+from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope
 from inspect_lens._engine._hooks import EAGER_KEY
-from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError, LensError
 
-from ._expected import Expected, fill, receipt_of, shorten
-from ._hook_book import put_eager, take_eager
-from ._named import tensors_by_name
-from ._scores import Reading
+from ._choices import Choice, Ticket, prepare, take_whole
+from ._expected import Expected
+from ._scores import Reading, feed_together
 
-__all__ = ["Results", "Ticket"]
+__all__ = ["Results"]
 
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """Put on a finished choice: what to collect for it."""
+@dataclass(slots=True)
+class _Job:
+    """An output, vLLM's `RequestOutput`, whose finished choices get their results."""
 
-    key: str
-    """Internal id of the choice."""
-    n_completion: int
-    """Sampled tokens."""
-    n_last: int = 1
-    """Those of the last step; more than one where drafts were accepted."""
+    output: Any
+    choices: list[Choice] = field(default_factory=list)
 
 
 class Results:
@@ -114,17 +108,13 @@ class Results:
             unprepared: requests of one engine; the first few are taken out. Called in the thread
                 that takes that engine's results.
         """
-        for _ in range(min(_PREPARED_AT_ONCE, len(unprepared))):
-            expected = self._expected.get(unprepared.popleft())
-            if expected is None or not expected.n_max:
-                continue
-            if expected.envelope.steer or EAGER_KEY in expected.packed:
-                continue  # whose receipts are of what was done
-            if expected.reading is not None:
-                expected.reading.prepare()
-            expected.prepared = receipt_of(
-                expected, expected.n_max - expected.n_prompt + 1, expected.positions(expected.n_max)
-            )
+        some = [unprepared.popleft() for _ in range(min(_PREPARED_AT_ONCE, len(unprepared)))]
+        later = []
+        for key in some:
+            expected = self._expected.get(key)
+            if expected is not None and not prepare(key, expected, self._the_collector()):
+                later.append(key)
+        unprepared.extendleft(reversed(later))
 
     def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
         """Token scores of a running request that have come since the last call, by probe.
@@ -212,80 +202,68 @@ class Results:
         Raises:
             LensError: a result is not whole, or the worker failed the request.
         """
-        mine: list[tuple[Any, Ticket, Expected]] = []
-        for completion in output.outputs:
+        for error in self.attach_all([output]):
+            raise error
+
+    def attach_all(self, outputs: Iterable[Any]) -> list[LensError]:
+        """`attach` for many outputs: those of a batch mostly end in one step.
+
+        Returns:
+            The errors of those outputs whose results are not whole.
+        """
+        errors: list[LensError] = []
+        jobs = [job for job in map(_Job, outputs) if self._has_done(self._begin, job, errors)]
+        take_whole([choice for job in jobs for choice in job.choices], self._the_collector())
+        jobs = [job for job in jobs if self._has_done(self._take, job, errors)]
+        feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
+        for job in jobs:
+            self._has_done(self._finish, job, errors)
+        return errors
+
+    def _has_done(self, work: Callable[[_Job], None], job: _Job, errors: list[LensError]) -> bool:
+        """Do something for an output; where that fails, none of its choices has anything."""
+        try:
+            work(job)
+        except BaseException as error:
+            for choice in job.choices:
+                self._the_collector().discard(choice.ticket.key)
+                self._unsent.pop(choice.ticket.key, None)
+                steer_hash = choice.expected.envelope.steer_hash
+                if isinstance(error, LensError) and steer_hash is not None:
+                    self._failures[steer_hash.rpartition(":")[2]] += 1
+            if not isinstance(error, LensError):
+                raise
+            errors.append(error)
+            return False
+        return True
+
+    def _begin(self, job: _Job) -> None:
+        for completion in job.output.outputs:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
             if ticket is None or hasattr(completion, "inspect_lens"):
                 continue
             expected = self._close(ticket.key)
             if expected is None:
                 raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
-            mine.append((completion, ticket, expected))
-        try:
-            self._attach(mine, output.num_cached_tokens or 0)
-        except BaseException as error:
-            for _, ticket, expected in mine:
-                self._the_collector().discard(ticket.key)
-                self._unsent.pop(ticket.key, None)
-                if isinstance(error, LensError) and expected.envelope.steer_hash is not None:
-                    self._failures[expected.envelope.steer_hash.rpartition(":")[2]] += 1
-            raise
+            job.choices.append(Choice(completion, ticket, expected))
+
+    def _take(self, job: _Job) -> None:
+        for choice in job.choices:
+            if choice.collected is None:
+                choice.take(self._the_collector(), self._timeout_s)
+            self._pending_scores(choice.ticket.key, choice.read())
+
+    def _finish(self, job: _Job) -> None:
+        output = job.output
+        for choice in job.choices:
+            for name, scores in self._unsent.pop(choice.ticket.key, {}).items():
+                unsent = choice.completion.__dict__.setdefault("inspect_lens_scores", {})
+                unsent[name] = unsent.get(name, []) + scores
+            choice.finish(output.num_cached_tokens or 0)
         first = output.outputs[0]
-        if hasattr(first, "inspect_lens"):
-            output.inspect_lens = first.inspect_lens
-        for name in ("activations", "hook_results"):
+        for name in ("inspect_lens", "activations", "hook_results"):
             if hasattr(first, name):
                 setattr(output, name, getattr(first, name))
-
-    def _attach(self, mine: list[tuple[Any, Ticket, Expected]], cached_tokens: int) -> None:
-        for completion, ticket, expected in mine:
-            if not ticket.n_completion:
-                # An engine that is paused ends what waits; no row of it will ever come.
-                raise CaptureError(
-                    f"request {ticket.key} was aborted before its first token; it has no results"
-                )
-            n_fed = expected.n_prompt + ticket.n_completion - 1
-            positions = expected.positions(n_fed)
-            eager = take_eager(
-                self._the_collector(),
-                ticket.key,
-                expected.packed,
-                n_fed=n_fed,
-                timeout_s=self._timeout_s,
-            )
-            collected = self._the_collector().take(
-                ticket.key,
-                counts={ROWS: len(positions), SCORES: expected.n_read(n_fed)},
-                n_fed=n_fed,
-                timeout_s=self._timeout_s,
-                settled=n_fed + 1 - max(ticket.n_last, 1)
-                if expected.envelope.is_speculative
-                else None,
-            )
-            if (reading := expected.reading) is not None:
-                numbers = collected.tensors[SCORES].storage[:, reading.n_seen :]
-                self._pending_scores(ticket.key, reading.feed(numbers))
-                for name, scores in self._unsent.pop(ticket.key, {}).items():
-                    unsent = completion.__dict__.setdefault("inspect_lens_scores", {})
-                    unsent[name] = unsent.get(name, []) + scores
-            receipt = expected.prepared
-            if receipt is None:
-                receipt = receipt_of(expected, ticket.n_completion, positions)
-            elif receipt.n_completion != ticket.n_completion:
-                shorten(receipt, expected, ticket.n_completion, positions)
-            fill(receipt, expected, collected, cached_tokens, eager)
-            completion.inspect_lens = receipt
-            capture = expected.envelope.capture
-            completion.inspect_lens_transport = capture.transport if capture else "inline"
-            completion.inspect_lens_tensors = {}
-            if capture is not None:
-                tensors = tensors_by_name(collected.tensors[ROWS], capture)
-                completion.inspect_lens_tensors = tensors
-                completion.activations = {
-                    name: to_torch(t, copy=False) for name, t in tensors.items()
-                }
-            if eager is not None:
-                put_eager(completion, eager)
 
     def _the_collector(self) -> Collector:
         if self._collector is None:

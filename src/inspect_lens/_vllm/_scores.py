@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, cast
@@ -21,9 +21,9 @@ from inspect_lens.spec import (
     resolve_positions,
 )
 
-from ._means import Floats, Means, Plain, no_number
+from ._means import Floats, Means, Plain, Whole, no_number, take_together
 
-__all__ = ["Reading", "Reads"]
+__all__ = ["Reading", "Reads", "feed_together"]
 
 _USES = TypeAdapter(tuple[ProbeUse, ...])
 
@@ -148,6 +148,24 @@ class Reading:
                 new[use.use.name] = scores.tolist()
         return new
 
+    def whole(self, numbers: NDArray[np.float32]) -> Whole | None:
+        """What `feed_together` takes at once of a request that was fed nothing before.
+
+        Args:
+            numbers: (shares, positions, columns); all of them. They may be still to come.
+
+        Returns:
+            None where something else is wanted than means over the same tokens.
+        """
+        if self._reads.others or self.n_seen or len(numbers) != 1 or len(self._plain) != 1:
+            return None
+        (means,) = self._plain
+        a, b = means.read(numbers.shape[1], self._lo)
+        if a == b:
+            return None
+        plain = means.plain
+        return Whole(means, numbers[0, a:b, plain.pick], self._lo + a, (id(plain), b - a))
+
     def alarm(self) -> str | None:
         """Name of a probe whose alarm has to end the generation now."""
         for use in self._uses:
@@ -158,12 +176,21 @@ class Reading:
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
         """What each probe found in all that was fed."""
-        if len(self._plain) == 1 and not self._uses:
+        if len(self._plain) == 1 and not self._reads.others:
             return self._plain[0].receipts()
         found = [pair for means in self._plain for pair in means.numbered()]
         found += [(use.at, use.receipt()) for use in self._uses]
         found.sort(key=itemgetter(0))
         return tuple(receipt for _, receipt in found)
+
+
+def feed_together(wholes: Iterable[Whole]) -> None:
+    """`Reading.feed` for many requests: a batch ends in one step, and mostly asks for one thing."""
+    alike: dict[tuple[int, int], list[Whole]] = {}
+    for whole in wholes:
+        alike.setdefault(whole.key, []).append(whole)
+    for taken in alike.values():
+        take_together(taken)
 
 
 def _is_plain(use: ProbeUse, probe: EngineProbe) -> bool:

@@ -18,7 +18,7 @@ from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._envelope import seal
 from inspect_lens._engine._exporter import Exporter
 from inspect_lens._engine._merge import Merge, narrowed
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise

@@ -12,7 +12,7 @@ import pytest
 from inspect_lens._engine import _arena
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import CpuCopier
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens.errors import CaptureError
 from tests.kit.steps import CAPTURE, Worker, begin, rows, sealed
 

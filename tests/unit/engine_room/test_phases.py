@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._collector import Collector
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import VectorUse
 from tests.kit.steps import HIDDEN, Worker, begin, rows, sealed

@@ -13,7 +13,7 @@ from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine import _readout
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens._engine._readout import ProbeStore, Readout
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import EngineProbe, TapPoint

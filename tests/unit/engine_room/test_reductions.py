@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope, seal
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens.errors import SpecError
 from tests.kit.cases import DTYPES, KEYS, REJECTED, Case, checked, compare
 from tests.kit.steps import FACTS, LAYERS, Worker, begin

@@ -13,9 +13,8 @@ import zmq
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
-from inspect_lens._engine._message import Block, Failure, Opened
+from inspect_lens._engine._message import ROWS, SCORES, Block, Failure, Opened
 from inspect_lens._engine._owners import Owners
-from inspect_lens._engine._pending import ROWS, SCORES
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.steps import (

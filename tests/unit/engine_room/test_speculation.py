@@ -12,7 +12,7 @@ import torch
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope, seal
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import (

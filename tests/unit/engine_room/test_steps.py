@@ -18,8 +18,7 @@ from inspect_lens._engine._bank import Bank
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._copier import CpuCopier
 from inspect_lens._engine._exporter import Exporter, Rows
-from inspect_lens._engine._message import Block, Failure
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES, Block, Failure
 from inspect_lens.errors import CapacityError, CaptureError, SpecError
 from tests.kit.steps import (
     CAPTURE,

@@ -15,8 +15,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine._capture import LAG
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
-from inspect_lens._engine._message import Block, unpacked
-from inspect_lens._engine._pending import ROWS, SCORES
+from inspect_lens._engine._message import ROWS, SCORES, Block, unpacked
 from inspect_lens._engine._tally import Tally
 from inspect_lens.errors import CaptureError
 from tests.kit.cases import KEYS, noise

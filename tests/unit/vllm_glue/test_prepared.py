@@ -12,11 +12,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine._arena import ArenaWriter
 from inspect_lens._engine._envelope import seal
+from inspect_lens._engine._message import ROWS, SCORES, Opened, Opening
 from inspect_lens._vllm import _frontend
+from inspect_lens._vllm._choices import Ticket
 from inspect_lens._vllm._frontend import FRONT_END_WRAPPERS
 from inspect_lens._vllm._registry import Registry
-from inspect_lens._vllm._results import Results, Ticket
+from inspect_lens._vllm._results import Results
 from inspect_lens._vllm._scores import Reading
 from inspect_lens.spec import EngineProbe
 
@@ -39,7 +42,7 @@ PREPARED_REQUESTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("asked", PREPARED_REQUESTS)
 @pytest.mark.parametrize("n_completion", [1, 2, 4])
-def test_what_was_prepared_is_what_would_have_been_made(
+def test_what_was_kept_what_would_have_been_made(
     results: Results, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], n_completion: int
 ) -> None:
     probes = {
@@ -50,7 +53,7 @@ def test_what_was_prepared_is_what_would_have_been_made(
     sizes = {"n_prompt": 3, "n_max": 6}
     # vLLM is given the board of a worker, of which there is none here.
     monkeypatch.setattr("inspect_lens._engine._pending.Pending.fed", lambda self: (0, 6))
-    found = []
+    found, arena = [], ArenaWriter(1 << 16)
     for is_prepared in (False, True):
         key = f"k{is_prepared}"
         reads = registry.reads(request.probes) if request.probes else None
@@ -62,16 +65,20 @@ def test_what_was_prepared_is_what_would_have_been_made(
         reading = None if reads is None else Reading(reads, lo=lo, **sizes)
         results.expect(key, envelope.pack(), reading=reading, **sizes)
         collector = results._the_collector()
-        for stream in collector._pending[key].streams.values():
-            stream.open(collector._pool(stream.row_bytes))
-            stream.restart(0, stream.taps)
+        streams = collector._pending[key].streams
+        shares = [(0, streams[i].taps) if i in streams else (0, 0) for i in (ROWS, SCORES)]
+        opening = Opening(1 + is_prepared, key, shares, len(request.steer))
+        with collector._changed:
+            collector._accept_openings(Opened(arena.name, [opening]))
+        for stream in streams.values():
             assert stream.slab is not None
             values = stream.slab.array(np.dtype(np.float32))
             values[:] = np.arange(len(values))
             stream.slab.arrived[:] = True
         if is_prepared:
             results.prepare(deque([key]))
-            made = results._expected[key].prepared
+            kept = results._expected[key].prepared
+            made = None if kept is None else kept.receipt
             assert (made is None) == bool(request.steer), "how much was steered is known at the end"
         choice = completion(0)
         choice.inspect_lens_ticket = Ticket(key, n_completion=n_completion)
@@ -92,7 +99,9 @@ def test_each_engine_prepares_for_its_own_requests_and_remembers_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared: list[list[str]] = []
-    fake = SimpleNamespace(prepare=lambda queue: prepared.append(list(queue)))
+    fake = SimpleNamespace(
+        prepare=lambda queue: prepared.append(list(queue)), attach_all=lambda outputs: []
+    )
     monkeypatch.setattr(_frontend, "front_end", lambda: SimpleNamespace(results=fake))
     monkeypatch.setattr(_frontend, "_UNPREPARED_MOST", 3)
     one, other = (SimpleNamespace(output_processor=SimpleNamespace()) for _ in range(2))

@@ -15,9 +15,10 @@ pytest.importorskip("vllm")
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine._collector import SCORES, Collected
 from inspect_lens._engine._envelope import seal
+from inspect_lens._vllm._choices import Ticket
 from inspect_lens._vllm._frontend import FRONT_END_WRAPPERS, has_tickets
 from inspect_lens._vllm._registry import Registry
-from inspect_lens._vllm._results import Results, Ticket
+from inspect_lens._vllm._results import Results
 from inspect_lens._vllm._scores import Reading
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineFacts, EngineProbe, TensorData, tap_points
@@ -87,7 +88,7 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, is_in_process: bool
 ) -> None:
     attached: list[Any] = []
-    fake = SimpleNamespace(attach=attached.append)
+    fake = SimpleNamespace(attach_all=attached.extend)
     monkeypatch.setattr(
         "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=fake)
     )
@@ -106,7 +107,8 @@ def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -
     import torch
     from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 
-    fake = SimpleNamespace()
+    attached: list[Any] = []
+    fake = SimpleNamespace(attach_all=attached.extend)
     monkeypatch.setattr(
         "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=fake)
     )
@@ -114,6 +116,7 @@ def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -
     done = [pooled, EmbeddingRequestOutput.from_base(pooled)]
     engine = SimpleNamespace(model_executor=None)
     assert FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine) is done
+    assert not attached
 
 
 def test_vllm_gives_an_engine_its_executor_where_it_steps_in_process() -> None:

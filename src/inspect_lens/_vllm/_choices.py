@@ -1,0 +1,182 @@
+"""Finished choices, and what they get: tensors, scores and a receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from inspect_lens._engine._capture import CaptureEnvelope
+from inspect_lens._engine._collector import ROWS, SCORES, Collected, Collector
+from inspect_lens._engine._hooks import EAGER_KEY
+from inspect_lens._torch import to_torch
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import TensorData
+
+from ._expected import Expected, Prepared, fill, receipt_of, shorten
+from ._hook_book import EagerResults, put_eager, take_eager
+from ._means import Whole
+from ._named import tensors_by_name
+
+__all__ = ["Choice", "Ticket", "prepare", "take_whole"]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Put on a finished choice: what to collect for it."""
+
+    key: str
+    """Internal id of the choice."""
+    n_completion: int
+    """Sampled tokens."""
+    n_last: int = 1
+    """Those of the last step; more than one where drafts were accepted."""
+
+
+def prepare(key: str, expected: Expected, collector: Collector) -> bool:
+    """Do what can be done for a choice before its last rows have come.
+
+    Args:
+        key: of the choice.
+        expected: what is known of it; notes what was prepared.
+        collector: of its rows.
+
+    Returns:
+        False where no worker has taken it up, so that it is too early.
+    """
+    envelope, n_fed = expected.envelope, expected.n_max
+    if not n_fed or envelope.steer or EAGER_KEY in expected.packed:
+        return True  # receipts of these are of what was done
+    # What drafts left is settled only when the last step has told.
+    coming = None if envelope.is_speculative else collector.preview(key, expected.counts(n_fed))
+    if coming is not None and not coming:
+        return False
+    n_completion = n_fed - expected.n_prompt + 1
+    prepared = Prepared(receipt_of(expected, n_completion), coming or {})
+    if expected.reading is not None:
+        expected.reading.prepare()
+    if coming:
+        if envelope.capture is not None and len(envelope.capture.sites) == 1:
+            prepared.named = _named(coming[ROWS], envelope.capture)
+        if expected.reading is not None:
+            prepared.whole = expected.reading.whole(coming[SCORES].storage)
+    expected.prepared = prepared
+    return True
+
+
+@dataclass(slots=True)
+class Choice:
+    """A finished choice, and what has come for it."""
+
+    completion: Any
+    """vLLM's `CompletionOutput`."""
+    ticket: Ticket
+    expected: Expected
+    eager: EagerResults | None = None
+    collected: Collected | None = None
+    is_whole: bool = False
+    """Whether it was taken by `take_whole`."""
+    whole: Whole | None = None
+    """What probes read, where that is to be taken together with others'."""
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What was prepared for it, if it ran to its end."""
+        prepared = self.expected.prepared
+        if prepared is None or prepared.receipt.n_completion != self.ticket.n_completion:
+            return None
+        return prepared
+
+    def take(self, collector: Collector, timeout_s: float) -> None:
+        """Take what has come, or wait for it.
+
+        Raises:
+            LensError: something did not come, or the worker failed the request.
+        """
+        ticket, expected = self.ticket, self.expected
+        if not ticket.n_completion:
+            # An engine that is paused ends what waits; no row of it will ever come.
+            raise CaptureError(
+                f"request {ticket.key} was aborted before its first token; it has no results"
+            )
+        n_fed = expected.n_prompt + ticket.n_completion - 1
+        self.eager = take_eager(
+            collector, ticket.key, expected.packed, n_fed=n_fed, timeout_s=timeout_s
+        )
+        is_speculative = expected.envelope.is_speculative
+        self.collected = collector.take(
+            ticket.key,
+            counts=expected.counts(n_fed),
+            n_fed=n_fed,
+            timeout_s=timeout_s,
+            settled=n_fed + 1 - max(ticket.n_last, 1) if is_speculative else None,
+        )
+
+    def read(self) -> dict[str, list[float]]:
+        """Have probes read what was taken, but for what is read together with others'.
+
+        Returns:
+            Token scores, by probe, that were not read before.
+        """
+        reading = self.expected.reading
+        if reading is None or self.whole is not None:
+            return {}
+        assert self.collected is not None
+        numbers = self.collected.tensors[SCORES].storage
+        self.whole = reading.whole(numbers)
+        return {} if self.whole is not None else reading.feed(numbers[:, reading.n_seen :])
+
+    def finish(self, cached_tokens: int) -> None:
+        """Put everything where users find it.
+
+        Args:
+            cached_tokens: tokens of the prompt that came out of the prefix cache.
+
+        Raises:
+            CaptureError: a score is NaN.
+        """
+        collected, expected, prepared = self.collected, self.expected, self.prepared
+        assert collected is not None
+        if prepared is not None:
+            receipt = prepared.receipt
+        elif expected.prepared is not None:
+            receipt = expected.prepared.receipt
+            shorten(receipt, expected, self.ticket.n_completion)
+        else:
+            receipt = receipt_of(expected, self.ticket.n_completion)
+        fill(receipt, expected, collected, cached_tokens, self.eager)
+        completion, capture = self.completion, expected.envelope.capture
+        completion.inspect_lens = receipt
+        completion.inspect_lens_transport = capture.transport if capture else "inline"
+        completion.inspect_lens_tensors = {}
+        if capture is not None:
+            if prepared is not None and prepared.named is not None and self.is_whole:
+                named = prepared.named
+            else:
+                named = _named(collected.tensors[ROWS], capture)
+            completion.inspect_lens_tensors, completion.activations = named
+        if self.eager is not None:
+            put_eager(completion, self.eager)
+
+
+def take_whole(choices: Iterable[Choice], collector: Collector) -> None:
+    """Take what was prepared of those choices that ran to their end, where all rows have come."""
+    ended: dict[str, tuple[Choice, Prepared]] = {}
+    for choice in choices:
+        prepared = choice.prepared
+        if prepared is not None and prepared.coming:
+            ended[choice.ticket.key] = choice, prepared
+    if not ended:
+        return
+    for key, paths in collector.take_whole(ended).items():
+        choice, prepared = ended[key]
+        choice.collected, choice.is_whole = Collected(prepared.coming, 0, paths), True
+        choice.whole = prepared.whole
+
+
+def _named(
+    rows: TensorData, capture: CaptureEnvelope
+) -> tuple[dict[str, TensorData], dict[str, Any]]:
+    """Captured rows by the names users know, and the same for torch."""
+    tensors = tensors_by_name(rows, capture)
+    return tensors, {name: to_torch(t, copy=False) for name, t in tensors.items()}
