@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 _EVENT: Any = torch.cuda.Event  # its constructor has no types
 _PIECE = 32 << 20
-"""Bytes of one copy: a small one that is waited for must not queue behind a large one."""
+"""Bytes that are converted to another dtype at once, on their way."""
 
 _NUMBERS = 1 << 20
 """Sequence numbers that lie on the device: 8 MiB."""
@@ -173,10 +173,10 @@ class StreamCopier:
         self._filled.record()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._filled)
-            step = _PIECE // dtype.itemsize
-            for a in range(0, size, step):
-                # The rows of a long prompt are converted here after all, in the memory of one
-                # piece: the model's stream would need it for all of them at once.
+            # The rows of a long prompt are converted here after all, in the memory of one piece:
+            # the model's stream would need it for all of them at once.
+            step = size if source.dtype == dtype else _PIECE // dtype.itemsize
+            for a in range(0, size, max(step, 1)):
                 piece = source[a : a + step].to(dtype).view(torch.uint8)
                 begin = offset + a * dtype.itemsize
                 self._data[begin : begin + piece.numel()].copy_(piece, non_blocking=True)

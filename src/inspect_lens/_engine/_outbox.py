@@ -23,8 +23,9 @@ __all__ = ["Outbox"]
 
 _AT_ONCE = 32 << 20
 """Bytes that are sent with their step: two thirds of a millisecond."""
-_PIECE = 64 << 20
-"""Bytes of what is sent bit by bit, where one tap does not have more."""
+_PIECE = 128 << 20
+"""Bytes of what is sent bit by bit, where one tap does not have more: asking for each takes time of
+the step loop's thread."""
 _MORE = 64 << 20
 """Bytes that leave in front of a step beside as many as come with one, to make up for prompts."""
 _STEPS = 4
