@@ -18,8 +18,14 @@ import pytest
 
 MARK = "INSPECT_LENS_TEST_RUN"
 GRACE_S = 20.0
-# Helpers of Python's multiprocessing, and our own, that end with this process and not before.
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "inspect_lens._intake")
+# Helpers of Python's multiprocessing, of PyTorch's compiler, and our own, that end with this
+# process and not before.
+HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch._inductor.compile_worker",
+    "inspect_lens._intake",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +71,7 @@ def _marked() -> list[psutil.Process]:
             if not ours or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             helper = any(name in " ".join(process.cmdline()) for name in HELPERS)
-            if not (helper and process.ppid() == os.getpid()):
+            if not (helper and os.getpid() in {parent.pid for parent in process.parents()}):
                 found.append(process)
         except psutil.Error:  # it ended meanwhile, or belongs to somebody else
             continue
