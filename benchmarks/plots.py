@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plots FILE`: the figures of docs/benchmarks.md from a committed result."""
+"""`python -m benchmarks.plots FILES`: the figures of docs/benchmarks.md from committed results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from .arms import ARMS
 
-__all__ = ["draw_ratios", "draw_steps", "main", "ratio_rows"]
+__all__ = ["draw_ratios", "draw_steps", "main", "ratio_rows", "together"]
 
 REFERENCE, PEER, OURS = "#555555", "#c2571a", "#1f5fa8"
 COLOURS = {"default": REFERENCE, "eager": REFERENCE, "vllm-lens": PEER, "hf": PEER}
@@ -25,6 +25,22 @@ def ratio_rows(runs: list[dict[str, Any]], load: str) -> list[tuple[str, list[fl
         return []
     unit = statistics.median(found["default"])
     return [(arm, [s / unit for s in found[arm]]) for arm in ARMS if arm in found]
+
+
+def together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one, in which seconds are those over the median default of the same file."""
+    ratios: dict[tuple[str, str, str], list[float]] = {}
+    for result in results:
+        for model, load in dict.fromkeys((run["model"], run["load"]) for run in result["runs"]):
+            rows = ratio_rows([run for run in result["runs"] if run["model"] == model], load)
+            for arm, found in rows:
+                ratios.setdefault((model, load, arm), []).extend(found)
+    return {
+        "runs": [
+            {"model": model, "load": load, "arm": arm, "seconds": found}
+            for (model, load, arm), found in ratios.items()
+        ]
+    }
 
 
 def _panel(axis: Any, rows: list[tuple[str, list[float]]], title: str) -> None:
@@ -44,8 +60,12 @@ def _panel(axis: Any, rows: list[tuple[str, list[float]]], title: str) -> None:
     axis.set_xscale("log")
     high = max(max(r) for _, r in rows)
     low = min(min(r) for _, r in rows)
-    left, right = min(0.95, low * 0.95), max(1.25, high * 1.45)
+    is_close = high < 1.3
+    left, right = min(0.95, low * 0.95), max(1.1, high * (1.1 if is_close else 1.45))
+    wanted: tuple[float, ...]
     wanted = (0.5, 1, 2, 5, 10, 20, 50) if high > 3 else (0.5, 0.75, 1, 1.1, 1.25, 1.5, 2, 3)
+    if is_close:
+        wanted = (0.9, 0.95, 1, 1.02, 1.05, 1.1, 1.2)
     ticks = [t for t in wanted if left <= t <= right]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
@@ -101,10 +121,11 @@ def _save(figure: Any, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw every model of a result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.add_argument("result", help="JSON file of benchmarks/results")
+    parser.add_argument("results", nargs="+", help="JSON files of benchmarks/results")
     parser.add_argument("--out", default="docs/assets", help="folder for the PNG files")
     options = parser.parse_args(arguments)
-    result = json.loads(Path(options.result).read_text(encoding="utf-8"))
+    results = [json.loads(Path(file).read_text(encoding="utf-8")) for file in options.results]
+    result = results[0] if len(results) == 1 else together(results)
     out = Path(options.out)
     for model in dict.fromkeys(run["model"] for run in result["runs"]):
         drawn = [out / f"benchmark-ratios-{model}.png"]

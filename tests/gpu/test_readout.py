@@ -93,7 +93,7 @@ def test_nothing_is_compiled_while_requests_run() -> None:
     device, rng = torch.device("cuda"), np.random.default_rng(0)
     width = 320
     ring = torch.zeros(5000, width, dtype=torch.bfloat16, device=device)
-    warm_up_readout(ring)
+    warm_up_readout(ring, torch.empty(1, device=device))
 
     def variants() -> int:
         return sum(len(caches[0]) for caches in readout_triton._multiply.device_caches.values())

@@ -194,12 +194,15 @@ def _uploaded(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source
 
 
-def warm_up_readout(ring: torch.Tensor) -> None:
+def warm_up_readout(ring: torch.Tensor, scratch: torch.Tensor) -> None:
     """Compile what reads rows on a GPU: no running request must wait for that.
 
     Args:
         ring: (rows, hidden); where rows lie.
+        scratch: see `Readout`; empty where nothing is read on a GPU.
     """
+    if not scratch.numel():
+        return
     from ._kernels.readout_triton import WIDE, launch
 
     for columns in (1, WIDE):

@@ -160,8 +160,7 @@ def _install(worker: Any, settings: Settings) -> None:
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
     warm_up(state)
-    if reads_on_gpu:
-        warm_up_readout(state.ring)
+    warm_up_readout(state.ring, state.scratch)
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
     copier = copier_for(arena, worker.device, state.parts)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plots import main, ratio_rows
+from benchmarks.plots import main, ratio_rows, together
 
 RUNS = [
     {"model": "m", "load": "8x256", "arm": arm, "seconds": seconds}
@@ -41,3 +41,21 @@ def test_each_model_gets_its_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert images[0] == images[1]
     assert len(images[0]) == 2
     assert capsys.readouterr().out.count("benchmark-") == 4
+
+
+def test_several_runs_are_drawn_each_over_its_own_default(tmp_path: Path) -> None:
+    slower = [run | {"seconds": [3 * s for s in run["seconds"]]} for run in RUNS[1:]]
+    other = [{"model": "m", "load": "256x128", "arm": "idle", "seconds": [1.0]}]
+    merged = together([{"runs": RUNS}, {"runs": slower}, {"runs": other}])
+    assert dict(ratio_rows(merged["runs"], "8x256")) == {
+        "default": 2 * [1.0, 0.5, 1.5],
+        "vllm-lens": 2 * [4.0, 6.0],
+        "idle": [1.0, 1.0],
+        "steer": [1.1],
+    }
+    assert ratio_rows(merged["runs"], "256x128") == [], "a run without its default says nothing"
+    paths = [tmp_path / f"{i}.json" for i in range(2)]
+    for path, runs in zip(paths, (RUNS, slower), strict=True):
+        path.write_text(json.dumps({"runs": runs}))
+    assert main([*map(str, paths), "--out", str(tmp_path)]) == 0
+    assert [p.name for p in tmp_path.glob("*.png")] == ["benchmark-ratios-m.png"]
