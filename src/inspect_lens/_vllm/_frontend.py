@@ -235,10 +235,12 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
             results.prepare(_unprepared(self.output_processor))
         if errors := results.attach_all(done):
             if not _deferring.is_on:
-                raise errors[0]
+                del errors[1:]
+                raise errors.pop()
             # Raised by `run_engine` once the batch is done: raising here would leave the batch's
             # other requests in the engine for the next call.
             _deferring.errors += errors
+            errors.clear()
         return outputs
 
     return step
@@ -251,8 +253,9 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
             outputs = original(self, *args, **kwargs)
         finally:
             _deferring.is_on = False
-        if _deferring.errors:
-            raise _deferring.errors[0]
+        if errors := _deferring.errors:
+            del errors[1:]
+            raise errors.pop()
         return outputs
 
     return run_engine

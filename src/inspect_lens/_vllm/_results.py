@@ -202,14 +202,16 @@ class Results:
         Raises:
             LensError: a result is not whole, or the worker failed the request.
         """
-        for error in self.attach_all([output]):
-            raise error
+        if errors := self.attach_all([output]):
+            raise errors.pop()
 
     def attach_all(self, outputs: Iterable[Any]) -> list[LensError]:
         """`attach` for many outputs: those of a batch mostly end in one step.
 
         Returns:
-            The errors of those outputs whose results are not whole.
+            The errors of those outputs whose results are not whole. Whoever raises one takes it
+            out: frames in its traceback hold the list, and with it the memory of results, which
+            nothing but the garbage collector would free.
         """
         errors: list[LensError] = []
         jobs = [job for job in map(_Job, outputs) if self._has_done(self._begin, job, errors)]

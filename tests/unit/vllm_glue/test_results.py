@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +182,40 @@ def test_who_is_interrupted_while_waiting_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         results.attach(output(completion(0, "e"), completion(1, "f")))
     assert results.n_open == results._collector.n_open == 0
+
+
+@pytest.mark.parametrize("way", ["attach", "step", "run"])
+def test_an_error_goes_with_who_holds_it_and_takes_its_request_along(
+    results: Results, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Its traceback leads to the memory of results, which must not wait for the collector."""
+    for key in "gh":
+        expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
+    held = [weakref.ref(results._expected[key].envelope) for key in "gh"]
+    monkeypatch.setattr(
+        "inspect_lens._vllm._frontend.front_end", lambda: SimpleNamespace(results=results)
+    )
+    engine = SimpleNamespace(collective_rpc=lambda *_, **__: [], model_executor=None)
+
+    def step() -> None:
+        done = [output(completion(0, key)) for key in "gh"]
+        FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine)
+
+    ways = {
+        "attach": lambda: results.attach(output(completion(0, "g"))),
+        "step": step,
+        "run": lambda: FRONT_END_WRAPPERS["run_engine"](lambda self: step())(engine),
+    }
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CaptureError):
+            ways[way]()
+        if way == "attach":
+            results.abandon("h")
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_aborted_request_is_an_error_and_not_an_answer_without_rows(results: Results) -> None:
