@@ -213,8 +213,10 @@ class Results:
             out: frames in its traceback hold the list, and with it the memory of results, which
             nothing but the garbage collector would free.
         """
-        errors: list[LensError] = []
-        jobs = [job for job in map(_Job, outputs) if self._has_done(self._begin, job, errors)]
+        begun, errors = list(map(_Job, outputs)), list[LensError]()
+        if not begun:
+            return errors  # after most steps, also where nobody has asked for anything ever
+        jobs = [job for job in begun if self._has_done(self._begin, job, errors)]
         take_whole([choice for job in jobs for choice in job.choices], self._the_collector())
         jobs = [job for job in jobs if self._has_done(self._take, job, errors)]
         feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)

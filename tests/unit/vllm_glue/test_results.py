@@ -86,6 +86,11 @@ def test_scores_of_outputs_that_vllm_merges_are_kept(aggregate: bool) -> None:
     assert other.inspect_lens_scores == {"p": [9.0]}
 
 
+def test_steps_of_an_engine_that_nobody_asks_for_results_open_nothing(results: Results) -> None:
+    assert results.attach_all([]) == []
+    assert results._collector is None
+
+
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, is_in_process: bool
