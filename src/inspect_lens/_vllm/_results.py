@@ -216,30 +216,37 @@ class Results:
         begun, errors = list(map(_Job, outputs)), list[LensError]()
         if not begun:
             return errors  # after most steps, also where nobody has asked for anything ever
-        jobs = [job for job in begun if self._has_done(self._begin, job, errors)]
-        take_whole([choice for job in jobs for choice in job.choices], self._the_collector())
-        jobs = [job for job in jobs if self._has_done(self._take, job, errors)]
-        feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
-        for job in jobs:
-            self._has_done(self._finish, job, errors)
+        try:
+            jobs = [job for job in begun if self._has_done(self._begin, job, errors)]
+            take_whole((c for job in jobs for c in job.choices), self._the_collector())
+            jobs = [job for job in jobs if self._has_done(self._take, job, errors)]
+            feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
+            for job in jobs:
+                self._has_done(self._finish, job, errors)
+        except BaseException:
+            # Interrupted: nobody will ask for what the others were to get.
+            for job in begun:
+                self._drop(job)
+            raise
         return errors
 
     def _has_done(self, work: Callable[[_Job], None], job: _Job, errors: list[LensError]) -> bool:
         """Do something for an output; where that fails, none of its choices has anything."""
         try:
             work(job)
-        except BaseException as error:
+        except LensError as error:
+            self._drop(job)
             for choice in job.choices:
-                self._the_collector().discard(choice.ticket.key)
-                self._unsent.pop(choice.ticket.key, None)
-                steer_hash = choice.expected.envelope.steer_hash
-                if isinstance(error, LensError) and steer_hash is not None:
+                if (steer_hash := choice.expected.envelope.steer_hash) is not None:
                     self._failures[steer_hash.rpartition(":")[2]] += 1
-            if not isinstance(error, LensError):
-                raise
             errors.append(error)
             return False
         return True
+
+    def _drop(self, job: _Job) -> None:
+        for choice in job.choices:
+            self._the_collector().discard(choice.ticket.key)
+            self._unsent.pop(choice.ticket.key, None)
 
     def _begin(self, job: _Job) -> None:
         for completion in job.output.outputs:

@@ -173,8 +173,9 @@ def test_what_an_engine_aborts_unread_is_an_error_at_once() -> None:
     assert results.n_open == 0
 
 
+@pytest.mark.parametrize("is_batch", [False, True])
 def test_who_is_interrupted_while_waiting_leaves_nothing(
-    results: Results, monkeypatch: pytest.MonkeyPatch
+    results: Results, monkeypatch: pytest.MonkeyPatch, is_batch: bool
 ) -> None:
     for key in "ef":
         expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
@@ -184,8 +185,9 @@ def test_who_is_interrupted_while_waiting_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(results._collector, "_wait", interrupted)
+    one, other = completion(0, "e"), completion(1, "f")
     with pytest.raises(KeyboardInterrupt):
-        results.attach(output(completion(0, "e"), completion(1, "f")))
+        results.attach_all([output(one), output(other)] if is_batch else [output(one, other)])
     assert results.n_open == results._collector.n_open == 0
 
 
