@@ -379,6 +379,8 @@ class Collector:
             kept = np.flatnonzero(np.tile(is_open, taps))
             rows, where = rows[kept], where[kept]
             covers = covers[kept] if len(covers) else covers
+        # First: who finds that all rows have come makes a receipt of it.
+        worker.paths[record] |= 1 << PATHS.index(cast("EnginePath", block.path))
         pool.write(rows, where, self._threads, _THREADS)
         if len(covers):
             # A row that stands for several tokens lies at the last of them.
@@ -386,7 +388,6 @@ class Collector:
             own = np.repeat(where - (ends - 1), covers) + np.arange(ends[-1])
             pool.covered[own] = pool.arrived[own] = True
             pool.covered[where] = False
-        worker.paths[record] |= 1 << PATHS.index(cast("EnginePath", block.path))
 
 
 def _as_error(failure: Failure) -> errors.LensError:

@@ -16,6 +16,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
 from inspect_lens._engine._message import Failure, Opened, Opening
+from inspect_lens._engine._slabs import SlabPool
 from inspect_lens._vllm._choices import Choice, Ticket
 from inspect_lens._vllm._registry import Registry
 from inspect_lens._vllm._results import Results
@@ -281,6 +282,34 @@ def test_rows_that_are_computed_again_lie_where_they_were_to_come(
     (one,) = engine.end(keys)
     assert not waits
     assert one.activations["residual_stream"][0, :, 0].tolist() == N_MAX * [9.0]
+
+
+def test_how_a_step_ran_is_known_when_its_rows_have_come(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller takes what has come while the receiving thread is still at its last rows."""
+    (key,) = keys = [engine.start(LensRequest(**REQUESTS["rows"]))]
+    engine.step(keys, 0, N_PROMPT)
+    engine.settle()
+    engine.results.prepare(deque(keys))
+    taken: dict[str, tuple[str, ...]] = {}
+    write = SlabPool.write
+
+    def write_and_take(*args: Any) -> None:
+        write(*args)
+        taken.update(engine.collector.take_whole([key]))
+
+    monkeypatch.setattr(SlabPool, "write", write_and_take)
+    engine.run(keys, until=N_MAX - 1)
+    engine.settle()
+    pending = engine.collector._pending[key]
+    for _, worker in pending.shares:
+        worker.paths[:] = 0  # as if the last step were the only one that ran so
+    engine.step(keys, N_MAX - 1)
+    engine.settle()
+    assert taken == {key: ("eager",)}
+    engine.results.abandon(keys)
+    engine.worker.stepper.remove(key)
 
 
 def test_a_failure_is_told_of_what_was_prepared(engine: Engine) -> None:
