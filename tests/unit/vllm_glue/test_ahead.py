@@ -15,15 +15,15 @@ pytest.importorskip("vllm")
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import seal
+from inspect_lens._engine._hooks import EAGER_KEY
 from inspect_lens._engine._message import Failure, Opened, Opening
-from inspect_lens._engine._slabs import SlabPool
 from inspect_lens._vllm._choices import Choice, Ticket
 from inspect_lens._vllm._registry import Registry
 from inspect_lens._vllm._results import Results
 from inspect_lens._vllm._scores import Reading
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.probe import pool_scores
-from inspect_lens.spec import EngineProbe
+from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, exporter
 
 from .test_results import completion, output
@@ -48,6 +48,8 @@ class Engine:
         for probe in PROBES.values():
             self.worker.stepper.probes.add(probe)
         self.asked: dict[str, int] = {}
+        self.registry = Registry(PROBES)
+        self.uses: dict[str, tuple[ProbeUse, ...]] = {}
 
     @property
     def collector(self) -> Collector:
@@ -55,8 +57,9 @@ class Engine:
 
     def start(self, request: LensRequest, *, is_waiting: bool = False) -> str:
         key = next(KEYS)
-        registry = Registry(PROBES)
-        reads = registry.reads(request.probes) if request.probes else None
+        # Equal requests share their uses, as those that vLLM is given do, and are read together.
+        uses = self.uses.setdefault(str(request.probes), request.probes)
+        reads = self.registry.reads(uses) if uses else None
         envelope = seal(
             request,
             FACTS,
@@ -200,22 +203,36 @@ def test_what_has_come_is_taken_together_and_waits_for_nobody(
         engine.run(some)
     engine.settle()
     waits.clear()
+    engine.collector._hurry.set()  # as somebody does who reads scores as they come
     outputs = engine.end(keys)
     assert not engine.errors
     assert not waits
+    assert not engine.collector._hurry.is_set(), "nobody waits any more"
     for number, one in enumerate(outputs):
         rows = one.activations["residual_stream"][0].numpy()
         truth = np.zeros((N_MAX, HIDDEN))
         truth[:, 0], truth[:, 1], truth[:, 2] = number, 5, np.arange(N_MAX)
         np.testing.assert_array_equal(rows, truth)
         for name, receipt in zip("qp", one.inspect_lens.probes, strict=True):
-            assert receipt.name == name
+            assert (receipt.name, receipt.first_position) == (name, N_PROMPT)
             scores = np.full(N_MAX - N_PROMPT, PROBES[name].bias("bias"))
             weight = PROBES[name].tensors["weight"].to_float32().astype(np.float64)
             for layer, mine in zip(LAYERS, weight, strict=True):
                 truth[:, 1] = layer
                 scores += truth[N_PROMPT:] @ mine
             assert receipt.score == pytest.approx(pool_scores(scores, "mean"), rel=1e-5)
+
+
+def test_what_hooks_save_is_taken_at_the_end(engine: Engine) -> None:
+    (key,) = keys = [engine.start(LensRequest(**REQUESTS["both"]))]
+    engine.step(keys, 0, N_PROMPT)
+    engine.settle()
+    expected = engine.results._expected[key]
+    expected.packed = {**expected.packed, EAGER_KEY: {}}
+    engine.results.prepare(deque(keys))
+    assert expected.prepared is None
+    engine.results.abandon(keys)
+    engine.worker.stepper.remove(key)
 
 
 def test_requests_that_wait_for_the_engine_keep_nobody_from_being_prepared(
@@ -282,34 +299,6 @@ def test_rows_that_are_computed_again_lie_where_they_were_to_come(
     (one,) = engine.end(keys)
     assert not waits
     assert one.activations["residual_stream"][0, :, 0].tolist() == N_MAX * [9.0]
-
-
-def test_how_a_step_ran_is_known_when_its_rows_have_come(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The caller takes what has come while the receiving thread is still at its last rows."""
-    (key,) = keys = [engine.start(LensRequest(**REQUESTS["rows"]))]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    engine.results.prepare(deque(keys))
-    taken: dict[str, tuple[str, ...]] = {}
-    write = SlabPool.write
-
-    def write_and_take(*args: Any) -> None:
-        write(*args)
-        taken.update(engine.collector.take_whole([key]))
-
-    monkeypatch.setattr(SlabPool, "write", write_and_take)
-    engine.run(keys, until=N_MAX - 1)
-    engine.settle()
-    pending = engine.collector._pending[key]
-    for _, worker in pending.shares:
-        worker.paths[:] = 0  # as if the last step were the only one that ran so
-    engine.step(keys, N_MAX - 1)
-    engine.settle()
-    assert taken == {key: ("eager",)}
-    engine.results.abandon(keys)
-    engine.worker.stepper.remove(key)
 
 
 def test_a_failure_is_told_of_what_was_prepared(engine: Engine) -> None:

@@ -34,6 +34,7 @@ def results() -> Results:
 PREPARED_REQUESTS: list[dict[str, Any]] = [
     {"capture": CaptureSpec(layers=(0,))},
     {"capture": CaptureSpec(layers=(0, 1), positions=(0, 2, 4))},
+    {"capture": CaptureSpec(layers=(0, 1), site=("resid_pre", "resid_post"))},
     {"probes": ["p", "q"]},
     {"capture": CaptureSpec(layers=(1,)), "probes": ["q", {"name": "p", "aggregate": "max"}]},
     {"probes": ["p"], "steer": [SteeringVector(activations=np.ones((1, 4)), layer_indices=[0])]},
@@ -53,7 +54,7 @@ def test_what_was_kept_what_would_have_been_made(
     sizes = {"n_prompt": 3, "n_max": 6}
     # vLLM is given the board of a worker, of which there is none here.
     monkeypatch.setattr("inspect_lens._engine._pending.Pending.fed", lambda self: (0, 6))
-    found, arena = [], ArenaWriter(1 << 16)
+    found, tensors, arena = [], list[Any](), ArenaWriter(1 << 16)
     for is_prepared in (False, True):
         key = f"k{is_prepared}"
         reads = registry.reads(request.probes) if request.probes else None
@@ -70,24 +71,26 @@ def test_what_was_kept_what_would_have_been_made(
         opening = Opening(1 + is_prepared, key, shares, len(request.steer))
         with collector._changed:
             collector._accept_openings(Opened(arena.name, [opening]))
-        for stream in streams.values():
-            assert stream.slab is not None
-            values = stream.slab.array(np.dtype(np.float32))
-            values[:] = np.arange(len(values))
-            stream.slab.arrived[:] = True
         if is_prepared:
             results.prepare(deque([key]))
             kept = results._expected[key].prepared
             made = None if kept is None else kept.receipt
             assert (made is None) == bool(request.steer), "how much was steered is known at the end"
+        for stream in streams.values():
+            assert stream.slab is not None
+            values = stream.slab.array(np.dtype(np.float32))
+            values[:] = np.arange(len(values))
+            stream.slab.arrived[:] = True
         choice = completion(0)
         choice.inspect_lens_ticket = Ticket(key, n_completion=n_completion)
         results.attach(output(choice))
         found.append(choice.inspect_lens)
+        tensors.append({n: x.storage.tolist() for n, x in choice.inspect_lens_tensors.items()})
         if is_prepared:
             assert (choice.inspect_lens is made) == (made is not None), "it is used"
     plain, prepared = found
     assert prepared == plain
+    assert tensors[0] == tensors[1]
     assert prepared.model_dump_json() == plain.model_dump_json()
     assert type(plain).model_validate_json(prepared.model_dump_json()) == plain
     for receipt in plain.probes:
