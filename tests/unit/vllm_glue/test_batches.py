@@ -54,14 +54,20 @@ def test_a_batch_of_different_requests_is_what_each_is_alone(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("names", ["p", "pqr"])
-def test_means_of_a_batch_are_to_the_bit_what_the_library_makes(engine: Engine, names: str) -> None:
+@pytest.mark.parametrize("at_once", [1, 33])
+def test_means_of_a_batch_are_to_the_bit_what_the_library_makes(
+    engine: Engine, names: str, at_once: int
+) -> None:
     """Over so many tokens that another order of the sum would show."""
     reads = engine.registry.reads(LensRequest(probes=list(names)).probes)
     rng, n = np.random.default_rng(1), 1000
-    numbers = [rng.normal(size=(1, n, len(names))).astype(np.float32) for _ in range(33)]
+    # Of different sizes: what float64 adds of 24 bits each is exact else, in whatever order.
+    sizes = 10 ** rng.uniform(-6, 6, size=(33, 1, n, len(names)))
+    numbers = list(rng.normal(scale=sizes).astype(np.float32))
     readings = [Reading(reads, lo=0, n_prompt=0, n_max=n) for _ in numbers]
     wholes = [one.whole(mine) for one, mine in zip(readings, numbers, strict=True)]
-    feed_together(whole for whole in wholes if whole is not None)
+    for i in range(0, len(wholes), at_once):
+        feed_together(whole for whole in wholes[i : i + at_once] if whole is not None)
     for reading, mine in zip(readings, numbers, strict=True):
         for i, receipt in enumerate(reading.receipts()):
             scores = mine[0, :, i].astype(np.float64) + PROBES[receipt.name].bias("bias")

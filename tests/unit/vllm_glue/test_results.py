@@ -208,7 +208,7 @@ def test_an_error_goes_with_who_holds_it_and_takes_its_request_along(
         done = [output(completion(0, key)) for key in "gh"]
         FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine)
 
-    ways = {
+    ways: dict[str, Any] = {
         "attach": lambda: results.attach(output(completion(0, "g"))),
         "step": step,
         "run": lambda: FRONT_END_WRAPPERS["run_engine"](lambda self: step())(engine),
