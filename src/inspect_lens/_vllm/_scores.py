@@ -164,7 +164,7 @@ class Reading:
         if a == b:
             return None
         plain = means.plain
-        return Whole(means, numbers[0, a:b, plain.pick], self._lo + a, (id(plain), b - a))
+        return Whole(means, numbers[0][a:b, plain.pick], self._lo + a, (id(plain), b - a))
 
     def alarm(self) -> str | None:
         """Name of a probe whose alarm has to end the generation now."""

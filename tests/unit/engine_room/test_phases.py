@@ -125,3 +125,12 @@ def test_a_registered_vector_can_be_used_in_one_phase() -> None:
     assert VectorUse(name="v").apply(used) is used
     assert "phase" not in vector(0).model_dump()
     assert used.model_dump()["phase"] == used.reference()["phase"] == "decode"
+
+
+def test_how_steps_ran_is_known_of_a_request_that_sends_no_rows(
+    worker: Worker, collector: Collector
+) -> None:
+    begin(worker, collector, "w", sealed(collector, LensRequest(steer=(vector(0),)), 3, 2))
+    worker.step([("w", 1, 0, 3)])
+    got = collector.take("w", counts={ROWS: 0, SCORES: 0}, n_fed=3, timeout_s=5)
+    assert (got.paths, got.n_steered) == (("eager",), 3)
