@@ -206,7 +206,7 @@ class Collector:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
-            return pending.preview(counts) if pending.shares else {}
+            return pending.preview(counts, self._threads) if pending.shares else {}
 
     def take_whole(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Take requests that ran to their end, and all of whose rows have come; wait for none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
@@ -102,11 +103,14 @@ class Pending:
             return False
         return all(stream.has(counts[i]) for i, stream in self.streams.items())
 
-    def preview(self, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
+    def preview(
+        self, counts: Mapping[int, int], threads: ThreadPoolExecutor
+    ) -> dict[int, TensorData] | None:
         """Arrays in which all results will lie once their rows have come; see `take`.
 
         Args:
             counts: as for `is_ready`.
+            threads: see `Stream.take`.
 
         Returns:
             None where they have to be made at the end: a part of the rows comes, something else is
@@ -118,9 +122,9 @@ class Pending:
         for i, stream in self.streams.items():
             if stream.slab is None or counts[i] != stream.most or not stream.is_plain:
                 return None
-            if tuple(self.shares[0][0].shares[i]) != (0, stream.taps):
+            if self.shares[0][0].shares[i] != (0, stream.taps):
                 return None
-            made[i] = stream.whole()
+            made[i] = stream.take(stream.most, threads)
         return made
 
     @property

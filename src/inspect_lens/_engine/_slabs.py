@@ -248,7 +248,7 @@ class SlabPool:
         threads: ThreadPoolExecutor,
         n_threads: int,
     ) -> None:
-        """Put rows where they belong, which they have come with that.
+        """Put rows where they belong, and note that they have come.
 
         Args:
             rows: (rows,), opaque.

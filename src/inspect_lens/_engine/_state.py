@@ -45,7 +45,7 @@ class TapState:
         sums: (rows, hidden) float32; what grows of sampled tokens.
         latest: (lag * rows, hidden) in the dtype of the residual stream; tokens that are not yet
             part of it.
-        scratch: flat float32; what lies between rows and the numbers that probes make of them.
+        scratch: flat float32; on a GPU, what lies between rows and what probes make of them.
         step_rows: ring rows that one step may fill.
         parts: equal parts of the ring that steps take in turn; see `Ring`.
         tap_of: index by address of a tap's `ctl` tensor.

@@ -105,11 +105,6 @@ class Stream:
         """Whether the rows that come are the result."""
         return self.merge is None and not self.n_head
 
-    def whole(self) -> TensorData:
-        """All positions, whether or not they have come, as one array that lies where rows do."""
-        assert self.slab is not None
-        return TensorData(self._come(self._whole(self.slab)), self.dtype)
-
     def restart(self, first_tap: int, n_taps: int) -> None:
         """Expect the share of a worker.
 
@@ -136,6 +131,7 @@ class Stream:
     def take(self, count: int, threads: ThreadPoolExecutor) -> TensorData:
         """The first positions as one contiguous array, or what is to be made of them.
 
+        All positions of a plain result lie where their rows do, whether or not these have come.
         Of probe scores there is a share of each worker in the place of taps.
         """
         if self.merge is not None:

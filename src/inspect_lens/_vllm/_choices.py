@@ -74,8 +74,6 @@ class Choice:
     expected: Expected
     eager: EagerResults | None = None
     collected: Collected | None = None
-    is_whole: bool = False
-    """Whether it was taken by `take_whole`."""
     whole: Whole | None = None
     """What probes read, where that is to be taken together with others'."""
 
@@ -150,11 +148,11 @@ class Choice:
         completion.inspect_lens_transport = capture.transport if capture else "inline"
         completion.inspect_lens_tensors = {}
         if capture is not None:
-            if prepared is not None and prepared.named is not None and self.is_whole:
-                named = prepared.named
-            else:
-                named = _named(collected.tensors[ROWS], capture)
-            completion.inspect_lens_tensors, completion.activations = named
+            # What was prepared lies where rows are, also where the last of them were waited for.
+            named = None if prepared is None else prepared.named
+            completion.inspect_lens_tensors, completion.activations = named or _named(
+                collected.tensors[ROWS], capture
+            )
         if self.eager is not None:
             put_eager(completion, self.eager)
 
@@ -170,7 +168,7 @@ def take_whole(choices: Iterable[Choice], collector: Collector) -> None:
         return
     for key, paths in collector.take_whole(ended).items():
         choice, prepared = ended[key]
-        choice.collected, choice.is_whole = Collected(prepared.coming, 0, paths), True
+        choice.collected = Collected(prepared.coming, 0, paths)
         choice.whole = prepared.whole
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from inspect_lens._engine._envelope import Envelope
 from inspect_lens.errors import CapacityError, CaptureError, LensError
@@ -235,8 +235,7 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
             results.prepare(_unprepared(self.output_processor))
         if errors := results.attach_all(done):
             if not _deferring.is_on:
-                del errors[1:]
-                raise errors.pop()
+                _raise_first(errors)
             # Raised by `run_engine` once the batch is done: raising here would leave the batch's
             # other requests in the engine for the next call.
             _deferring.errors += errors
@@ -246,6 +245,12 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def _raise_first(errors: list[LensError]) -> NoReturn:
+    """Raise one error and let go of all: see `Results.attach_all`."""
+    del errors[1:]
+    raise errors.pop()
+
+
 def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
         _deferring.is_on, _deferring.errors = True, []
@@ -253,9 +258,8 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
             outputs = original(self, *args, **kwargs)
         finally:
             _deferring.is_on = False
-        if errors := _deferring.errors:
-            del errors[1:]
-            raise errors.pop()
+        if _deferring.errors:
+            _raise_first(_deferring.errors)
         return outputs
 
     return run_engine

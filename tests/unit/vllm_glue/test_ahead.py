@@ -84,6 +84,14 @@ class Engine:
         for position in range(first, until):
             self.step(keys, position)
 
+    def prepared(self, n: int, name: str) -> list[str]:
+        """Requests of `REQUESTS` that are prepared for, when their prompts have been fed."""
+        keys = [self.start(LensRequest(**REQUESTS[name])) for _ in range(n)]
+        self.step(keys, 0, N_PROMPT)
+        self.settle()
+        self.results.prepare(deque(keys))
+        return keys
+
     def end(self, keys: list[str], n_completion: int = N_MAX - N_PROMPT + 1) -> list[Any]:
         self.worker.stepper.leave(keys)
         choices = [completion(0) for _ in keys]
@@ -251,10 +259,7 @@ def test_requests_that_wait_for_the_engine_keep_nobody_from_being_prepared(
 
 
 def test_rows_that_are_late_are_waited_for(engine: Engine, waits: list[str]) -> None:
-    keys = [engine.start(LensRequest(**REQUESTS["both"])) for _ in range(2)]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    engine.results.prepare(deque(keys))
+    keys = engine.prepared(2, "both")
     engine.run(keys[:1])
     engine.run(keys[1:], until=N_MAX - 1)
     engine.settle()
@@ -285,10 +290,7 @@ def test_rows_that_are_late_are_waited_for(engine: Engine, waits: list[str]) -> 
 def test_rows_that_are_computed_again_lie_where_they_were_to_come(
     engine: Engine, waits: list[str]
 ) -> None:
-    (key,) = keys = [engine.start(LensRequest(**REQUESTS["both"]))]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    engine.results.prepare(deque(keys))
+    (key,) = keys = engine.prepared(1, "both")
     engine.run(keys, until=5)
     # Pre-empted, and taken up again under another number.
     engine.asked[key] = 9
@@ -302,10 +304,7 @@ def test_rows_that_are_computed_again_lie_where_they_were_to_come(
 
 
 def test_a_failure_is_told_of_what_was_prepared(engine: Engine) -> None:
-    keys = [engine.start(LensRequest(**REQUESTS["both"])) for _ in range(2)]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    engine.results.prepare(deque(keys))
+    keys = engine.prepared(2, "both")
     engine.run(keys)
     engine.settle()
     with engine.collector._changed:
@@ -319,10 +318,7 @@ def test_a_failure_is_told_of_what_was_prepared(engine: Engine) -> None:
 
 
 def test_one_score_that_is_no_number_fails_its_own_request(engine: Engine) -> None:
-    keys = [engine.start(LensRequest(**REQUESTS["means"])) for _ in range(3)]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    engine.results.prepare(deque(keys))
+    keys = engine.prepared(3, "means")
     engine.run(keys)
     engine.settle()
     whole = [engine.results._expected[key].prepared.whole for key in keys]  # type: ignore[union-attr]
@@ -339,10 +335,7 @@ def test_one_score_that_is_no_number_fails_its_own_request(engine: Engine) -> No
 
 
 def test_an_aborted_request_that_was_prepared_leaves_nothing(engine: Engine) -> None:
-    (key,) = keys = [engine.start(LensRequest(**REQUESTS["both"]))]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    engine.results.prepare(deque(keys))
+    (key,) = engine.prepared(1, "both")
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
     engine.settle()
