@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.kit.arguments import key_and_json
 from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.files import write_json
 
@@ -179,7 +180,7 @@ class Bench:
             options["tensor_parallel_size"] = self.options.tensor_parallel
         if self.options.max_num_seqs:
             options["max_num_seqs"] = self.options.max_num_seqs
-        return options
+        return options | dict(self.options.engine_option)
 
     def run(self, arms: Sequence[str]) -> None:
         """Measure; stops with what it has when the time is up."""
@@ -296,6 +297,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-gib", type=float, default=0.0, help="cache of each engine; 0: the shape's own")
     add("--gpu-share", type=float, default=0.05, help="gpu_memory_utilization of each engine")
     add("--max-num-seqs", type=int, default=0, help="of each engine; 0: vLLM's default")
+    add(
+        "--engine-option", action="append", type=key_and_json, default=[], metavar="KEY=JSON",
+        help="of every vLLM engine, vllm-lens's too, such as max_cudagraph_capture_size=1024",
+    )  # fmt: skip
     add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.kit.arguments import key_and_json
 from tests.kit.files import write_json
 
 from .protocol import PROFILES, Backend, FloatArray, Suite
@@ -57,23 +58,14 @@ def _backend(options: argparse.Namespace, model: Path, work: Path) -> Backend:
     packages = {"inspect-lens": OWN, "vllm-lens": PEER}
     if options.backend not in packages:
         raise SystemExit(f"--backend {options.backend!r}: {sorted(packages)} or http://HOST:PORT")
-    extra = dict(item.split("=", 1) for item in options.engine_option)
-    parsed = {key: _parse(value) for key, value in extra.items()}
     return Offline(
         packages[options.backend],
         model,
         work=work,
         path=options.path,
-        options=parsed,
+        options=dict(options.engine_option),
         inspect_path=options.inspect_path,
     )
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +120,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder where Inspect lies for test 9, if not beside the engine",
     )
     parser.add_argument(
-        "--engine-option", action="append", default=[], metavar="KEY=JSON",
+        "--engine-option", action="append", type=key_and_json, default=[], metavar="KEY=JSON",
         help="option of every engine that is started, such as enforce_eager=true",
     )  # fmt: skip
     parser.add_argument("--tests", type=int, nargs="+", default=list(NAMES), help="numbers")
