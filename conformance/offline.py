@@ -72,7 +72,7 @@ class Offline:
         self.name = package.name
         self.version = ""
         self.environment: dict[str, Any] = {}
-        self.devices = n_devices()
+        self.max_ranks = n_gpus() or len(cores())
         self._package, self._model, self._options = package, model, dict(options)
         self._path, self._inspect_path = path, inspect_path
         self._work = work
@@ -113,8 +113,13 @@ class Offline:
             **PROFILES[profile],
             **self._options,
         }
+        environment = self.child_environment()
+        if tensor_parallel > 1 and not has_gpu():
+            # One core for each rank; the default wants a memory node for each.
+            bound = "|".join(map(str, cores()[:tensor_parallel]))
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
         log = self._work / f"{profile}-{tensor_parallel}.log"
-        with Child("conformance.worker", environment=self.child_environment(), log=log) as child:
+        with Child("conformance.worker", environment=environment, log=log) as child:
             try:
                 started = child.ask(
                     START_S,
@@ -248,18 +253,21 @@ def _read(answer: dict[str, Any], rows: Any) -> Answer:
     )
 
 
-def n_devices() -> int:
-    """GPUs, or 1 for the CPU."""
+def n_gpus() -> int:
+    """GPUs of this machine."""
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
 
 
 def has_gpu() -> bool:
     """Whether the engines will run on a GPU."""
-    import torch
+    return n_gpus() > 0
 
-    return torch.cuda.is_available()
+
+def cores() -> list[int]:
+    """Cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ class OverHttp:
     def __init__(self, url: str, model: Path, *, profile: Profile) -> None:
         self.name, self.version = "http", ""
         self.environment: dict[str, Any] = {}
-        self.devices = 1
+        self.max_ranks = 1
         self._url, self._model, self._profile = url.rstrip("/"), model, profile
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Do two GPUs give what one gives? Test 8."""
+"""Do two ranks give what one gives? Test 8."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def probe_scores(answers: list[Answer], n_prompt: list[int]) -> np.ndarray:
 def tensor_parallel(suite: Suite) -> Verdict:
     """Test 8: the same requests with tensor-parallel 1 and 2."""
     name, limit = "8 TP parity", f"scores within {TOLERANCE}; lists as long as with one rank"
-    if suite.backend.devices < 2:
-        return Verdict(name, None, None, limit, f"not run: {suite.backend.devices} device")
+    if suite.backend.max_ranks < 2:
+        return Verdict(name, None, None, limit, "not run: no room for a second rank")
     last = (suite.truth.layers - 1,)
     asks = unique_asks([20, 33, 47, 64, 90, 128], max_tokens=4, capture=last, seed=8)
     hooked = Ask(asks[0].prompt, max_tokens=1, hook_layer=1)

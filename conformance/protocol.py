@@ -139,7 +139,8 @@ class Backend(Protocol):
     version: str
     environment: dict[str, Any]
     """Versions and devices, known once an engine was started."""
-    devices: int
+    max_ranks: int
+    """Over how many an engine can be spread: GPUs, or cores."""
 
     def engine(
         self, profile: Profile, *, tensor_parallel: int = 1

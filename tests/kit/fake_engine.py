@@ -211,7 +211,7 @@ class FakeBackend:
 
     model: Model
     fault: str = ""
-    devices: int = 2
+    max_ranks: int = 2
     name: str = "fake"
     version: str = "0"
     environment: dict[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from conformance import offline
 from conformance.protocol import Suite
 from conformance.round_trip import judge_round_trip
 from conformance.suite import NAMES, run_suite
+from tests.kit.child import ChildError
 from tests.kit.fake_engine import FakeBackend, Model
 from tests.kit.files import write_json
 
@@ -76,9 +77,9 @@ def test_where_the_cache_cannot_be_reset_salts_keep_requests_apart(
 
 
 def test_one_device_is_not_a_pass(model: Model, tmp_path: Path) -> None:
-    suite = Suite(FakeBackend(model, devices=1), model, tmp_path)
+    suite = Suite(FakeBackend(model, max_ranks=1), model, tmp_path)
     row = run_suite(suite, [8])["results"][0]
-    assert (row["passed"], row["detail"]) == (None, "not run: 1 device")
+    assert (row["passed"], row["detail"]) == (None, "not run: no room for a second rank")
 
 
 FIRST = {"log": "x.eval", "scores": {"a": 1.25, "b": -0.5}}
@@ -162,6 +163,44 @@ def test_inspect_in_a_folder_of_its_own_is_for_the_eval_only(
     backend.rescore(["score", "log"])
     assert found[0].split(os.pathsep)[0] == "/inspect"
     assert "/inspect" not in backend.child_environment()["PYTHONPATH"].split(os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "own", "bound"),
+    [
+        (1, 0, None, None),
+        (2, 0, None, "3|5"),
+        (3, 0, None, "3|5|8"),
+        (2, 0, "0-3|4-7", "0-3|4-7"),
+        (2, 2, None, None),
+    ],
+)
+def test_ranks_on_a_cpu_have_a_core_each_unless_the_user_binds_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    gpus: int,
+    own: str | None,
+    bound: str | None,
+) -> None:
+    found: dict[str, str] = {}
+
+    def child(module: str, *, environment: dict[str, str], log: Path) -> Any:
+        found.update(environment)
+        raise ChildError("enough")
+
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    monkeypatch.setattr(offline, "Child", child)
+    monkeypatch.setattr(offline, "n_gpus", lambda: gpus)
+    monkeypatch.setattr(offline, "cores", lambda: [3, 5, 8])
+    backend = offline.Offline(offline.OWN, tmp_path, work=tmp_path, path=None, options={})
+    assert backend.max_ranks == (gpus or 3)
+    with pytest.raises(ChildError), backend.engine("wide", tensor_parallel=ranks):
+        pass
+    assert found.get(name) == bound
 
 
 def test_a_failed_eval_is_told_with_the_place_where_it_failed() -> None:
