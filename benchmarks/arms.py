@@ -34,8 +34,8 @@ class Arm:
     engine: str
     request: Callable[[Shape, int], Request] = lambda shape, i: None
     """Extra arguments of the i-th request. `Vector` stands for a steering vector."""
-    setup: Callable[[Any, Shape], None] | None = None
-    """Called once with the engine before the arm's first run, for example to register probes."""
+    probes: Callable[[Shape], Mapping[str, Any]] | None = None
+    """By name, what is registered once with the engine before the arm's first run."""
     note: str = ""
     refusal: str = ""
     """Why the arm cannot run yet; it is then skipped with this reason."""
@@ -77,15 +77,15 @@ def _steer(shape: Shape, i: int) -> Request:
 _PROBES = [f"probe-{i}" for i in range(16)]
 
 
-def _register_probes(llm: Any, shape: Shape) -> None:
-    from inspect_lens.engine import register
+def _probes(shape: Shape) -> Mapping[str, Any]:
     from inspect_lens.spec import EngineProbe
 
     layers = sorted({0, shape.layer, 2 * shape.layer, shape.layers - 1})
+    probes = {}
     for i, name in enumerate(_PROBES):
         weight = np.random.default_rng(i).standard_normal((len(layers), shape.hidden))
-        probe = EngineProbe(layers=layers, tensors={"weight": weight.astype(np.float32)})
-        register(llm, name, probe)
+        probes[name] = EngineProbe(layers=layers, tensors={"weight": weight.astype(np.float32)})
+    return probes
 
 
 def _mixed(shape: Shape, i: int) -> Request:
@@ -126,7 +126,7 @@ ARMS = {
     "probes-16x4": Arm(
         "lens",
         lambda shape, i: {"inspect_lens": {"probes": _PROBES}},
-        setup=_register_probes,
+        probes=_probes,
         note="16 linear probes, each over 4 layers, mean over the completion; scores only",
     ),
     "steer-256": Arm(

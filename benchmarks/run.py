@@ -70,6 +70,9 @@ class Bench:
             if ARMS[arm].refusal:
                 self.skip(arm, ARMS[arm].refusal)
                 continue
+            if self.options.served and ENGINES[kind].is_hf:
+                self.skip(arm, "not a server")
+                continue
             name = f"{self.model}/{kind}"
             if name not in self.results.engines:
                 self.results.engines[name] = self._start_engine(kind)
@@ -93,9 +96,8 @@ class Bench:
         self.children[kind] = child
         shown = {k: v for k, v in engine_options.items() if k != "model"}
         try:
-            about = child.ask(
-                self.left(), do="start", kind=kind, model=self.model, options=engine_options
-            )
+            asked = {"kind": kind, "model": self.model, "options": engine_options}
+            about = child.ask(self.left(), do="start", served=self.options.served, **asked)
         except ChildError as error:
             reason = f"{error} | {child.tail(600)}"
             self._drop(kind)
@@ -303,6 +305,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
+    add("--served", action="store_true", help="over HTTP, of vLLM's API server")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")
     add("--host", action="store_true", help="time the lens's parts of the step loop in one more")
     add("--timeline", action="store_true", help="trace the device's steps in one more run")
@@ -312,7 +315,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--lens-setting", action="append", default=[], metavar="NAME=VALUE",
         help="environment variable of the engines with the lens",
     )  # fmt: skip
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    inside = [name for name in ("steps", "host", "timeline", "threads") if getattr(options, name)]
+    if options.served and inside:
+        parser.error(f"--served: a server is not looked into; leave --{inside[0]} out")
+    return options
 
 
 if __name__ == "__main__":

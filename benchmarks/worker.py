@@ -65,9 +65,12 @@ class Vllm:
 
     def prepare(self, arm: str) -> None:
         """Set an arm up, once."""
-        setup = ARMS[arm].setup
-        if setup is not None and arm not in self._set_up:
-            setup(self.llm, self._shape)
+        probes = ARMS[arm].probes
+        if probes is not None and arm not in self._set_up:
+            from inspect_lens.engine import register
+
+            for name, probe in probes(self._shape).items():
+                register(self.llm, name, probe)
         self._set_up.add(arm)
 
     def run(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
@@ -204,11 +207,15 @@ def main() -> None:
         engine.close()
 
 
-def _start(kind: str, model: str, options: dict[str, Any]) -> Any:
-    if ENGINES[kind].is_hf:
+def _start(kind: str, model: str, options: dict[str, Any], *, served: bool = False) -> Any:
+    if served:
+        from .served import Served
+
+        made: Any = Served(kind, SHAPES[model], options)
+    elif ENGINES[kind].is_hf:
         from .hugging_face import HuggingFace
 
-        made: Any = HuggingFace(SHAPES[model], **options)
+        made = HuggingFace(SHAPES[model], **options)
     else:
         made = Vllm(kind, SHAPES[model], options)
     # As vLLM's server does when it has started: a full collection of all that was imported takes

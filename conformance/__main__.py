@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.kit.api_server import flags
 from tests.kit.arguments import key_and_json
 from tests.kit.files import write_json
 
@@ -72,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite; the exit code is 1 where a test failed."""
     options = _options(arguments)
     if options.print_server:
-        from .offline import flags
-
         words = ["python -m vllm.entrypoints.openai.api_server", f"--model {options.model}"]
         words += [*flags(PROFILES[options.print_server]), "--enable-prompt-tokens-details"]
         sys.stdout.write(" ".join(words) + "\n")

@@ -6,11 +6,8 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kit.api_server import api_server
 from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.process_tree import settled_usage
 
@@ -138,34 +136,15 @@ class Offline:
     def server(self) -> Iterator[str]:
         """Start an API server of the model, for an eval."""
         self._need_inspect()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        options = {**PROFILES["wide"], "dtype": "bfloat16" if has_gpu() else "float32"}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self._model), "--host", "127.0.0.1", "--port", str(port)]
-        command += flags({**options, **self._options})
-        log = (self._work / "server.log").open("wb")
-        process = subprocess.Popen(
-            command,
-            env=self.child_environment(),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_ready(process, url, self._work / "server.log")
+        options = {
+            "model": str(self._model),
+            **PROFILES["wide"],
+            "dtype": "bfloat16" if has_gpu() else "float32",
+            **self._options,
+        }
+        environment, log = self.child_environment(), self._work / "server.log"
+        with api_server(options, environment=environment, log=log) as url:
             yield url
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 15)
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait(timeout=30)
-            log.close()
 
     def _need_inspect(self) -> None:
         if not self._inspect_path and importlib.util.find_spec("inspect_ai") is None:
@@ -268,30 +247,6 @@ def has_gpu() -> bool:
 def cores() -> list[int]:
     """Cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
-
-
-def flags(options: Mapping[str, Any]) -> list[str]:
-    """Engine options as a server's command line."""
-    words: list[str] = []
-    for key, value in options.items():
-        name = "--" + key.replace("_", "-")
-        words += [name] if value is True else [] if value is False else [name, str(value)]
-    return words
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait for a server's health route.
-
-    Raises:
-        ChildError: it ended or took too long.
-    """
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError):
-            if urllib.request.urlopen(f"{url}/health", timeout=2).status == 200:
-                return
-        time.sleep(0.5)
-    raise ChildError(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def run_inspect(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:

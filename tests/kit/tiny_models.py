@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["BITS", "READOUT", "RESERVED", "marked_llama", "tiny_llama"]
+__all__ = ["BITS", "READOUT", "RESERVED", "marked_llama", "tiny_llama", "write_words"]
 
 BITS = 16
 """Hidden coordinates 0 to 15 of a marked model hold the bits of the token's id as -1 or +1."""
@@ -86,9 +86,14 @@ def marked_llama(
             layer.self_attn.o_proj.weight[:RESERVED] = 0
             layer.mlp.down_proj.weight[:RESERVED] = 0
     model.save_pretrained(folder)
+    write_words(folder, vocab)
+    return folder
+
+
+def write_words(folder: Path, vocab: int) -> None:
+    """Write a word-level tokenizer beside a model: id 17 is the word `t17`."""
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(folder)
-    return folder

@@ -10,10 +10,11 @@ import httpx
 import numpy as np
 import pytest
 
-from conformance.offline import flags, wire
+from conformance.offline import wire
 from conformance.over_http import HttpEngine, OverHttp, read_response
 from conformance.protocol import Ask, NotSupported, Vector
 from inspect_lens.spec import SteeringVector, as_tensor_data, encode_tensor
+from tests.kit.api_server import flags
 
 ROWS = np.arange(24, dtype=np.float32).reshape(1, 4, 6)
 CHOICE = {
@@ -110,8 +111,8 @@ def test_tests_of_another_profile_say_how_to_start_their_server(tmp_path: Path) 
 
 
 def test_options_become_flags_and_requests_become_json() -> None:
-    assert flags({"max_num_seqs": 8, "enforce_eager": True, "x": False}) == [
-        "--max-num-seqs", "8", "--enforce-eager",
+    assert flags({"max_num_seqs": 8, "enforce_eager": True, "x": False, "y": {"z": True}}) == [
+        "--max-num-seqs", "8", "--enforce-eager", "--y", '{"z": true}',
     ]  # fmt: skip
     message = json.loads(json.dumps(wire(Ask((1, 2), vectors=(Vector(ROWS, (0,)),)))))
     assert message["prompt"] == [1, 2]

@@ -1,0 +1,219 @@
+"""vLLM's API server and one client, which asks for everything at once over HTTP.
+
+Seconds are from the first request to the last byte of the last result in this process's hands. The
+client is the same in every arm: bodies are written before the clock starts, and of a response no
+more is read before it stops than what it takes to fetch the activations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.kit.api_server import api_server
+from tests.kit.process_tree import usage
+from tests.kit.tiny_models import write_words
+
+from .arms import ARMS, ENGINES, Vector
+from .loads import LOADS, requests
+from .shapes import Shape
+
+__all__ = ["Served", "body", "check"]
+
+BYTES = "activations of one request"
+"""Key of the fetched bytes beside a response's own."""
+
+
+class Served:
+    """A server of one kind of engine."""
+
+    def __init__(self, kind: str, shape: Shape, options: Mapping[str, Any]) -> None:
+        folder = Path(options["model"])
+        # A server makes text of tokens, which costs time; so it needs words.
+        write_words(folder, shape.vocab)
+        given = {k: v for k, v in options.items() if k != "skip_tokenizer_init"}
+        # The route that forgets cached prefixes is there in development mode only.
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self._shape, self._is_peer = shape, ENGINES[kind].is_peer
+        self._set_up: set[str] = set()
+        self._stack = contextlib.ExitStack()
+        self._url = self._stack.enter_context(
+            api_server(
+                {**given, "served_model_name": "model", "uvicorn_log_level": "warning"},
+                environment=environment,
+                log=folder.parent / f"{folder.name}-{kind}-server.log",
+            )
+        )
+
+    def prepare(self, arm: str) -> None:
+        """Set an arm up, once."""
+        probes = ARMS[arm].probes
+        if probes is not None and arm not in self._set_up:
+            for name, probe in probes(self._shape).items():
+                item = {"name": name, "probe": probe.model_dump(mode="json")}
+                self._post("/v1/inspect_lens/registry", item)
+        self._set_up.add(arm)
+
+    def run(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
+        """One timed run."""
+        self.prepare(arm)
+        drawn = requests(LOADS[load], vocab=self._shape.vocab, seed=seed)
+        asked = [ARMS[arm].request(self._shape, i) for i in range(len(drawn))]
+        bodies = [
+            json.dumps(body(prompt, sampled, request, is_peer=self._is_peer)).encode()
+            for (prompt, sampled), request in zip(drawn, asked, strict=True)
+        ]
+        self._post("/reset_prefix_cache", None)
+        before = self._preemptions()
+        seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s))
+        for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
+            check(answer, request, len(prompt), sampled, self._shape)
+        return {
+            "seconds": seconds,
+            "tokens": sum(sampled for _, sampled in drawn),
+            "preemptions": self._preemptions() - before,
+            "shared_bytes": usage(os.getpid()).shared_bytes,
+        }
+
+    def _post(self, path: str, content: Any) -> None:
+        data = b"" if content is None else json.dumps(content).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(self._url + path, data=data, headers=headers)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            answer.read()
+
+    def _preemptions(self) -> int:
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        found = re.findall(r"^vllm:num_preemptions_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
+        return int(sum(float(value) for value in found))
+
+    def close(self) -> None:
+        """End the server."""
+        self._stack.close()
+
+
+def body(
+    prompt: Sequence[int], sampled: int, request: Mapping[str, Any] | None, *, is_peer: bool
+) -> dict[str, Any]:
+    """The body of one completion, in the words that vllm-lens knows, too.
+
+    Args:
+        prompt: token ids.
+        sampled: tokens to sample.
+        request: of the arm; None for a plain one.
+        is_peer: whether the server is vllm-lens', which knows no handles.
+    """
+    made: dict[str, Any] = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": sampled,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    if not request:
+        return made
+    words = {
+        key: [_wire(v) for v in value] if key == "apply_steering_vectors" else value
+        for key, value in request.items()
+    }
+    if "output_residual_stream" in words and not is_peer:
+        words["activations_transport"] = "binary"
+    xargs = {k: v if isinstance(v, str) else json.dumps(v) for k, v in words.items()}
+    return made | {"vllm_xargs": xargs}
+
+
+def _wire(vector: Vector) -> dict[str, Any]:
+    from inspect_lens.spec import as_tensor_data, encode_tensor
+
+    return {
+        "activations": encode_tensor(as_tensor_data(vector.values.astype("float32")[None])),
+        "layer_indices": [vector.layer],
+        "scale": vector.scale,
+    }
+
+
+async def ask_all(
+    url: str, bodies: Sequence[bytes], limit_s: float
+) -> tuple[float, list[dict[str, Any]]]:
+    """Ask for all completions at once.
+
+    Args:
+        url: of the server.
+        bodies: as JSON.
+        limit_s: seconds after which to give up.
+
+    Returns:
+        Seconds, and the responses; under `BYTES` what their handle stood for.
+
+    Raises:
+        RuntimeError: the server refused one.
+    """
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(
+        base_url=url,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=limit_s),
+    ) as session:
+
+        async def ask(content: bytes) -> dict[str, Any]:
+            async with session.post("/v1/completions", data=content, headers=headers) as response:
+                text = await response.read()
+                if response.status != 200:
+                    raise RuntimeError(f"HTTP {response.status}: {text[:1000]!r}")
+            answer: dict[str, Any] = json.loads(text)
+            for entry in (answer.get("activations") or {}).values():
+                if handle := entry.get("handle"):
+                    async with session.get(f"/v1/activations/{handle}") as response:
+                        response.raise_for_status()
+                        answer[BYTES] = await response.read()
+            return answer
+
+        started = time.perf_counter()
+        answers = await asyncio.gather(*map(ask, bodies))
+        return time.perf_counter() - started, list(answers)
+
+
+def check(
+    answer: Mapping[str, Any],
+    request: Mapping[str, Any] | None,
+    n_prompt: int,
+    sampled: int,
+    shape: Shape,
+) -> None:
+    """See that what was asked for came: otherwise the seconds mean nothing.
+
+    Raises:
+        RuntimeError: it did not.
+    """
+    n = answer["usage"]["completion_tokens"]
+    if n != sampled:
+        raise RuntimeError(f"{n} tokens sampled instead of {sampled}")
+    request = request or {}
+    layers = request.get("output_residual_stream")
+    if layers:
+        wanted = [shape.layers if layers is True else len(layers), n_prompt + sampled - 1]
+        entry = answer["activations"]["residual_stream"]
+        found = list(entry["shape"])
+        if found != [*wanted, shape.hidden]:
+            raise RuntimeError(f"a tensor is {found} instead of {[*wanted, shape.hidden]}")
+        if "handle" in entry and len(answer.get(BYTES, b"")) != entry["nbytes"]:
+            raise RuntimeError(f"{len(answer.get(BYTES, b''))} bytes of {entry['nbytes']}")
+    if request.get("inspect_lens"):
+        read = {probe["n_tokens"] for probe in answer["inspect_lens"]["probes"]}
+        if read != {sampled - 1}:
+            raise RuntimeError(f"probes read {read} tokens")
+    if request.get("apply_steering_vectors"):
+        steered = answer["inspect_lens"]["steer"]["n_tokens"]
+        if steered != n_prompt + sampled - 1:
+            raise RuntimeError(f"{steered} tokens were steered")

@@ -1,0 +1,91 @@
+"""vLLM's API server as a process below this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .child import ChildError
+
+__all__ = ["api_server", "flags"]
+
+START_S = 570.0
+STOP_S = 30.0
+
+
+@contextlib.contextmanager
+def api_server(
+    options: Mapping[str, Any], *, environment: Mapping[str, str], log: Path
+) -> Iterator[str]:
+    """Start a server, and end it with all that it started.
+
+    Args:
+        options: of the engine and of the server, by Python's names.
+        environment: of the server.
+        log: file for what it prints.
+
+    Yields:
+        Its address, once it is healthy.
+
+    Raises:
+        ChildError: it ended or took too long.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += flags({**options, "host": "127.0.0.1", "port": port})
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=dict(environment), stdout=output, stderr=output)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(process, url, log)
+            yield url
+        finally:
+            _end(process)
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as a server's command line; what is False is left out."""
+    words: list[str] = []
+    for key, value in options.items():
+        name = "--" + key.replace("_", "-")
+        text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+        words += [name] if value is True else [] if value is False else [name, text]
+    return words
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"{url}/health", timeout=2).status == 200:
+                return
+        time.sleep(0.5)
+    raise ChildError(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=STOP_S)
+    process.kill()
+    process.wait(timeout=STOP_S)
+    # A server that was ended in order has taken them with it.
+    for child in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(below, timeout=STOP_S)
