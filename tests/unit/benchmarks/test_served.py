@@ -1,0 +1,226 @@
+"""The client of a served benchmark: what it asks for, fetches, and does not let pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import served
+from benchmarks.arms import ARMS
+from benchmarks.run import parse
+from benchmarks.served import BYTES, Served, ask_all, body, check
+from benchmarks.shapes import SHAPES
+from inspect_lens.spec import EngineProbe, parse_extra_args
+
+SHAPE = SHAPES["tiny"]
+
+
+class Fake(ThreadingHTTPServer):
+    """Answers as a lens server does, with rows of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.paths: list[str] = []
+        self.registered: dict[str, Any] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.refused = ""
+        self.at_once = 0
+        self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    def completion(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """One answer."""
+        xargs = asked.get("vllm_xargs", {})
+        answer: dict[str, Any] = {"usage": {"completion_tokens": asked["max_tokens"]}}
+        n_fed = len(asked["prompt"]) + asked["max_tokens"] - 1
+        receipt: dict[str, Any] = {}
+        if "output_residual_stream" in xargs:
+            layers = json.loads(xargs["output_residual_stream"])
+            n_layers = SHAPE.layers if layers is True else len(layers)
+            shape = [n_layers, n_fed, SHAPE.hidden]
+            n_bytes = 4 * int(np.prod(shape))
+            entry = {"shape": shape, "nbytes": n_bytes, "handle": f"h{n_bytes}"}
+            answer["activations"] = {"residual_stream": entry}
+        if "inspect_lens" in xargs:
+            names = json.loads(xargs["inspect_lens"])["probes"]
+            receipt["probes"] = [{"name": n, "n_tokens": asked["max_tokens"] - 1} for n in names]
+        if "apply_steering_vectors" in xargs:
+            receipt["steer"] = {"n_tokens": n_fed}
+        return answer | ({"inspect_lens": receipt} if xargs else {})
+
+
+class Answers(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Fake
+
+    def do_POST(self) -> None:
+        """Answer."""
+        self.server.paths.append(self.path)
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v1/completions":
+            with self.server.lock:
+                self.server.at_once += 1
+                self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+            asked = json.loads(content)
+            self.server.bodies.append(asked)
+            # Long enough for all to be here at once.
+            threading.Event().wait(0.3)
+            with self.server.lock:
+                self.server.at_once -= 1
+            if self.server.refused:
+                self._answer(400, self.server.refused.encode())
+                return
+            self._answer(200, json.dumps(self.server.completion(asked)).encode())
+            return
+        if self.path.endswith("/registry"):
+            item = json.loads(content)
+            self.server.registered[item["name"]] = item["probe"]
+        self._answer(200, b"{}")
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.server.paths.append(self.path)
+        if self.path == "/metrics":
+            self._answer(200, b'vllm:num_preemptions_total{engine="0",model_name="model"} 3.0\n')
+        else:
+            self._answer(200, b"\0" * int(self.path.rpartition("/h")[2]))
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    server = Fake()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def made(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    started: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def api_server(options: Any, *, environment: Any, log: Path) -> Iterator[str]:
+        started.update(options=options, environment=environment, log=log)
+        yield f"http://127.0.0.1:{fake.server_address[1]}"
+
+    monkeypatch.setattr(served, "api_server", api_server)
+    options = {"model": str(SHAPE.write(tmp_path / "tiny")), "skip_tokenizer_init": True, "x": 1}
+    made = Served("lens", SHAPE, options)
+    assert started["options"]["x"] == 1
+    assert "skip_tokenizer_init" not in started["options"]
+    assert (tmp_path / "tiny" / "tokenizer.json").exists()
+    assert started["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
+    return made
+
+
+@pytest.mark.parametrize("arm", ["idle", "capture-1", "capture-all", "steer", "probes-16x4"])
+def test_an_arm_is_asked_for_at_once_fetched_and_checked(
+    made: Served, fake: Fake, arm: str
+) -> None:
+    run = made.run(arm, "smoke", 0, 20.0)
+    assert run["tokens"] == 6 * 8
+    assert run["preemptions"] == 0
+    assert fake.most_at_once == 6
+    assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
+    fetched = sum(path.startswith("/v1/activations/") for path in fake.paths)
+    assert fetched == (6 if arm.startswith("capture") else 0)
+    for asked in fake.bodies:
+        wanted = parse_extra_args(asked.get("vllm_xargs"))
+        assert (wanted is None) == (arm == "idle")
+
+
+def test_probes_are_registered_once_and_as_the_server_reads_them(made: Served, fake: Fake) -> None:
+    for seed in (0, 1):
+        made.run("probes-16x4", "smoke", seed, 20.0)
+    assert fake.paths.count("/v1/inspect_lens/registry") == 16
+    probes = ARMS["probes-16x4"].probes
+    assert probes is not None
+    expected = probes(SHAPE)
+    for name, form in fake.registered.items():
+        probe = EngineProbe.model_validate(form)
+        assert probe.layers == expected[name].layers
+        found, wanted = (p.tensors["weight"].to_float32() for p in (probe, expected[name]))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_refusal_is_told_with_what_the_server_said(made: Served, fake: Fake) -> None:
+    fake.refused = "no such layer"
+    with pytest.raises(RuntimeError, match=r"HTTP 400.*no such layer"):
+        made.run("idle", "smoke", 0, 20.0)
+
+
+def test_what_takes_too_long_is_given_up(fake: Fake) -> None:
+    content = json.dumps(body([1, 2], 4, None, is_peer=False)).encode()
+    with pytest.raises(TimeoutError):
+        asyncio.run(ask_all(f"http://127.0.0.1:{fake.server_address[1]}", [content], 0.05))
+
+
+def test_vllm_lens_is_asked_for_no_handle() -> None:
+    request = {"output_residual_stream": [2]}
+    ours = body([1], 4, request, is_peer=False)["vllm_xargs"]
+    assert ours == {"output_residual_stream": "[2]", "activations_transport": "binary"}
+    theirs = body([1], 4, request, is_peer=True)["vllm_xargs"]
+    assert theirs == {"output_residual_stream": "[2]"}
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    entry = {"shape": [1, 9, SHAPE.hidden], "nbytes": 4, "handle": "h"}
+    made: dict[str, Any] = {
+        "usage": {"completion_tokens": 5},
+        "activations": {"residual_stream": entry},
+        BYTES: b"1234",
+        "inspect_lens": {"probes": [{"n_tokens": 4}], "steer": {"n_tokens": 9}},
+    }
+    return made | changes
+
+
+@pytest.mark.parametrize(
+    ("request_", "changes", "says"),
+    [
+        (None, {"usage": {"completion_tokens": 4}}, "4 tokens sampled instead of 5"),
+        ({"output_residual_stream": [1, 2]}, {}, "instead of"),
+        ({"output_residual_stream": [1]}, {BYTES: b"123"}, "3 bytes of 4"),
+        ({"inspect_lens": {"probes": ["a"]}}, {"inspect_lens": {"probes": []}}, "probes read"),
+        (
+            {"apply_steering_vectors": ["v"]},
+            {"inspect_lens": {"steer": {"n_tokens": 8}}},
+            "8 tokens were steered",
+        ),
+    ],
+)
+def test_what_did_not_come_is_an_error(
+    request_: dict[str, Any] | None, changes: dict[str, Any], says: str
+) -> None:
+    check(answer(), {"output_residual_stream": [1]}, 5, 5, SHAPE)
+    check(answer(), {"inspect_lens": {"probes": ["a"]}}, 5, 5, SHAPE)
+    check(answer(), {"apply_steering_vectors": ["v"]}, 5, 5, SHAPE)
+    with pytest.raises(RuntimeError, match=says):
+        check(answer(**changes), request_, 5, 5, SHAPE)
+
+
+def test_a_server_is_not_looked_into(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--out", "r.json", "--served", "--host"])
+    assert "leave --host out" in capsys.readouterr().err
