@@ -22,6 +22,7 @@ WAITS = {
     "end_ms": "from there to the end",
     "end_own_ms": "work of the client's thread in that time",
     "busy_ms": "time of all the machine's cores, whoever used them",
+    "server_own_ms": "work of the API server's process, without its engine's",
     "stolen_ms": "time that the machine's host gave to others",
 }
 """What is noted of each run beside its seconds, in milliseconds."""

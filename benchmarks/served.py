@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from tests.kit.api_server import api_server
 from tests.kit.process_tree import usage
@@ -47,13 +48,14 @@ class Served:
         self._shape, self._is_peer = shape, ENGINES[kind].is_peer
         self._set_up: set[str] = set()
         self._stack = contextlib.ExitStack()
-        self._url = self._stack.enter_context(
+        made = self._stack.enter_context(
             api_server(
                 {**given, "served_model_name": "model", "uvicorn_log_level": "warning"},
                 environment=environment,
                 log=folder.parent / f"{folder.name}-{kind}-server.log",
             )
         )
+        self._url, self._server = made.url, psutil.Process(made.pid)
 
     def prepare(self, arm: str) -> None:
         """Set an arm up, once."""
@@ -74,8 +76,9 @@ class Served:
             for (prompt, sampled), request in zip(drawn, asked, strict=True)
         ]
         self._post("/reset_prefix_cache", None)
-        before = self._preemptions()
+        before, own = self._preemptions(), self._own_ms()
         seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s))
+        own = self._own_ms() - own
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
             check(answer, request, len(prompt), sampled, self._shape)
         return {
@@ -83,7 +86,13 @@ class Served:
             "tokens": sum(sampled for _, sampled in drawn),
             "preemptions": self._preemptions() - before,
             "shared_bytes": usage(os.getpid()).shared_bytes,
+            "server_own_ms": own,
         }
+
+    def _own_ms(self) -> float:
+        """Work of the API server's own process so far."""
+        times = self._server.cpu_times()
+        return 1e3 * (times.user + times.system)
 
     def _post(self, path: str, content: Any) -> None:
         data = b"" if content is None else json.dumps(content).encode()

@@ -143,8 +143,8 @@ class Offline:
             **self._options,
         }
         environment, log = self.child_environment(), self._work / "server.log"
-        with api_server(options, environment=environment, log=log) as url:
-            yield url
+        with api_server(options, environment=environment, log=log) as made:
+            yield made.url
 
     def _need_inspect(self) -> None:
         if not self._inspect_path and importlib.util.find_spec("inspect_ai") is None:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,24 @@ import psutil
 
 from .child import ChildError
 
-__all__ = ["api_server", "flags"]
+__all__ = ["ApiServer", "api_server", "flags"]
 
 START_S = 570.0
 STOP_S = 30.0
 
 
+@dataclass(frozen=True)
+class ApiServer:
+    """A server that is healthy."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
 def api_server(
     options: Mapping[str, Any], *, environment: Mapping[str, str], log: Path
-) -> Iterator[str]:
+) -> Iterator[ApiServer]:
     """Start a server, and end it with all that it started.
 
     Args:
@@ -35,7 +44,7 @@ def api_server(
         log: file for what it prints.
 
     Yields:
-        Its address, once it is healthy.
+        The server, once it is healthy.
 
     Raises:
         ChildError: it ended or took too long.
@@ -50,7 +59,7 @@ def api_server(
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(process, url, log)
-            yield url
+            yield ApiServer(url, process.pid)
         finally:
             _end(process)
 

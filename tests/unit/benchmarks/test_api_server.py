@@ -43,11 +43,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_a_server_is_ended_with_all_that_it_started(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    with api_server({"model": "m"}, environment=environment, log=tmp_path / "log") as url:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+    with api_server({"model": "m"}, environment=environment, log=tmp_path / "log") as made:
+        with urllib.request.urlopen(f"{made.url}/health", timeout=5) as answer:
             child = psutil.Process(int(answer.read()))
         server = child.parent()
         assert server is not None
+        assert server.pid == made.pid
         assert server.ppid() == os.getpid()
     gone = [not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in (child, server)]
     assert gone == [True, True]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from benchmarks.run import parse
 from benchmarks.served import BYTES, Served, ask_all, body, check
 from benchmarks.shapes import SHAPES
 from inspect_lens.spec import EngineProbe, parse_extra_args
+from tests.kit.api_server import ApiServer
 
 SHAPE = SHAPES["tiny"]
 
@@ -121,9 +125,9 @@ def made(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     started: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def api_server(options: Any, *, environment: Any, log: Path) -> Iterator[str]:
+    def api_server(options: Any, *, environment: Any, log: Path) -> Iterator[ApiServer]:
         started.update(options=options, environment=environment, log=log)
-        yield f"http://127.0.0.1:{fake.server_address[1]}"
+        yield ApiServer(f"http://127.0.0.1:{fake.server_address[1]}", os.getpid())
 
     monkeypatch.setattr(served, "api_server", api_server)
     options = {"model": str(SHAPE.write(tmp_path / "tiny")), "skip_tokenizer_init": True, "x": 1}
@@ -132,6 +136,9 @@ def made(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     assert "skip_tokenizer_init" not in started["options"]
     assert (tmp_path / "tiny" / "tokenizer.json").exists()
     assert started["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
+    busy = itertools.count()
+    times = lambda: SimpleNamespace(user=next(busy) / 8, system=7 + next(busy) / 8)  # noqa: E731
+    monkeypatch.setattr(made, "_server", SimpleNamespace(cpu_times=times))
     return made
 
 
@@ -142,6 +149,7 @@ def test_an_arm_is_asked_for_at_once_fetched_and_checked(
     run = made.run(arm, "smoke", 0, 20.0)
     assert run["tokens"] == 6 * 8
     assert run["preemptions"] == 0
+    assert run["server_own_ms"] == 500.0
     assert fake.most_at_once == 6
     assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
     fetched = sum(path.startswith("/v1/activations/") for path in fake.paths)
