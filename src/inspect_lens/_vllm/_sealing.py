@@ -139,14 +139,15 @@ def _make_own(params: Any) -> None:
 
     Args:
         params: a shallow copy; changed in place. It is left as it is, and vLLM copies it, where
-            something else than plain values and flat containers of them is in it.
+            something else than plain values and flat containers of them is in it. Those of a
+            server's routes are theirs alone, and say so.
 
     Raises:
         Exception: vLLM's own, of parameters that are wrong.
     """
     kind: Any = type(params)
-    if not hasattr(params, "skip_clone"):
-        return
+    if getattr(params, "skip_clone", True):
+        return  # or vLLM knows nothing of it
     values = _values_of(kind)(params)
     odd = set(map(type, values)) - _PLAIN - _CONTAINERS
     if not all(issubclass(one, Enum) for one in odd):
