@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from tests.kit.api_server import api_server
+from tests.kit.api_server import api_server, preemptions
 from tests.kit.process_tree import usage
 from tests.kit.tiny_models import write_words
 
@@ -103,9 +102,7 @@ class Served:
 
     def _preemptions(self) -> int:
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-        found = re.findall(r"^vllm:num_preemptions_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        return int(sum(float(value) for value in found))
+            return preemptions(answer.read().decode())
 
     def close(self) -> None:
         """End the server."""

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 
 from inspect_lens.spec import as_tensor_data, decode_tensor, encode_tensor
+from tests.kit.api_server import preemptions
 from tests.kit.child import ROOT
 
 from .offline import run_inspect
@@ -140,9 +140,7 @@ class HttpEngine:
 
     def preemptions(self) -> int:
         """Count as vLLM does, from `/metrics`."""
-        text = self._client.get("/metrics").text
-        found = re.findall(r"^vllm:num_preemptions_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        return int(sum(float(value) for value in found))
+        return preemptions(self._client.get("/metrics").text)
 
     def leftovers(self) -> Mapping[str, int]:
         """Requests in flight as the server counts them."""

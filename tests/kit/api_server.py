@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import psutil
 
 from .child import ChildError
 
-__all__ = ["ApiServer", "api_server", "flags"]
+__all__ = ["ApiServer", "api_server", "flags", "preemptions"]
 
 START_S = 570.0
 STOP_S = 30.0
@@ -72,6 +73,16 @@ def flags(options: Mapping[str, Any]) -> list[str]:
         text = json.dumps(value) if isinstance(value, dict | list) else str(value)
         words += [name] if value is True else [] if value is False else [name, text]
     return words
+
+
+def preemptions(metrics: str) -> int:
+    """Pre-emptions since a server's start, of all its engines.
+
+    Args:
+        metrics: text of its route `/metrics`.
+    """
+    found = re.findall(r"^vllm:num_preemptions_total\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
+    return int(sum(float(value) for value in found))
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
