@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from inspect_lens.spec import SteeringVector, to_wire_args
 from tests.kit.api_server import api_server, preemptions
 from tests.kit.process_tree import usage
 from tests.kit.tiny_models import write_words
@@ -79,6 +80,9 @@ class Served:
         seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s))
         own = self._own_ms() - own
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
+            has_frame = not self._is_peer and "activations" in answer
+            if has_frame and BYTES not in answer:
+                raise RuntimeError("activations came in the JSON instead of with a handle")
             check(answer, request, len(prompt), sampled, self._shape)
         return {
             "seconds": seconds,
@@ -129,24 +133,19 @@ def body(
     }
     if not request:
         return made
-    words = {
-        key: [_wire(v) for v in value] if key == "apply_steering_vectors" else value
+    asked = {
+        key: [_steering(v) for v in value] if key == "apply_steering_vectors" else value
         for key, value in request.items()
     }
-    if "output_residual_stream" in words and not is_peer:
-        words["activations_transport"] = "binary"
-    xargs = {k: v if isinstance(v, str) else json.dumps(v) for k, v in words.items()}
-    return made | {"vllm_xargs": xargs}
+    if "output_residual_stream" in asked and not is_peer:
+        asked["activations_transport"] = "binary"
+    return made | {"vllm_xargs": to_wire_args(asked)}
 
 
-def _wire(vector: Vector) -> dict[str, Any]:
-    from inspect_lens.spec import as_tensor_data, encode_tensor
-
-    return {
-        "activations": encode_tensor(as_tensor_data(vector.values.astype("float32")[None])),
-        "layer_indices": [vector.layer],
-        "scale": vector.scale,
-    }
+def _steering(vector: Vector) -> SteeringVector:
+    return SteeringVector(
+        activations=vector.values[None], layer_indices=[vector.layer], scale=vector.scale
+    )
 
 
 async def ask_all(

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from .child import ChildError
+from .child import ROOT, ChildError
 
 __all__ = ["ApiServer", "api_server", "flags", "preemptions"]
 
@@ -37,7 +37,7 @@ class ApiServer:
 def api_server(
     options: Mapping[str, Any], *, environment: Mapping[str, str], log: Path
 ) -> Iterator[ApiServer]:
-    """Start a server, and end it with all that it started.
+    """Start a server at the root of this repository, and end it with all that it started.
 
     Args:
         options: of the engine and of the server, by Python's names.
@@ -56,7 +56,9 @@ def api_server(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += flags({**options, "host": "127.0.0.1", "port": port})
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=dict(environment), stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(process, url, log)

@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks import served
 from benchmarks.arms import ARMS
+from benchmarks.results_file import WAITS
 from benchmarks.run import parse
 from benchmarks.served import BYTES, Served, ask_all, body, check
 from benchmarks.shapes import SHAPES
@@ -40,6 +41,9 @@ class Fake(ThreadingHTTPServer):
         self.at_once = 0
         self.most_at_once = 0
         self.lock = threading.Lock()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has given up."""
 
     def completion(self, asked: dict[str, Any]) -> dict[str, Any]:
         """One answer."""
@@ -150,6 +154,7 @@ def test_an_arm_is_asked_for_at_once_fetched_and_checked(
     assert run["tokens"] == 6 * 8
     assert run["preemptions"] == 0
     assert run["server_own_ms"] == 500.0
+    assert set(run) & set(WAITS) == {"server_own_ms"}, "else it is not in the file"
     assert fake.most_at_once == 6
     assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
     fetched = sum(path.startswith("/v1/activations/") for path in fake.paths)
@@ -171,6 +176,21 @@ def test_probes_are_registered_once_and_as_the_server_reads_them(made: Served, f
         assert probe.layers == expected[name].layers
         found, wanted = (p.tensors["weight"].to_float32() for p in (probe, expected[name]))
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_rows_in_the_json_are_not_taken_for_the_binary_transport(
+    made: Served, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fake.completion
+
+    def inline(asked: dict[str, Any]) -> dict[str, Any]:
+        answer = whole(asked)
+        del answer["activations"]["residual_stream"]["handle"]
+        return answer
+
+    monkeypatch.setattr(fake, "completion", inline)
+    with pytest.raises(RuntimeError, match="instead of with a handle"):
+        made.run("capture-1", "smoke", 0, 20.0)
 
 
 def test_a_refusal_is_told_with_what_the_server_said(made: Served, fake: Fake) -> None:

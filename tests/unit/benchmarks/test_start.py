@@ -18,12 +18,14 @@ class Started:
     """A child that starts whatever it is told to, and keeps what that was."""
 
     all: dict[str, dict[str, Any]]
+    served: list[bool]
 
     def __init__(self, module: str, *, environment: dict[str, str], log: Path) -> None:
         self.environment = environment
 
     def ask(self, limit: float, **message: Any) -> dict[str, Any]:
         self.all[message["kind"]] = message["options"]
+        self.served.append(message["served"])
         return {"environment": {}, "cold_start_seconds": 1.0}
 
 
@@ -33,6 +35,7 @@ def started(
     """Options of each kind of engine that these words start."""
     kinds: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(Started, "all", kinds, raising=False)
+    monkeypatch.setattr(Started, "served", [], raising=False)
     monkeypatch.setattr(run_module, "Child", Started)
     options = parse(["--out", "r.json", "--models", "tiny", *words])
     options.work, options.deadline = str(tmp_path), float("inf")
@@ -61,6 +64,16 @@ def test_an_engine_option_goes_before_what_the_script_chose(
     kinds = started(tmp_path, monkeypatch, "--arms", "default", "--max-num-seqs", "7", *own)
     assert kinds["plain"]["max_num_seqs"] == 9
     assert kinds["plain"]["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_servers_are_started_of_vllm_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    words = ["--arms", "default", "hf", *(["--served"] if served else [])]
+    kinds = started(tmp_path, monkeypatch, *words)
+    assert list(kinds) == (["plain"] if served else ["plain", "hf"])
+    assert set(Started.served) == {served}
 
 
 @pytest.mark.parametrize(
