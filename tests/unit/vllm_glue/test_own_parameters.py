@@ -16,11 +16,13 @@ from vllm import SamplingParams
 from inspect_lens._vllm import _sealing
 
 LENS = {"output_residual_stream": [1]}
+KEPT = {"kv_transfer_params": "flat"}
+"""vLLM's own, and allowed beside the lens's."""
 PLAIN_PARAMETERS: list[dict[str, Any]] = [
     {},
     {"stop": ["x"], "stop_token_ids": [7], "logit_bias": {5: 1.0}, "bad_words": ["no"]},
     {"allowed_token_ids": [1, 2], "logprobs": 2, "seed": 3, "temperature": 0.5, "n": 2},
-    {"extra_args": {**LENS, "kv_transfer_params": "flat"}},
+    {"extra_args": {**LENS, **KEPT}},
 ]
 
 
@@ -103,12 +105,12 @@ def test_vllm_makes_its_copy_of_what_holds_more_than_plain_values(
 def test_what_a_route_has_made_for_one_request_is_neither_copied_nor_checked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = SamplingParams(max_tokens=5, stop_token_ids=[7], extra_args={**LENS, "other": 1})
+    given = SamplingParams(max_tokens=5, stop_token_ids=[7], extra_args={**LENS, **KEPT})
     given.skip_clone = True
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("checked again"))
     plain = _sealing.without_lens_keys(given)
     assert plain.skip_clone
-    assert plain.extra_args == {"other": 1}
-    assert given.extra_args == {**LENS, "other": 1}
+    assert plain.extra_args == KEPT
+    assert given.extra_args == {**LENS, **KEPT}
     # As in vLLM's own copy of such parameters.
     assert plain.stop_token_ids is given.stop_token_ids is given.clone().stop_token_ids
