@@ -307,7 +307,7 @@ class FakeLensServer:
             return encode_tensor(as_tensor_data(tensor))
         entry, data = encode_frame(as_tensor_data(tensor))
         handle = uuid.uuid4().hex
-        self.handles[handle] = data
+        self.handles[handle] = bytes(data)
         return entry | {"handle": handle, "nbytes": len(data), "transport": "binary"}
 
     def _stream(self, answer: JSON) -> Iterator[JSON]:

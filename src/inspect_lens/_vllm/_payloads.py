@@ -22,7 +22,7 @@ _MAX_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class _Payload:
-    data: bytes
+    data: bytes | memoryview
     expires: float
 
 
@@ -47,8 +47,11 @@ class PayloadStore:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def put(self, data: bytes) -> str:
+    def put(self, data: bytes | memoryview) -> str:
         """Keep a payload; returns its handle, which cannot be guessed.
+
+        Args:
+            data: one-dimensional, of bytes; nobody may write to it any more.
 
         Raises:
             UnsupportedError: the payload alone is larger than the store.
@@ -67,7 +70,7 @@ class PayloadStore:
             self._wake_later()
         return handle
 
-    def get(self, handle: str) -> bytes | None:
+    def get(self, handle: str) -> bytes | memoryview | None:
         """The payload, or None when the handle is unknown or has expired."""
         now = time.monotonic()
         with self._lock:

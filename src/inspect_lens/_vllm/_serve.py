@@ -88,9 +88,18 @@ def as_json(completion: Any) -> dict[str, Any]:
 def _entry(tensor: TensorData, *, is_binary: bool) -> dict[str, Any]:
     if not is_binary:
         return encode_tensor(tensor)
+    if (memory := tensor.storage.base) is not None and _nbytes(memory) > 2 * tensor.nbytes:
+        # Of a text that ended long before it had to: the store would keep room for all of it.
+        # numpy copies without the interpreter's lock; `bytes` does not.
+        tensor = TensorData(tensor.storage.copy(), tensor.dtype)
     entry, frame = encode_frame(tensor)
     beside = {"handle": payloads.put(frame), "nbytes": len(frame), "transport": "binary"}
     return entry | beside
+
+
+def _nbytes(memory: Any) -> int:
+    """Bytes of what an array lies in: another array, or any buffer."""
+    return int(memory.nbytes if hasattr(memory, "nbytes") else memoryview(memory).nbytes)
 
 
 def results_of(outputs: Iterable[Any]) -> list[dict[str, Any]]:

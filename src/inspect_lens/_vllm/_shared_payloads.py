@@ -60,7 +60,9 @@ def open_door(folder: Path, payloads: PayloadStore) -> None:
     threading.Thread(target=server.serve_forever, name="inspect-lens-door", daemon=True).start()
 
 
-async def fetch_payload(handle: str, payloads: PayloadStore, folder: Path | None) -> bytes | None:
+async def fetch_payload(
+    handle: str, payloads: PayloadStore, folder: Path | None
+) -> bytes | memoryview | None:
     """What waits under a handle, in this process or in another API server of the engine.
 
     Args:

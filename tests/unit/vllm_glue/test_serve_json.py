@@ -1,0 +1,100 @@
+"""What a response says of tensors, and the memory of those that wait to be fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine._slabs import Budget, SlabPool
+from inspect_lens._vllm import _serve
+from inspect_lens._vllm._shared_payloads import fetch_payload
+from inspect_lens.spec import TensorData, decode_tensor
+
+WIDTH, MOST = 64, 32
+
+
+@pytest.fixture
+def pool() -> SlabPool:
+    return SlabPool(2 * WIDTH, Budget(0))
+
+
+def in_slab(pool: SlabPool, count: int) -> TensorData:
+    """(1, count, width) of rows that lie in memory for 32 of them."""
+    slab = pool.take(MOST)
+    rows = slab.array(np.dtype("<u2"), (1, MOST, WIDTH))
+    rows[...] = np.arange(MOST * WIDTH, dtype=np.uint16).reshape(rows.shape)
+    return TensorData(rows[:, :count], "bfloat16")
+
+
+def entry_of(tensor: TensorData, transport: str) -> Any:
+    completion = SimpleNamespace(
+        inspect_lens=SimpleNamespace(model_dump=lambda mode: {}),
+        inspect_lens_tensors={"residual_stream": tensor},
+        inspect_lens_transport=transport,
+    )
+    return _serve.as_json(completion)["activations"]["residual_stream"]
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, MOST])
+def test_rows_are_not_copied_where_they_fill_half_of_their_memory(
+    pool: SlabPool, count: int
+) -> None:
+    tensor = in_slab(pool, count)
+    entry = entry_of(tensor, "binary")
+    data = _serve.payloads.get(entry["handle"])
+    assert isinstance(data, memoryview)
+    assert np.shares_memory(np.frombuffer(data, np.uint8), tensor.storage) == (count >= 16)
+    again = decode_tensor(entry, raw=data)
+    np.testing.assert_array_equal(again.storage, tensor.storage)
+    assert entry["nbytes"] == len(data) == tensor.nbytes
+
+
+def test_memory_is_kept_until_the_store_lets_go_of_it(pool: SlabPool) -> None:
+    tensor = in_slab(pool, MOST)
+    entry = entry_of(tensor, "binary")
+    expected = tensor.storage.copy()
+    del tensor
+    assert not pool.returned
+    other = in_slab(pool, MOST)
+    other.storage[...] = 0
+    data = _serve.payloads.get(entry["handle"])
+    assert data is not None
+    np.testing.assert_array_equal(decode_tensor(entry, raw=data).storage, expected)
+    del data
+    with _serve.payloads._lock:
+        del _serve.payloads._fetched[entry["handle"]]
+        _serve.payloads._n_bytes -= entry["nbytes"]
+    assert len(pool.returned) == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("transport", ["binary", "inline"])
+def test_any_array_can_be_sent(shape: tuple[int, ...], transport: str) -> None:
+    every_other = np.arange(2 * 6 * 4, dtype=np.float32).reshape(2, 6, 4)[:, ::2]
+    tensor = TensorData(every_other[: shape[0], : shape[1]], "float32")
+    entry = entry_of(tensor, transport)
+    raw = _serve.payloads.get(entry["handle"]) if transport == "binary" else None
+    np.testing.assert_array_equal(decode_tensor(entry, raw=raw).storage, tensor.storage)
+
+
+def test_a_route_gives_out_the_bytes_themselves(pool: SlabPool) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app = FastAPI()
+    _serve._WRAPPERS["routers"](lambda app: None)(app)
+    tensor = in_slab(pool, MOST)
+    entry = entry_of(tensor, "binary")
+    for _ in range(2):
+        answer = TestClient(app).get(f"/v1/activations/{entry['handle']}")
+        assert answer.status_code == 200
+        assert answer.headers["content-length"] == str(entry["nbytes"])
+        assert answer.content == tensor.storage.tobytes()
+    found = asyncio.run(fetch_payload(entry["handle"], _serve.payloads, None))
+    assert isinstance(found, memoryview)
