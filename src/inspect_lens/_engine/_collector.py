@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +33,7 @@ from ._envelope import Envelope
 from ._folders import let_go, new_folder
 from ._memory import memory_bytes
 from ._message import PATHS, ROWS, SCORES, Block, Failure, Opened, Saved, Settled, decode, unpacked
+from ._news import News
 from ._pending import Pending, paths_of_all
 from ._places import Worker
 from ._saved import SavedResults
@@ -83,11 +85,8 @@ class Collector:
         self._pid = os.getpid()
         self._pending: dict[str, Pending] = {}
         self._workers: dict[str, Worker] = {}
-        self._changed = threading.Condition()
-        self._hurry = threading.Event()
-        """Set while somebody waits for rows, or reads scores as they come."""
-        self._n_waiting = 0
-        self.saved = SavedResults(self._changed)
+        self.news = News()
+        self.saved = SavedResults(self.news.changed)
         """What hooks of requests saved."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
         self._context = zmq.Context()
@@ -112,7 +111,7 @@ class Collector:
 
     def discard(self, key: str) -> None:
         """Forget a request; rows that still come for it are dropped."""
-        with self._changed:
+        with self.news.changed:
             self._pop(key)
 
     @property
@@ -130,9 +129,9 @@ class Collector:
         Returns:
             (shares, further positions, columns), or None when the request has failed or gone.
         """
-        with self._changed:
+        with self.news.changed:
             # Who reads them as they come does so again: until somebody waits who does not.
-            self._hurry.set()
+            self.news.hurry.set()
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
@@ -146,6 +145,7 @@ class Collector:
         n_fed: int,
         timeout_s: float,
         settled: int | None = None,
+        may_wait: bool = True,
     ) -> Collected:
         """Wait for the last rows of a finished request and put them together.
 
@@ -158,6 +158,7 @@ class Collector:
             settled: where drafts may be rejected, one past the first position of the last step.
                 Rows of a rejected draft are written again, so the step that writes them last
                 has to have reported.
+            may_wait: whether to wait; else this was done.
 
         Returns:
             What arrived, whole.
@@ -167,9 +168,14 @@ class Collector:
             LensError: the worker reported that it could not serve the request; the class is
                 the worker's.
         """
-        with self._changed:
+        with self.news.changed:
             pending = self._pending.get(key)
-            is_ready = pending is None or self._wait(pending, counts, n_fed, timeout_s, settled)
+            is_ready = pending is None or self.news.wait_for(
+                partial(pending.is_ready, counts, n_fed, settled),
+                timeout_s if may_wait else 0.0,
+                # Rows are told of; the board is not, and is looked at again.
+                0.002 if pending.n_steered else 0.1,
+            )
             paths = paths_of_all([pending])[0] if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
@@ -191,6 +197,21 @@ class Collector:
             tensors[i] = stream.take(counts[i], self._threads)
         return Collected(tensors, pending.steered_tokens(n_fed), paths)
 
+    def is_ready(
+        self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
+    ) -> bool:
+        """Whether `take` would not wait.
+
+        Args:
+            key: the request.
+            counts: see `take`.
+            n_fed: see `take`.
+            settled: see `take`.
+        """
+        with self.news.changed:
+            pending = self._pending.get(key)
+            return pending is None or pending.is_ready(counts, n_fed, settled)
+
     def preview(self, key: str, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
         """Arrays in which the results of a running request will lie if it runs to its end.
 
@@ -202,7 +223,7 @@ class Collector:
             By kind; none yet where no worker has taken the request up; None where results have to
             be made at the end.
         """
-        with self._changed:
+        with self.news.changed:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
@@ -217,14 +238,14 @@ class Collector:
         Returns:
             Of those that were taken, the ways in which their steps ran.
         """
-        with self._changed:
+        with self.news.changed:
             found = {key: self._pending.get(key) for key in keys}
             whole = {k: p for k, p in found.items() if p is not None and p.is_whole}
             paths = dict(zip(whole, paths_of_all(list(whole.values())), strict=True))
             for key in whole:
                 self._pop(key)
             if whole:
-                self._calm()
+                self.news.calm()
         return paths
 
     def close(self) -> None:
@@ -238,37 +259,6 @@ class Collector:
         self._socket.close(linger=0)
         self._context.term()
         let_go(self._folder, self._lock)
-
-    def _wait(
-        self,
-        pending: Pending,
-        counts: Mapping[int, int],
-        n_fed: int,
-        timeout_s: float,
-        settled: int | None,
-    ) -> bool:
-        """Wait for what is on its way; whether it came."""
-        if pending.is_ready(counts, n_fed, settled):
-            self._calm()
-            return True
-        deadline = time.monotonic() + timeout_s
-        self._n_waiting += 1
-        self._hurry.set()
-        try:
-            while (now := time.monotonic()) < deadline:
-                # Rows are told of; the board is not, and is looked at again.
-                self._changed.wait(min(deadline - now, 0.002 if pending.n_steered else 0.1))
-                if pending.is_ready(counts, n_fed, settled):
-                    return True
-            return False
-        finally:
-            self._n_waiting -= 1
-            self._calm()
-
-    def _calm(self) -> None:
-        # A batch that ends at once is taken request by request: clearing takes longer than a look.
-        if not self._n_waiting and self._hurry.is_set():
-            self._hurry.clear()
 
     def _pop(self, key: str) -> Pending | None:
         self.saved.drop(key)
@@ -303,7 +293,7 @@ class Collector:
         message = decode(data)
         if isinstance(message, Block):
             self._accept_block(message)
-        with self._changed:
+        with self.news.changed:
             if isinstance(message, Opened):
                 self._accept_openings(message)
             elif isinstance(message, Settled):
@@ -313,7 +303,7 @@ class Collector:
             elif isinstance(message, Failure) and message.key in self._pending:
                 self._pending[message.key].failure = message
                 self.saved.fail(message.key)
-            self._changed.notify_all()
+            self.news.tell()
 
     def _accept_openings(self, message: Opened) -> None:
         worker = self._workers.get(message.worker)
@@ -358,7 +348,7 @@ class Collector:
             return
         try:
             reader, closing = worker.reader, lambda: self._is_closing
-            if not reader.wait(block.seq, stop=closing, hurry=self._hurry):
+            if not reader.wait(block.seq, stop=closing, hurry=self.news.hurry):
                 logger.error("inspect_lens: rows were announced and did not come")
                 return
             self._place(block, worker)

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from inspect_lens._engine._capture import CaptureEnvelope
-from inspect_lens._engine._collector import ROWS, SCORES, Collected, Collector
+from inspect_lens._engine._collector import ROWS, SCORES, STORAGE, Collected, Collector
 from inspect_lens._engine._hooks import EAGER_KEY
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError
@@ -18,7 +20,11 @@ from ._hook_book import EagerResults, put_eager, take_eager
 from ._means import Whole
 from ._named import tensors_by_name
 
-__all__ = ["Choice", "Ticket", "prepare", "take_whole"]
+__all__ = ["Choice", "Ticket", "is_light", "is_ready", "prepare", "take_whole"]
+
+
+_LIGHT_BYTES = 1 << 18
+"""A result that is so small is quickly made of its rows, whatever is made of them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,41 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     return True
 
 
+def is_ready(ticket: Ticket, expected: Expected, collector: Collector) -> bool:
+    """Whether all has come for a choice, or it has failed; not asked of what hooks save."""
+    n_fed = expected.n_fed(ticket.n_completion)
+    return not ticket.n_completion or collector.is_ready(
+        ticket.key,
+        counts=expected.counts(n_fed),
+        n_fed=n_fed,
+        settled=expected.settled(n_fed, ticket.n_last),
+    )
+
+
+def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
+    """Whether a choice takes little time once everything has come: less than a thread does.
+
+    Args:
+        ticket: of the choice.
+        expected: what is known of it.
+        encodes: whether its results are made ready for HTTP, too.
+    """
+    if EAGER_KEY in expected.packed:
+        return False
+    if (capture := expected.envelope.capture) is None:
+        return True
+    if encodes and capture.transport != "binary":
+        return False
+    taps, width = capture.shape
+    count = len(expected.positions(expected.n_fed(ticket.n_completion)))
+    if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:
+        return True
+    # Else the rows have to be the result, where they lie, and fill most of what they lie in.
+    is_plain = capture.reduce == "none" and not capture.is_last and len(capture.sites) == 1
+    most = len(expected.positions(expected.n_max))
+    return is_plain and (count == most or (taps == 1 and 2 * count >= most))
+
+
 @dataclass(slots=True)
 class Choice:
     """A finished choice, and what has come for it."""
@@ -85,8 +126,13 @@ class Choice:
             return None
         return prepared
 
-    def take(self, collector: Collector, timeout_s: float) -> None:
+    def take(self, collector: Collector, timeout_s: float, *, may_wait: bool = True) -> None:
         """Take what has come, or wait for it.
+
+        Args:
+            collector: of the rows.
+            timeout_s: seconds to wait, or that were waited.
+            may_wait: whether to wait; else this was done.
 
         Raises:
             LensError: something did not come, or the worker failed the request.
@@ -97,17 +143,17 @@ class Choice:
             raise CaptureError(
                 f"request {ticket.key} was aborted before its first token; it has no results"
             )
-        n_fed = expected.n_prompt + ticket.n_completion - 1
+        n_fed = expected.n_fed(ticket.n_completion)
         self.eager = take_eager(
             collector, ticket.key, expected.packed, n_fed=n_fed, timeout_s=timeout_s
         )
-        is_speculative = expected.envelope.is_speculative
         self.collected = collector.take(
             ticket.key,
             counts=expected.counts(n_fed),
             n_fed=n_fed,
             timeout_s=timeout_s,
-            settled=n_fed + 1 - max(ticket.n_last, 1) if is_speculative else None,
+            settled=expected.settled(n_fed, ticket.n_last),
+            may_wait=may_wait,
         )
 
     def read(self) -> dict[str, list[float]]:

@@ -50,6 +50,19 @@ class Expected:
     """Tokens that are fed to the model at most."""
     prepared: Prepared | None = None
 
+    def n_fed(self, n_completion: int) -> int:
+        """Tokens that a request fed to the model which sampled so many."""
+        return self.n_prompt + n_completion - 1
+
+    def settled(self, n_fed: int, n_last: int) -> int | None:
+        """Where drafts may be rejected, one past the first position of the last step.
+
+        Args:
+            n_fed: tokens that were fed.
+            n_last: tokens that the last step sampled.
+        """
+        return n_fed + 1 - max(n_last, 1) if self.envelope.is_speculative else None
+
     def counts(self, n_fed: int) -> dict[int, int]:
         """Positions that come, by kind of result, of a request that fed `n_fed` tokens."""
         return {ROWS: len(self.positions(n_fed)), SCORES: self.n_read(n_fed)}

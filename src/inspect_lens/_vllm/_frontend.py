@@ -18,6 +18,7 @@ from inspect_lens._engine._envelope import Envelope
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY, parse_extra_args
 
+from ._arrivals import arrivals_of
 from ._choices import Ticket
 from ._compat import busy, is_in_process
 from ._front import front_end
@@ -269,16 +270,11 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     async def outputs_of(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-        loop, waiting = asyncio.get_running_loop(), front_end().waiting
         missing: int = params.n if params is not None and _asks_for_results(params) else 0
         async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if has_tickets(output):
-                    # In a thread: it may wait for rows, and it compresses tensors for HTTP.
-                    try:
-                        missing -= await loop.run_in_executor(waiting, _attach_for_http, output)
-                    except CapacityError as error:
-                        raise busy(str(error)) from error
+                    missing -= await _attached_for_http(output)
                 if output.finished and missing > 0:
                     raise CaptureError(
                         f"{CaptureError.__name__}: {missing} choices of this request finished "
@@ -306,19 +302,34 @@ def _asks_for_results(params: Any) -> bool:
         return False
 
 
-def _attach_for_http(output: Any) -> int:
+async def _attached_for_http(output: Any) -> int:
     """Attach results, encoded where this process serves HTTP; returns how many choices got one."""
-    before = _attached(output)
+    loop, front, before = asyncio.get_running_loop(), front_end(), _attached(output)
     try:
-        front_end().results.attach(output)
+        if front.results.is_light(output, encodes=is_serving()):
+            await arrivals_of(loop, front.results).attach(output)
+            _encode(output)
+        else:
+            # It copies or compresses much, for which no other response has to wait.
+            await loop.run_in_executor(front.waiting, _attach_and_encode, output)
+    except CapacityError as error:
+        raise busy(str(error)) from error
     except CaptureError as error:
         # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
         raise CaptureError(f"{CaptureError.__name__}: {error}") from error
+    return _attached(output) - before
+
+
+def _attach_and_encode(output: Any) -> None:
+    front_end().results.attach(output)
+    _encode(output)
+
+
+def _encode(output: Any) -> None:
     if is_serving():
         for completion in output.outputs:
             if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
                 completion.inspect_lens_json = as_json(completion)
-    return _attached(output) - before
 
 
 def _attached(output: Any) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope
 from inspect_lens._engine._hooks import EAGER_KEY
+from inspect_lens._engine._news import News
 from inspect_lens.errors import CaptureError, LensError
 
-from ._choices import Choice, Ticket, prepare, take_whole
+from ._choices import Choice, Ticket, is_light, is_ready, prepare, take_whole
 from ._expected import Expected
 from ._scores import Reading, feed_together
 
@@ -30,13 +32,20 @@ class _Job:
 
     output: Any
     choices: list[Choice] = field(default_factory=list)
+    error: LensError | None = None
+
+    def take_error(self) -> LensError | None:
+        """The error, of which nothing is left here: its traceback has a frame that holds this."""
+        error, self.error = self.error, None
+        return error
 
 
 class Results:
     """Owns the collector, and the envelopes of requests in flight."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Seconds to wait for rows that are on their way."""
         self._expected: dict[str, Expected] = {}
         self._choices: dict[str, set[str]] = {}
         """Open choices of each request, by its internal id."""
@@ -179,6 +188,10 @@ class Results:
                 if self._close(choice) is not None:
                     self._the_collector().discard(choice)
 
+    def forget(self, output: Any) -> None:
+        """Forget what was to be put on an output; nobody waits for it any more."""
+        self.abandon([ticket.key for ticket, _ in self._open_choices(output)])
+
     def _close(self, key: str) -> Expected | None:
         """Expect nothing more for a choice."""
         with self._lock:
@@ -213,24 +226,71 @@ class Results:
             out: frames in its traceback hold the list, and with it the memory of results, which
             nothing but the garbage collector would free.
         """
-        begun, errors = list(map(_Job, outputs)), list[LensError]()
+        return [error for error in self.attach_each(outputs) if error is not None]
+
+    def attach_each(
+        self, outputs: Iterable[Any], *, may_wait: bool = True
+    ) -> list[LensError | None]:
+        """`attach_all`, with the error of each output, or None, in their order.
+
+        Args:
+            outputs: see `attach_all`.
+            may_wait: whether to wait for rows; else this was done.
+        """
+        begun = list(map(_Job, outputs))
         if not begun:
-            return errors  # after most steps, also where nobody has asked for anything ever
+            return []  # after most steps, also where nobody has asked for anything ever
+        take = partial(self._take, may_wait=may_wait)
         try:
-            jobs = [job for job in begun if self._has_done(self._begin, job, errors)]
+            jobs = [job for job in begun if self._has_done(self._begin, job)]
             take_whole((c for job in jobs for c in job.choices), self._the_collector())
-            jobs = [job for job in jobs if self._has_done(self._take, job, errors)]
+            jobs = [job for job in jobs if self._has_done(take, job)]
             feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
             for job in jobs:
-                self._has_done(self._finish, job, errors)
+                self._has_done(self._finish, job)
         except BaseException:
             # Interrupted: nobody will ask for what the others were to get.
             for job in begun:
                 self._drop(job)
             raise
-        return errors
+        return [job.take_error() for job in begun]
 
-    def _has_done(self, work: Callable[[_Job], None], job: _Job, errors: list[LensError]) -> bool:
+    def is_light(self, output: Any, *, encodes: bool) -> bool:
+        """Whether attaching results takes little time once `is_ready`.
+
+        Args:
+            output: vLLM's `RequestOutput`.
+            encodes: whether they are made ready for HTTP, too.
+        """
+        open_ = self._open_choices(output)
+        return all(is_light(ticket, expected, encodes=encodes) for ticket, expected in open_)
+
+    def is_ready(self, output: Any) -> bool:
+        """Whether all results have come that are to be put on an output, or one has failed."""
+        collector = self._the_collector()
+        open_ = self._open_choices(output)
+        return all(is_ready(ticket, expected, collector) for ticket, expected in open_)
+
+    def tells_all(self, output: Any) -> bool:
+        """Whether `News` tells when `is_ready` becomes true; else it has to be asked again."""
+        envelopes = [expected.envelope for _, expected in self._open_choices(output)]
+        return not any(envelope.steer or envelope.is_speculative for envelope in envelopes)
+
+    @property
+    def news(self) -> News:
+        """Of what has come."""
+        return self._the_collector().news
+
+    def _open_choices(self, output: Any) -> Iterator[tuple[Ticket, Expected]]:
+        """Finished choices of an output that wait for results, and have not been aborted."""
+        for completion in output.outputs:
+            ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
+            if ticket is not None and not hasattr(completion, "inspect_lens"):
+                expected = self._expected.get(ticket.key)
+                if expected is not None:
+                    yield ticket, expected
+
+    def _has_done(self, work: Callable[[_Job], None], job: _Job) -> bool:
         """Do something for an output; where that fails, none of its choices has anything."""
         try:
             work(job)
@@ -239,7 +299,7 @@ class Results:
             for choice in job.choices:
                 if (steer_hash := choice.expected.envelope.steer_hash) is not None:
                     self._failures[steer_hash.rpartition(":")[2]] += 1
-            errors.append(error)
+            job.error = error
             return False
         return True
 
@@ -258,10 +318,10 @@ class Results:
                 raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
             job.choices.append(Choice(completion, ticket, expected))
 
-    def _take(self, job: _Job) -> None:
+    def _take(self, job: _Job, *, may_wait: bool) -> None:
         for choice in job.choices:
             if choice.collected is None:
-                choice.take(self._the_collector(), self._timeout_s)
+                choice.take(self._the_collector(), self.timeout_s, may_wait=may_wait)
             self._pending_scores(choice.ticket.key, choice.read())
 
     def _finish(self, job: _Job) -> None:
