@@ -103,3 +103,20 @@ def test_no_field_of_a_request_of_vllm_looks_like_a_lens_key_in_a_wrong_place() 
     assert "chat_template_kwargs" in fields
     body = dict.fromkeys(fields - {"vllm_xargs"})
     assert split_body(body) == (body, {})
+
+
+def test_the_process_that_looks_at_a_models_class_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    monkeypatch.setenv("VLLM_PLUGINS", "inspect_lens")
+    monkeypatch.delenv("INSPECT_LENS_DISABLE", raising=False)
+
+    def loaded() -> list[str]:
+        import sys
+
+        return sorted(name for name in sys.modules if name.startswith("inspect_lens._vllm"))
+
+    found = registry._run_in_subprocess(loaded)
+    assert "inspect_lens._vllm._plugin" in found, "vLLM has loaded the plug-in there"
+    assert "inspect_lens._vllm._worker" not in found

@@ -34,16 +34,21 @@ def is_eager_step() -> bool:
     return _Step.is_eager
 
 
-def wrap_eager_seams() -> None:
+def wrap_eager_seams(*, is_v2: bool) -> None:
     """Wrap where vLLM decides how a step runs.
+
+    Args:
+        is_v2: whether steps run in the V2 model runner. The other's module is left alone: to
+            import it takes seconds, and a worker has one of the two.
 
     Raises:
         CompatError: this vLLM cannot be told.
     """
-    verify(EAGER_SEAMS)
-    wrap(seam("forward_context"), _forward_context)
-    wrap(seam("dispatch_v1"), _dispatch_v1)
-    wrap(seam("dispatch_v2"), _dispatch_v2)
+    dispatch = ("dispatch_v2", _dispatch_v2) if is_v2 else ("dispatch_v1", _dispatch_v1)
+    wrappers = dict([("forward_context", _forward_context), dispatch])
+    verify(tuple(item for item in EAGER_SEAMS if item.name in wrappers))
+    for name, make in wrappers.items():
+        wrap(seam(name), make)
 
 
 def _forward_context(original: Callable[..., Any]) -> Callable[..., Any]:

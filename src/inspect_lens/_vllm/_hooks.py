@@ -46,7 +46,8 @@ def attach_hooks(
     Raises:
         CompatError: this vLLM cannot be told to run one step eagerly.
     """
-    wrap_eager_seams()
+    is_v2 = hasattr(runner, "model_state")
+    wrap_eager_seams(is_v2=is_v2)
     model = runner.get_model()
     parameters = Parameters(model)
     qk = QKReader(blocks, int(runner.model_config.get_total_num_kv_heads()))
@@ -60,7 +61,7 @@ def attach_hooks(
         send=None if exporter is None else exporter.send_saved,
     )
     layers = LayerHooks(blocks, stepper.hooks, stepper.state, qk)
-    adapter = EagerV2 if hasattr(runner, "model_state") else EagerV1
+    adapter = EagerV2 if is_v2 else EagerV1
     adapter(runner, stepper, layers).attach()
     runner.inspect_lens_parameters = parameters
     if settings.allow_code:

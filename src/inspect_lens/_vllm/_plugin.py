@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from multiprocessing import parent_process
 
 from inspect_lens._settings import Settings, drop
@@ -10,6 +11,9 @@ from inspect_lens._settings import Settings, drop
 __all__ = ["register"]
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+
+_INSPECTING = "vllm.model_executor.models.registry"
 
 
 def register() -> None:
@@ -26,7 +30,7 @@ def register() -> None:
         # The server; engines and workers, which it starts, are not the named process's children.
         drop("parent")
         end_with(settings.parent)
-    if settings.disable:
+    if settings.disable or _only_looks_at_a_model():
         return
     # Imported here: the entry point itself has to stay light.
     from ._compat import SEAMS, add_method, has_rust_front_end, seam, verify, wrap
@@ -55,3 +59,12 @@ def register() -> None:
     for name, make in FRONT_END_WRAPPERS.items():
         wrap(seam(name), make)
     install_when_serving()
+
+
+def _only_looks_at_a_model() -> bool:
+    """Whether this is the process in which vLLM asks a model's class what it can do.
+
+    It loads plug-ins, as models may be theirs, and runs no engine; vLLM's start waits for it.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == _INSPECTING

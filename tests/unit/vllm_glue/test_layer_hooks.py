@@ -178,6 +178,21 @@ def test_an_eager_step_is_told_to_vllm_and_no_other(monkeypatch: pytest.MonkeyPa
     assert context().skip_compiled
 
 
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_the_runner_that_does_not_run_is_not_even_imported(
+    monkeypatch: pytest.MonkeyPatch, is_v2: bool
+) -> None:
+    verified: list[str] = []
+    wrapped: list[str] = []
+    monkeypatch.setattr(_eager, "verify", lambda seams: verified.extend(s.target for s in seams))
+    monkeypatch.setattr(_eager, "wrap", lambda seam, make: wrapped.append(seam.target))
+    _eager.wrap_eager_seams(is_v2=is_v2)
+    modules = {target.partition(":")[0] for target in wrapped}
+    runner = "vllm.v1.worker.gpu.model_runner" if is_v2 else "vllm.v1.worker.gpu_model_runner"
+    assert modules == {"vllm.forward_context", runner}
+    assert sorted(verified) == sorted(wrapped)
+
+
 def test_a_vllm_that_cannot_be_told_is_refused_by_name() -> None:
     from dataclasses import replace
 
