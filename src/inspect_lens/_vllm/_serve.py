@@ -23,11 +23,11 @@ from inspect_lens.spec import (
 )
 
 from ._compat import SERVE_SEAMS, seam, verify, wrap
+from ._fetch_route import add_fetch_route
 from ._hook_routes import add_hook_routes
 from ._lost_keys import RefuseLostKeys
-from ._payloads import TTL_S, PayloadStore
+from ._payloads import PayloadStore
 from ._routes import add_registry_routes
-from ._shared_payloads import fetch_payload
 
 __all__ = ["as_json", "install_when_serving", "is_serving", "payloads"]
 
@@ -336,32 +336,11 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
     def register(app: Any) -> None:
         original(app)
 
-        from fastapi import Response
-
-        async def fetch_activations(handle: str) -> Any:
-            try:
-                folder = getattr(_Front.end, "siblings", None)
-                data = await fetch_payload(handle, payloads, folder)
-            except LookupError:
-                return Response(
-                    status_code=404,
-                    content=f"handle {handle!r} is of another server process; ask again over a "
-                    "new connection",
-                )
-            if data is None:
-                return Response(
-                    status_code=410,
-                    content=f"handle {handle!r} has expired after {TTL_S:g} s, or others needed "
-                    "its place",
-                )
-            return Response(content=data, media_type="application/octet-stream")
-
         async def about() -> dict[str, Any]:
             described = _Front.end.describe() if _Front.end is not None else {}
             return {**described, "stored_bytes": payloads.n_bytes}
 
-        # A return type would be text here, of which FastAPI cannot make a schema.
-        app.get("/v1/activations/{handle}", response_class=Response)(fetch_activations)
+        add_fetch_route(app, payloads, lambda: getattr(_Front.end, "siblings", None))
         app.get("/v1/inspect_lens")(about)
         add_registry_routes(app, lambda: _Front.end)
         add_hook_routes(app)

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._engine._slabs import Budget, SlabPool
 from inspect_lens._vllm import _serve
+from inspect_lens._vllm._fetch_route import takes_any_buffer
 from inspect_lens._vllm._shared_payloads import fetch_payload
 from inspect_lens.spec import TensorData, decode_tensor
 
@@ -96,5 +97,49 @@ def test_a_route_gives_out_the_bytes_themselves(pool: SlabPool) -> None:
         assert answer.status_code == 200
         assert answer.headers["content-length"] == str(entry["nbytes"])
         assert answer.content == tensor.storage.tobytes()
+    assert takes_any_buffer(app)
     found = asyncio.run(fetch_payload(entry["handle"], _serve.payloads, None))
     assert isinstance(found, memoryview)
+
+
+@pytest.mark.parametrize("kind", ["function", "class of others"])
+def test_middleware_that_looks_into_bodies_sees_bytes(pool: SlabPool, kind: str) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app = FastAPI()
+    _serve._WRAPPERS["routers"](lambda app: None)(app)
+    seen: list[type] = []
+    if kind == "function":
+
+        @app.middleware("http")
+        async def look(request: Any, call_next: Any) -> Any:
+            response = await call_next(request)
+            parts = [part async for part in response.body_iterator]
+            seen.extend(type(part) for part in parts if len(part))
+
+            async def again() -> Any:
+                for part in parts:
+                    yield part
+
+            response.body_iterator = again()
+            return response
+    else:
+
+        class Look:
+            def __init__(self, app: Any) -> None:
+                self.app = app
+
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                async def watched(message: Any) -> None:
+                    seen.extend([type(message["body"])] if message.get("body") else [])
+                    await send(message)
+
+                await self.app(scope, receive, watched)
+
+        app.add_middleware(Look)
+    tensor = in_slab(pool, MOST)
+    entry = entry_of(tensor, "binary")
+    answer = TestClient(app).get(f"/v1/activations/{entry['handle']}")
+    assert answer.content == tensor.storage.tobytes()
+    assert set(seen) == {bytes}
