@@ -8,8 +8,10 @@ that something has come, looks which outputs have everything, and sees to them t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from inspect_lens.errors import LensError
@@ -102,12 +104,12 @@ class Arrivals:
             self._timer = None
         began = self._loop.time()
         waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if one.done.done():
-                continue
-            late = began >= one.deadline
-            is_due = late or self._results.is_ready(one.output)
-            (self._ready if is_due else self._waiting).append(one)
+        with _told(waiting):
+            for one in waiting:
+                if not one.done.done():
+                    late = began >= one.deadline
+                    is_due = late or self._results.is_ready(one.output)
+                    (self._ready if is_due else self._waiting).append(one)
         self._watch(bool(self._waiting))
         if self._waiting:
             every = _EVERY_S if all(one.is_told for one in self._waiting) else _UNTOLD_EVERY_S
@@ -132,15 +134,22 @@ class Arrivals:
                 some.append(one)
         if self._ready:
             self._loop.call_soon(self._attach_some)
-        try:
+        with _told(some):
             errors = self._results.attach_each([one.output for one in some], may_wait=False)
-        except BaseException as error:
-            # None of these has results, and nobody will come back for them.
             for one in some:
+                _settle(one.done, errors.pop(0))
+
+
+@contextlib.contextmanager
+def _told(waiting: list[_Waiting]) -> Iterator[None]:
+    """Tell those who wait of an error of our own: nobody would come back for them."""
+    try:
+        yield
+    except BaseException as error:
+        for one in waiting:
+            if not one.done.done():
                 one.done.set_exception(error)
-            raise
-        for one in some:
-            _settle(one.done, errors.pop(0))
+        raise
 
 
 def _settle(done: asyncio.Future[None], error: LensError | None) -> None:

@@ -272,8 +272,9 @@ def test_what_is_told_of(engine: Engine, change: dict[str, Any], is_told: bool) 
     removed(engine, keys)
 
 
+@pytest.mark.parametrize("where", ["is_ready", "finish"])
 def test_an_error_of_our_own_leaves_nobody_waiting(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     keys = begun(engine, 2, "both")
     last_step(engine, keys)
@@ -282,8 +283,9 @@ def test_an_error_of_our_own_leaves_nobody_waiting(
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Choice, "finish", broken)
+    monkeypatch.setattr(engine.results if where == "is_ready" else Choice, where, broken)
     given = attach(engine, outputs)
+    engine.results.abandon(keys)
     removed(engine, keys)
     assert [type(error) for error in given] == [ZeroDivisionError] * 2
 
