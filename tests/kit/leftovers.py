@@ -67,11 +67,14 @@ def _marked() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            ours = process.pid != os.getpid() and process.environ().get(MARK) == mark
-            if not ours or process.status() == psutil.STATUS_ZOMBIE:
+            environment = process.environ()
+            is_child = os.getpid() in {parent.pid for parent in process.parents()}
+            # On a busy machine a process may be between two programs, and has no environment then.
+            ours = environment.get(MARK) == mark or (is_child and not environment)
+            if not ours or process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             helper = any(name in " ".join(process.cmdline()) for name in HELPERS)
-            if not (helper and os.getpid() in {parent.pid for parent in process.parents()}):
+            if not (helper and is_child):
                 found.append(process)
         except psutil.Error:  # it ended meanwhile, or belongs to somebody else
             continue
