@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from inspect_lens.errors import LensError
-
 from ._results import Results
 
 __all__ = ["Arrivals", "arrivals_of"]
@@ -51,7 +49,7 @@ class Arrivals:
         self._results, self._loop = results, weakref.proxy(loop)
         self._waiting: list[_Waiting] = []
         self._ready: deque[_Waiting] = deque()
-        self._is_called = self._is_watching = False
+        self._is_called = self._is_watching = self._is_attaching = False
         self._timer: asyncio.TimerHandle | None = None
 
     async def attach(self, output: Any) -> None:
@@ -104,18 +102,20 @@ class Arrivals:
             self._timer = None
         began = self._loop.time()
         waiting, self._waiting = self._waiting, []
-        with _told(waiting):
-            for one in waiting:
-                if not one.done.done():
-                    late = began >= one.deadline
-                    is_due = late or self._results.is_ready(one.output)
-                    (self._ready if is_due else self._waiting).append(one)
+        for one in waiting:
+            if not one.done.done():
+                (self._ready if self._is_due(one, began) else self._waiting).append(one)
         self._watch(bool(self._waiting))
         if self._waiting:
             every = _EVERY_S if all(one.is_told for one in self._waiting) else _UNTOLD_EVERY_S
             took = self._loop.time() - began
             self._timer = self._loop.call_later(max(every, _PATIENCE * took), self._look)
-        self._attach_some()
+        self._attach_soon()
+
+    def _is_due(self, one: _Waiting, now: float) -> bool:
+        with contextlib.suppress(Exception):
+            return now >= one.deadline or self._results.is_ready(one.output)
+        return True  # what fails here fails there, too, and is told to whom it concerns
 
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._is_watching:
@@ -126,23 +126,35 @@ class Arrivals:
             self._is_watching = False
             self._results.news.unwatch(self._tell)
 
+    def _attach_soon(self) -> None:
+        """See to those that have everything; however often others are told of, some at a time."""
+        if self._ready and not self._is_attaching:
+            self._is_attaching = True
+            self._loop.call_soon(self._attach_some)
+
     def _attach_some(self) -> None:
         """See to some of those that have everything, and to more when others had their turn."""
+        self._is_attaching = False
+        some = self._next()
+        self._attach_soon()
+        with _told(some):
+            errors = self._results.attach_each([one.output for one in some], may_wait=False)
+            # Frames in an error's traceback lead back to this one, which must not hold the error.
+            while some:
+                _settle(some.pop(0).done, errors.pop(0))
+
+    def _next(self) -> list[_Waiting]:
+        """Some of those that have everything; nobody waits for one that was cancelled."""
         some: list[_Waiting] = []
         while self._ready and len(some) < _AT_ONCE:
             if not (one := self._ready.popleft()).done.done():
                 some.append(one)
-        if self._ready:
-            self._loop.call_soon(self._attach_some)
-        with _told(some):
-            errors = self._results.attach_each([one.output for one in some], may_wait=False)
-            for one in some:
-                _settle(one.done, errors.pop(0))
+        return some
 
 
 @contextlib.contextmanager
 def _told(waiting: list[_Waiting]) -> Iterator[None]:
-    """Tell those who wait of an error of our own: nobody would come back for them."""
+    """Tell those who wait of an error of all of them: nobody would come back for them."""
     try:
         yield
     except BaseException as error:
@@ -152,7 +164,7 @@ def _told(waiting: list[_Waiting]) -> Iterator[None]:
         raise
 
 
-def _settle(done: asyncio.Future[None], error: LensError | None) -> None:
+def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
     if error is None:
         done.set_result(None)
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from inspect_lens._engine._collector import Collector
 from inspect_lens._engine._envelope import Envelope
@@ -22,6 +23,8 @@ from ._scores import Reading, feed_together
 
 __all__ = ["Results"]
 
+logger = logging.getLogger("vllm.inspect_lens")
+
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""
 
@@ -32,9 +35,9 @@ class _Job:
 
     output: Any
     choices: list[Choice] = field(default_factory=list)
-    error: LensError | None = None
+    error: Exception | None = None
 
-    def take_error(self) -> LensError | None:
+    def take_error(self) -> Exception | None:
         """The error, of which nothing is left here: its traceback has a frame that holds this."""
         error, self.error = self.error, None
         return error
@@ -226,12 +229,15 @@ class Results:
             out: frames in its traceback hold the list, and with it the memory of results, which
             nothing but the garbage collector would free.
         """
-        return [error for error in self.attach_each(outputs) if error is not None]
+        # In no name here: frames in an error's traceback lead back to this one.
+        return _ours([error for error in self.attach_each(outputs) if error is not None])
 
     def attach_each(
         self, outputs: Iterable[Any], *, may_wait: bool = True
-    ) -> list[LensError | None]:
+    ) -> list[Exception | None]:
         """`attach_all`, with the error of each output, or None, in their order.
+
+        An error that is none of ours is one, too: the other outputs have their results.
 
         Args:
             outputs: see `attach_all`.
@@ -301,6 +307,11 @@ class Results:
                     self._failures[steer_hash.rpartition(":")[2]] += 1
             job.error = error
             return False
+        except Exception as error:
+            logger.exception("inspect_lens: the results of a request could not be put together")
+            self._drop(job)
+            job.error = error
+            return False
         return True
 
     def _drop(self, job: _Job) -> None:
@@ -341,3 +352,11 @@ class Results:
             self.address  # noqa: B018 - opens the socket
         assert self._collector is not None
         return self._collector
+
+
+def _ours(errors: list[Exception]) -> list[LensError]:
+    """The errors, if all are ours; else the first that is not is raised."""
+    others = [i for i, error in enumerate(errors) if not isinstance(error, LensError)]
+    if others:
+        raise errors.pop(others[0])
+    return cast("list[LensError]", errors)

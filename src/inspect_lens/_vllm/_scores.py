@@ -114,6 +114,11 @@ class Reading:
         """Whether token scores were asked for."""
         return self._reads.streams_tokens
 
+    @property
+    def n_by_token(self) -> int:
+        """Uses whose reading takes Python for each token, or may."""
+        return len(self._reads.others)
+
     def prepare(self) -> None:
         """Do what can be done before the last number has come, while the engine is waited for."""
         for means in self._plain:

@@ -88,7 +88,7 @@ def as_json(completion: Any) -> dict[str, Any]:
 def _entry(tensor: TensorData, *, is_binary: bool) -> dict[str, Any]:
     if not is_binary:
         return encode_tensor(tensor)
-    if (memory := tensor.storage.base) is not None and _nbytes(memory) > 2 * tensor.nbytes:
+    if (memory := tensor.storage.base) is not None and 4 * _nbytes(memory) > 5 * tensor.nbytes:
         # Of a text that ended long before it had to: the store would keep room for all of it.
         # numpy copies without the interpreter's lock; `bytes` does not.
         tensor = TensorData(tensor.storage.copy(), tensor.dtype)

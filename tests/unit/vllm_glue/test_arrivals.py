@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import itertools
 import threading
-import weakref
+import time
 from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine._message import Failure
 from inspect_lens._vllm import _arrivals
 from inspect_lens._vllm._arrivals import Arrivals, arrivals_of
 from inspect_lens._vllm._choices import Choice, Ticket
 from inspect_lens._vllm._frontend import FRONT_END_WRAPPERS
-from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.errors import CaptureError
 from tests.kit.steps import HIDDEN
 
 from .test_ahead import N_MAX, N_PROMPT, REQUESTS, Engine, results_of
@@ -145,96 +144,6 @@ def test_it_is_done_in_the_loop_together_and_others_have_their_turn(
         assert one.activations["residual_stream"][0, :, 0].tolist() == N_MAX * [number]
 
 
-def test_who_waits_for_ever_keeps_nobody_else(engine: Engine) -> None:
-    engine.results.timeout_s = 0.3
-    keys = begun(engine, 3, "both")
-    last_step(engine, keys[1:])
-    outputs = ended(engine, keys)
-    done: list[int] = []
-
-    async def look() -> None:
-        await asyncio.sleep(0.1)
-        done.extend(i for i, one in enumerate(outputs) if hasattr(one, "inspect_lens"))
-
-    error, *whole = attach(engine, outputs, look())
-    removed(engine, keys)
-    assert done == [1, 2]
-    assert whole == [None, None]
-    assert isinstance(error, CaptureError)
-    assert "did not arrive within 0.3 s" in str(error)
-    assert not hasattr(outputs[0], "inspect_lens")
-
-
-def test_a_failure_is_that_of_its_own_request(engine: Engine) -> None:
-    keys = begun(engine, 3, "both")
-    outputs = ended(engine, keys)
-
-    async def fail() -> None:
-        await asyncio.sleep(0.05)
-        with engine.collector.news.changed:
-            engine.collector._pending[keys[1]].failure = Failure(keys[1], "SpecError", "so it is")
-            engine.collector.news.tell()
-        last_step(engine, [keys[0], keys[2]])
-
-    one, error, other = attach(engine, outputs, fail())
-    removed(engine, keys)
-    assert one is other is None
-    assert isinstance(error, SpecError)
-    assert "so it is" in str(error)
-
-
-def test_a_request_that_was_aborted_meanwhile_is_an_error(engine: Engine) -> None:
-    keys = begun(engine, 1, "both")
-    outputs = ended(engine, keys)
-    engine.results.abandon(keys)
-    (error,) = attach(engine, outputs)
-    removed(engine, keys)
-    assert isinstance(error, CaptureError)
-    assert "aborted" in str(error)
-
-
-def test_who_is_cancelled_leaves_nothing(engine: Engine) -> None:
-    keys = begun(engine, 2, "both")
-    outputs = ended(engine, keys)
-
-    async def cancelled() -> None:
-        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
-        one, other = (asyncio.create_task(mine.attach(o)) for o in outputs)
-        await asyncio.sleep(0.05)
-        one.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await one
-        assert (engine.results.n_open, engine.collector.n_open) == (1, 1)
-        last_step(engine, keys)
-        await other
-
-    asyncio.run(cancelled())
-    removed(engine, keys)
-    assert not hasattr(outputs[0], "inspect_lens")
-    assert outputs[1].inspect_lens.n_completion == N_COMPLETION
-
-
-def test_a_loop_that_was_closed_is_not_waited_for_any_more(engine: Engine) -> None:
-    keys = begun(engine, 2, "both")
-    outputs = ended(engine, keys)
-    loop = asyncio.new_event_loop()
-    mine = arrivals_of(loop, engine.results)
-    waiting = loop.create_task(mine.attach(outputs[0]))
-    loop.run_until_complete(asyncio.sleep(0.05))
-    assert engine.collector.news.n_waiting == 1
-    waiting.cancel()
-    loop.close()  # without a turn for what was cancelled
-    last_step(engine, keys)
-    (other,) = engine.results.attach_each(outputs[1:])
-    assert other is None
-    engine.results.abandon(keys)
-    removed(engine, keys)
-    gone = weakref.ref(loop)
-    del loop, mine, waiting
-    gc.collect()
-    assert gone() is None, "what waits in a loop does not keep it"
-
-
 def test_what_nobody_tells_of_is_looked_at_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,22 +181,86 @@ def test_what_is_told_of(engine: Engine, change: dict[str, Any], is_told: bool) 
     removed(engine, keys)
 
 
-@pytest.mark.parametrize("where", ["is_ready", "finish"])
-def test_an_error_of_our_own_leaves_nobody_waiting(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+def test_few_are_seen_to_at_a_time_however_often_others_are_told_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = begun(engine, 2, "both")
+    """And who is cancelled between two turns takes nobody along."""
+    monkeypatch.setattr(_arrivals, "_AT_ONCE", 4)
+    keys = begun(engine, 24, "both")
     last_step(engine, keys)
+    engine.settle()
     outputs = ended(engine, keys)
+    each = engine.results.attach_each
+    sizes: list[int] = []
 
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise ZeroDivisionError
+    def note_size(outputs: list[Any], **kwargs: Any) -> Any:
+        sizes.append(len(outputs))
+        return each(outputs, **kwargs)
 
-    monkeypatch.setattr(engine.results if where == "is_ready" else Choice, where, broken)
-    given = attach(engine, outputs)
-    engine.results.abandon(keys)
+    monkeypatch.setattr(engine.results, "attach_each", note_size)
+
+    async def told() -> list[int]:
+        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
+        tasks = [asyncio.create_task(mine.attach(one)) for one in outputs]
+        by_turn = []
+        while not all(task.done() for task in tasks):
+            mine._tell()
+            await asyncio.sleep(0)
+            by_turn.append(sum(sizes))
+            if by_turn[-1] == 8:
+                tasks[-1].cancel()
+        *whole, cancelled = await asyncio.gather(*tasks, return_exceptions=True)
+        assert whole == [None] * 23
+        assert isinstance(cancelled, asyncio.CancelledError)
+        return by_turn
+
+    by_turn = asyncio.run(told())
     removed(engine, keys)
-    assert [type(error) for error in given] == [ZeroDivisionError] * 2
+    steps = [b - a for a, b in itertools.pairwise([0, *by_turn])]
+    assert max(steps) == 4
+    assert sum(steps) == 23
+
+
+def test_what_comes_before_it_is_watched_for_is_seen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_arrivals, "_EVERY_S", 1e6)
+    keys = begun(engine, 1, "both")
+    outputs = ended(engine, keys)
+    watch, news = engine.collector.news.watch, engine.collector.news
+
+    def late(call: Any) -> None:
+        last_step(engine, keys)
+        while not engine.results.is_ready(outputs[0]):
+            time.sleep(0.001)
+        watch(call)
+
+    monkeypatch.setattr(news, "watch", late)
+    assert attach(engine, outputs) == [None]
+    removed(engine, keys)
+
+
+@pytest.mark.parametrize(
+    ("probes", "n_prompt", "is_light"),
+    [
+        (["p", "q"], 1 << 15, True),
+        ([{"name": "p", "aggregate": "max"}], N_PROMPT, True),
+        ([{"name": "p", "aggregate": "max"}], 1 << 15, False),
+        ([{"name": "p", "alarm": "flag"}], 1 << 15, False),
+    ],
+)
+def test_probes_that_are_read_token_by_token_are_read_in_a_thread(
+    engine: Engine, probes: list[Any], n_prompt: int, is_light: bool
+) -> None:
+    asked = [{"name": p} if isinstance(p, str) else p for p in probes]
+    key = engine.start(LensRequest(probes=[{"positions": "all", **p} for p in asked]))
+    (one,) = ended(engine, [key])
+    expected = engine.results._expected[key]
+    expected.n_prompt = n_prompt
+    object.__setattr__(expected.envelope.probes, "hi", n_prompt + N_COMPLETION)
+    assert engine.results.is_light(one, encodes=True) is is_light
+    engine.results.forget(one)
+    removed(engine, [key])
 
 
 WIDE = 1 << 14
@@ -298,9 +271,9 @@ WIDE = 1 << 14
     ("asked", "n_completion", "is_light"),
     [
         ({"layers": (0,), "transport": "binary"}, N_COMPLETION, True),
-        # Rows that fill half of what they lie in stay there; others are copied.
-        ({"layers": (0,), "transport": "binary"}, 2, True),
-        ({"layers": (0,), "transport": "binary"}, 1, False),
+        # Rows that fill most of what they lie in stay there; others are copied.
+        ({"layers": (0,), "transport": "binary"}, N_COMPLETION - 1, True),
+        ({"layers": (0,), "transport": "binary"}, N_COMPLETION - 2, False),
         ({"layers": (0, 5), "transport": "binary"}, N_COMPLETION, True),
         ({"layers": (0, 5), "transport": "binary"}, N_COMPLETION - 1, False),
         ({"layers": (0,), "transport": "binary", "reduce": "mean"}, N_COMPLETION, False),
