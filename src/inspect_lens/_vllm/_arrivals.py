@@ -46,7 +46,7 @@ class Arrivals:
             loop: in which all methods are called, but where another thread is named.
         """
         # Weak: it is kept by what the loop is looked up in, which must not keep the loop.
-        self._results, self._loop = results, weakref.proxy(loop)
+        self.results, self._loop = results, weakref.proxy(loop)
         self._waiting: list[_Waiting] = []
         self._ready: deque[_Waiting] = deque()
         self._is_called = self._is_watching = self._is_attaching = False
@@ -61,7 +61,7 @@ class Arrivals:
         Raises:
             LensError: see `Results.attach`.
         """
-        results = self._results
+        results = self.results
         deadline = self._loop.time() + results.timeout_s
         told = results.tells_all(output)
         waiting = _Waiting(output, self._loop.create_future(), deadline, told)
@@ -114,17 +114,17 @@ class Arrivals:
 
     def _is_due(self, one: _Waiting, now: float) -> bool:
         with contextlib.suppress(Exception):
-            return now >= one.deadline or self._results.is_ready(one.output)
+            return now >= one.deadline or self.results.is_ready(one.output)
         return True  # what fails here fails there, too, and is told to whom it concerns
 
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._is_watching:
             self._is_watching = True
-            self._results.news.watch(self._tell)
+            self.results.news.watch(self._tell)
             self._call()  # for what came before
         elif not wanted and self._is_watching:
             self._is_watching = False
-            self._results.news.unwatch(self._tell)
+            self.results.news.unwatch(self._tell)
 
     def _attach_soon(self) -> None:
         """See to those that have everything; however often others are told of, some at a time."""
@@ -138,7 +138,7 @@ class Arrivals:
         some = self._next()
         self._attach_soon()
         with _told(some):
-            errors = self._results.attach_each([one.output for one in some], may_wait=False)
+            errors = self.results.attach_each([one.output for one in some], may_wait=False)
             # Frames in an error's traceback lead back to this one, which must not hold the error.
             while some:
                 _settle(some.pop(0).done, errors.pop(0))
@@ -177,6 +177,6 @@ _loops = weakref.WeakKeyDictionary()
 
 def arrivals_of(loop: asyncio.AbstractEventLoop, results: Results) -> Arrivals:
     """What waits in a loop; a process may run several, one after the other or side by side."""
-    if (found := _loops.get(loop)) is None:
+    if (found := _loops.get(loop)) is None or found.results is not results:
         found = _loops[loop] = Arrivals(results, loop)
     return found

@@ -130,7 +130,8 @@ def test_it_is_done_in_the_loop_together_and_others_have_their_turn(
     turns: list[int] = []
 
     async def others() -> None:
-        while sum(sizes) < 40:
+        deadline = time.monotonic() + 30
+        while sum(sizes) < 40 and time.monotonic() < deadline:
             turns.append(sum(sizes))
             await asyncio.sleep(0)
 
@@ -346,4 +347,26 @@ def test_arrivals_are_one_for_each_loop(engine: Engine) -> None:
     async def mine() -> Arrivals:
         return arrivals_of(asyncio.get_running_loop(), engine.results)
 
-    assert asyncio.run(mine()) is not asyncio.run(mine())
+    def in_a_loop_of_its_own() -> Arrivals:
+        # Not `asyncio.run`: Inspect may have patched it to run in one loop always.
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(mine())
+        finally:
+            loop.close()
+
+    assert in_a_loop_of_its_own() is not in_a_loop_of_its_own()
+
+
+def test_results_of_others_are_not_looked_for(engine: Engine) -> None:
+    other = Engine()
+
+    async def both() -> list[Arrivals]:
+        loop = asyncio.get_running_loop()
+        return [arrivals_of(loop, one.results) for one in (engine, other, engine)]
+
+    found = asyncio.run(both())
+    assert [one.results for one in found] == [engine.results, other.results, engine.results]
+    assert engine.collector is not other.collector
+    other.worker.stepper.close()
+    other.collector.close()
