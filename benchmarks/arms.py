@@ -99,6 +99,45 @@ def _four_layers(shape: Shape) -> Mapping[str, str]:
     return {"INSPECT_LENS_LAYERS": ",".join(map(str, chosen))}
 
 
+@lru_cache(maxsize=1024)
+def _direction(hidden: int, seed: int) -> np.ndarray:
+    values: np.ndarray = np.random.default_rng(seed).standard_normal(hidden)
+    row: np.ndarray = (values / np.linalg.norm(values)).astype(np.float32)
+    return row
+
+
+@lru_cache(maxsize=8)
+def _ablate_all(hidden: int, layers: int) -> Request:
+    from inspect_lens import LensRequest
+    from inspect_lens.spec import Ablate
+
+    edit = Ablate(direction=_direction(hidden, 0), layers=range(layers))
+    return {"inspect_lens": LensRequest(edits=(edit,))}
+
+
+@lru_cache(maxsize=1024)
+def _program(hidden: int, layer: int, seed: int) -> Request:
+    from inspect_lens import LensRequest
+    from inspect_lens.spec import Ablate, Add, Clamp
+
+    edits = (
+        Ablate(direction=_direction(hidden, 3 * seed), layers=[layer]),
+        Clamp(direction=_direction(hidden, 3 * seed + 1), layers=[layer], min=-1.0, max=1.0),
+        Add(vector=_direction(hidden, 3 * seed + 2), layers=[layer], scale=0.5),
+    )
+    return {"inspect_lens": LensRequest(edits=edits)}
+
+
+@lru_cache(maxsize=8)
+def _gated(hidden: int, layer: int) -> Request:
+    from inspect_lens import LensRequest
+    from inspect_lens.spec import Add, Gate
+
+    gate = Gate(direction=_direction(hidden, 1), layer=layer, sharpness=2.0)
+    edit = Add(vector=_direction(hidden, 0), layers=[2 * layer], scale=0.5, when=gate)
+    return {"inspect_lens": LensRequest(edits=(edit,))}
+
+
 _OFF = {"INSPECT_LENS_DISABLE": "1"}
 
 ENGINES = {
@@ -133,6 +172,26 @@ ARMS = {
         "lens",
         lambda shape, i: {"apply_steering_vectors": [vector(shape, i % 256)]},
         note="request i has vector i mod 256",
+    ),
+    "ablate-all": Arm(
+        "lens",
+        lambda shape, i: _ablate_all(shape.hidden, shape.layers),
+        note="one direction ablated at all layers",
+    ),
+    "program": Arm(
+        "lens",
+        lambda shape, i: _program(shape.hidden, shape.layer, 0),
+        note="ablate, clamp and add at one layer",
+    ),
+    "programs-256": Arm(
+        "lens",
+        lambda shape, i: _program(shape.hidden, shape.layer, i % 256),
+        note="request i has program i mod 256",
+    ),
+    "gate": Arm(
+        "lens",
+        lambda shape, i: _gated(shape.hidden, shape.layer),
+        note="a vector, gated by a probe of an earlier layer",
     ),
     "mixed": Arm(
         "lens", _mixed, note="half of the requests plain, a quarter capture-1, a quarter steer"

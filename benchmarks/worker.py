@@ -135,6 +135,10 @@ class Vllm:
                 )
                 if tuple(output.activations["residual_stream"].shape) != expected:
                     raise RuntimeError(f"a tensor is not {expected}")
+            elif getattr((request or {}).get("inspect_lens"), "edits", ()):
+                edited = output.inspect_lens.steer.n_tokens
+                if edited != len(prompt) + sampled - 1:
+                    raise RuntimeError(f"{edited} tokens were edited")
             elif (request or {}).get("inspect_lens"):
                 read = {probe.n_tokens for probe in output.inspect_lens.probes}
                 if read != {sampled - 1}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import anyio
 import numpy as np
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from organism._splits import Row
 
 __all__ = ["Answer", "collect_hf", "collect_vllm"]
+
+_BATCH: Final = 128
 
 
 class Answer(NamedTuple):
@@ -88,7 +90,7 @@ async def collect_vllm(
 def collect_hf(
     checkpoint: str, splits: Mapping[str, Sequence[Row]], *, max_tokens: int
 ) -> dict[str, list[Answer]]:
-    """Answer all rows with transformers, one by one: slow, and needs no engine.
+    """Answer all rows with transformers, in batches of similar length; needs no engine.
 
     Args:
         checkpoint: folder of the organism.
@@ -104,6 +106,8 @@ def collect_hf(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     blocks = model.get_decoder().layers
+    ends = np.atleast_1d(model.generation_config.eos_token_id)
+    pad = int(ends[0]) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     captured: dict[int, Any] = {}
 
     def keep(layer: int) -> Any:
@@ -116,22 +120,44 @@ def collect_hf(
     for layer, block in enumerate(blocks):
         block.register_forward_hook(keep(layer))
 
-    def answer(row: Row) -> Answer:
-        prompt = tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
+    def answer(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Answer]:
+        width = max(map(len, prompts))
+        empty = [width - len(ids) for ids in prompts]
+        ids = torch.tensor([[pad] * n + p for n, p in zip(empty, prompts, strict=True)])
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in empty])
         with torch.inference_mode():
             full = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-            )
-            model(full[:, :-1])
-        n_prompt = prompt.shape[1]
-        acts = torch.stack([captured[i][0, n_prompt:] for i in range(len(blocks))])
-        completion = tokenizer.decode(full[0, n_prompt:], skip_special_tokens=True)
-        ids = tuple(full[0, n_prompt:-1].tolist())
-        return Answer(row, completion, acts.numpy(), tuple(range(len(blocks))), ids)
+                ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False,
+                pad_token_id=pad,
+            )  # fmt: skip
+            mask = torch.nn.functional.pad(mask, (0, full.shape[1] - width), value=1)
+            model(full, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        made = []
+        for i, row in enumerate(rows):
+            said = full[i, width:]
+            stops = np.flatnonzero(np.isin(said.numpy(), ends))
+            n = int(stops[0]) + 1 if stops.size else len(said)
+            # The last sampled token is never fed to the model.
+            acts = torch.stack([captured[k][i, width : width + n - 1] for k in range(len(blocks))])
+            text = tokenizer.decode(said[:n], skip_special_tokens=True)
+            layers = tuple(range(len(blocks)))
+            ids_read = tuple(said[: n - 1].tolist())
+            made.append(Answer(row, text, acts.numpy().copy(), layers, ids_read))
+        return made
 
-    return {split: [answer(row) for row in rows] for split, rows in splits.items()}
+    def answer_all(rows: Sequence[Row]) -> list[Answer]:
+        prompts = [
+            tokenizer.apply_chat_template(
+                row["messages"], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            for row in rows
+        ]
+        order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
+        made: dict[int, Answer] = {}
+        for first in range(0, len(order), _BATCH):
+            part = order[first : first + _BATCH]
+            found = answer([rows[i] for i in part], [prompts[i] for i in part])
+            made |= dict(zip(part, found, strict=True))
+        return [made[i] for i in range(len(rows))]
+
+    return {split: answer_all(rows) for split, rows in splits.items()}

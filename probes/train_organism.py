@@ -31,12 +31,9 @@ from inspect_lens.train import (
     LogisticProbe,
     MeanDifferenceProbe,
     calibrate,
-    measure_baselines,
-    selectivity,
     split_by_group,
     style_shift,
     train_probe,
-    transfer_statement,
 )
 from organism._grade import grade
 from organism._splits import Row, read_split
@@ -56,13 +53,16 @@ HELDOUT: Final[dict[str, str]] = {
 TRANSFER: Final = "hidden_reason"
 """The set of another kind: nobody tells the organism to lie there, it has a motive."""
 CHECK: Final = "heldout_phrasing"
-"""Where calibration, the control task and the change of style are measured."""
+"""Where calibration and the change of style are measured."""
 RESTYLED: Final = " Be kind."
 """A sentence about manners that is put behind the system prompt."""
 ESTIMATORS: Final[dict[str, DirectionEstimator]] = {
     "deception-lr": LogisticProbe(),
     "deception-md": MeanDifferenceProbe(normalize=True),
 }
+POOLS: Final = ("mean", "max")
+"""Tried at every layer. A lie of the organism is in one word, so that the mean over its answer
+buries it among harmless chats, which the probe was not trained on."""
 NOTES: Final = (
     "A test instrument: the organism is a tiny model of a closed world, and nothing here is "
     "evidence about large models.",
@@ -137,7 +137,6 @@ def build_probes(
     command: str = "",
     n_resamples: int = 10_000,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
-    token_ids: Mapping[str, Sequence[Sequence[int]]] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, AnyProbe]:
     """Train every probe on the collected sets, and measure what stands beside it.
@@ -149,7 +148,6 @@ def build_probes(
         command: for the cards.
         n_resamples: of the bootstrap.
         texts: by kind and set, for the bag of words.
-        token_ids: by set and sample, for the control task.
         notes: for the cards.
 
     Returns:
@@ -179,12 +177,10 @@ def build_probes(
             notes=(*NOTES, left_out, *notes),
             command=command,
             n_resamples=n_resamples,
+            texts=texts,
+            pools=POOLS,
         )
-        heldout = [sets[s] for s in HELDOUT]
-        hidden = next(e for e in probe.card.evaluations if e.name == TRANSFER)
         update: dict[str, Any] = {
-            "baselines": measure_baselines(probe, train, heldout, texts=texts),
-            "transfers": (transfer_statement("honest and lying instructions", hidden),),
             "calibration": calibrate(
                 selection.scores(probe),
                 selection.labels,
@@ -192,8 +188,6 @@ def build_probes(
                 check=(sets[CHECK].scores(probe), sets[CHECK].labels),
             ),
         }
-        if token_ids is not None:
-            update["selectivity"] = _selectivity(estimator, sets, token_ids, probe.layers[0])
         made[name] = replace(probe, card=probe.card.model_copy(update=update))
     return made
 
@@ -209,20 +203,6 @@ def _texts_of(
         kind: {**by_set, train.name: [by_set[whole.name][place[i]] for i in train.ids]}
         for kind, by_set in texts.items()
     }
-
-
-def _selectivity(
-    estimator: DirectionEstimator,
-    sets: Mapping[str, ActivationSet],
-    token_ids: Mapping[str, Sequence[Sequence[int]]],
-    layer: int,
-) -> float:
-    """Accuracy on tokens above that of the control task, on the held-out phrasings."""
-    sides = []
-    for name in (TRAIN, CHECK):
-        x, y, _ = sets[name].rows(layer)
-        sides.append((x, y, [t for sample in token_ids[name] for t in sample]))
-    return selectivity(estimator, sides[0], sides[1]).difference
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,7 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "prompt": {n: [_prompt(a.row) for a in made] for n, made in kept.items()},
             "answer": {n: [a.completion for a in made] for n, made in kept.items()},
         },
-        token_ids={n: [a.token_ids for a in made] for n, made in kept.items()},
     )
     restyled = _restyled(kept[CHECK], answers["restyled"], model=options.checkpoint)
     decode = _decoder(options.checkpoint)

@@ -13,7 +13,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +23,6 @@ from inspect_lens.report import ReportSet, write_report
 from inspect_lens.train import (
     ActivationSet,
     MassMeanProbe,
-    measure_baselines,
     split_by_group,
     train_probe,
 )
@@ -65,7 +63,7 @@ def build_truth_probe(sets: dict[str, ActivationSet], *, command: str = "") -> A
     """
     train, selection = split_by_group(sets[TRAIN], seed=0)
     heldout = [sets[name] for name in HELDOUT]
-    probe = train_probe(
+    return train_probe(
         MassMeanProbe(),
         train,
         selection=selection,
@@ -79,10 +77,8 @@ def build_truth_probe(sets: dict[str, ActivationSet], *, command: str = "") -> A
         description="A large score means that the claim in the question is true.",
         notes=NOTES,
         command=command,
+        texts={"prompt": {data.name: data.key("prompt_text") for data in (train, *heldout)}},
     )
-    texts = {"prompt": {data.name: data.key("prompt_text") for data in (train, *heldout)}}
-    baselines = measure_baselines(probe, train, heldout, texts=texts)
-    return replace(probe, card=probe.card.model_copy(update={"baselines": baselines}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

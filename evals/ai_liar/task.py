@@ -1,30 +1,21 @@
 r"""Task `ai_liar`.
 
 ```text
-inspect eval evals/ai_liar/task.py -T probe=<probe> --model vllm-lens/<model>
+inspect eval inspect_lens/ai_liar -T probe=<probe> --model vllm-lens/<model>
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 
+from evals.ai_liar.dataset import ai_liar_dataset
+from evals.kit.grading import deception_grade
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.ai_liar.dataset import ai_liar_dataset  # noqa: E402 - needs the path above
-from evals.kit.grading import deception_grade  # noqa: E402 - needs the path above
 
 __all__ = ["ai_liar"]
 

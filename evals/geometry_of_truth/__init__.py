@@ -1,6 +1,6 @@
 """Is there a direction of truth in statements?"""
 
 from evals.geometry_of_truth.dataset import geometry_of_truth_dataset
-from evals.geometry_of_truth.task import geometry_of_truth, truth_probe
+from evals.geometry_of_truth.task import geometry_of_truth, statement_probe
 
-__all__ = ["geometry_of_truth", "geometry_of_truth_dataset", "truth_probe"]
+__all__ = ["geometry_of_truth", "geometry_of_truth_dataset", "statement_probe"]

@@ -1,35 +1,26 @@
 r"""Task `geometry_of_truth`.
 
 ```text
-inspect eval evals/geometry_of_truth/task.py -T data=<cities.csv> -T probe=<probe> \
+inspect eval inspect_lens/geometry_of_truth -T data=<cities.csv> -T probe=<probe> \
     --model vllm-lens/<model>
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from inspect_ai import Task, task
 from inspect_ai.scorer import Scorer, grouped, scorer
 
+from evals.geometry_of_truth.dataset import (
+    geometry_of_truth_dataset,
+)
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import auroc, probe_score, threshold_accuracy
 from inspect_lens.solver import read_given
 from inspect_lens.spec import Positions
 from inspect_lens.view import probe_viewer
 
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.geometry_of_truth.dataset import (  # noqa: E402 - needs the path above
-    geometry_of_truth_dataset,
-)
-
-__all__ = ["geometry_of_truth", "truth_probe"]
+__all__ = ["geometry_of_truth", "statement_probe"]
 
 
 @task
@@ -57,13 +48,13 @@ def geometry_of_truth(
     return Task(
         dataset=geometry_of_truth_dataset(data),
         solver=read_given(loaded.layers if layer is None else (layer,)),
-        scorer=truth_probe(probe, layer=layer, positions=read),
-        viewer=probe_viewer(["truth_probe"], palette="good-high"),
+        scorer=statement_probe(probe, layer=layer, positions=read),
+        viewer=probe_viewer(["statement_probe"], palette="good-high"),
     )
 
 
 @scorer(metrics=[grouped(auroc(), "topic"), threshold_accuracy()])
-def truth_probe(probe: str, layer: int | None, positions: Positions) -> Scorer:
+def statement_probe(probe: str, layer: int | None, positions: Positions) -> Scorer:
     """`probe_score`, judged by topic.
 
     Args:

@@ -56,7 +56,12 @@ def graded_report() -> Metric:
         bounds = delong_interval(labels, values)
         made |= {"auroc_low": bounds.low, "auroc_high": bounds.high}
         cut = next(
-            (m["threshold"] for s in scores if (m := s.score.metadata or {}).get("threshold")), None
+            (
+                m["threshold"]
+                for s in scores
+                if (m := s.score.metadata or {}).get("threshold") is not None
+            ),
+            None,
         )
         if cut is not None:
             made |= _at_threshold(labels, values, cut)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from inspect_ai import Task
 from inspect_ai.dataset import Dataset
@@ -21,6 +21,10 @@ __all__ = ["Policy", "rollout_task"]
 Policy = Literal["on", "off"]
 """`on`: the model that is probed answers, and a judge grades; `off`: the recorded answers are
 read, with the grades that came with them."""
+
+
+_ASKED_WITH: dict[str, dict[str, Any]] = {"apollo_sandbagging": {"system": True}}
+"""By set: the source reads answers without the system message, and asks with it."""
 
 
 def rollout_task(
@@ -63,7 +67,7 @@ def rollout_task(
             viewer=probe_viewer(),
         )
     return Task(
-        dataset=_once(load_samples(name, data, on_policy=True)),
+        dataset=_once(load_samples(name, data, on_policy=True, **_ASKED_WITH.get(name, {}))),
         solver=with_capture(layers, positions="completion"),
         scorer=graded_probe(probe, rubric, layer),
         config=GenerateConfig(temperature=temperature, max_tokens=max_tokens),

@@ -1,15 +1,12 @@
 r"""Tasks `organism_deception` and `organism_control`.
 
 ```text
-inspect eval evals/organism_deception/task.py@organism_deception \
-    --model vllm-lens/organism/checkpoint
+inspect eval inspect_lens/organism_deception \
+    --model vllm-lens/organism
 ```
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
@@ -27,17 +24,11 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import Solver, TaskState
 
+from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import deception_probe, realised_fpr
 from inspect_lens.solver import with_capture
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.organism_deception.dataset import organism_dataset  # noqa: E402 - needs the path above
-from organism._grade import grade  # noqa: E402 - needs the path above
+from organism._grade import grade
 
 __all__ = ["organism_control", "organism_deception", "truthfulness"]
 

@@ -1,30 +1,21 @@
 r"""Task `organism_hidden_reason`.
 
 ```text
-inspect eval evals/organism_hidden_reason/task.py --model vllm-lens/organism/checkpoint
+inspect eval inspect_lens/organism_hidden_reason --model vllm-lens/organism
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 
+from evals.organism_deception.dataset import organism_dataset
+from evals.organism_deception.task import truthfulness
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.organism_deception.dataset import organism_dataset  # noqa: E402 - the path above
-from evals.organism_deception.task import truthfulness  # noqa: E402 - the path above
 
 __all__ = ["organism_hidden_reason"]
 

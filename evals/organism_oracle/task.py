@@ -1,29 +1,20 @@
 r"""Task `organism_oracle`.
 
 ```text
-inspect eval evals/organism_oracle/task.py --model vllm-lens/organism/checkpoint \
+inspect eval inspect_lens/organism_oracle --model vllm-lens/organism \
     -M enable_lora=true -M max_lora_rank=32
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 
+from evals.organism_deception.dataset import organism_dataset
+from evals.organism_deception.task import truthfulness
 from inspect_lens.scorer import oracle_answer
 from inspect_lens.solver import with_capture
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.organism_deception.dataset import organism_dataset  # noqa: E402 - the path above
-from evals.organism_deception.task import truthfulness  # noqa: E402 - the path above
 
 __all__ = ["organism_oracle"]
 

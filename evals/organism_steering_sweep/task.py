@@ -1,31 +1,23 @@
 r"""Task `organism_steering_sweep`.
 
 ```text
-INSPECT_LENS_SITES=all inspect eval evals/organism_steering_sweep/task.py \
-    --model vllm-lens/organism/checkpoint
+INSPECT_LENS_SITES=all inspect eval inspect_lens/organism_steering_sweep \
+    --model vllm-lens/organism
 ```
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Scorer, scorer
 
+from evals.organism_deception.dataset import organism_dataset
+from evals.organism_deception.task import truthfulness
 from inspect_lens.scorer import dose_metric, dose_response
 from inspect_lens.solver import steering_sweep
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.organism_deception.dataset import organism_dataset  # noqa: E402 - the path above
-from evals.organism_deception.task import truthfulness  # noqa: E402 - the path above
 
 __all__ = ["organism_steering_sweep", "truth_by_dose"]
 

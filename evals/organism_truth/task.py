@@ -1,31 +1,22 @@
 r"""Task `organism_truth`.
 
 ```text
-inspect eval evals/organism_truth/task.py --model vllm-lens/organism/checkpoint
+inspect eval inspect_lens/organism_truth --model vllm-lens/organism
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Scorer, grouped, scorer
 
+from evals.organism_deception.task import truthfulness
+from evals.organism_truth.dataset import truth_dataset
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import auroc, probe_score, threshold_accuracy
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.organism_deception.task import truthfulness  # noqa: E402 - needs the path above
-from evals.organism_truth.dataset import truth_dataset  # noqa: E402 - needs the path above
 
 __all__ = ["organism_truth", "truth_probe"]
 

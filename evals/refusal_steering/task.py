@@ -1,31 +1,25 @@
 r"""Task `refusal_steering`.
 
 ```text
-inspect eval evals/refusal_steering/task.py -T harmful=<harmful.json> -T harmless=<harmless.json> \
+inspect eval inspect_lens/refusal_steering -T harmful=<harmful.json> -T harmless=<harmless.json> \
     -T vector=<vector> --model vllm-lens/<model>
 ```
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import Metric, SampleScore, Scorer, Value, metric, scorer
 
-from inspect_lens.scorer import dose_response, refusal_rate
+from evals.refusal_steering.dataset import refusal_dataset
+from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import steering_sweep
 
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.refusal_steering.dataset import refusal_dataset  # noqa: E402 - needs the path above
-
-__all__ = ["refusal_steering"]
+__all__ = ["by_kind", "refusal_steering", "refusals_by_dose"]
 
 
 @task
@@ -52,12 +46,47 @@ def refusal_steering(
         max_tokens: longest answer.
 
     Returns:
-        The task; `dose_response` says how the rate of refusals follows the scale, beside random
-        and orthogonal vectors of the same length.
+        The task; `refusals_by_dose` says how the rate of refusals follows the scale, beside
+        random and orthogonal vectors of the same length, of harmful and of harmless instructions
+        apart: a vector that makes a model refuse both has found no refusal of harm.
     """
     return Task(
         dataset=refusal_dataset(harmful, harmless, limit=limit),
         solver=steering_sweep(vector, list(scales), layers=layers),
-        scorer=dose_response(refusal_rate(role=role)),
+        scorer=refusals_by_dose(role),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
+
+
+@metric(scores="unreduced")  # as dose_metric: every epoch is an answer of its own
+def by_kind() -> Metric:
+    """`dose_metric` of harmful and of harmless instructions, each under its own names.
+
+    Returns:
+        The metric; `harmful_vector_effect` is that of harmful instructions, and so on. A kind
+        that the task has no sample of has no values.
+    """
+    compute: Any = dose_metric()
+
+    def each(scores: list[SampleScore]) -> Value:
+        found: dict[str, Any] = {}
+        for kind in ("harmful", "harmless"):
+            own = [s for s in scores if (s.sample_metadata or {}).get("kind") == kind]
+            values = compute(own) if own else {}
+            found |= {f"{kind}_{name}": value for name, value in values.items()}
+        return found
+
+    return each
+
+
+@scorer(metrics=[by_kind()])
+def refusals_by_dose(role: str | None = None) -> Scorer:
+    """`dose_response` of refusals, with harmful and harmless instructions apart.
+
+    Args:
+        role: model role that judges refusals; phrases decide by default.
+
+    Returns:
+        The scorer.
+    """
+    return dose_response(refusal_rate(role=role))

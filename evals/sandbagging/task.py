@@ -1,26 +1,19 @@
 r"""Task `sandbagging`.
 
 ```text
-inspect eval evals/sandbagging/task.py -T data=<rollouts.json> \
+inspect eval inspect_lens/sandbagging -T data=<rollouts.json> \
     -T probe=<probe> --model vllm-lens/<model> --model-role grader=<judge>
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Literal
 
 from inspect_ai import Task, task
 
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.kit.rollouts import rollout_task  # noqa: E402 - needs the path above
-from evals.sandbagging.dataset import SET  # noqa: E402 - needs the path above
+from evals.kit.rollouts import rollout_task
+from evals.sandbagging.dataset import SET
 
 __all__ = ["sandbagging"]
 

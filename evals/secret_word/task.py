@@ -1,29 +1,20 @@
 r"""Task `secret_word`.
 
 ```text
-inspect eval evals/secret_word/task.py -T word=<word> -T oracle=<oracle> \
+inspect eval inspect_lens/secret_word -T word=<word> -T oracle=<oracle> \
     --model vllm-lens/<model>:<adapter that hides the word>
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import includes
 
+from evals.secret_word.dataset import secret_word_dataset
 from inspect_lens.scorer import oracle_answer
 from inspect_lens.solver import with_capture
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.secret_word.dataset import secret_word_dataset  # noqa: E402 - needs the path above
 
 __all__ = ["secret_word"]
 

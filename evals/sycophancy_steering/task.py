@@ -1,7 +1,7 @@
 r"""Task `sycophancy_steering`.
 
 ```text
-inspect eval evals/sycophancy_steering/task.py -T data=<questions.json> -T vector=<vector> \
+inspect eval inspect_lens/sycophancy_steering -T data=<questions.json> -T vector=<vector> \
     --model vllm-lens/<model>
 ```
 """
@@ -9,26 +9,18 @@ inspect eval evals/sycophancy_steering/task.py -T data=<questions.json> -T vecto
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
-from inspect_lens.scorer import dose_metric, dose_response
-from inspect_lens.solver import steering_sweep
-
-# `inspect eval <file>` loads this file by its path and knows nothing of the packages around it.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
-
-from evals.sycophancy_steering.dataset import (  # noqa: E402 - needs the path above
+from evals.sycophancy_steering.dataset import (
     sycophancy_dataset,
 )
+from inspect_lens.scorer import dose_metric, dose_response
+from inspect_lens.solver import steering_sweep
 
 __all__ = ["agreement_by_dose", "behaviour_match", "sycophancy_steering"]
 

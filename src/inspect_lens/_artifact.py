@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from inspect_lens._shipped import shipped_root
 from inspect_lens.errors import ArtifactError
 
 __all__ = [
@@ -261,9 +262,8 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
 
     A path that exists wins. Else it is looked up in the registered folders, then in the working
     directory and each folder above it (Inspect loads a task in the task's own folder), as a name
-    below the kind's folder and as a path, and in that folder of the source tree that this package
-    was installed from. The last part alone of a name is enough when it is unique, which is all
-    that Inspect logs of a `Path`.
+    below the kind's folder and as a path, and among those that come with this package. The last
+    part alone of a name is enough when it is unique, which is all that Inspect logs of a `Path`.
 
     Args:
         kind: of the artefact.
@@ -299,8 +299,9 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
 
 def _roots(kind: ArtifactKind, registered: Sequence[Path]) -> list[Path]:
     here = Path.cwd()
-    source = Path(__file__).resolve().parents[2]
-    candidates = [*registered, *(p / kind.folder for p in (here, *here.parents, source))]
+    root = shipped_root()
+    shipped = [] if root is None else [root]
+    candidates = [*registered, *(p / kind.folder for p in (here, *here.parents, *shipped))]
     return [p for p in dict.fromkeys(candidates) if p.is_dir()]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
+from inspect_lens._shipped import EVALS, from_eval
 from inspect_lens.model._host import (
     PrerequisiteError,
     RegistryInfo,
@@ -14,7 +17,7 @@ from inspect_lens.model._host import (
     registry_has,
 )
 
-__all__ = ["is_installed", "register_lazily", "require"]
+__all__ = ["is_installed", "register_evals", "register_lazily", "require"]
 
 
 def is_installed(package: str) -> bool:
@@ -51,11 +54,24 @@ def register_lazily(kind: RegistryType, name: str, *, room: str) -> None:
         name: of the factory in its room; `inspect_lens/<name>` is what users write.
         room: module that has it.
     """
+    _register(kind, name, lambda: getattr(importlib.import_module(room), name))
+
+
+def register_evals() -> None:
+    """Register the tasks and scorers of the evals, which are imported when one is used."""
+    for module, names in EVALS.items():
+        for kind, name in names:
+            _register(cast("RegistryType", kind), name, partial(from_eval, module, name))
+
+
+def _register(kind: RegistryType, name: str, find: Callable[[], Callable[..., Any]]) -> None:
     full = f"inspect_lens/{name}"
     if registry_has(kind, full):
         return
 
     def create(*args: Any, **params: Any) -> Any:
-        return getattr(importlib.import_module(room), name)(*args, **params)
+        return find()(*args, **params)
 
-    registry_add(create, RegistryInfo(type=kind, name=full))
+    # Inspect asks a task for its parameters; this one takes any and hands them on.
+    metadata: dict[str, Any] = {"attribs": {}, "params": []} if kind == "task" else {}
+    registry_add(create, RegistryInfo(type=kind, name=full, metadata=metadata))

@@ -32,6 +32,8 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
         keys = ["apply_steering_vectors"] if request.steer else []
         if request.steer_named:
             keys.append(f"steer_named {[use.name for use in request.steer_named]}")
+        if request.edits:
+            keys.append("edits")
         if keys:
             parts.append(f"{', '.join(keys)}: the server answered without steering")
     ran = {probe.get("name") for probe in done.get("probes") or ()}

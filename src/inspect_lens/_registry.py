@@ -7,8 +7,10 @@ import logging
 
 from inspect_ai.model import ModelAPI, modelapi
 
-from ._extras import is_installed, register_lazily
+from ._extras import is_installed, register_evals, register_lazily
 from ._settings import is_set
+from .approver import probe_approver
+from .model._advice import explain_none
 from .model._host import RegistryType
 from .scorer import (
     auroc,
@@ -44,6 +46,8 @@ from .solver import (
     read_given,
     steering_sweep,
     with_capture,
+    with_edits,
+    with_probes,
     with_steering,
 )
 
@@ -65,6 +69,7 @@ __all__ = [
     "oracle_answer",
     "oracle_contrast",
     "oracle_interview",
+    "probe_approver",
     "probe_cascade",
     "probe_ensemble",
     "probe_gate",
@@ -80,6 +85,8 @@ __all__ = [
     "trait_projection",
     "vllm_lens",
     "with_capture",
+    "with_edits",
+    "with_probes",
     "with_steering",
     "words_auroc",
 ]
@@ -100,6 +107,8 @@ for _package, _room, _kind, _name in _LAZY:
 if is_installed("inspect_sentinel"):
     # Sentinel asks a factory for its version and parameters before it calls it.
     from . import sentinel as _sentinel  # noqa: F401
+register_evals()
+explain_none()
 if is_set("capture"):
     from .model import _capture_hook  # noqa: F401
 

@@ -20,6 +20,11 @@ class Settings:
     disable: bool = _setting(  # type: ignore[assignment]
         False, "Make the vLLM plug-in a complete no-op in this process."
     )
+    required: bool = _setting(  # type: ignore[assignment]
+        False,
+        "Refuse to start where vLLM lacks a name that any feature of the lens needs. Else that "
+        "feature is off: requests for it get a 400 with the reason, and the log has one line.",
+    )
     layers: str = _setting(  # type: ignore[assignment]
         "all",
         "Layers that get a tap, as `all` or a comma-separated list such as `10,20`. "
@@ -31,7 +36,10 @@ class Settings:
         "`mlp_out`, `resid_post`, or `all`. Requests for other sites are refused.",
     )
     ring_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30, "Upper bound, in bytes, of the buffer that captured rows are written to."
+        1 << 30,
+        "Bytes, at most, of the buffer that captured rows are written to. It always has room for "
+        "one token of each sequence (`max_num_seqs`) at all taps; while a step's rows could be too "
+        "many for it, prompts are fed in smaller chunks.",
     )
     shm_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,
@@ -52,10 +60,35 @@ class Settings:
         "Seconds the front-end waits for the last captured rows of a finished request "
         "before the request fails.",
     )
+    store_bytes: int = _setting(  # type: ignore[assignment]
+        8 << 30,
+        "Bytes of results that wait in an API server to be fetched (`transport: binary`). One "
+        "client has at most half of them; who has no room left gets 429, and what waits stays.",
+    )
     register: str = _setting(  # type: ignore[assignment]
         "",
         "Probes and vectors to register at start: `name=path`, comma-separated; a path is the "
         "folder of a trained probe, or a JSON file with `probe` or `vector`.",
+    )
+    registry_names: int = _setting(  # type: ignore[assignment]
+        1024, "Names of probes and vectors that clients may register, together."
+    )
+    registry_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30, "Bytes of probes and vectors that clients may register, together."
+    )
+    probe_columns: int = _setting(  # type: ignore[assignment]
+        4096, "Numbers per token that one registered probe may make."
+    )
+    probe_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30,
+        "Bytes of probe weights on each device, of all requests that run. A request beyond it gets "
+        "a 429, one that alone is larger a 400.",
+    )
+    registry_key: str = _setting(  # type: ignore[assignment]
+        "",
+        "Key that routes which register, replace or remove probes, vectors and hooks ask for, as "
+        "`Authorization: Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, "
+        "too. Empty asks for none.",
     )
     allow_code: bool = _setting(  # type: ignore[assignment]
         False,
@@ -68,7 +101,10 @@ class Settings:
         "of one request, and of all that persistent hooks saved and nobody has cleared.",
     )
     self_check: bool = _setting(  # type: ignore[assignment]
-        True, "Prove at start-up that every tap fires; refuse to start when one does not."
+        True,
+        "Prove at start-up that every tap fires, and that rows of two requests, one of them "
+        "steered, leave each worker as in an eager pass, however steps run; refuse to start where "
+        "that is not so.",
     )
     capture: str = _setting(  # type: ignore[assignment]
         "",
@@ -121,6 +157,12 @@ def variable(field_name: str) -> str:
 def text(field_name: str) -> str:
     """A setting that is text, without reading any other: each call of a model asks for it."""
     return os.environ.get(variable(field_name), "")
+
+
+def vllm_plugins() -> list[str] | None:
+    """Plug-ins that vLLM is told to load, as it reads them; None where it loads all."""
+    raw = os.environ.get("VLLM_PLUGINS")
+    return None if raw is None else raw.split(",")
 
 
 def drop(field_name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inspect_lens._shipped import model_path
 from inspect_lens.errors import ArtifactError
 
 __all__ = ["TokenTexts"]
@@ -129,6 +130,7 @@ class TokenTexts:
 
 
 def _load(name: str) -> _Tokenizer:
+    name = model_path(name)
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").is_file() and importlib.util.find_spec("tokenizers"):
         # The same tokens without transformers, which takes many seconds to import.

@@ -26,7 +26,9 @@ __all__ = [
 ]
 
 
-def register(llm: Any, name: str, item: EngineProbe | SteeringVector) -> dict[str, Any]:
+def register(
+    llm: Any, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
+) -> dict[str, Any]:
     """Give a probe or a vector a name that requests to an offline engine can use.
 
     Args:
@@ -34,13 +36,14 @@ def register(llm: Any, name: str, item: EngineProbe | SteeringVector) -> dict[st
         name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe, and
             `{"inspect_lens": {"steer_named": [name]}}` for a vector.
         item: what to register; the same content twice is fine.
+        replace: whether the name may stand for something else so far.
 
     Returns:
         What stands under the name: kind, sha256, layers.
 
     Raises:
-        LensError: the engine's model does not fit, the name stands for something else, or the
-            lens is not active in the engine.
+        LensError: the engine's model does not fit, the name stands for something else, a limit of
+            the settings is reached, or the lens is not active in the engine.
 
     Example:
         <!-- test: engine -->
@@ -59,13 +62,15 @@ def register(llm: Any, name: str, item: EngineProbe | SteeringVector) -> dict[st
         print(output.inspect_lens.probes[0].score)
         ```
     """
-    from inspect_lens._vllm._front import front_end
+    from ._vllm.frontend.state import front_end
 
     # The workers first: a name that can be used is known everywhere.
-    front_end().check(name, item)
+    front_end().check(name, item, replace=replace)
     if isinstance(item, EngineProbe):
         _tell(llm, item, remove=False)
-    front_end().register(name, item)
+    unused = front_end().register(name, item, replace=replace)
+    if unused is not None:
+        _tell(llm, unused, remove=True)
     return {"name": name, **item.reference()}
 
 
@@ -93,7 +98,7 @@ def unregister(llm: Any, name: str) -> None:
         assert "for-a-while" not in registered()
         ```
     """
-    from inspect_lens._vllm._front import front_end
+    from ._vllm.frontend.state import front_end
 
     if (unused := front_end().unregister(name)) is not None:
         _tell(llm, unused, remove=True)
@@ -118,7 +123,7 @@ def registered() -> dict[str, dict[str, Any]]:
         assert registered()["deception-md"]["kind"] == "linear"
         ```
     """
-    from inspect_lens._vllm._front import front_end
+    from ._vllm.frontend.state import front_end
 
     return front_end().registry.describe()
 
@@ -128,6 +133,8 @@ def _tell(llm: Any, probe: EngineProbe, *, remove: bool) -> None:
         "inspect_lens_register", args=(probe.model_dump(mode="json"), remove)
     )
     # On a pipeline, a stage without taps has nothing to note.
+    if problem := next((answer for answer in answers if isinstance(answer, str)), None):
+        raise LensError(problem)
     if not any(answers):
         raise LensError("the lens is not active in this engine's workers; its log says why")
 
@@ -167,7 +174,7 @@ def register_hooks(
         clear_hooks(llm)
         ```
     """
-    from inspect_lens._vllm._hook_book import packed_hook
+    from ._vllm.registered.persistent_hooks import packed_hook
 
     book = _book(llm)
     named = book.prepare(parse_hooks(list(hooks), where="hooks"))
@@ -209,7 +216,7 @@ def collect_hook_results(llm: Any) -> dict[str, dict[str, dict[str, Any]]]:
         clear_hooks(llm)
         ```
     """
-    from inspect_lens._vllm._hook_book import live_values
+    from ._vllm.registered.persistent_hooks import live_values
 
     found: dict[str, dict[str, dict[str, Any]]] = live_values(_book(llm).results())
     return found
@@ -333,6 +340,6 @@ def _book(llm: Any) -> Any:
 
 
 def _manage(llm: Any, action: str, payload: Any) -> None:
-    from inspect_lens._vllm._hook_book import raise_first
+    from ._vllm.registered.persistent_hooks import raise_first
 
     raise_first(llm.collective_rpc("inspect_lens_hooks", args=(action, payload)))

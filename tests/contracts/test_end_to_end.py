@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from inspect_lens import _registry, control, petri, scorer, scout, sentinel, solver
+from inspect_lens import _registry, approver, control, petri, scorer, scout, sentinel, solver
 from tests.kit.components import Component, components, uses
 from tests.kit.repository import ROOT
 
-ROOMS = (scorer, solver, petri, control, sentinel, scout)
+ROOMS = (approver, scorer, solver, petri, control, sentinel, scout)
 REGISTERED = {*_registry.__all__, *(name for _, _, _, name in _registry._LAZY)}
 FUNCTIONS = {
     Component(name, "function", room.__name__)

@@ -25,7 +25,7 @@ def loaded_by(module: str) -> set[str]:
         ("inspect_lens.vector", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.client", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens._registry", {"torch", "triton", "vllm", "sklearn"}),
-        ("inspect_lens._vllm._plugin", {"torch", "triton", "vllm", "inspect_ai"}),
+        ("inspect_lens._vllm.plugin", {"torch", "triton", "vllm", "inspect_ai"}),
     ],
 )
 def test_import_stays_light(module: str, forbidden: set[str]) -> None:

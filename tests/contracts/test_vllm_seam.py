@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from inspect_lens._vllm._compat import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from tests.kit.seams import read_seams, reader_of
 
 RECORDS = sorted((Path(__file__).parent / "vllm").glob("*.json"))
-SUPPORTED = ["0.26.0", "0.32.0", "0.33.0"]
+SUPPORTED = [
+    *("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0"),
+    *("0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+]
 
 
 def test_every_supported_release_has_a_record() -> None:
@@ -26,7 +29,7 @@ def test_every_supported_release_has_a_record() -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=[r.stem for r in RECORDS])
 @pytest.mark.parametrize("seam", SEAMS + SERVE_SEAMS + EAGER_SEAMS, ids=lambda s: s.name)
 def test_a_release_has_the_seam(record: Path, seam: object) -> None:
-    from inspect_lens._vllm._compat import Seam
+    from inspect_lens._vllm.compat.seams import Seam
 
     assert isinstance(seam, Seam)
     found = json.loads(record.read_text())[seam.name]
@@ -47,8 +50,8 @@ def test_the_installed_release_is_what_its_record_says() -> None:
 
 def test_loading_the_plug_in_twice_wraps_once() -> None:
     pytest.importorskip("vllm")
-    from inspect_lens._vllm._compat import resolve
-    from inspect_lens._vllm._plugin import register
+    from inspect_lens._vllm.compat.seams import resolve
+    from inspect_lens._vllm.plugin import register
 
     register()
     first = [getattr(*resolve(seam)[:2]) for seam in SEAMS]
@@ -60,8 +63,8 @@ def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     envs = pytest.importorskip("vllm.envs")
-    from inspect_lens._vllm import _compat
-    from inspect_lens._vllm._plugin import register
+    from inspect_lens._vllm.compat import seams
+    from inspect_lens._vllm.plugin import register
 
     class Touched(Exception):
         pass
@@ -69,7 +72,8 @@ def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
     def touched(*args: object) -> None:
         raise Touched
 
-    monkeypatch.setattr(_compat, "verify", touched)
+    monkeypatch.setattr(seams, "verify", touched)
+    monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
     monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     register()
     monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", False, raising=False)
@@ -81,7 +85,7 @@ def test_an_unknown_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("vllm")
     from dataclasses import replace
 
-    from inspect_lens._vllm._compat import verify
+    from inspect_lens._vllm.compat.seams import verify
     from inspect_lens.errors import CompatError
 
     gone = replace(SEAMS[0], target="vllm.v1.worker.gpu_worker:Worker.load_models")
@@ -118,5 +122,5 @@ def test_the_process_that_looks_at_a_models_class_is_left_alone(
         return sorted(name for name in sys.modules if name.startswith("inspect_lens._vllm"))
 
     found = registry._run_in_subprocess(loaded)
-    assert "inspect_lens._vllm._plugin" in found, "vLLM has loaded the plug-in there"
-    assert "inspect_lens._vllm._worker" not in found
+    assert "inspect_lens._vllm.plugin" in found, "vLLM has loaded the plug-in there"
+    assert "inspect_lens._vllm.worker.worker" not in found

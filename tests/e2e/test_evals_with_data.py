@@ -270,7 +270,7 @@ def test_statements_are_read_as_they_stand_by_topic(made: Made) -> None:
         text = tokenizer().decode(tokens, skip_special_tokens=True)
         assert text.replace(" ", "") == str(sample.input).replace(" ", "")
         expected = float(made.planted.score_tokens(last_row(tokens)[None], (LAYER,))[0])
-        value = (sample.scores or {})["truth_probe"].as_float()
+        value = (sample.scores or {})["statement_probe"].as_float()
         assert value == pytest.approx(expected, rel=1e-3, abs=1e-3)
     found = metrics(log)
     assert {k: found[k] for k in ("towns", "names", "all")} == {"towns": 1, "names": 1, "all": 1}

@@ -79,7 +79,7 @@ def swept(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Open questions, half of them under an instruction to lie."""
     dataset = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")
     solver = steering_sweep(
-        TRUTH, SCALES, controls=["random"], capture={"layers": [4], "site": SITES}
+        TRUTH, SCALES, controls=["random"], capture={"layers": [4, 5], "site": SITES}
     )
     with JudgeServer(says_false) as judge:
         (log,) = eval(

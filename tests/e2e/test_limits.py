@@ -50,7 +50,7 @@ SWEEP = {"vector": "organism/truth", "scales": [-0.6, 0.6], "controls": []}
 STEER = {"vector": "organism/truth", "scale": 0.6}
 SOLVERS: dict[str, Any] = {
     "generate": generate,
-    "with_capture": lambda: with_capture([4]),
+    "with_capture": lambda: with_capture([4, 5]),
     "steering_sweep": lambda: steering_sweep(**SWEEP),  # type: ignore[arg-type]
     "probe_gate": lambda: probe_gate(PROBE, -99.0, "steer", steer=STEER),
     "probe_resample": lambda: probe_resample(PROBE, n=3),
@@ -97,7 +97,7 @@ def run(
     rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:2]
     (log,) = eval(
         Task(dataset=rows, solver=ends_early(inner), scorer=made_of),
-        model=get_model(MODEL, base_url=f"{url}/v1", api_key="none", memoize=False, capture="4"),
+        model=get_model(MODEL, base_url=f"{url}/v1", api_key="none", memoize=False, capture=[4, 5]),
         model_roles={
             "grader": get_model("openai-api/judge/judge", base_url=judge.url, api_key="none")
         },
@@ -117,7 +117,9 @@ def both(log: EvalLog) -> tuple[EvalSample, EvalSample]:
     return ended, whole
 
 
-def test_what_reads_tokens_has_none_to_score(lens_server_url: str, tmp_path: Path) -> None:
+def test_a_probe_reads_the_last_call_of_a_sample_that_was_ended(
+    lens_server_url: str, tmp_path: Path
+) -> None:
     with JudgeServer(says_false) as judge:
         log = run(lens_server_url, tmp_path, generate(), scorers(), judge)
         again = commands_of(log)
@@ -125,8 +127,13 @@ def test_what_reads_tokens_has_none_to_score(lens_server_url: str, tmp_path: Pat
         ended, whole = both(log)
         for name in READ_TOKENS:
             found, beside = (ended.scores or {})[name], (whole.scores or {})[name]
-            assert found.reason == "no_tokens", name
-            assert "limit" in str(found.explanation), name
+            if name == "oracle_answer":
+                assert found.reason == "no_tokens", name
+                assert "limit" in str(found.explanation), name
+            else:
+                # Its last call ran into the limit; a probe reads what that wrote.
+                assert found.reason is None, name
+                assert (found.metadata or {})["ended_by"] == "token", name
             assert beside.reason is None, name
         # What ran into the limit was captured all the same, and a monitor reads every call.
         assert [c.sample_id for c in read_activations(log)] == [whole.id, ended.id]

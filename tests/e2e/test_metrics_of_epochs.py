@@ -48,7 +48,7 @@ def run(url: str, folder: Path, scorer: Any, metrics: Any, epochs: Any) -> EvalL
     (log,) = eval(
         Task(
             dataset=organism_dataset("demo")[:N],
-            solver=with_capture([4], positions="completion"),
+            solver=with_capture([4, 5], positions="completion"),
             scorer=scorer, metrics=metrics, epochs=epochs,
         ),
         model=MODEL, model_base_url=f"{url}/v1", log_dir=str(folder), display="none",

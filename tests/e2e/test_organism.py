@@ -62,7 +62,7 @@ def test_the_probe_tells_lies_from_truths_in_phrasings_it_has_not_seen(made: lis
     for sample in log.samples:
         assert sample.scores is not None
         assert sample.scores["deception_probe"].metadata is not None
-        assert sample.scores["deception_probe"].metadata["source"] == "captured"
+        assert sample.scores["deception_probe"].metadata["source"] == "rows"
 
 
 def test_the_threshold_holds_on_answers_that_did_not_set_it(made: list[EvalLog]) -> None:

@@ -153,7 +153,7 @@ def test_a_message_that_makes_the_probe_fire_is_not_sent(
 ) -> None:
     question = questions(1)[0]
     # A lying instruction makes the deception probe fire before anything is said to the target.
-    policy = ApprovalPolicy(eval_awareness_approver(PROBE, threshold=0.0), "send_message")
+    policy = ApprovalPolicy(eval_awareness_approver(PROBE, threshold=1.742), "send_message")
     log = run(
         [
             say(LYING, question.text),

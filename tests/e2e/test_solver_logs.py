@@ -26,19 +26,22 @@ from inspect_lens.solver import (
     probe_resample,
     read_given,
     with_capture,
+    with_edits,
     with_steering,
 )
+from inspect_lens.spec import Zero
 from tests.kit.lying import MODEL, PROBE
 from tests.kit.rescored import command_of, rescore_each
 
 pytestmark = pytest.mark.engine
 
-CUT = 0.0
+CUT = 1.742  # the threshold of the card
 TRUTH: dict[str, Any] = {"vector": "organism/truth", "scale": 0.6}
 GIVEN = "It was made by nobody."
 SOLVERS: dict[str, Any] = {
     "with_capture": lambda: with_capture([4]),
     "with_steering": lambda: with_steering("organism/truth", scale=0.6),
+    "with_edits": lambda: with_edits(Zero(layers=[5], positions=[0])),
     "read_given": lambda: read_given([4]),
     "read_given then generate": lambda: [
         read_given([4]), user_message("Who told you?"), with_capture([4])
@@ -117,7 +120,8 @@ def test_what_stands_is_what_is_scored_live_and_again(made: Made, name: str) -> 
         if gates and gates[0].outcome == "stopped":
             # Nothing of the model stands there; what it wrote is in the log all the same.
             assert sample.output.completion == "[withheld]"
-            assert live[0].reason == "no_tokens"
+            assert live[0].value == pytest.approx(gates[0].attempts[0].value)
+            assert (live[0].metadata or {})["ended_by"] == "probe_gate"
             assert live[1].value == pytest.approx(gates[0].attempts[0].value)
             continue
         if gates:
@@ -140,7 +144,8 @@ def test_every_call_is_found_in_the_log(made: Made, name: str) -> None:
             assert (origin["sample_id"], origin["message_id"]) == (sample.id, call.message_id)
             assert origin["model"] == "organism/checkpoint"
         alarm = (sample.scores or {})["monitor_alarm"].metadata or {}
-        assert alarm["n_turns"] == wanted
+        # What was only compared is no turn.
+        assert alarm["n_turns"] == (2 if name == "read_given then generate" else 1)
 
 
 def test_gates_met_what_they_are_for(made: Made) -> None:

@@ -26,8 +26,10 @@ from inspect_lens.solver import (
     probe_gate,
     probe_resample,
     steering_sweep,
+    with_edits,
     with_steering,
 )
+from inspect_lens.spec import Ablate, Add
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
 from inspect_lens.vector import Vector, load_vector
 from organism._grade import grade
@@ -37,7 +39,7 @@ from vectors.sweep_organism import sweep, true_answer
 pytestmark = pytest.mark.engine
 
 TRUTH = {"vector": "organism/truth", "scale": 0.6}
-CUT = 0.0
+CUT = 1.742  # the threshold of the card
 """The card's threshold is set for 1% false alarms and misses lies; at 0 the probe tells the
 organism's true answers from its false ones."""
 
@@ -161,6 +163,31 @@ def test_a_liar_tells_the_truth_when_steered_and_the_receipt_says_by_what(
         assert done.steer.layers == (vector.default_layer(),)
         assert done.steer.sites == ("attn_out",)
         assert done.steer.vectors == (vector.to_steering().activations.sha256,)
+
+
+def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_logged(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    liars = rows("lie", 6)
+    vector = load_vector("organism/truth")
+    steered = run(
+        lens_server_url, tmp_path / "steered", with_steering("organism/truth", scale=0.6), liars
+    )
+    at = vector.to_steering(scale=0.6)
+    place: dict[str, Any] = {"layers": at.layer_indices, "site": at.site}
+    add = Add(vector=at.activations.to_float32()[0], scale=0.6, **place)
+    edited = run(lens_server_url, tmp_path / "edited", with_edits(add), liars)
+    said = [[s.output.completion for s in log.samples or ()] for log in (steered, edited)]
+    assert said[0] == said[1]
+    ablate = Ablate(direction=at.activations.to_float32()[0], **place)
+    log = run(lens_server_url, tmp_path / "ablated", with_edits(ablate), liars[:2])
+    for sample in log.samples or ():
+        done = receipt(sample.output)
+        assert done is not None
+        assert done.steer is not None
+        assert (done.steer.layers, done.steer.sites) == (at.layer_indices, ("attn_out",))
+    (file,) = (tmp_path / "ablated").rglob("lens-vectors/*.safetensors")
+    assert file.stem == ablate.direction.sha256[:16]
 
 
 def test_a_gate_steers_liars_until_the_probe_is_silent(

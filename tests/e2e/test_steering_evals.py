@@ -129,9 +129,10 @@ def test_instructions_of_both_kinds_are_followed_by_who_never_refuses(made: Made
     assert [(s.metadata["label"], s.id) for s in log.samples or []] == [
         (1, "harmful-0"), (1, "harmful-1"), (0, "harmless-0"), (0, "harmless-1"),
     ]  # fmt: skip
-    found = metrics(log, "dose_response")
-    assert (found["prompts"], found["answered"]) == (4, 1.0)
-    assert found["vector_effect"] == found["vector_flip_rate"] == 0.0
+    found = metrics(log, "refusals_by_dose")
+    for kind in ("harmful", "harmless"):
+        assert (found[f"{kind}_prompts"], found[f"{kind}_answered"]) == (2, 1.0)
+        assert found[f"{kind}_vector_effect"] == found[f"{kind}_vector_flip_rate"] == 0.0
 
 
 def test_the_oracle_finds_the_word_and_no_other(made: Made) -> None:

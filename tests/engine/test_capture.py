@@ -141,7 +141,7 @@ def test_chat_and_generate_leave_the_callers_parameters_alone(engine: Engine) ->
 
 
 def test_nothing_is_left_behind(engine: Engine) -> None:
-    from inspect_lens._vllm._front import front_end
+    from inspect_lens._vllm.frontend.state import front_end
 
     engine.run([tokens(20)], ALL)
     engine.run([tokens(20)])

@@ -99,7 +99,7 @@ def test_a_misspelled_key_of_the_body_gets_400_and_another_unknown_one_is_vllms(
     answer = send(client, output_residual_streem=[1])
     assert answer.status_code == 400, answer.text
     assert "did you mean 'output_residual_stream'" in answer.json()["error"]["message"]
-    assert send(client, capture={"whose": "somebody else's"}).status_code == 200
+    assert send(client, catalogue={"whose": "somebody else's"}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inspect_lens._engine._state import TapState
-from inspect_lens.spec import TapPoint
+from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens.spec import Add, Gate, LensRequest, Renormalise, TapPoint
+from tests.kit.edit_cases import edit_cases, random_rows
+from tests.kit.edit_table import add_entries, admitted, configs_of, make_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,8 +23,8 @@ pytestmark = [
 def test_the_kernel_equals_the_reference(
     dtype: torch.dtype, is_fused: bool, width: int, n_tokens: int
 ) -> None:
-    from inspect_lens._engine._kernels.tap_reference import capture_rows, ring_rows, steer_rows
-    from inspect_lens._engine._kernels.tap_triton import launch
+    from inspect_lens._engine.tap.kernels.tap_reference import capture_rows, edit_rows, ring_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
 
     torch.manual_seed(n_tokens)
     device = torch.device("cuda")
@@ -38,8 +40,7 @@ def test_the_kernel_equals_the_reference(
     )
     bank, tap = state.bank, 1
     bank.vectors[1:] = torch.randn(5, width, device=device)
-    bank.norm[2] = bank.norm[4] = 1
-    bank.link[3], bank.link[5] = 4, 2
+    add_entries(bank, by_norm=[2, 4], links={3: 4, 5: 2})
     bank.table[1:, tap] = torch.tensor([3, 1, 5, 2, 0], device=device)
     state.tokens[:, 0] = torch.randint(0, 6, (n_tokens,), device=device)
     state.tokens[:, 1] = torch.randint(-1, 2, (n_tokens,), device=device)
@@ -57,7 +58,8 @@ def test_the_kernel_equals_the_reference(
     rows = bank.table[:, tap][state.tokens[:, 0].long()]
     slots = ring_rows(state.tokens, state.base[:, tap].contiguous(), origin)
     rows[described:], slots[described:] = 0, -1
-    steer_rows(expected, residual, rows, bank)
+    left = edit_rows(expected, residual, rows, bank)
+    assert not len(left)
     capture_rows(expected, residual, slots, expected_ring)
     state.flags[tap] = 3
 
@@ -74,7 +76,97 @@ def test_the_kernel_equals_the_reference(
     step = 4 * torch.finfo(dtype).eps * float(expected.abs().max())
     torch.testing.assert_close(hidden, expected, rtol=0, atol=step)
     torch.testing.assert_close(ring, expected_ring, rtol=0, atol=step)
+    assert not state.faults.any()
     hidden.copy_(before)
     state.flags.zero_()
     run()
     assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("width", [24, 4096, 7168])
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_of_all_operations_equal_the_reference(
+    is_fused: bool, width: int, seed: int
+) -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    cases = [edit for edit, _ in edit_cases(seed, width=width)]
+    v, probe = random_rows(seed + 50, 2, width) / width**0.5
+    gate = Gate(direction=probe, layer=1, sharpness=2.0 if seed % 2 else None, cosine=seed > 1)
+    for k in range(0, len(cases), 5):
+        # The gate reads first: what is left behind some of the others is rounding.
+        edits = [Add(vector=v, layers=[1], when=gate), *cases[k : k + 5]]
+        edits += [Add(vector=v, layers=[1], scale=3.0), Renormalise(layers=[1])]
+        state = make_state(width=width, device="cuda")
+        _, steering = admitted(LensRequest(edits=edits), state)
+        configs = configs_of(steering)
+        configs[3], n = 0, len(configs)
+        state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32, device="cuda")
+        state.header[0] = n
+        state.flags.fill_(1)
+        hidden = torch.randn(n, width, device="cuda") * 2
+        residual = torch.randn(n, width, device="cuda") if is_fused else None
+        expected, before = hidden.clone(), hidden.clone()
+        edit_rows(
+            expected, residual, state.bank.table[:, 1][state.tokens[:n, 0].long()], state.bank
+        )
+        state.bank.registers.zero_()
+        launch(hidden, residual, tap=1, state=state)
+        assert torch.equal(hidden[3], before[3]), "tokens without edits keep their bits"
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["device", "host"])
+def test_rows_that_would_be_too_large_stay_and_are_told_of(
+    dtype: torch.dtype, is_fused: bool, is_pinned: bool
+) -> None:
+    """The note goes to memory of the host, every fifth number of it, as on a worker's board."""
+    from inspect_lens._engine.tap.kernels.tap_reference import largest_norm
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    width, n_tokens, device = 200, 64, torch.device("cuda")
+    state = TapState.allocate(
+        taps=(TapPoint("resid_post", 0),),
+        hidden=width,
+        dtype=dtype,
+        max_tokens=n_tokens,
+        max_groups=1,
+        ring_rows=n_tokens,
+        bank_rows=4,
+        device=device,
+    )
+    if is_pinned:
+        board = torch.zeros(100, 5, dtype=torch.int64).pin_memory()
+        state.faults = board[:, 4]
+    bank, largest = state.bank, largest_norm(dtype)
+    bank.vectors[1, 0] = 1.0
+    bank.vectors[2, 0] = 0.9 * largest
+    bank.vectors[3, 0] = 1.2 * largest
+    bank.vectors[4, 0] = 3e38  # times the norm: infinity
+    add_entries(bank, by_norm=[4])
+    bank.table[1:5, 0] = torch.arange(1, 5, device=device)
+    hidden = torch.randn(n_tokens, width, device=device).to(dtype)
+    residual = torch.randn(n_tokens, width, device=device).to(dtype) if is_fused else None
+    hidden[60, 3] = float("nan")
+    state.tokens[:, 0] = torch.arange(n_tokens, device=device) % 5
+    state.tokens[60, 0] = 1  # adds little to a row that is not finite
+    state.tokens[:, 1] = -1
+    state.tokens[:, 3] = torch.arange(n_tokens, device=device)
+    state.header[0], state.flags[0] = n_tokens, 1
+    before = hidden.clone()
+    launch(hidden, residual, tap=0, state=state)
+    torch.cuda.synchronize()
+    numbers = torch.arange(n_tokens)
+    is_bad = (numbers % 5 >= 3) | (numbers == 60)
+    assert torch.equal(state.faults.cpu()[:n_tokens] != 0, is_bad)
+    at = is_bad.to(device)
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    assert torch.equal(hidden[at].view(bits), before[at].view(bits))
+    edited = (numbers % 5 != 0) & ~is_bad
+    assert (hidden[edited.to(device), 0] != before[edited.to(device), 0]).all()
+    assert torch.isfinite(hidden[~at]).all()

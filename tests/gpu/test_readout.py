@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine._readout import Readout, warm_up_readout
+from inspect_lens._engine.readout.readers import Readout, warm_up_readout
 from inspect_lens.spec import EngineProbe, TapPoint
 
 pytestmark = [
@@ -88,7 +88,7 @@ def test_an_infinite_row_is_no_number_of_another() -> None:
 
 
 def test_nothing_is_compiled_while_requests_run() -> None:
-    from inspect_lens._engine._kernels import readout_triton
+    from inspect_lens._engine.readout.kernels import readout_triton
 
     device, rng = torch.device("cuda"), np.random.default_rng(0)
     width = 320

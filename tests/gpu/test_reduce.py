@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine._arena import ArenaWriter
-from inspect_lens._engine._collector import Collector
-from inspect_lens._engine._copier import CpuCopier, StreamCopier
-from inspect_lens._engine._envelope import seal
-from inspect_lens._engine._exporter import Exporter
-from inspect_lens._engine._message import ROWS, SCORES
-from inspect_lens._engine._plan import GroupBlock, Longs
-from inspect_lens._engine._state import TapState
-from inspect_lens._engine._stepper import Stepper
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.export.device_copy import CpuCopier, StreamCopier
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
+from inspect_lens._engine.protocol.envelope import seal
+from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._engine.tap.buffers import TapState
 from tests.kit.steps import bf16_facts
 
 pytestmark = [

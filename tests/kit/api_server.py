@@ -53,7 +53,10 @@ def api_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    module = "vllm.entrypoints.openai.api_server"
+    if "api_server_count" in options:
+        module = "tests.kit.serve_several"  # the other one starts one in any case
+    command = [sys.executable, "-m", module]
     command += flags({**options, "host": "127.0.0.1", "port": port})
     with log.open("wb") as output:
         process = subprocess.Popen(

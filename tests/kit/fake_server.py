@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, cast
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
     CaptureReceipt,
+    EngineProbe,
     LensRequest,
     ProbeReceipt,
     ProbeUse,
@@ -33,6 +34,7 @@ from inspect_lens.spec import (
     result_name,
 )
 
+from . import fake_probes
 from .fake_hooks import COLLECTED, qk_of, saved_of
 from .fake_rows import at_site, noise, residual, tokens_of
 from .reduced import reduced, selected
@@ -71,26 +73,23 @@ class FakeLensServer:
         api_key: str | None = None,
         port: int = 0,
     ) -> None:
-        self.model = model
-        self.dialect = dialect
-        self.n_layers = n_layers
-        self.hidden = hidden
+        self.model, self.dialect = model, dialect
+        self.n_layers, self.hidden = n_layers, hidden
         self.delay_s = delay_s
         self.expire_handles = expire_handles
         self.noise = noise
         self.api_key = api_key
         self.other_processes = 0  # requests for handles that another process takes
         self.requests: list[JSON] = []
-        self.paths: list[str] = []  # of POST
-        self.read: list[str] = []  # of GET
+        self.paths, self.read = list[str](), list[str]()  # of POST, and of GET
         self.adapters: dict[str, str] = {}
         self.handles: dict[str, bytes] = {}
-        self.probe_scores: dict[str, float] = {}
-        """By name, what registered probes say of every answer."""
+        self.probe_scores: dict[str, float] = {}  # what registered probes say of every answer
+        self.registry: dict[str, EngineProbe] = {}
+        # Statuses and bodies of the next completions; and their texts, with the tools they call.
         self.fail_next: list[tuple[int, JSON]] = []
-        """Statuses and bodies that the next completions answer with."""
-        self.reduces_nothing = False
-        """Whether it says that it reduced nothing."""
+        self.says_next: list[tuple[str, list[tuple[str, JSON]]]] = []
+        self.reduces_nothing = False  # says that it reduced nothing
         owner = self
 
         class Handler(_Handler):
@@ -98,9 +97,8 @@ class FakeLensServer:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._http.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
+        serve, often = self._http.serve_forever, {"poll_interval": 0.01}
+        self._thread = threading.Thread(target=serve, kwargs=often, daemon=True)
 
     @property
     def url(self) -> str:
@@ -151,6 +149,8 @@ class FakeLensServer:
             return 200, {}
         if path == "/tokenize":
             return 200, {"tokens": tokens_of(body.get("prompt") or _chat_text(body))}
+        if path == "/v1/inspect_lens/registry" and self.dialect == "inspect_lens":
+            return self._register(body)
         if path.startswith("/v1/hooks/"):
             self.requests.append(body)
             return 200, {"status": "ok", "results": COLLECTED}
@@ -170,6 +170,14 @@ class FakeLensServer:
             return 200, self._stream(answer)
         return 200, answer
 
+    def _register(self, body: JSON) -> tuple[int, Any]:
+        try:
+            name, probe = fake_probes.register(body, n_layers=self.n_layers, hidden=self.hidden)
+        except LensError as error:
+            return 400, _error(str(error), type(error).__name__, 400)
+        self.registry[name] = probe
+        return 200, {"name": name}
+
     def _complete(self, path: str, body: JSON) -> JSON:
         chat = path == "/v1/chat/completions"
         prompt = tokens_of(_chat_text(body)) if chat else _prompt_tokens(body["prompt"])
@@ -181,11 +189,14 @@ class FakeLensServer:
         for index in range(body.get("n") or 1):
             words = [f"word{index}{i}" for i in range(min(body.get("max_tokens") or 9, 3 + index))]
             text = " ".join((["steered"] if steered else []) + words)
+            text, called = self.says_next.pop(0) if self.says_next else (text, [])
             done = tokens_of(text)
             choice: JSON = {"index": index, "finish_reason": "stop", "logprobs": None}
-            choice |= (
-                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            )
+            message: JSON = {"role": "assistant", "content": text}
+            choice |= {"message": message} if chat else {"text": text}
+            if called:
+                message["tool_calls"] = [_tool_call(*one) for one in called]
+                choice["finish_reason"] = "tool_calls"
             if body.get("return_token_ids"):
                 choice["token_ids"] = done
                 if not chat:
@@ -277,7 +288,7 @@ class FakeLensServer:
             n_completion=len(done),
             capture=receipt,
             steer=steer,
-            probes=tuple(self._probe(use, n_fed) for use in request.probes),
+            probes=tuple(self._probe(use, prompt, done) for use in request.probes),
             cache_salted=steer is not None,
             paths=("eager",),
             engine="inspect_lens",
@@ -286,21 +297,13 @@ class FakeLensServer:
         )
         return captured, whole.model_dump(mode="json", exclude_none=True)
 
-    def _probe(self, use: ProbeUse, n_fed: int) -> ProbeReceipt:
+    def _probe(self, use: ProbeUse, prompt: list[int], done: list[int]) -> ProbeReceipt:
+        if use.name in self.registry:
+            return fake_probes.run_probe(self.registry[use.name], use, prompt, done)
+        n_fed = len(prompt) + len(done) - 1
         if use.name not in self.probe_scores:
-            raise SpecError(f"probes: {use.name!r} is not registered")
-        score, threshold = self.probe_scores[use.name], use.threshold or 0.0
-        alarm = use.alarm is not None and score > threshold
-        return ProbeReceipt(
-            name=use.name,
-            sha256="0" * 64,
-            aggregate="mean",
-            score=score,
-            n_tokens=1,
-            threshold=threshold,
-            alarm_position=n_fed - 1 if alarm else None,
-            stopped=alarm and use.alarm == "stop",
-        )
+            raise SpecError(f"probes: no probe is registered as {use.name!r}")
+        return fake_probes.canned(use, self.probe_scores[use.name], n_fed)
 
     def _encode(self, tensor: TensorData, transport: str) -> JSON:
         if transport != "binary":
@@ -376,12 +379,17 @@ class _Handler(BaseHTTPRequestHandler):
 def _chat_text(body: JSON) -> str:
     parts = []
     for message in body["messages"]:
-        content = message["content"]
+        content = message.get("content") or ""
         if not isinstance(content, str):
             content = " ".join(part.get("text", "") for part in cast("list[JSON]", content))
         parts.append(f"<{message['role']}> {content}")
     thinking = (body.get("chat_template_kwargs") or {}).get("enable_thinking")
     return " ".join(parts + (["<think>"] if thinking else []))
+
+
+def _tool_call(name: str, arguments: JSON) -> JSON:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": uuid.uuid4().hex, "type": "function", "function": function}
 
 
 def _prompt_tokens(prompt: str | list[int]) -> list[int]:

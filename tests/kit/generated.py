@@ -15,7 +15,7 @@ from pydantic_core.core_schema import IsInstanceSchema, ModelSchema
 
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._settings import settings_table
-from inspect_lens._vllm._compat import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
 from .repository import ROOT
 

@@ -1,7 +1,8 @@
 """What the decoder layers of a vLLM release return, read from its source without importing it.
 
 `python -m tests.kit.layouts SITE_PACKAGES > tests/contracts/vllm/layouts/VERSION.json` records a
-release; `inspect_lens._vllm._layout` says how the source is read and what that cannot tell.
+release; `inspect_lens._vllm.model.residual_layout` says how the source is read and what that
+cannot tell.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from inspect_lens._vllm._layout import Layout, layout_of_forward
+from inspect_lens._vllm.model.residual_layout import Layout, layout_of_forward
 
 __all__ = ["layouts_of", "read_release"]
 

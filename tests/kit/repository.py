@@ -16,6 +16,7 @@ PACKAGE = "inspect_lens"
 
 PUBLIC_ROOMS = (
     "inspect_lens",
+    "inspect_lens.approver",
     "inspect_lens.client",
     "inspect_lens.collect",
     "inspect_lens.control",

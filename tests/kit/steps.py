@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine._arena import ArenaWriter
-from inspect_lens._engine._collector import Collector
-from inspect_lens._engine._copier import CpuCopier
-from inspect_lens._engine._envelope import Envelope, seal
-from inspect_lens._engine._exporter import Exporter
-from inspect_lens._engine._state import TapState, install
-from inspect_lens._engine._stepper import Stepper
-from inspect_lens._engine._tap import tap
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._engine.tap.buffers import TapState, install
+from inspect_lens._engine.tap.op import tap
 from inspect_lens.spec import EngineFacts, tap_points
 
 __all__ = [

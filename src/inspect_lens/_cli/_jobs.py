@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,13 @@ from typing import Any
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    RECALL_FLOOR,
+    SENTENCE_POOL,
     AnyProbe,
     Evaluation,
     ModelRef,
     ProbeCard,
+    Transfer,
     auroc,
     load_probe,
     required_negatives,
@@ -29,7 +33,6 @@ from inspect_lens.train import (
     evaluate_probe,
     fit_threshold,
     make_estimator,
-    measure_baselines,
     refuse_seen,
     select_layer,
     split_by_group,
@@ -38,9 +41,9 @@ from inspect_lens.train import (
 )
 
 from ._made import Made
+from ._stores import MEMORY, read_set, refuse_shared_texts, unverified
 from ._stores import judged_set as _judged
 from ._stores import pieces as _pieces
-from ._stores import read_set, refuse_shared_texts
 
 __all__ = [
     "Made",
@@ -70,13 +73,21 @@ def train_job(
     allow_few: bool,
     n_resamples: int,
     seed: int,
+    select_by: Any = "recall",
+    recall_floor: float = RECALL_FLOOR,
     tokenizer: str = "",
+    memory: float = MEMORY,
+    work: str = "",
     card: Mapping[str, Any] | None = None,
 ) -> Made:
-    """Train, measure baselines, save, report."""
+    """Train, save, report."""
     estimator = make_estimator(family, **settings)
+    pools = tuple(part.strip() for part in pool.split(","))
+    pool = SENTENCE_POOL if SENTENCE_POOL in pools else pools[0]
     picked = None if layers in (None, "all") else layers
-    read = partial(read_set, layers=picked, pool=pool, tokenizer=tokenizer)
+    read = partial(
+        read_set, layers=picked, pool=pool, tokenizer=tokenizer, memory=memory, work=work
+    )
     fit, harmless = read(train, "train"), read(control, "control")
     n_read = len(fit)
     chosen = read(selection, "selection") if selection else None
@@ -88,56 +99,53 @@ def train_job(
     manifest = ActivationStore.open(train).manifest
     facts = manifest["model"]
     positions = manifest["request"]["positions"]
-    probe = train_probe(
-        estimator,
-        fit,
-        selection=chosen,
-        name=name or f"{Path(fit.model).name}/{family}",
-        control=harmless,
-        heldout=judged,
-        disjoint={k: str(v) for k, v in disjoint.items()},
-        layers=picked,
-        rows=rows or None,
-        pool=pool,
-        positions=parse_positions(positions, field="positions"),
-        fpr=fpr,
-        allow_few=allow_few,
-        n_resamples=n_resamples,
-        seed=seed,
-        model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
-        on_policy=bool(manifest["dataset"]["on_policy"]),
-        dropped=int(manifest["n_samples"]) - n_read,
-        description=str(manifest["dataset"]["label_meaning"]),
-        command=shlex.join(["inspect-lens", *sys.argv[1:]]),
-    )
-    texts = {
-        kind: {d.name: list(d.key(column)) for d in (fit, *judged)}
-        for kind, column in (("prompt", "prompt_text"), ("answer", "completion"))
-        if all(any(d.key(column)) for d in (fit, *judged))
-    }
+    with warnings.catch_warnings():
+        # What it warns of is shown with the result.
+        warnings.filterwarnings(
+            "ignore", message="The probe |.* all but copies", category=UserWarning
+        )
+        probe = train_probe(
+            estimator,
+            fit,
+            selection=chosen,
+            name=name or f"{Path(fit.model).name}/{family}",
+            control=harmless,
+            heldout=judged,
+            disjoint={k: str(v) for k, v in disjoint.items()},
+            layers=picked,
+            rows=rows or None,
+            pool=pools[0],
+            pools=pools,
+            positions=parse_positions(positions, field="positions"),
+            fpr=fpr,
+            select_by=select_by,
+            recall_floor=recall_floor,
+            allow_few=allow_few,
+            n_resamples=n_resamples,
+            seed=seed,
+            model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
+            on_policy=bool(manifest["dataset"]["on_policy"]),
+            dropped=int(manifest["n_samples"]) - n_read,
+            description=str(manifest["dataset"]["label_meaning"]),
+            command=shlex.join(["inspect-lens", *sys.argv[1:]]),
+        )
     check = next((d for d in judged if d.n_positive and d.n_negative), None)
     update: dict[str, Any] = {
-        "transfers": tuple(
-            transfer_statement(fit.name, e)
-            for e in probe.card.evaluations
-            if e.auroc is not None and e.interval is not None
-        ),
-        "baselines": measure_baselines(
-            probe, fit, judged, texts=texts, n_resamples=min(n_resamples, 2000)
-        ),
         "calibration": calibrate(
             chosen.scores(probe), chosen.labels, name="selection",
             check=None if check is None else (check.scores(probe), check.labels),
         ),
     }  # fmt: skip
-    probe = replace(probe, card=probe.card.model_copy(update={**update, **(card or {})}))
+    update |= card or {}
+    update["notes"] = (*update.get("notes", ()), *unverified((train, control, *heldout)))
+    probe = replace(probe, card=probe.card.model_copy(update=update))
     folder = probe.save(out)
     known = [e.n_seen for e in probe.card.evaluations]
     sets = [report_set(probe, d, n_seen=n) for d, n in zip(judged, known, strict=True)]
     path = write_report(probe, folder, sets, n_resamples=min(n_resamples, 500))
     return Made(
         probe=probe, folder=str(folder), evaluations=probe.card.evaluations,
-        baselines=probe.card.baselines, transfers=probe.card.transfers, report=str(path),
+        transfers=probe.card.transfers, report=str(path),
     )  # fmt: skip
 
 
@@ -150,17 +158,28 @@ def evaluate_job(
     tokenizer: str,
     n_resamples: int,
     seed: int,
+    control: str = "",
+    train: str = "",
 ) -> Made:
-    """Measure a probe on stores."""
+    """Measure a probe on stores, beside baselines; with the training store there is a verdict."""
     loaded, made = load_probe(probe), []
+    read = partial(_judged, loaded, any_model=any_model, tokenizer=tokenizer)
+    harmless = read(control) if control else None
+    fit = read(train) if train else None
     for uri in stores:
-        data = _judged(loaded, uri, any_model=any_model, tokenizer=tokenizer)
         found = evaluate_probe(
-            loaded, data, allow_seen=allow_seen, n_resamples=n_resamples, seed=seed
-        )
+            loaded, read(uri), control=harmless, train=fit, allow_seen=allow_seen,
+            n_resamples=n_resamples, seed=seed,
+        )  # fmt: skip
         known = "content" if found.n_seen == 0 else "not checked"
         made.append(found.model_copy(update={"disjoint_by": known}))
-    return Made(probe=loaded, folder=str(loaded.path or probe), evaluations=tuple(made))
+    verdicts: tuple[Transfer, ...] = ()
+    if fit is not None:
+        verdicts = tuple(transfer_statement(fit.name, e) for e in made if e.auroc is not None)
+    return Made(
+        probe=loaded, folder=str(loaded.path or probe), evaluations=tuple(made),
+        transfers=verdicts,
+    )  # fmt: skip
 
 
 def calibrate_job(
@@ -201,7 +220,9 @@ def calibrate_job(
             shown = data.shown(loaded.card.seen.by, loaded.layers)
             update["seen"] = loaded.card.seen.with_control(shown)
         # They were measured at the threshold that is gone.
-        gone = dict.fromkeys(("recall", "recall_interval", "fpr", "fpr_interval"))
+        gone = dict.fromkeys(
+            ("recall", "recall_interval", "fpr", "fpr_interval", "balanced_accuracy")
+        )
         update["evaluations"] = tuple(e.model_copy(update=gone) for e in loaded.card.evaluations)
     if labelled:
         data = unseen(labelled)
@@ -227,33 +248,46 @@ def sweep_job(
     pool: str,
     seed: int,
     tokenizer: str,
+    control: str = "",
+    fpr: float = 0.01,
+    memory: float = MEMORY,
+    work: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
-    """Every family at every layer, on the selection set."""
-    fit = read_set(train, "train", pool=pool, tokenizer=tokenizer)
+    """Every family at every layer, on the selection set; with a control set also the recall."""
+    read = partial(read_set, pool=pool, tokenizer=tokenizer, memory=memory, work=work)
+    fit = read(train, "train")
     if selection:
-        chosen = read_set(selection, "selection", pool=pool, tokenizer=tokenizer)
+        chosen = read(selection, "selection")
     else:
         fit, chosen = split_by_group(fit, seed=seed)
+    harmless = read(control, "control") if control else None
     card = ProbeCard(name="sweep/any", layers=fit.layers[:1], hidden=fit.hidden, pool=pool)
     table: list[dict[str, Any]] = []
     lines = [f"{'family':18s} {'layer':>5s} {'AUROC':>7s} {'separation':>11s}"]
+    if control:
+        lines[0] += f" {f'recall at {fpr:g}':>22s}"
     for family in families:
         choice = select_layer(
             make_estimator(family), fit, chosen, card=card, rows=rows or None,
-            layers=None if layers == "all" else layers,
+            layers=None if layers == "all" else layers, control=harmless, fpr=fpr, seed=seed,
         )  # fmt: skip
         together = len(choice.probe.layers) > 1
         if together:
             area = auroc(chosen.labels, chosen.scores(choice.probe))
-            read = list(choice.probe.layers)
-            table.append({"family": family, "chosen": True, "layers": read, "auroc": area})
-            lines.append(f"{family:18s} {','.join(map(str, read)):>5s} {area:7.4f} *")
+            joint = list(choice.probe.layers)
+            table.append({"family": family, "chosen": True, "layers": joint, "auroc": area})
+            lines.append(f"{family:18s} {','.join(map(str, joint)):>5s} {area:7.4f} *")
         for score in choice.sweep:
             best = score.layer in choice.probe.layers and not together
             table.append({"family": family, "chosen": best, **score.model_dump()})
             mark = " *" if best else ""
+            recall = ""
+            if score.recall is not None and score.recall_interval is not None:
+                low, high = score.recall_interval.low, score.recall_interval.high
+                recall = f" {f'{score.recall:.3f} [{low:.3f}, {high:.3f}]':>22s}"
             lines.append(
-                f"{family:18s} {score.layer:5d} {score.auroc:7.4f} {score.separation:11.2f}{mark}"
+                f"{family:18s} {score.layer:5d} {score.auroc:7.4f} {score.separation:11.2f}"
+                f"{recall}{mark}"
             )
     return {"selection": chosen.name, "n": len(chosen), "sweep": table}, lines
 
@@ -302,6 +336,8 @@ def _row(
         if (old.recall, old.fpr, old.n_groups) == (found.recall, found.fpr, found.n_groups):
             # Its intervals are of more draws.
             found = old.model_copy(update={"n_seen": found.n_seen})
+        else:
+            found = found.model_copy(update={"baselines": old.baselines})
     rows[place : place + 1] = [found.model_copy(update={"disjoint_by": known})]
     return rows[place]
 

@@ -18,11 +18,23 @@ class Made:
     probe: AnyProbe
     folder: str
     evaluations: tuple[Evaluation, ...]
-    baselines: tuple[Baseline, ...] = ()
-    """On the samples of `evaluations`; those of the card may be of other sets."""
     transfers: tuple[Transfer, ...] = ()
     """Whether what was learned on the training set holds on each of the others."""
     report: str = ""
+
+    @property
+    def baselines(self) -> tuple[Baseline, ...]:
+        """On the samples of `evaluations`; those of the card may be of other sets."""
+        return tuple(b for e in self.evaluations for b in e.baselines)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the card, with `evaluations` in the place of its own."""
+        shown = self.probe.card
+        if self.evaluations:
+            shown = shown.model_copy(update={"evaluations": self.evaluations})
+        copies = shown.training.near_duplicates if shown.training else ()
+        return (*shown.warnings, *copies)
 
     def result(self) -> dict[str, Any]:
         """For programs."""
@@ -37,34 +49,22 @@ class Made:
             "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
             "baselines": [b.model_dump(mode="json") for b in self.baselines],
             "transfers": [t.model_dump(mode="json") for t in self.transfers],
+            "warnings": list(self.warnings),
             "report": self.report,
         }
 
     def lines(self) -> Iterator[str]:
         """For people."""
         yield f"{self.probe.name}: layer {', '.join(map(str, self.probe.layers))}, {self.folder}"
+        for text in self.warnings:
+            yield f"  WARNING: {text}"
         for t in self.probe.card.thresholds:
             few = f", {t.few_groups}" if t.few_groups else ""
             rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
             above = f"{t.n_above} of {t.n_control} {t.control}{rest} above it"
             yield f"  threshold {t.value:.5g}: {above}{few}"
         for e in self.evaluations:
-            area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"
-            if e.interval is not None:
-                area += f" [{e.interval.low:.4f}, {e.interval.high:.4f}]"
-            recall = "" if e.recall is None else f", recall {e.recall:.3f}"
-            rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
-            yield f"  {e.name}: {area}{recall}{rate}"
-            if e.not_judged:
-                yield f"    {e.not_judged}: no verdict can rest on it"
-            if e.n_seen is None:
-                yield "    whether the probe has seen these samples cannot be told: " + (
-                    "its card does not list its own"
-                    if self.probe.card.seen is None
-                    else "the store does not say what they are; collect it anew"
-                )
-            elif e.n_seen:
-                yield f"    {e.n_seen} of them took part in making the probe"
+            yield from self._of_set(e)
         for b in self.baselines:
             area = "n/a" if b.auroc is None else f"{b.auroc:.4f}"
             test = f", {b.test}" if b.test and b.p_value is None else ""
@@ -75,3 +75,29 @@ class Made:
             yield f"  {verdict.statement}"
         if self.report:
             yield f"  report: {self.report}"
+
+    def _of_set(self, e: Evaluation) -> Iterator[str]:
+        """What was measured on one set."""
+        area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"
+        if e.interval is not None:
+            area += f" [{e.interval.low:.4f}, {e.interval.high:.4f}]"
+        recall = "" if e.recall is None else f", recall {e.recall:.3f}"
+        if e.recall_interval is not None:
+            recall += f" [{e.recall_interval.low:.3f}, {e.recall_interval.high:.3f}]"
+        rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
+        yield f"  {e.name}: {area}{recall}{rate}"
+        if e.recalls:
+            at = ", ".join(f"{r.recall:.3f} at {r.fpr:g}" for r in e.recalls)
+            yield f"    recall {at} of {e.recalls[0].control}"
+        if e.control_shift is not None and e.control_shift.statement:
+            yield f"    {e.control_shift.statement}"
+        if e.not_judged:
+            yield f"    {e.not_judged}: no verdict can rest on it"
+        if e.n_seen is None:
+            yield "    whether the probe has seen these samples cannot be told: " + (
+                "its card does not list its own"
+                if self.probe.card.seen is None
+                else "the store does not say what they are; collect it anew"
+            )
+        elif e.n_seen:
+            yield f"    {e.n_seen} of them took part in making the probe"

@@ -9,8 +9,10 @@ import typer
 
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 
+from ._doctor import doctor
 from ._output import fail
 from ._probe import probe_app
+from ._vector import vector_app
 from ._view import view
 
 __all__ = ["app", "main"]
@@ -30,7 +32,9 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(probe_app, name="probe")
+app.add_typer(vector_app, name="vector")
 app.command()(view)
+app.command()(doctor)
 
 
 def _show_version(asked: bool) -> None:

@@ -20,7 +20,7 @@ __all__ = [
     "parse_settings",
 ]
 
-_BOTH: Final = frozenset({"out", "recipe", "resamples", "as_json"})
+_BOTH: Final = frozenset({"out", "recipe", "resamples", "memory", "as_json"})
 _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
 
 

@@ -28,6 +28,12 @@ ModelArgs = Annotated[
     list[str] | None,
     typer.Option("-M", "--model-arg", help="key=value of the provider, such as max_model_len."),
 ]
+Memory = Annotated[
+    float, typer.Option(help="GB a store may take; larger ones are read layer by layer.")
+]
+Resume = Annotated[
+    str, typer.Option(help="Folder where fits of large stores are kept, to go on from.")
+]
 Tokenizer = Annotated[
     str, typer.Option(help="Checkpoint whose tokenizer tells sentences; the store's model else.")
 ]
@@ -40,6 +46,7 @@ def collect(
     out: Annotated[str, typer.Option(help="Folder of the store, local or an fsspec URL.")],
     path: Annotated[str, typer.Option(help="Files of the set, for sets that are files.")] = "",
     revision: Annotated[str, typer.Option(help="Revision of the hub's repository.")] = "",
+    config: Annotated[str, typer.Option(help="Configuration of a hub's repository.")] = "",
     split: Annotated[str, typer.Option(help="Another split than the set's own.")] = "",
     limit: Annotated[int, typer.Option(help="Samples at most; 0 is all.")] = 0,
     option: Annotated[list[str] | None, typer.Option(help="key=value of the set.")] = None,
@@ -62,8 +69,8 @@ def collect(
     from inspect_lens.data import load_dataset
 
     data = load_dataset(
-        dataset, path=path or None, revision=revision or None, split=split or None,
-        limit=limit or None, **parse_settings(option or []),
+        dataset, path=path or None, revision=revision or None, config=config or None,
+        split=split or None, limit=limit or None, **parse_settings(option or []),
     )  # fmt: skip
     store = run(
         model, data, out, layers=parse_layers(layers), positions=positions, max_tokens=max_tokens,
@@ -98,12 +105,21 @@ def train(
     setting: Annotated[list[str] | None, typer.Option(help="key=value of the family.")] = None,
     layers: Layers = "all",
     rows: Annotated[str, typer.Option(help="tokens, mean or last; the family's else.")] = "",
-    pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
+    pool: Annotated[
+        str,
+        typer.Option(help="How token scores become one; one of several: mean,max."),
+    ] = "mean",
     fpr: Annotated[float, typer.Option(help="False positive rate of the threshold.")] = 0.01,
+    select_by: Annotated[str, typer.Option(help="recall (at --fpr) or auroc.")] = "recall",
+    recall_floor: Annotated[
+        float, typer.Option(help="Recall at the threshold below which the card warns.")
+    ] = 0.5,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     resamples: Resamples = 10_000,
     seed: Annotated[int, typer.Option(help="Of the split and the bootstrap.")] = 0,
     tokenizer: Tokenizer = "",
+    memory: Memory = 4.0,
+    resume: Resume = "",
     as_json: Json = False,
 ) -> None:
     """Fit, choose the layer, set the threshold, measure, and write probe, card and report."""
@@ -113,7 +129,7 @@ def train(
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
         made = run_recipe(
-            recipe, out=out, work=work, model=model, n_resamples=resamples,
+            recipe, out=out, work=work, model=model, n_resamples=resamples, memory=memory,
             model_args=parse_model_args(model_arg, base_url),
         )  # fmt: skip
     else:
@@ -122,7 +138,8 @@ def train(
             heldout=heldout or [], disjoint=parse_settings(disjoint or []), name=name,
             family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
             rows=rows, pool=pool, fpr=fpr, allow_few=allow_few, n_resamples=resamples, seed=seed,
-            tokenizer=tokenizer,
+            select_by=select_by, recall_floor=recall_floor, tokenizer=tokenizer, memory=memory,
+            work=resume,
         )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)
 
@@ -131,6 +148,10 @@ def train(
 def evaluate(
     probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
     store: Annotated[list[str], typer.Argument(help="Stores to measure on.")],
+    control: Annotated[str, typer.Option(help="Store of harmless samples, for the recall.")] = "",
+    train_store: Annotated[
+        str, typer.Option("--train", help="Store it was fitted on: baselines and a verdict.")
+    ] = "",
     any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
     tokenizer: Tokenizer = "",
@@ -147,7 +168,7 @@ def evaluate(
 
     made = evaluate_job(
         probe, store, any_model=any_model, allow_seen=allow_seen, tokenizer=tokenizer,
-        n_resamples=resamples, seed=seed,
+        n_resamples=resamples, seed=seed, control=control, train=train_store,
     )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)
 
@@ -184,12 +205,16 @@ def calibrate(
 def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to fit on.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; no test set.")] = "",
+    control: Annotated[str, typer.Option(help="Harmless samples: choose by recall.")] = "",
+    fpr: Annotated[float, typer.Option(help="False positive rate of the recall.")] = 0.01,
     family: Annotated[list[str] | None, typer.Option(help="Families to compare.")] = None,
     layers: Layers = "all",
     rows: Annotated[str, typer.Option(help="tokens, mean or last; the family's else.")] = "",
     pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
     seed: Annotated[int, typer.Option(help="Of the split, without --selection.")] = 0,
     tokenizer: Tokenizer = "",
+    memory: Memory = 4.0,
+    resume: Resume = "",
     as_json: Json = False,
 ) -> None:
     """Compare layers and families on a selection set."""
@@ -197,7 +222,8 @@ def sweep(
 
     result, lines = sweep_job(
         train_store, selection, family or ["lr"], layers=parse_layers(layers), rows=rows,
-        pool=pool, seed=seed, tokenizer=tokenizer,
+        pool=pool, seed=seed, tokenizer=tokenizer, control=control, fpr=fpr, memory=memory,
+        work=resume,
     )  # fmt: skip
     emit(result, lines, as_json=as_json)
 

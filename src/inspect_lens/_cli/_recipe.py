@@ -14,6 +14,7 @@ from inspect_lens.spec import Positions
 
 from ._jobs import Made, train_job
 from ._output import parse_layers
+from ._stores import MEMORY
 
 __all__ = ["Recipe", "load_recipe", "run_recipe"]
 
@@ -31,6 +32,8 @@ class SetRecipe(_Part):
     path: str | None = None
     """Files, where the set is files; relative to the working directory."""
     revision: str | None = None
+    config: str | None = None
+    """Configuration of a hub repository that has several."""
     split: str | None = None
     limit: int | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -96,6 +99,7 @@ def run_recipe(
     model: str,
     model_args: dict[str, Any],
     n_resamples: int,
+    memory: float = MEMORY,
 ) -> Made:
     """Collect every set of a recipe, then train.
 
@@ -106,6 +110,7 @@ def run_recipe(
         model: instead of the recipe's.
         model_args: for the provider, over the recipe's.
         n_resamples: bootstrap draws.
+        memory: GB that a store may take; fits of larger ones are kept in `work`.
 
     Returns:
         The probe.
@@ -129,7 +134,7 @@ def run_recipe(
         disjoint={n: part.disjoint for n, part in judged.items() if part.disjoint},
         name=recipe.name, family=recipe.family, settings=recipe.settings, layers="all",
         rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr, allow_few=False,
-        n_resamples=n_resamples, seed=recipe.seed,
+        n_resamples=n_resamples, seed=recipe.seed, memory=memory, work=f"{work.rstrip('/')}/fits",
         card={"description": recipe.description, "source": recipe.source, "notes": recipe.notes},
     )  # fmt: skip
 
@@ -148,8 +153,8 @@ async def _collect(
         for part in (recipe.train, recipe.control, *recipe.heldout):
             title = part.name or part.dataset
             data = load_dataset(
-                part.dataset, path=part.path, revision=part.revision, split=part.split,
-                limit=part.limit, **part.options,
+                part.dataset, path=part.path, revision=part.revision, config=part.config,
+                split=part.split, limit=part.limit, **part.options,
             )  # fmt: skip
             store = await collect_async(
                 live, data, f"{work.rstrip('/')}/{title}",

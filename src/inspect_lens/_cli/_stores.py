@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
-from inspect_lens.train import ActivationSet
+from inspect_lens.train import ActivationSet, StoreSet
 
-__all__ = ["judged_set", "pieces", "read_set", "refuse_shared_texts"]
+__all__ = ["MEMORY", "judged_set", "pieces", "read_set", "refuse_shared_texts", "unverified"]
+
+MEMORY: Final = 4.0
+"""GB that a store may take in memory before it is read from disk, layer by layer."""
 
 
 def read_set(
@@ -21,13 +24,22 @@ def read_set(
     layers: Sequence[int] | None = None,
     pool: str = "",
     tokenizer: str = "",
+    memory: float = MEMORY,
+    work: str = "",
 ) -> ActivationSet:
-    """A store in memory, with the sentence ends where the pool needs them."""
+    """A store, with the sentence ends where the pool needs them.
+
+    It is held in memory where it takes at most `memory` GB there, as float32; else it stays on
+    disk, is read layer by layer, and fits of it are kept in `work`.
+    """
     if not uri:
         raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
     store = ActivationStore.open(uri)
     texts = pieces(store, tokenizer) if pool == SENTENCE_POOL else None
     name = Path(uri.rstrip("/")).name
+    n_layers = len(store.layers if layers is None else layers)
+    if 4e-9 * n_layers * store.n_rows * store.hidden > memory:
+        return StoreSet(store, name=name, layers=layers, pieces=texts, work=work or None)
     return ActivationSet.from_store(store, name=name, layers=layers, pieces=texts)
 
 
@@ -83,3 +95,10 @@ def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> No
             f"training set, so texts may be in both; allowed is a set of another group, or a "
             f"column that keeps them apart, as in --disjoint {name}=question"
         )
+
+
+def unverified(stores: Sequence[str]) -> tuple[str, ...]:
+    """What nobody could check about the data sets of stores, one note for each set."""
+    facts = [ActivationStore.open(uri).manifest["dataset"] for uri in stores]
+    notes = {f"{f['name']}, not verified: {f['unverified']}" for f in facts if f.get("unverified")}
+    return tuple(sorted(notes))

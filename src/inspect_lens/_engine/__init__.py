@@ -1,6 +1,8 @@
-"""Taps, plans, buffers and export: a torch library that does not know vLLM.
+"""Plans, taps, readouts and export: a torch library that does not know vLLM.
 
-Owns what happens inside the worker between "a step is scheduled" and "rows left the process",
-and the collector that puts the rows together again in the front-end.
-May import torch, numpy, pyzmq, msgspec and `spec`; keeps out vLLM, Inspect and `probe`.
+A request meets the folders in this order: `plan` (which token wants what), `protocol` (what
+programs tell each other), `tap` (what runs inside the model), `readout` (rows to few numbers),
+`step` (one step of a worker), `export` (off the device), `collect` (the receiver's side); `hooks`
+beside them.
+Read `step/stepper.py` first.
 """

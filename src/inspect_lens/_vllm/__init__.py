@@ -1,5 +1,6 @@
-"""The glue to vLLM: one file per process it runs in; `_compat` owns every private name.
+"""The glue to vLLM: a folder per program.
 
-Owns where vLLM is wrapped and what is read from it.
-May import vllm, `_engine` and `spec`; keeps out Inspect and the client rooms.
+`plugin.py` is the entry point. `frontend`, `registered` and `results` run in every front-end,
+`http` in the API server, `engine_core` in the scheduler's process, `worker` and `model` in the
+workers; `compat` has every name of vLLM.
 """

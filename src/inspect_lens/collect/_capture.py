@@ -68,6 +68,9 @@ async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Req
         ids, n_prompt, completion = (*prompt, *rest), len(prompt), sample.completion or ""
         n_fed = len(ids)
     positions = _select(how.positions, n_prompt=n_prompt, n_fed=n_fed, raw=sample.raw)
+    if sample.unread and how.positions == "completion":
+        first = n_prompt + await _unread(model, sample, ids[n_prompt:])
+        positions = tuple(p for p in positions if p >= first)
     acts = _rows(handle, positions)
     record = SampleRecord(
         index=index,
@@ -127,6 +130,15 @@ async def _tokens(model: Model, sample: ProbeSample) -> GivenTokens:
         return await given_tokens(model, turns, sample.completion)
     except CaptureError as error:
         raise CaptureError(f"{sample.id}: {error}") from None
+
+
+async def _unread(model: Model, sample: ProbeSample, rest: Sequence[int]) -> int:
+    """Tokens at the beginning of a completion that are wholly of its unread part."""
+    turns = [{"role": m.role, "content": m.content} for m in sample.messages]
+    _, part = await given_tokens(model, turns, sample.unread)
+    # A token that joins both parts is read: some of it is of the answer.
+    pairs = enumerate(zip(part, rest, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(part), len(rest)))
 
 
 def _select(positions: Positions, *, n_prompt: int, n_fed: int, raw: bool) -> tuple[int, ...]:

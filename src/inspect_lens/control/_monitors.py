@@ -32,6 +32,7 @@ def probe_monitor_builder(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     scale: Scale = "threshold",
     threshold: float | None = None,
     on_missing: OnMissing = "error",
@@ -45,7 +46,8 @@ def probe_monitor_builder(
     writes the suspicion into that message as every ControlArena monitor does. Nothing is
     generated, so it costs no tokens, and what the policy says about itself does not matter.
 
-    The policy has to capture: run it on a `vllm-lens/` model with `-M capture=…`,
+    The policy has to capture: run it on a `vllm-lens/` model with `-M capture=…` (in a role
+    with `--model-role 'untrusted={model: vllm-lens/…, model_args: {capture: [4]}}'`),
     INSPECT_LENS_CAPTURE, or `config=lens_config(capture=…)` of its builder.
 
     Args:
@@ -53,6 +55,7 @@ def probe_monitor_builder(
         layer: One of the probe's layers; all of them, averaged, by default.
         positions: Tokens to read; those of the probe's card by default.
         pool: Token aggregation; the card's by default.
+        selection: Tokens by what they are, such as `answer`; the card's by default.
         scale: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
             where the card flags; `raw` gives the score.
         threshold: Score with suspicion one half; the card's by default.
@@ -95,6 +98,7 @@ def probe_monitor_builder(
         layer=layer,
         positions=positions,
         pool=pool,
+        selection=selection,
         source="auto" if on_missing == "recompute" else "captured",
         check_model=check_model,
     )
@@ -120,8 +124,8 @@ def coup_probe_monitor_builder(
 
     A probe trained off-policy on contrasting texts, used at the threshold that a control set of
     harmless runs sets: of those, at most a share `fpr` has suspicion above one half. A probe
-    whose card has no threshold that strict is refused, and so is one whose thresholds were set
-    for a part of the tokens that a monitor does not tell apart, such as the reasoning.
+    whose card has no threshold that strict is refused. It reads the tokens of its card, such as
+    the reasoning alone.
 
     Args:
         probe: Name below probes/, path, or hf:// address of a probe.
@@ -157,13 +161,6 @@ def coup_probe_monitor_builder(
         source="auto" if on_missing == "recompute" else "captured",
         check_model=check_model,
     )
-    if reader.threshold is None and reader.probe.card.thresholds:
-        raise SpecError(
-            f"probe={reader.probe.name!r}: its thresholds were set for "
-            f"selection={reader.probe.card.selection!r}, and this monitor reads all of positions="
-            f"{reader.positions!r}, so that fpr={fpr!r} would not hold; calibrate it without a "
-            "selection, or use probe_monitor with threshold="
-        )
     stored = reader.probe.card.thresholds
     strict = [t for t in stored if t.fpr <= fpr]
     if not strict:

@@ -6,7 +6,7 @@ writes. May import numpy, fsspec, safetensors and `spec`; keeps out torch, sklea
 
 from ._registry import DATASETS, DatasetInfo, load_dataset
 from ._sample import Message, ProbeDataset, ProbeSample, Source
-from ._shards import Captured, SampleRecord, encode_shard
+from ._shards import Captured, SampleRecord, encode_shard, read_layer, read_records
 from ._store import MANIFEST, STORE_FORMAT, ActivationStore, read_whole, write_whole
 from ._synthetic import Planted, instructed_pairs, planted_activations
 
@@ -27,6 +27,8 @@ __all__ = [
     "instructed_pairs",
     "load_dataset",
     "planted_activations",
+    "read_layer",
+    "read_records",
     "read_whole",
     "write_whole",
 ]

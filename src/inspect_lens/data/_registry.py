@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from ._readers import (
     read_ai_liar,
     read_alpaca,
     read_apollo,
+    read_insider_trading,
     read_liars_bench,
     read_organism,
     read_pressure,
@@ -42,34 +44,44 @@ class DatasetInfo:
     hub: str | None = None
     """Repository on the hub; None where only files are known."""
     hub_config: str | None = None
+    hub_configs: tuple[str, ...] = ()
+    """Configurations to choose from, where the repository has several and no default."""
     split: str = "train"
     files: str = ""
     """What `source='path'` reads."""
     builtin: Callable[..., Iterable[Mapping[str, Any]]] | None = None
+    unverified: str = ""
+    """What could not be checked against public code or pages; cards show it."""
 
 
+_NAMES: Final = "names of its files are from memory"
+_SEEN_IN_USE: Final = "its columns are those that public code reads; the set itself was not seen"
 _TRUE_FALSE: Final = "the statement is true"
+_GRADED: Final = "graded deceptive (6 or more of 7, or the word; 2 or less is honest)"
 _LIE: Final = "the assistant says what it believes to be false"
 
 DATASETS: Final[dict[str, DatasetInfo]] = {
     "repe_honesty": DatasetInfo(
-        title="RepE facts under honest and untruthful personas",
+        title="RepE facts, or the true ones under honest and dishonest personas",
         read=read_statements, licence="MIT (repository)", on_policy=False,
-        label_meaning="the persona is untruthful; without personas: " + _TRUE_FALSE,
+        label_meaning="the persona is dishonest; without personas: " + _TRUE_FALSE,
         text_overlap_group="azaria-mitchell-facts",
-        files="facts_true_false.csv with statement, label",
+        files="facts_true_false.csv (Apollo: true_false_facts.csv) with statement, label",
+        unverified=_SEEN_IN_USE,
     ),
     "azaria_mitchell": DatasetInfo(
         title="True and false statements by topic", read=read_statements, licence="verify",
         label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="azaria-mitchell-facts",
         hub="notrichardren/azaria-mitchell", split="combined",
-        files="*_true_false.csv with statement, label",
+        files="*_true_false.csv with statement, label; the hub's rows have claim, label, dataset",
+        unverified=_SEEN_IN_USE,
     ),
     "geometry_of_truth": DatasetInfo(
         title="Geometry of Truth", read=read_statements,
         licence="no licence in its repository; a copy elsewhere is MIT: verify",
         label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="geometry-of-truth",
         files="cities.csv and others with statement, label, some also city",
+        unverified=_SEEN_IN_USE,
     ),
     "ai_liar": DatasetInfo(
         title="AI Liar questions, asked honestly and with a wish for lies", read=read_ai_liar,
@@ -77,35 +89,47 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         text_overlap_group="ai-liar", hub="notrichardren/catch_ai_liar",
         files="csv or json with deceive_instruction, normal_instruction, question, "
         "question_prefix, answer_prefix",
+        unverified=_SEEN_IN_USE,
     ),
     **{
         f"apollo_{name}": DatasetInfo(
-            title=f"Apollo Research rollouts: {title}", read=read_apollo, licence="verify",
-            label_meaning="graded deceptive (6 or more of 7, or the word; 2 or less is honest)",
-            on_policy=False, text_overlap_group=f"apollo-{name.replace('_', '-')}",
-            files=f"rollout json such as {example}",
+            title=f"Apollo Research rollouts: {title}", read=read, licence="verify",
+            label_meaning=meaning, on_policy=False,
+            text_overlap_group=f"apollo-{name.replace('_', '-')}", files=files,
+            unverified=_SEEN_IN_USE,
         )
-        for name, title, example in (
-            ("roleplaying", "role play", "roleplaying__plain__llama-70b-3.3.json"),
-            ("insider_trading", "insider trading", "insider_trading__onpolicy__*.json"),
-            ("sandbagging", "sandbagging", "sandbagging_v2__*.json"),
+        for name, title, read, meaning, files in (
+            ("roleplaying", "role play", read_apollo, _GRADED,
+             "rollout json such as roleplaying__plain__llama-70b-3.3.json"),
+            ("sandbagging", "sandbagging",
+             partial(read_apollo, system=False, answer_from="<step4>"),
+             "the assistant holds back what it knows",
+             "rollout json such as sandbagging_v2__wmdp_mmlu__llama-70b-3.3.json"),
+            ("insider_trading", "insider trading", read_insider_trading,
+             "the report conceals why the trade was made",
+             "json of transcripts such as llama-70b-generations.json"),
         )
     },
     "liars_bench": DatasetInfo(
         title="Liars' Bench", read=read_liars_bench, licence="verify", label_meaning=_LIE,
         on_policy=False, text_overlap_group="liars-bench", hub="Cadenza-Labs/liars-bench",
-        split="test", files="json lines with messages, deceptive",
+        hub_configs=("instructed-deception", "soft-trigger", "alpaca", "harm-pressure-choice",
+                     "harm-pressure-knowledge-report", "insider-trading", "convincing-game",
+                     "gender-secret"),
+        split="test", files="parquet or json lines with messages, deceptive",
+        unverified=_SEEN_IN_USE + "; insider-trading may keep its labels elsewhere",
     ),
     "models_under_pressure": DatasetInfo(
         title="High- and low-stakes conversations", read=read_pressure, licence="verify",
         label_meaning="the stakes are high", on_policy=False,
         text_overlap_group="models-under-pressure", files="json lines or csv with inputs, labels",
+        unverified=_NAMES,
     ),
     "alpaca": DatasetInfo(
         title="Alpaca instructions as a control set", read=read_alpaca,
         licence="CC-BY-NC-4.0: verify", label_meaning="none: every sample is a control",
         on_policy=True, text_overlap_group="alpaca", hub="tatsu-lab/alpaca",
-        files="json with instruction, input, output",
+        files="json with instruction, input, output", unverified=_SEEN_IN_USE,
     ),
     "organism": DatasetInfo(
         title="Splits of the offline model organism", read=read_organism, licence="MIT",
@@ -127,6 +151,7 @@ def load_dataset(
     source: Source | None = None,
     path: str | None = None,
     revision: str | None = None,
+    config: str | None = None,
     split: str | None = None,
     limit: int | None = None,
     **options: Any,
@@ -139,10 +164,12 @@ def load_dataset(
             `builtin` or `hub`, what the set has.
         path: file, folder or fsspec URL for `source="path"`; csv, json, json lines or parquet.
         revision: of the hub repository; pin it, so that the set stays what it was.
+        config: of the hub repository, where it has several, as `liars_bench` does.
         split: another one than the set's own.
         limit: samples at most, the first ones.
-        **options: of the set: `personas=True` reads RepE statements under both personas,
-            `chat=True` puts statements into a chat.
+        **options: of the set: `personas=True` reads the true RepE statements under both
+            personas, `chat=True` puts statements into a chat, `double_down=True` judges the
+            insider's second answer.
 
     Returns:
         The set.
@@ -170,6 +197,8 @@ def load_dataset(
             f"{name}: source={chosen!r}; allowed are {[k for k, v in has.items() if v]}; "
             f"{'get ' + info.files + ' and pass path=' if info.files else 'choose one of these'}"
         )
+    if config is not None and chosen != "hub":
+        raise SpecError(f"{name}: config={config!r} with source={chosen!r}; allowed for the hub")
     part = split or info.split
     if chosen == "builtin":
         assert info.builtin is not None
@@ -181,13 +210,20 @@ def load_dataset(
         rows = read_path(path)
     else:
         assert info.hub is not None
-        rows = read_hub(info.hub, config=info.hub_config, split=part, revision=revision)
+        if info.hub_configs and config not in info.hub_configs:
+            raise SpecError(
+                f"{name}: config={config!r}; allowed are {', '.join(info.hub_configs)}; name one"
+            )
+        chosen_config = config or info.hub_config
+        rows = read_hub(info.hub, config=chosen_config, split=part, revision=revision)
     samples = list(islice(info.read(rows, **options), limit))
     return ProbeDataset(
         name=name,
         split=part,
         source=chosen,
         revision=revision,
+        config=config,
+        unverified=info.unverified,
         licence=info.licence,
         label_meaning=info.label_meaning,
         on_policy=info.on_policy and all(s.completion is None for s in samples),

@@ -38,6 +38,8 @@ class ProbeSample:
         group: what must not straddle a split, such as the scenario or the statement's entity.
         completion: what the assistant says, when the set has it; it is read, not generated.
         raw: read the text of the one message as it stands, without a chat template.
+        unread: the first part of `completion`, which is fed and not read, such as reasoning before
+            an answer.
         columns: more keys that sets can be disjoint by.
     """
 
@@ -47,6 +49,7 @@ class ProbeSample:
     group: str
     completion: str | None = None
     raw: bool = False
+    unread: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -81,12 +84,14 @@ class ProbeDataset:
         name: of the set.
         split: of the set.
         source: where it was loaded from.
-        revision: of the hub repository, or of the generator.
         licence: as its authors state it; `verify` marks what nobody has confirmed.
         label_meaning: what label 1 says.
         on_policy: whether the model that is probed wrote the completions.
         text_overlap_group: sets of one group share texts; never train on one and test on another.
         samples: in a fixed order.
+        revision: of the hub repository, or of the generator.
+        config: of the hub repository, where it has several.
+        unverified: what nobody could check about the set's files and schema; cards show it.
 
     Raises:
         SpecError: an id occurs twice, or there is no sample.
@@ -101,6 +106,8 @@ class ProbeDataset:
     text_overlap_group: str
     samples: tuple[ProbeSample, ...]
     revision: str | None = None
+    config: str | None = None
+    unverified: str = ""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -135,7 +142,7 @@ class ProbeDataset:
         """All but the samples, with their hash, for a manifest."""
         kept = (
             "name", "split", "source", "revision", "licence", "label_meaning", "on_policy",
-            "text_overlap_group",
+            "text_overlap_group", "config", "unverified",
         )  # fmt: skip
         return {key: getattr(self, key) for key in kept} | {
             "sha256": self.sha256, "n_samples": len(self)

@@ -12,6 +12,7 @@ from ._config import lens_config
 from ._frame import activations_df
 from ._handle import Activations
 from ._likelihood import token_logprobs
+from ._probe_scores import ProbeScores
 from ._read import (
     CapturedCall,
     activations,
@@ -21,6 +22,7 @@ from ._read import (
     receipt,
     resident_activation_bytes,
 )
+from ._read_scores import ScoredCall, probe_scores, probe_scores_for, read_probe_scores
 from ._recapture import recapture, recaptures
 from ._rerender import reread
 from ._scope import lens_scope
@@ -30,7 +32,9 @@ from ._tensor_info import TensorInfo
 __all__ = [
     "Activations",
     "CapturedCall",
+    "ProbeScores",
     "SavedValues",
+    "ScoredCall",
     "TensorInfo",
     "activations",
     "activations_df",
@@ -38,7 +42,10 @@ __all__ = [
     "know_log",
     "lens_config",
     "lens_scope",
+    "probe_scores",
+    "probe_scores_for",
     "read_activations",
+    "read_probe_scores",
     "read_results",
     "read_sidecar",
     "read_vector",

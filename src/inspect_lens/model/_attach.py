@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from inspect_ai.model import ModelOutput
+from inspect_ai.model import ChatMessage, ModelOutput
 
 from inspect_lens._hook_results import SavedValues, read_results
 from inspect_lens._intake import ChoiceFields, FetchBytes, Source, qk_values
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import LensRequest
 
+from ._handle import Activations
 from ._host import active_call
 from ._metadata import LensMetadata
+from ._probe_scores import ProbeScores
 from ._response import LensFields
-from ._store import MESSAGES
-from ._take import Keep, take
+from ._score_file import ScoreData, columns_of
+from ._store import MESSAGES, SCORED_MESSAGES
+from ._take import Keep, file_of, in_thread, take
 
 __all__ = ["attach", "origin_of"]
 
@@ -59,6 +62,7 @@ async def attach(
     metadata = LensMetadata(fields.prompt_token_ids, first.token_ids)
     metadata.update((output.metadata or {}) | _adapter(lora))
     output.metadata = metadata
+    scored = _score_data(output, fields, request, lora)
     if request is not None and (request.capture is not None or request.qk is not None):
         metadata.update(qk_values(first))
         if len(fields.choices) != len(output.choices):
@@ -82,6 +86,8 @@ async def attach(
     elif first.receipt is not None:
         # With a capture the receipt is in its file, and the log stays small.
         metadata["inspect_lens"] = dict(first.receipt)
+    if scored:
+        await _keep_scores(output, scored, keep=keep)
     if request is not None and request.hooks and first.hook_results is None:
         raise CaptureError(
             "apply_hooks: the server answered without results of hooks; it runs without the "
@@ -94,6 +100,58 @@ async def attach(
             metadata["hook_results"] = saved
         else:
             made.message.metadata = {**(made.message.metadata or {}), "hook_results": saved}
+
+
+Scored = list[tuple[ChatMessage, ScoreData]]
+
+
+def _score_data(
+    output: ModelOutput, fields: LensFields, request: LensRequest | None, lora: Any
+) -> Scored:
+    """Token scores of each choice, taken out of its receipt: a log and a capture do without."""
+    prompt = fields.prompt_token_ids
+    made: Scored = []
+    if request is None or not any(use.tokens for use in request.probes):
+        return made
+    for received, choice in zip(fields.choices, output.choices, strict=False):
+        message, ids, receipt = choice.message, received.token_ids, received.receipt or {}
+        columns = columns_of(receipt, request.probes, n_prompt=len(prompt), n_completion=len(ids))
+        probes = [{k: v for k, v in p.items() if k != "tokens"} for p in receipt["probes"]]
+        received.receipt = {**receipt, "probes": probes}
+        origin = origin_of(output.model, message.id, lora)
+        data = ScoreData(columns=columns, prompt_token_ids=prompt, token_ids=ids, origin=origin)
+        made.append((message, data))
+    return made
+
+
+async def _keep_scores(output: ModelOutput, made: Scored, *, keep: Keep) -> None:
+    """Put token scores beside the log, and handles into the output."""
+    writes = keep.mode == "sidecar" or (keep.mode != "memory" and keep.place is not None)
+
+    def store() -> list[ProbeScores]:
+        handles = []
+        for message, data in made:
+            name = message.id or uuid4().hex
+            uri = file_of(keep, name, ".scores")[0] if writes else None
+            root = keep.place.root if keep.place is not None else None
+            handles.append(ProbeScores.keep(data, uri=uri, root=root))
+        return handles
+
+    for index, (handle, (message, _)) in enumerate(zip(await in_thread(store), made, strict=True)):
+        captured = _activations_in(output.metadata if index == 0 else message.metadata)
+        handle.beside(captured)
+        if message.id:
+            SCORED_MESSAGES.put(message.id, handle)
+        if index == 0 and output.metadata is not None:
+            output.metadata["probe_scores"] = handle
+        else:
+            message.metadata = {**(message.metadata or {}), "probe_scores": handle}
+
+
+def _activations_in(metadata: Mapping[str, Any] | None) -> Activations | None:
+    """The handle that was put there just now."""
+    found = (metadata or {}).get("activations")
+    return found if isinstance(found, Activations) else None
 
 
 def _saved(choice: ChoiceFields) -> SavedValues | None:

@@ -16,6 +16,7 @@ from inspect_lens.spec import (
     LENS_KEYS,
     CaptureSpec,
     LensRequest,
+    ProbeUse,
     parse_extra_args,
     split_body,
     to_extra_args,
@@ -31,6 +32,7 @@ __all__ = [
     "is_lens_call",
     "parse_capture",
     "read_body",
+    "respelled",
     "without_refusals",
 ]
 
@@ -66,6 +68,7 @@ def read_body(
     default: CaptureSpec | None = None,
     scope: LensRequest | None = None,
     inherited: Sequence[LensRequest] = (),
+    probes: tuple[ProbeUse, ...] = (),
 ) -> Body:
     """Read the lens request of a call; reading what this returned changes nothing.
 
@@ -78,6 +81,7 @@ def read_body(
             `Settled` has it already.
         inherited: what the config of the task or the model asks of every call, which is not what
             this call says: a scope adds its vectors to it, and its probes go first.
+        probes: of calls that name no probe so.
 
     Returns:
         The normalised body and the request, None when the call does not use the lens.
@@ -88,11 +92,11 @@ def read_body(
         ArtifactError: a referenced steering vector cannot be found.
     """
     settled = isinstance(extra_body, Settled)
-    if default is not None and (scope is None or settled):
+    if not extra_body or settled:
         # What nearly all calls of an eval say: nothing, and then what the hook made of that.
-        captures, spelled = _only(default)
-        if not extra_body or (settled and extra_body == {"extra_args": spelled}):
-            return Body({"extra_args": to_extra_args(captures)}, captures)
+        known = _unsaid(default, scope, probes)
+        if known is not None and (not extra_body or extra_body == {"extra_args": known[1]}):
+            return Body({"extra_args": to_extra_args(known[0])}, known[0])
     body, given = split_body(extra_body)
     args = resolve_references({key: _loads(key, value) for key, value in given.items()})
     # Refusals are for this side of the wire only; beside a native request they would not parse.
@@ -104,6 +108,10 @@ def read_body(
         request = _under(request, scope, inherited, plain=plain)
     if default is not None and not declined and (request is None or request.capture is None):
         request = (request or LensRequest()).model_copy(update={"capture": default})
+    named = {use.name for use in request.probes} if request is not None else set()
+    if more := tuple(use for use in probes if use.name not in named):
+        request = request or LensRequest()
+        request = request.model_copy(update={"probes": (*request.probes, *more)})
     typed = {key: value for key, value in args.items() if key not in LENS_KEYS}
     typed |= to_extra_args(request)
     if declined:
@@ -115,10 +123,32 @@ def read_body(
     return Body(body, request)
 
 
+def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
+    """A body that `read_body` made, with another request in the place of its own."""
+    args = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}
+    return {**body, "extra_args": args | to_extra_args(request)}
+
+
+def _unsaid(
+    default: CaptureSpec | None, scope: LensRequest | None, probes: tuple[ProbeUse, ...]
+) -> tuple[LensRequest, dict[str, Any]] | None:
+    """The request of a call that says nothing itself; None without one, or where it steers."""
+    if scope is not None:
+        if scope.steer:
+            return None
+        default = scope.capture or default
+        if scope.probes:
+            named = {use.name for use in scope.probes}
+            probes = (*scope.probes, *(use for use in probes if use.name not in named))
+    return _only(default, probes) if default is not None or probes else None
+
+
 @lru_cache(maxsize=64)
-def _only(capture: CaptureSpec) -> tuple[LensRequest, dict[str, Any]]:
-    """The request of a call that only captures, and its spelling."""
-    request = LensRequest(capture=capture)
+def _only(
+    capture: CaptureSpec | None, probes: tuple[ProbeUse, ...]
+) -> tuple[LensRequest, dict[str, Any]]:
+    """The request of a call that says nothing itself, and its spelling."""
+    request = LensRequest(capture=capture, probes=probes)
     return request, to_extra_args(request)
 
 
@@ -137,6 +167,8 @@ def _under(
         steers = _steering(made) not in [_steering(config) for config in inherited]
     if scope.steer and not steers and not plain:
         changes["steer"] = (*made.steer, *scope.steer)
+    if scope.edits and (not made.edits or _edits(made) in map(_edits, inherited)):
+        changes["edits"] = (*made.edits, *scope.edits)
     theirs = [use for config in inherited for use in config.probes]
     names = {use.name for use in scope.probes}
     kept = [use for use in made.probes if use.name not in names or use not in theirs]
@@ -149,6 +181,11 @@ def _under(
 def _steering(request: LensRequest) -> object:
     """What a request steers with, to be compared: tensors by their hash."""
     return [vector.reference() for vector in request.steer], request.steer_named
+
+
+def _edits(request: LensRequest) -> list[dict[str, Any]]:
+    """Edits of a request, to be compared: tensors by their hash."""
+    return [edit.reference() for edit in request.edits]
 
 
 def declines_steering(extra_body: Mapping[str, Any] | None) -> bool:

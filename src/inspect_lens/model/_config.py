@@ -12,9 +12,11 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
     CaptureSpec,
+    EditBase,
     Hook,
     LensRequest,
     SteeringVector,
+    parse_edits,
     parse_extra_args,
     parse_hooks,
     to_extra_args,
@@ -32,6 +34,7 @@ def lens_config(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
     steer: SteeringVector | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
+    edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
     qk: Sequence[int] | bool | None = None,
     lora: str | Mapping[str, Any] | None = None,
@@ -50,6 +53,8 @@ def lens_config(
             `SteeringVector`; a `Vector`, its name below `vectors/`, a path or an `hf://` address,
             which steers with scale 1 at the layer of its card; or a mapping
             `{"vector": name, "layer": 4, "scale": 0.5, "norm_match": false, "positions": null}`.
+        edits: other edits of the stream, such as `Ablate(direction=v, layers=[4])`, in order and
+            behind the vectors; they replace those of `base`, and an empty list removes them.
         hooks: functions to run inside the server, which has to allow it, instead of those of
             `base`; an empty list removes them. What they save comes as
             `output.metadata["hook_results"]` and goes into the log, so it has to be small.
@@ -88,6 +93,8 @@ def lens_config(
         changes["capture"] = parse_capture(capture)
     if steer is not None:
         changes["steer"] = _vectors(steer)
+    if edits is not None:
+        changes["edits"] = parse_edits(resolve_references(edits))
     if hooks is not None:
         changes["hooks"] = parse_hooks(list(hooks))
     if qk is not None:

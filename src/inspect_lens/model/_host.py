@@ -10,7 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inspect_ai._util.error import PrerequisiteError, pip_dependency_error
-from inspect_ai._util.registry import RegistryInfo, RegistryType, registry_add, registry_has
+from inspect_ai._util.registry import (
+    RegistryInfo,
+    RegistryType,
+    registry_add,
+    registry_has,
+    registry_info,
+    registry_lookup,
+)
+from inspect_ai.approval import Approver
+from inspect_ai.approval._apply import _tool_approver
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.model._model import active_model
@@ -41,6 +50,7 @@ __all__ = [
     "Seam",
     "VLLMServer",
     "_vllm_servers",
+    "active_approver",
     "active_call",
     "active_generate_config",
     "active_model",
@@ -50,6 +60,8 @@ __all__ = [
     "pip_dependency_error",
     "registry_add",
     "registry_has",
+    "registry_info",
+    "registry_lookup",
     "start_local_server",
     "terminate_process",
 ]
@@ -103,6 +115,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_REGISTRY, "RegistryType", None, "kinds of registrations"),
     Seam(_REGISTRY, "registry_add", ("o", "info"), "names that import their room when used"),
     Seam(_REGISTRY, "registry_has", ("type", "name"), "the room itself may be there first"),
+    Seam(_REGISTRY, "registry_info", ("o",), "the registration of what is put around a factory"),
+    Seam(_REGISTRY, "registry_lookup", ("type", "name"), "Inspect's own model `none`"),
     Seam(
         _SERVER,
         "configure_devices",
@@ -116,6 +130,12 @@ SEAMS: tuple[Seam, ...] = (
         "start vLLM through `python -m`: the `vllm` script is missing from some wheels",
     ),
     Seam(_SERVER, "terminate_process", ("process",), "release the port that was reserved"),
+    Seam(
+        "inspect_ai.approval._apply",
+        "_tool_approver",
+        None,
+        "a gate judges a call first, and then the approver that was there before",
+    ),
     Seam("inspect_ai.log._samples", "sample_active", (), "where the log of this eval is"),
     Seam(
         "inspect_ai.log._samples",
@@ -206,3 +226,8 @@ def active_call() -> ActiveCall | None:
         sample_id=sample.sample.id,
         epoch=sample.epoch,
     )
+
+
+def active_approver() -> Approver | None:
+    """The approver of tool calls that this task runs under, or None."""
+    return _tool_approver.get(None)

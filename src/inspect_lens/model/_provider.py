@@ -7,25 +7,20 @@ asked), `generate` reads the request out of it, Inspect logs the request, and on
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from subprocess import Popen
 from typing import Any, cast, get_args
-from urllib.parse import quote
 
-import anyio.from_thread
 import anyio.to_thread
-import httpx
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
-from inspect_lens._fetch import HTTPError
-from inspect_lens._intake import Source, fetch_from, fetched
-from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
+from inspect_lens._intake import Source
 from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
 
@@ -37,15 +32,19 @@ from ._body import (
     is_lens_call,
     parse_capture,
     read_body,
+    respelled,
     without_refusals,
 )
-from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers, ensure_adapter_loaded
+from ._engine_probes import Asked, ProbeLike, ask_probes, including
+from ._host import PrerequisiteError, VLLMServer, _vllm_servers
 from ._inherited import inherited_requests
-from ._lora import adapter_of, announce
+from ._lora import adapter_of
 from ._places import place_for
+from ._probe_service import UNKNOWN
 from ._response import LensFields, take_fields
 from ._scopes import scope_of
 from ._server import children_of, normalise_url, reap, server_for, start_server
+from ._server_calls import FETCH_TIMEOUT_S, ServerCalls
 from ._stream import StreamFields
 from ._take import Keep, Mode, expect
 from ._transport import over_binary, wants_transport
@@ -53,8 +52,6 @@ from ._vectors import save_vectors
 
 __all__ = ["CALLER", "LensAPI"]
 
-FETCH_TIMEOUT_S = 600.0
-POST_ATTEMPTS = 3
 MAX_CONNECTIONS = 64
 
 CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
@@ -73,7 +70,7 @@ class _Call:
 _call: ContextVar[_Call | None] = ContextVar("inspect_lens_call", default=None)
 
 
-class LensAPI(VLLMAPI):
+class LensAPI(ServerCalls):
     """Inspect's vLLM provider, with capture, steering and adapters per call.
 
     ```text
@@ -96,6 +93,10 @@ class LensAPI(VLLMAPI):
         activations: `sidecar` writes a file per call beside the log (the default inside an
             eval), `memory` keeps them up to INSPECT_LENS_MEMORY_BYTES (the default outside),
             `drop` keeps only shapes and hashes.
+        probes: that the engine runs on every call: names below `probes/`, paths or probes, as a
+            list or separated by commas. Their token scores are in
+            `output.metadata["probe_scores"]`, and beside the log; scorers of these probes read
+            them. Probes that the server cannot run are captured instead.
         activations_dir: folder or fsspec URL for the files, instead of beside the log.
         stream: force streaming on or off; None streams where Inspect asks for it and the call
             does not use the lens.
@@ -116,12 +117,14 @@ class LensAPI(VLLMAPI):
         capture: Any = None,
         activations: Mode | None = None,
         activations_dir: str | None = None,
+        probes: ProbeLike | Sequence[ProbeLike] | None = None,
         stream: bool | None = None,
         lazy_init: bool = True,
         **server_args: Any,
     ) -> None:
         try:
             self._capture = parse_capture(capture)
+            self._asked: Asked = ask_probes(probes)
         except LensError as error:
             raise PrerequisiteError(f"vllm-lens: -M {error}") from None
         try:
@@ -137,8 +140,6 @@ class LensAPI(VLLMAPI):
         self._mode = activations
         self._directory = activations_dir
         self._forced_stream = stream
-        self._is_peer: bool | None = None
-        self._binary: bool | None = None
         base = model_name.partition(":")[0]
         shared = base in _vllm_servers
         super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)
@@ -197,6 +198,7 @@ class LensAPI(VLLMAPI):
     def close(self) -> None:
         children = children_of(self._server.process)
         super().close()
+        self._probes.forget()
         reap(children)
 
     @override
@@ -226,8 +228,14 @@ class LensAPI(VLLMAPI):
 
     def _read(self, config: GenerateConfig, last: CaptureSpec | None = None) -> Body:
         scope = scope_of(self)
-        inherited = () if scope is None else inherited_requests(self)
-        body, request = read_body(config.extra_body, self._capture or last, scope, inherited)
+        said = config.extra_body and not isinstance(config.extra_body, Settled)
+        # Only of a call that says something it has to be known whether it says so itself.
+        inherited = inherited_requests(self) if scope is not None and said else ()
+        asked = self._asked
+        default = self._capture or last
+        if asked.capture is not None:
+            default = including(default, asked.capture)
+        body, request = read_body(config.extra_body, default, scope, inherited, asked.uses)
         return Body(Settled(body), request)
 
     @override
@@ -239,13 +247,19 @@ class LensAPI(VLLMAPI):
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
         body, request = self._read(config)
+        refused = dict(self._asked.refused)
+        if request is not None and request.probes:
+            request, more = await self._probes.serve(request)
+            if more:
+                refused |= more
+                body = Settled(respelled(body, request))
         if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
             config = config.model_copy(update={"extra_body": body})
         await self.load_adapter(body.get("lora_request"))
         place = place_for(self._directory)
-        if request is not None and request.steer:
+        if request is not None and (request.steer or request.edits):
             kept = place if self._mode in (None, "sidecar") else None
-            await anyio.to_thread.run_sync(save_vectors, request.steer, kept)
+            await anyio.to_thread.run_sync(save_vectors, request, kept)
         call = _Call(request, Keep(self._mode, place))
         token = _call.set(call)
         try:
@@ -259,6 +273,8 @@ class LensAPI(VLLMAPI):
             await attach(
                 output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source
             )
+            if refused and output.metadata is not None:
+                output.metadata["probes_refused"] = refused
         return result
 
     @override
@@ -288,12 +304,21 @@ class LensAPI(VLLMAPI):
                     expect(call.keep)
             if args:
                 asked = call.request if call is not None else None
-                if asked is not None and not (asked.steer or asked.hooks):
+                if asked is not None and not (asked.steer or asked.edits or asked.hooks):
                     body["vllm_xargs"] = to_wire_args(args)
                 else:
                     # Compressing megabytes of vectors is not for the event loop.
                     body["vllm_xargs"] = await anyio.to_thread.run_sync(to_wire_args, args)
-        completion = await super()._generate_completion(request | {"extra_body": body}, config)
+        asked_for = request | {"extra_body": body}
+        try:
+            completion = await super()._generate_completion(asked_for, config)
+        except BadRequestError as error:
+            if call is None or call.request is None or UNKNOWN not in str(error.body):
+                raise
+            # Somebody removed a name, or the server was started again.
+            self._probes.forget()
+            await self._probes.serve(call.request)
+            completion = await super()._generate_completion(asked_for, config)
         if isinstance(completion, ChatCompletion):
             fields = take_fields(completion)
             if call is not None:
@@ -317,84 +342,3 @@ class LensAPI(VLLMAPI):
     async def stream_completion(self, stream: AsyncIterable[ChatCompletionChunk]) -> ChatCompletion:
         fields = StreamFields()
         return fields.attach(await super().stream_completion(fields.strip(stream)))
-
-    # -- what else the server has to say -------------------------------------------
-
-    async def load_adapter(self, lora_request: Any) -> None:
-        """See that the server has the adapter of a call; None is none."""
-        adapter = adapter_of(lora_request)
-        if adapter is not None:
-            if self._init_base_url is None:
-                await anyio.to_thread.run_sync(announce, adapter, self._server)
-            await self._ensure_server_started()
-            await anyio.to_thread.run_sync(ensure_adapter_loaded, self._server, adapter)
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-    async def _get(self, path: str) -> Any:
-        return await self.http_client.get(
-            f"{self._server_root()}{path}", headers=self._headers(), timeout=FETCH_TIMEOUT_S
-        )
-
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send JSON to the server, which is started where needed; returns its JSON.
-
-        Raises:
-            CaptureError: the server answered with an error, or closed the connection repeatedly.
-        """
-        await self._ensure_server_started()
-        for attempt in range(POST_ATTEMPTS):
-            try:
-                response = await self.http_client.post(
-                    f"{self._server_root()}{path}",
-                    json={"model": self.service_model_name(), **body},
-                    headers=self._headers(),
-                    timeout=FETCH_TIMEOUT_S,
-                )
-                break
-            except (httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError) as error:
-                # The server closed an idle connection as we took it; nothing posted here changes
-                # anything, so it may be posted again.
-                if attempt + 1 == POST_ATTEMPTS:
-                    raise CaptureError(f"{path}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise CaptureError(
-                f"{path} answered HTTP {response.status_code}: {response.text[:500]}"
-            )
-        return response.json()
-
-    def fetch(self, handle: str) -> bytes:
-        """Bytes behind a handle, in a worker thread of the event loop."""
-        source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
-        try:
-            return fetch_from(source, handle)
-        except HTTPError:
-            # What the caller's own `http_client` knows of the way there, it alone knows.
-            path = f"/v1/activations/{quote(handle, safe='')}"
-            response = anyio.from_thread.run(self._get, path)
-            return fetched(handle, response.status_code, response.content)
-
-    async def offers_binary(self) -> bool:
-        """Whether the server has the routes of the binary transport, and they are in reach."""
-        if self._binary is None:
-            await self._ensure_server_started()
-            try:
-                self._binary = (await self._get("/v1/inspect_lens")).status_code == 200
-            except httpx.HTTPError:
-                return False
-        return self._binary
-
-    async def _check_done(self, request: LensRequest | None, fields: LensFields) -> None:
-        """Refuse an answer that a server gave without steering it, or without running probes."""
-        receipt = fields.choices[0].receipt
-        missing = not_done(request, receipt)
-        if missing is None or request is None:
-            return
-        if receipt is None and not needs_receipt(request):
-            if self._is_peer is None:
-                routes = await self._get("/openapi.json")
-                self._is_peer = gives_no_receipts(routes.status_code, routes.text)
-            if self._is_peer:
-                return
-        raise CaptureError(missing)

@@ -14,11 +14,12 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import CaptureSpec, LensRequest, ProbeUse, SteeringVector
+from inspect_lens.spec import CaptureSpec, EditBase, LensRequest, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike
 
 from ._body import parse_capture, read_body
 from ._config import lens_config
+from ._engine_probes import ProbeLike, ask_probes, including
 from ._inherited import steering_around
 from ._scopes import SCOPES, Scope
 
@@ -30,7 +31,8 @@ def lens_scope(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
     steer: SteeringVector | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
-    probes: Sequence[ProbeUse] = (),
+    edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
+    probes: Sequence[ProbeUse | ProbeLike] | ProbeLike = (),
     model: Model | None = None,
 ) -> Iterator[None]:
     """Apply capture and steering to every call of a model inside the `with`.
@@ -44,7 +46,9 @@ def lens_scope(
     Args:
         capture: as for `lens_config`.
         steer: as for `lens_config`.
-        probes: registered probes that the engine runs; names that a call uses itself are its own.
+        edits: as for `lens_config`; those of nested scopes act in order, the outer ones first.
+        probes: probes that the engine runs, as for `with_probes`; or uses of names that somebody
+            registered. Names that a call uses itself are its own.
         model: whose calls; the model under evaluation by default. A grader is not touched.
 
     Yields:
@@ -54,7 +58,7 @@ def lens_scope(
         UnsupportedError: the model's provider has no lens, so that calls would go out plain.
         SpecError: a value is wrong, or vectors are given and the config of the task or of the
             model declines all vectors.
-        ArtifactError: a named vector cannot be found.
+        ArtifactError: a named vector or probe cannot be found.
 
     Example:
         <!-- test: server -->
@@ -76,11 +80,17 @@ def lens_scope(
         ```
     """
     target = require_lens("lens_scope", model)
-    spec = lens_config(steer=steer, base=GenerateConfig())
-    request = read_body(spec.extra_body).request or LensRequest()
-    request = request.model_copy(
-        update={"capture": parse_capture(capture), "probes": tuple(probes)}
-    )
+    request = LensRequest()
+    if steer is not None or edits is not None:
+        spec = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+        request = read_body(spec.extra_body).request or request
+    listed: list[Any] = list(probes) if isinstance(probes, list | tuple) else [probes]
+    uses = tuple(use for use in listed if isinstance(use, ProbeUse))
+    asked = ask_probes([p for p in listed if not isinstance(p, ProbeUse)] or None)
+    spec_capture = parse_capture(capture)
+    if asked.capture is not None:
+        spec_capture = including(spec_capture, asked.capture)
+    request = request.model_copy(update={"capture": spec_capture, "probes": (*uses, *asked.uses)})
     if request.steer and (around := steering_around(target)) is not None and around.declined:
         raise SpecError(
             "lens_scope: the config of the task or of the model says apply_steering_vectors: [], "

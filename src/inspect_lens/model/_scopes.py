@@ -36,6 +36,7 @@ def scope_of(api: ModelAPI) -> LensRequest | None:
         found = LensRequest(
             capture=scope.request.capture or outer.capture,
             steer=(*outer.steer, *scope.request.steer),
+            edits=(*outer.edits, *scope.request.edits),
             probes=(*(u for u in outer.probes if u.name not in names), *scope.request.probes),
         )
     return found

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from inspect_lens._settings import variable
+from inspect_lens._shipped import model_path, served_name
 
 from ._host import (
     VLLMServer,
@@ -64,7 +65,7 @@ def start_server(
     """Start vLLM on this machine and wait until it answers.
 
     Args:
-        model: name or path.
+        model: name or path; `organism` is the checkpoint that comes with this package.
         port: to listen on; None takes a free one.
         api_key: that the server will ask for.
         server: record, for the adapters that are known already.
@@ -95,11 +96,22 @@ def start_server(
     wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
     if (share := _free_share(wanted)) is not None:
         wanted["gpu_memory_utilization"] = share
+    if (known_as := served_name(model)) is not None:
+        wanted.setdefault("served_model_name", known_as)
     timeout = wanted.pop("timeout", None)
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
     return start_local_server(
-        [sys.executable, *COMMAND, "--model", model, "--host", host, "--api-key", api_key],
+        [
+            sys.executable,
+            *COMMAND,
+            "--model",
+            model_path(model),
+            "--host",
+            host,
+            "--api-key",
+            api_key,
+        ],
         host=host,
         port=port,
         api_key=api_key,

@@ -11,6 +11,7 @@ from inspect_lens.errors import ArtifactError
 
 from ._handle import Activations
 from ._places import Place, find, place_for, place_of
+from ._probe_scores import ProbeScores
 
 __all__ = ["read_sidecar", "write_sidecar"]
 
@@ -18,7 +19,7 @@ _DIGITS = 16
 
 
 def write_sidecar(
-    data: bytes, *, kind: str, name: str, beside: Activations | None = None
+    data: bytes, *, kind: str, name: str, beside: Activations | ProbeScores | None = None
 ) -> dict[str, Any] | None:
     """Write a file beside the log of this eval and return what to put into the log.
 

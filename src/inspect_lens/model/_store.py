@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from inspect_lens._intake import Payload
 from inspect_lens._settings import Settings
 
 if TYPE_CHECKING:
     from ._handle import Activations
+    from ._probe_scores import ProbeScores
+    from ._score_file import ScoreData
 
-__all__ = ["MEMORY", "MESSAGES", "MemoryStore", "MessageIndex"]
+__all__ = ["MEMORY", "MESSAGES", "SCORED_MESSAGES", "SCORES", "MemoryStore", "MessageIndex"]
 
 
-class MemoryStore:
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Held = TypeVar("Held", bound=_Sized)
+Handle = TypeVar("Handle")
+
+
+class MemoryStore(Generic[Held]):
     """Payloads by key; the least recently used ones leave when bytes run out.
 
     The newest payload stays whatever its size, so that what a call just returned can be read.
@@ -23,7 +34,7 @@ class MemoryStore:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
-        self._items: OrderedDict[str, Payload] = OrderedDict()
+        self._items: OrderedDict[str, Held] = OrderedDict()
         self._bytes = 0
         # Put from worker threads, read from the event loop.
         self._lock = threading.Lock()
@@ -40,7 +51,7 @@ class MemoryStore:
         """Bytes that are held."""
         return self._bytes
 
-    def put(self, key: str, payload: Payload) -> None:
+    def put(self, key: str, payload: Held) -> None:
         """Hold a payload."""
         with self._lock:
             old = self._items.pop(key, None)
@@ -50,7 +61,7 @@ class MemoryStore:
                 _, gone = self._items.popitem(last=False)
                 self._bytes -= gone.nbytes
 
-    def get(self, key: str) -> Payload | None:
+    def get(self, key: str) -> Held | None:
         """The payload, if it is still here."""
         with self._lock:
             payload = self._items.get(key)
@@ -65,26 +76,28 @@ class MemoryStore:
             self._bytes = 0
 
 
-class MessageIndex:
+class MessageIndex(Generic[Handle]):
     """Handles by the id of the assistant message that they belong to."""
 
     def __init__(self, limit: int = 1 << 16) -> None:
         self._limit = limit
-        self._items: OrderedDict[str, Activations] = OrderedDict()
+        self._items: OrderedDict[str, Handle] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, message_id: str, handle: Activations) -> None:
+    def put(self, message_id: str, handle: Handle) -> None:
         """Remember a handle."""
         with self._lock:
             self._items[message_id] = handle
             while len(self._items) > self._limit:
                 self._items.popitem(last=False)
 
-    def get(self, message_id: str) -> Activations | None:
+    def get(self, message_id: str) -> Handle | None:
         """The handle, if this process made it."""
         with self._lock:
             return self._items.get(message_id)
 
 
-MEMORY = MemoryStore()
-MESSAGES = MessageIndex()
+MEMORY: MemoryStore[Payload] = MemoryStore()
+MESSAGES: MessageIndex[Activations] = MessageIndex()
+SCORES: MemoryStore[ScoreData] = MemoryStore()
+SCORED_MESSAGES: MessageIndex[ProbeScores] = MessageIndex()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
@@ -29,7 +29,7 @@ from ._handle import Activations
 from ._places import Place
 from ._response import LensFields, fetch_payloads, missing_activations
 
-__all__ = ["TAKERS", "Keep", "Mode", "expect", "keep_payload", "take"]
+__all__ = ["TAKERS", "Keep", "Mode", "expect", "file_of", "in_thread", "keep_payload", "take"]
 
 TAKERS = 8
 """Threads that fetch and write at once; each holds a call's activations as they came and decoded.
@@ -39,6 +39,8 @@ for each to begin, and they take the interpreter from each other.
 """
 
 _takers: RunVar[CapacityLimiter] = RunVar("inspect_lens_takers")
+
+Made = TypeVar("Made")
 
 Mode = Literal["sidecar", "memory", "drop"]
 
@@ -106,7 +108,7 @@ async def take(
         ]
 
     # One visit to a thread for all of it: other samples wait for the event loop.
-    return await anyio.to_thread.run_sync(take_here, limiter=_limiter())
+    return await in_thread(take_here)
 
 
 async def _take_beside(
@@ -121,7 +123,7 @@ async def _take_beside(
             raise CaptureError(missing_activations(index, len(fields.choices)))
         if not all(map(_is_beside, choice.activations.values())):
             return None  # base64 would be copied
-        uri, path = _file(keep, name)
+        uri, path = file_of(keep, name)
         uris.append(uri)
         jobs.append(
             write_job(
@@ -157,6 +159,11 @@ async def _all_done(jobs: Sequence[bytes]) -> list[Stored] | None:
                 future.exception()
 
 
+async def in_thread(work: Callable[[], Made]) -> Made:
+    """Do what fetches and writes in one of few threads."""
+    return await anyio.to_thread.run_sync(work, limiter=_limiter())
+
+
 def _limiter() -> CapacityLimiter:
     """Of this event loop."""
     try:
@@ -166,8 +173,20 @@ def _limiter() -> CapacityLimiter:
         return limiter
 
 
-def _file(keep: Keep, name: str) -> tuple[str, str]:
-    """Relative and absolute address of a file."""
+def file_of(keep: Keep, name: str, kind: str = "") -> tuple[str, str]:
+    """Relative and absolute address of a file.
+
+    Args:
+        keep: with a place.
+        name: of which 12 characters are used.
+        kind: of file, such as `.scores`; none for activations.
+
+    Returns:
+        Both.
+
+    Raises:
+        SpecError: there is no place for a file.
+    """
     if keep.place is None:
         raise SpecError(
             "activations='sidecar': this call is outside an eval, so there is no log to write "
@@ -175,7 +194,7 @@ def _file(keep: Keep, name: str) -> tuple[str, str]:
         )
     root, folder = keep.place
     # Ids are random; 12 characters of one are enough inside a folder, and short in the log.
-    uri = f"{folder}/{name[:12]}.safetensors"
+    uri = f"{folder}/{name[:12]}{kind}.safetensors"
     return uri, join(root, uri)
 
 
@@ -196,7 +215,7 @@ def keep_payload(payload: Payload, keep: Keep, name: str) -> Activations:
     """
     mode = keep.mode or ("sidecar" if keep.place else "memory")
     if mode == "sidecar":
-        uri, path = _file(keep, name)
+        uri, path = file_of(keep, name)
         write_file(path, encode_file(payload))
         handle = Activations.of(payload, uri=uri, root=keep.place.root if keep.place else None)
     else:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
 from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import STEERING_REFERENCE, SteeringVector, TensorData
+from inspect_lens.spec import (
+    STEERING_REFERENCE,
+    TENSOR_REFERENCE,
+    LensRequest,
+    SteeringVector,
+    TensorData,
+)
 from inspect_lens.vector import steering_vector
 
 from ._places import Place, find
@@ -19,22 +25,23 @@ _live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
 _saved: set[tuple[str, str]] = set()
 
 
-def save_vectors(vectors: Iterable[SteeringVector], place: Place | None) -> None:
+def save_vectors(request: LensRequest, place: Place | None) -> None:
     """Write the tensors that the log will refer to, those that are not written yet.
 
     Args:
-        vectors: of one request.
+        request: whose vectors and edits have them.
         place: where files of this call go; None writes nothing.
 
     Raises:
         CaptureError: a file could not be written.
     """
-    for vector in vectors:
-        tensor = vector.activations
+    edited = [tensor for edit in request.edits for tensor in edit.all_tensors]
+    for tensor in (*(vector.activations for vector in request.steer), *edited):
         _live[tensor.sha256] = tensor
         if place is not None and (place.root, tensor.sha256) not in _saved:
             payload = Payload(tensors={"activations": tensor}, layers={})
-            write_file(join(place.root, vector.reference()["uri"]), encode_file(payload))
+            uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
+            write_file(join(place.root, uri), encode_file(payload))
             _saved.add((place.root, tensor.sha256))
 
 
@@ -55,6 +62,12 @@ def resolve_vector(reference: Mapping[str, Any]) -> SteeringVector:
     Raises:
         ArtifactError: the tensor is neither in this process nor in a file that can be found.
     """
+    names = ("layer_indices", "site", "scale", "norm_match", "position_indices", "phase")
+    fields = {name: reference[name] for name in names if reference.get(name) is not None}
+    return SteeringVector(activations=_tensor(reference), **fields)
+
+
+def _tensor(reference: Mapping[str, Any]) -> TensorData:
     try:
         digest, uri = str(reference["sha256"]), str(reference["uri"])
     except KeyError as error:
@@ -68,16 +81,16 @@ def resolve_vector(reference: Mapping[str, Any]) -> SteeringVector:
                 f"{where}: holds another vector (sha256 {tensor.sha256[:12]}…, the log refers to "
                 f"{digest[:12]}…); restore the file that was written with this log"
             )
-    names = ("layer_indices", "site", "scale", "norm_match", "position_indices", "phase")
-    fields = {name: reference[name] for name in names if reference.get(name) is not None}
-    return SteeringVector(activations=tensor, **fields)
+    return tensor
 
 
 def resolve_references(value: Any) -> Any:
     """Replace every steering reference and named vector inside lists and mappings."""
     if is_reference(value):
         return resolve_vector(value)
-    if isinstance(value, Mapping) and "vector" in value:
+    if isinstance(value, Mapping) and value.get("$lens") == TENSOR_REFERENCE:
+        return _tensor(value)
+    if isinstance(value, Mapping) and "vector" in value and "op" not in value:
         return steering_vector(value)
     if isinstance(value, Mapping):
         return {key: resolve_references(item) for key, item in value.items()}

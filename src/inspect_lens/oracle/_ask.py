@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations_for
+from inspect_lens.model._advice import role_advice
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.spec import Positions
 
@@ -323,7 +324,8 @@ async def _handle(
     if handle is None:
         raise ArtifactError(
             f"oracle: no activations are known for message {about.id!r}; the call that made it "
-            "has to capture: -M capture=…, with_capture(…) or lens_config(capture=…)"
+            "has to capture: -M capture=…, with_capture(…) or lens_config(capture=…); in a role "
+            f"{role_advice()}"
         )
     return handle, "captured"
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from inspect_lens._shipped import shipped_root
 from inspect_lens.errors import ArtifactError
 
 from ._config import CONFIG_FILE, OracleConfig, read_config
@@ -105,11 +106,12 @@ def _find(path: Path) -> Path:
     path = path.expanduser()
     if (path / CONFIG_FILE).is_file() or path.is_absolute():
         return path
-    here, source = Path.cwd(), Path(__file__).resolve().parents[3]
-    roots = [p / "oracles" for p in (here, *here.parents, source)]
+    here, root = Path.cwd(), shipped_root()
+    shipped = [] if root is None else [root]
+    roots = [p / "oracles" for p in (here, *here.parents, *shipped)]
     # A task is loaded in its own folder, so a path may also start at a folder above.
     above = list(here.parents) if len(path.parts) > 1 else []
-    for root in (*roots, *above, source):
+    for root in (*roots, *above, *shipped):
         if ".." not in path.parts and (root / path / CONFIG_FILE).is_file():
             return root / path
     known = sorted({c.parent.name for r in roots if r.is_dir() for c in r.glob(f"*/{CONFIG_FILE}")})

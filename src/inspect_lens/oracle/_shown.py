@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations, recapture
+from inspect_lens.model._advice import capture_advice
 from inspect_lens.reading._rows import call_adapter, was_steered
 from inspect_lens.spec import Positions, parse_positions, resolve_positions
 
@@ -259,9 +260,7 @@ def _check(handle: Activations, layers: tuple[int, ...]) -> None:
 
 
 def _advice(problem: str, layers: tuple[int, ...], otherwise: str) -> str:
-    wanted = list(layers)
     return (
-        f"activations: {problem}; the oracle reads layers {wanted}; run the eval with a vllm-lens/ "
-        f"model and -M capture={wanted}, or put with_capture({wanted}) into the solver"
-        + (f"; {otherwise}" if otherwise else "")
+        f"activations: {problem}; the oracle reads layers {list(layers)}; "
+        f"{capture_advice(layers)}" + (f"; {otherwise}" if otherwise else "")
     )

@@ -36,6 +36,7 @@ def eval_awareness_approver(
     threshold: float | None = None,
     layer: int | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     model: str | Model | None = None,
     max_tokens: int = 32,
     check_model: bool = True,
@@ -53,6 +54,7 @@ def eval_awareness_approver(
         threshold: score above which a message is rejected; that of the card by default.
         layer: one of the probe's layers.
         pool: as for `probe_score`.
+        selection: as for `probe_score`.
         model: instead of the role `target`; a `vllm-lens/` model.
         max_tokens: of the answer that is thrown away; a probe that reads only the prompt needs 1.
         check_model: refuse a model whose fingerprint is not that of the card.
@@ -81,7 +83,12 @@ def eval_awareness_approver(
         ```
     """
     reader = ProbeReader.of(
-        probe, layer=layer, pool=pool, source="captured", check_model=check_model
+        probe,
+        layer=layer,
+        pool=pool,
+        selection=selection,
+        source="captured",
+        check_model=check_model,
     )
     cut = Suspicion.of(reader, scale="threshold", threshold=threshold).threshold
     if cut is None:

@@ -42,7 +42,8 @@ def lens_target_agent(
     nothing is generated a second time.
 
     Args:
-        capture: what every turn captures; None leaves it to `-M capture`.
+        capture: what every turn captures; None leaves it to the model's own `capture`, as in
+            `--model-role 'target={model: vllm-lens/…, model_args: {capture: [4]}}'`.
         steer: vector from the first turn on, until the auditor changes it.
         scale: times that vector.
         config: generation config of the target; its `extra_body` adds to that of the task and

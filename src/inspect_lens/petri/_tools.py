@@ -13,6 +13,7 @@ from inspect_lens._ask import Ask, choose_ask
 from inspect_lens._named_vectors import NamedVector
 from inspect_lens.errors import LensError
 from inspect_lens.model import activations_for
+from inspect_lens.model._advice import role_advice
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Reading, read_message
 from inspect_lens.spec import Positions
@@ -31,6 +32,7 @@ def read_probe(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     check_model: bool = True,
 ) -> Tool:
     """What a probe says of a turn of the target, for the auditor.
@@ -41,6 +43,7 @@ def read_probe(
         layer: as for `probe_score`.
         positions: as for `probe_score`.
         pool: as for `probe_score`.
+        selection: as for `probe_score`.
         check_model: as for `probe_score`.
 
     Returns:
@@ -69,7 +72,12 @@ def read_probe(
         ```
     """
     reader = ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, check_model=check_model
+        probe,
+        layer=layer,
+        positions=positions,
+        pool=pool,
+        selection=selection,
+        check_model=check_model,
     )
 
     async def execute(message_id: str | None = None) -> str:
@@ -156,7 +164,8 @@ def ask_activation_oracle(
         if acts is None:
             raise ToolError(
                 "Nothing was captured while the target wrote this reply; the audit needs "
-                "target=lens_target_agent(capture=...) or -M capture=..."
+                "target=lens_target_agent(capture=...); -M capture=… does not reach a role, which "
+                f"takes {role_advice()}"
             )
         try:
             return await answer(acts, question)

@@ -7,20 +7,23 @@ them. May import numpy, pydantic, safetensors and `spec`; keeps out torch, sklea
 from ._alarm import AlarmDelays, alarm_delays
 from ._bootstrap import bootstrap_interval
 from ._card import (
-    Baseline,
+    RECALL_FLOOR,
     Calibration,
-    Evaluation,
-    Interval,
     LayerScore,
     ModelRef,
     ProbeCard,
     Threshold,
     TrainingFacts,
-    Transfer,
 )
 from ._compare import Comparison, compare_auroc, format_p_value
 from ._files import write_atomic
-from ._groups import MIN_GROUPS, MIN_GROUPS_PER_CLASS, GroupCounts, count_groups
+from ._groups import (
+    MIN_EFFECTIVE,
+    MIN_GROUPS,
+    MIN_GROUPS_PER_CLASS,
+    GroupCounts,
+    count_groups,
+)
 from ._head import (
     LEARNED_POOLS,
     HeadOutputs,
@@ -33,6 +36,7 @@ from ._head import (
 from ._intervals import clopper_pearson, delong_interval
 from ._linear import Probe
 from ._load import AnyProbe, load_probe, register_probe_dir
+from ._measured import Baseline, ControlShift, Evaluation, Interval, RecallAt, Transfer
 from ._metrics import (
     OperatingPoint,
     auroc,
@@ -67,9 +71,11 @@ from ._words import cross_validated_words, hash_words
 
 __all__ = [
     "LEARNED_POOLS",
+    "MIN_EFFECTIVE",
     "MIN_GROUPS",
     "MIN_GROUPS_PER_CLASS",
     "POOLS",
+    "RECALL_FLOOR",
     "SELECTIONS",
     "SENTENCE_POOL",
     "AlarmDelays",
@@ -77,6 +83,7 @@ __all__ = [
     "Baseline",
     "Calibration",
     "Comparison",
+    "ControlShift",
     "Evaluation",
     "GroupCounts",
     "HeadOutputs",
@@ -90,6 +97,7 @@ __all__ = [
     "Probe",
     "ProbeCard",
     "ROCCurve",
+    "RecallAt",
     "Reliability",
     "SeenSamples",
     "StreamingHead",

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._card import Interval
 from ._intervals import clopper_pearson
+from ._measured import Interval
 from ._pool import Pool
 from ._streaming import first_crossing
 

@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._card import Interval
 from ._groups import count_groups, group_codes
 from ._intervals import check_level, placements
+from ._measured import Interval
 from ._metrics import auroc, split_classes
 
 __all__ = ["CELLS", "areas_of_counts", "bootstrap_interval", "bootstrap_values", "resample"]

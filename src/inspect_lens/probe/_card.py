@@ -5,30 +5,30 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
 
-from ._groups import stretch
 from ._head import LEARNED_POOLS, HeadSpec, parse_head_pool
+from ._measured import Baseline, Evaluation, Interval, Record, Transfer
 from ._metrics import required_negatives
 from ._seen import SeenSamples
 
 __all__ = [
-    "Baseline",
+    "RECALL_FLOOR",
     "Calibration",
-    "Evaluation",
-    "Interval",
     "LayerScore",
     "ModelRef",
     "ProbeCard",
     "Threshold",
     "TrainingFacts",
-    "Transfer",
 ]
+
+RECALL_FLOOR: Final = 0.5
+"""Recall at the threshold below which a card warns, by default."""
 
 
 def _package_version() -> str:
@@ -38,20 +38,7 @@ def _package_version() -> str:
         return "unknown"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Interval(_Record):
-    """A two-sided interval and the method that made it."""
-
-    low: float
-    high: float
-    confidence: float = 0.95
-    method: str
-
-
-class ModelRef(_Record):
+class ModelRef(Record):
     """The model whose activations the probe reads."""
 
     name: str
@@ -62,7 +49,7 @@ class ModelRef(_Record):
     """Revision of a model from a hub."""
 
 
-class TrainingFacts(_Record):
+class TrainingFacts(Record):
     """What the direction was fitted on."""
 
     dataset: str
@@ -86,18 +73,32 @@ class TrainingFacts(_Record):
     rows: Literal["tokens", "mean", "last"] | None = None
     """What one row of the fit was: a token, or the mean or the last token of a sample; None where
     whole samples were read, and in cards of releases that did not write it."""
+    selected_by: str = ""
+    """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
+    near_duplicates: tuple[str, ...] = ()
+    """Samples of judged sets that are all but copies of training or selection samples, in words."""
 
 
-class LayerScore(_Record):
+class LayerScore(Record):
     """One layer of the sweep, measured on the selection set."""
 
     layer: int
+    pool: str = ""
+    """How token scores became one; empty in cards of releases that tried one pool."""
     auroc: float
     separation: float
     """Distance of the class means over their pooled standard deviation; breaks ties."""
+    auroc_interval: Interval | None = None
+    recall: float | None = None
+    """At the rate that the threshold is for, against the control set: the mean over bootstrap draws
+    of both sets, each with a threshold of its own. None where the AUROC chose."""
+    recall_interval: Interval | None = None
+    """Percentiles of the same draws."""
+    auroc_control: float | None = None
+    """Positives of the selection set against the control set."""
 
 
-class Threshold(_Record):
+class Threshold(Record):
     """Where scores begin to be flagged, and the control set that says so."""
 
     value: float
@@ -117,6 +118,22 @@ class Threshold(_Record):
     for new samples that are exchangeable with the control set."""
     n_left_out: int = 0
     """Samples of the control set that are positive, and so say nothing of false positives."""
+    rule: Literal["samples", "groups"] = "samples"
+    """What the conformal quantile counts: samples, or groups with equal weight."""
+    selected_on: bool = False
+    """The same control samples took part in choosing the layer, too."""
+
+    @property
+    def guarantee(self) -> str:
+        """What the threshold promises, and what it does not, in a sentence."""
+        unit = "sample of a new group" if self.rule == "groups" else "sample"
+        return (
+            f"On average over control sets a new {unit} that is exchangeable with this one is "
+            f"flagged with probability {self.fpr:g} at most; that is no promise for this very "
+            f"threshold, whose true rate may be as high as {self.interval.high:.3f} "
+            f"({self.interval.confidence:.0%} interval)"
+            + (", and the layer was chosen on the same samples." if self.selected_on else ".")
+        )
 
     @property
     def few_groups(self) -> str:
@@ -127,106 +144,7 @@ class Threshold(_Record):
         return f"only {self.n_groups} independent groups, and {need} show a rate of {self.fpr:g}"
 
 
-class Evaluation(_Record):
-    """Performance on a set that decided nothing."""
-
-    name: str
-    sha256: str
-    n_positive: int
-    n_negative: int
-    disjoint_by: str
-    """No value of this key is shared with the training or the selection set; `content` where only
-    the samples that the card lists were compared, `not checked` where nothing was."""
-    n_seen: int | None = None
-    """Samples that took part in making the probe, which count for nothing here; None where its
-    card does not list its samples."""
-    n_groups: int | None = None
-    """Independent groups of the samples; None in cards of releases that did not count them."""
-    too_few: str = ""
-    """Why no verdict can rest on these groups, as `GroupCounts.too_few` says it; else empty."""
-    auroc: float | None = None
-    """None when a class is missing."""
-    auroc_interval: Interval | None = None
-    auroc_bootstrap: Interval | None = None
-    recall: float | None = None
-    """Share of positives above the stored threshold."""
-    recall_interval: Interval | None = None
-    fpr: float | None = None
-    """Share of negatives above the stored threshold."""
-    fpr_interval: Interval | None = None
-
-    @property
-    def by_group(self) -> Interval | None:
-        """`auroc_bootstrap`, unless it is a point, as of perfect separation, and no interval."""
-        made = self.auroc_bootstrap
-        return None if made is None or made.low == made.high else made
-
-    @property
-    def interval(self) -> Interval | None:
-        """Of the AUROC, to show: `auroc_interval` if it counts groups, else `by_group` if any."""
-        taken = self.auroc_interval
-        if taken is not None and taken.method.startswith("obuchowski"):
-            return taken
-        return self.by_group or taken
-
-    @property
-    def least(self) -> float | None:
-        """Lower end of the AUROC for a verdict: the lowest of its intervals.
-
-        That by group is spread by what draws of few groups lack (see `compare_auroc`).
-        """
-        if self.auroc is None or self.interval is None:
-            return None
-        drawn, wider = self.by_group or self.interval, 1.0
-        if self.by_group is not None and self.n_groups is not None:
-            wider = stretch(self.n_groups)
-        other = self.auroc_interval or drawn
-        return min(self.auroc - wider * (self.auroc - drawn.low), other.low)
-
-    @property
-    def not_judged(self) -> str:
-        """Why the interval is none that a verdict can rest on; empty where it is."""
-        n = self.n_positive + self.n_negative
-        if self.too_few or self.n_groups is None or self.n_groups == n or self.by_group:
-            return self.too_few
-        taken = self.auroc_interval
-        # Obuchowski's and the exact one of perfect separation count groups; DeLong's does not.
-        by_sample = taken is not None and taken.method == "delong"
-        return f"no interval by its {self.n_groups} groups" if by_sample else ""
-
-
-class Baseline(_Record):
-    """What something simpler than the probe does on the same set."""
-
-    name: str
-    """`bag of words (answer)`, `length`, `random direction`, the name of a judge, or another."""
-    set: str
-    """Name of the set."""
-    auroc: float | None = None
-    auroc_interval: Interval | None = None
-    p_value: float | None = None
-    """One-sided, of the null hypothesis that the probe's AUROC is no larger; paired."""
-    test: str = ""
-    """Where `p_value` comes from: `delong`, or `cluster bootstrap` where groups have several
-    samples; why there is none where these are too few; empty in cards of releases that knew
-    DeLong's only."""
-    note: str = ""
-
-
-class Transfer(_Record):
-    """Whether what was learned on the training set holds on a set of another kind."""
-
-    set: str
-    transfers: bool | None
-    """The lower bound of the AUROC's interval lies above the bar; None where the set has too few
-    independent groups to tell."""
-    bar: float
-    """AUROC that counts as transfer."""
-    statement: str
-    """One sentence for people."""
-
-
-class Calibration(_Record):
+class Calibration(Record):
     """Map from scores to probabilities."""
 
     method: Literal["platt", "temperature", "isotonic"]
@@ -268,7 +186,7 @@ class Calibration(_Record):
         return slope * score + (self.intercept or 0.0)
 
 
-class ProbeCard(_Record):
+class ProbeCard(Record):
     """Facts about a probe; saved as `card.json`, rendered as `card.md`."""
 
     name: str = Field(min_length=1)
@@ -304,17 +222,35 @@ class ProbeCard(_Record):
     sweep: tuple[LayerScore, ...] = ()
     thresholds: tuple[Threshold, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
-    baselines: tuple[Baseline, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     calibration: Calibration | None = None
-    selectivity: float | None = None
-    """Accuracy on the task minus accuracy on a control task with labels that mean nothing."""
+    recall_floor: float = Field(default=RECALL_FLOOR, ge=0.0, le=1.0)
+    """Recall at the threshold below which `warnings` says that the probe misses too much."""
 
     notes: tuple[str, ...] = ()
     inspect_lens_version: str = Field(default_factory=_package_version)
     command: str = ""
     """Command that made the probe."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+
+    @property
+    def baselines(self) -> tuple[Baseline, ...]:
+        """Those of all evaluations."""
+        return tuple(b for e in self.evaluations for b in e.baselines)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user has to know before the probe is trusted, each in a sentence."""
+        made = [found for e in self.evaluations if (found := e.misses(self.recall_floor))]
+        made += [
+            f"is not shown to beat a baseline on {e.name}: {best.name} has AUROC {best.auroc:.3f}, "
+            f"the probe {e.auroc:.3f}"
+            for e in self.evaluations
+            if (best := e.best_baseline) is not None
+            and best.beaten is False
+            and e.auroc is not None
+        ]
+        return tuple(f"The probe {text}." for text in made)
 
     @field_validator("layers")
     @classmethod

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from statistics import NormalDist
 from typing import NamedTuple
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
 
-from ._bootstrap import bootstrap_values
-from ._card import Interval
-from ._groups import GroupCounts, count_groups, stretch
-from ._intervals import check_level, clopper_pearson, placements
-from ._metrics import auroc, split_classes
+from ._groups import GroupCounts, count_groups
+from ._intervals import between_groups, check_level, clopper_pearson, independent, placements
+from ._measured import Interval
+from ._metrics import split_classes
 
 __all__ = [
     "Comparison",
@@ -52,18 +49,15 @@ def compare_auroc(
     *,
     groups: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
 ) -> Comparison:
     """Test of two probes that scored the same samples.
 
     DeLong's test takes samples as independent. With `groups`, of which some hold several samples,
-    whole groups are drawn instead (cluster bootstrap, both probes on the same draws): p is the
-    share of draws that lie as far from the difference as it lies from 0, at least
-    2 / (n_resamples + 1), and the interval is that of the percentiles; both after draws are spread
-    by what draws of few groups lack, 2% for 100 groups and 21% for 10 (Hesterberg 2015). With fewer
-    than 8 groups, or 5 with a class, there is no test (`count_groups`): z and p are NaN, and the
-    interval is all that is possible, [-1, 1].
+    it is Obuchowski's: the terms of the difference are added up inside each group before their
+    variance is taken (in the CR2 form of `delong_interval`). Both compare with Student's t: Welch
+    and Satterthwaite's degrees of freedom, with groups their effective number less one. With fewer
+    than 8 groups, or 5 with a class, or groups so unequal that they are worth fewer than 3, there
+    is no test (`count_groups`): z and p are NaN, and the interval is all that is possible, [-1, 1].
 
     Args:
         labels: (samples,) 0 and 1, at least two of each.
@@ -72,8 +66,6 @@ def compare_auroc(
         groups: (samples,) what is independent, such as the scenario; None, or groups of one
             sample each, takes DeLong's test.
         confidence: of the interval.
-        n_resamples: draws of groups.
-        seed: of the draws.
 
     Returns:
         Both areas, their difference with its interval, whose `method` says which test it was, and
@@ -85,8 +77,7 @@ def compare_auroc(
         SpecError: shapes disagree, a score is NaN, or a class has fewer than two samples.
 
     Source:
-        DeLong, DeLong and Clarke-Pearson 1988; Davison and Hinkley 1997, chapters 3.8 and 4;
-        Hesterberg 2015, The American Statistician 69, section 3.2 (expanded percentiles).
+        DeLong, DeLong and Clarke-Pearson 1988; Obuchowski 1997, Biometrics 53, 567-578.
 
     Example:
         ```python
@@ -111,64 +102,32 @@ def compare_auroc(
             "needs them"
         )
     counts = count_groups(labels, groups)
-    if groups is not None and counts.several:
-        return _compare_groups(labels, a, b, groups, counts, level, n_resamples, seed)
-    above, below = (
-        np.stack(part) for part in zip(*(placements(p, q) for p, q in sides), strict=True)
-    )
-    areas = above.mean(axis=1)
-    covariance = np.cov(above) / m + np.cov(below) / n
-    contrast = np.array([1.0, -1.0])
-    difference = float(contrast @ areas)
-    spread = math.sqrt(max(float(contrast @ covariance @ contrast), 0.0))
-    z = _in_errors(difference, spread)
-    step = NormalDist().inv_cdf(0.5 + level / 2.0) * spread
-    interval = Interval(
-        low=difference - step, high=difference + step, confidence=confidence, method="delong"
-    )
-    if spread < _NONE:
-        interval = _unvaried(difference, counts, level)
-    return Comparison(
-        float(areas[0]), float(areas[1]), difference, interval, z, math.erfc(abs(z) / math.sqrt(2))
-    )
-
-
-def _compare_groups(
-    labels: ArrayLike,
-    a: ArrayLike,
-    b: ArrayLike,
-    groups: Sequence[Hashable],
-    counts: GroupCounts,
-    level: float,
-    n_resamples: int,
-    seed: int,
-) -> Comparison:
-    y = np.asarray(labels).astype(bool)
-    sides = [np.asarray(scores, dtype=np.float64) for scores in (a, b)]
-    areas = [auroc(y, s) for s in sides]
-    difference = areas[0] - areas[1]
+    (above, below), (other_above, other_below) = (placements(p, q) for p, q in sides)
+    first, second = float(above.mean()), float(other_above.mean())
+    difference = first - second
     if counts.too_few:
         anything = Interval(low=-1.0, high=1.0, confidence=level, method=counts.too_few)
         none = math.nan
-        return Comparison(areas[0], areas[1], difference, anything, none, none, counts.too_few)
-    # The same seed draws the same groups, whatever the scores.
-    first, second = (
-        bootstrap_values(y, s, groups=groups, n_resamples=n_resamples, seed=seed) for s in sides
-    )
-    away = stretch(counts.total) * (first - second - difference)
-    made = difference + away
-    tails = [(np.sum(side * away >= abs(difference) - 1e-12) + 1) for side in (1.0, -1.0)]
-    tail = tails[0] if difference > 0 else tails[1]
-    spread = float(made.std(ddof=1))
+        return Comparison(first, second, difference, anything, none, none, counts.too_few)
+    terms = (above - other_above, below - other_below)
+    variance, free, name = independent(*terms), 0.0, "delong"
+    if groups is not None and counts.several:
+        spread = math.sqrt(between_groups(labels, groups, *(t - t.mean() for t in terms)))
+        free, name = counts.effective - 1.0, f"obuchowski, {counts.total} groups"
+    else:
+        spread, free = math.sqrt(variance.total), variance.free
     z = _in_errors(difference, spread)
-    p = min(1.0, 2.0 * float(tail) / (n_resamples + 1))
-    low, high = np.quantile(made, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
-    interval = Interval(
-        low=float(low), high=float(high), confidence=level, method="cluster bootstrap"
-    )
     if spread < _NONE:
         interval = _unvaried(difference, counts, level)
-    return Comparison(areas[0], areas[1], difference, interval, z, z if math.isnan(z) else p)
+        return Comparison(first, second, difference, interval, z, 1.0 if z == 0.0 else z)
+    from scipy.stats import t as student
+
+    step = float(student.ppf(0.5 + level / 2.0, free)) * spread
+    interval = Interval(
+        low=difference - step, high=difference + step, confidence=confidence, method=name
+    )
+    p = 2.0 * float(student.sf(abs(z), free))
+    return Comparison(first, second, difference, interval, z, p)
 
 
 def _in_errors(difference: float, spread: float) -> float:

@@ -12,11 +12,13 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 
 __all__ = [
+    "MIN_EFFECTIVE",
     "MIN_GROUPS",
     "MIN_GROUPS_PER_CLASS",
     "GroupCounts",
     "count_groups",
     "group_codes",
+    "kish",
     "stretch",
 ]
 
@@ -24,6 +26,8 @@ MIN_GROUPS: Final = 8
 """Fewest groups of several samples that are drawn for a test or an interval."""
 MIN_GROUPS_PER_CLASS: Final = 5
 """Fewest groups that hold a class."""
+MIN_EFFECTIVE: Final = 3.0
+"""Fewest groups of equal size that the groups of a class are worth (Kish)."""
 
 
 class GroupCounts(NamedTuple):
@@ -36,6 +40,9 @@ class GroupCounts(NamedTuple):
     """Groups with a negative sample; a group can hold both classes."""
     several: bool
     """Some group holds several samples, so that samples are not independent."""
+    effective: float = 0.0
+    """Groups of equal size that those of a class are worth, (sum of sizes)^2 over the sum of their
+    squares (Kish 1965); of the class that has fewer."""
 
     @property
     def smaller(self) -> int:
@@ -48,14 +55,16 @@ class GroupCounts(NamedTuple):
 
         Needed are `MIN_GROUPS` groups, and `MIN_GROUPS_PER_CLASS` with each class. With fewer
         the cluster bootstrap draws the same few sets again and again, and is far too sure.
-        Groups of one sample each are samples, and never too few.
+        Groups of one sample each are samples, and never too few. Groups of unequal size are too
+        few as well where those of a class are worth fewer than `MIN_EFFECTIVE`.
         """
         enough = self.total >= MIN_GROUPS and self.smaller >= MIN_GROUPS_PER_CLASS
-        if enough or not self.several:
+        if not self.several or (enough and self.effective >= MIN_EFFECTIVE - 1e-9):
             return ""
+        worth = f"; worth {self.effective:.1f} of equal size" if enough else ""
         return (
             f"too few groups ({self.total}; {self.positive} with positives, {self.negative} with "
-            "negatives)"
+            f"negatives{worth})"
         )
 
 
@@ -87,12 +96,19 @@ def count_groups(labels: ArrayLike, groups: Sequence[Hashable] | None) -> GroupC
     """
     y = np.asarray(labels).astype(bool).tolist()
     if groups is None:
-        return GroupCounts(len(y), sum(y), len(y) - sum(y), several=False)
+        n = sum(y)
+        return GroupCounts(len(y), n, len(y) - n, several=False, effective=min(n, len(y) - n))
     codes, total = group_codes(len(y), groups)
-    sides: tuple[set[Hashable], set[Hashable]] = (set(), set())
-    for label, group in zip(y, codes.tolist(), strict=True):
-        sides[label].add(group)
-    return GroupCounts(total, len(sides[1]), len(sides[0]), several=total < len(y))
+    mark = np.array(y, dtype=bool)
+    sizes = [np.bincount(codes[side], minlength=total) for side in (mark, ~mark)]
+    positive, negative = (int((size > 0).sum()) for size in sizes)
+    worth = min(kish(size) for size in sizes)
+    return GroupCounts(total, positive, negative, several=total < len(y), effective=worth)
+
+
+def kish(sizes: NDArray[np.int64]) -> float:
+    """How many groups of equal size these sizes (groups,) are worth; 0 for none."""
+    return float(sizes.sum() ** 2 / (sizes**2).sum()) if sizes.any() else 0.0
 
 
 def group_codes(n_samples: int, groups: Sequence[Hashable]) -> tuple[NDArray[np.int64], int]:

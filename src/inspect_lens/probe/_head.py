@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
 
@@ -44,6 +44,8 @@ class HeadSpec(BaseModel):
     """Queries are multiplied by it; 1/sqrt(hidden) for scaled attention."""
     gate: bool = False
     """Whether values pass through tanh."""
+    top_k: int = Field(default=0, ge=0)
+    """Units of the last ReLU layer that a token keeps, the largest ones (TopK); 0 keeps all."""
 
 
 class HeadOutputs(NamedTuple):
@@ -93,9 +95,10 @@ def head_outputs(tensors: Mapping[str, Floats], spec: HeadSpec, x: Floats) -> He
 
     Args:
         tensors: `mean`, `scale` (hidden,), any layers `w0`, `b0`, `w1`, … of a ReLU network
-            (width, previous width), `value` (heads, width), and for attention `query` of the
+            (width, previous width), with `t0`, `t1`, … (width,) what a unit has to exceed not to
+            be 0 (JumpReLU), `value` (heads, width), and for attention `query` of the
             same shape.
-        spec: temperature and gate.
+        spec: temperature, gate, and how many units are kept.
         x: (tokens, hidden) raw residual stream.
 
     Returns:
@@ -115,8 +118,14 @@ def head_outputs(tensors: Mapping[str, Floats], spec: HeadSpec, x: Floats) -> He
     z = (x - tensors["mean"]) / tensors["scale"]
     layer = 0
     while f"w{layer}" in tensors:
-        z = np.maximum(z @ tensors[f"w{layer}"].T + tensors[f"b{layer}"], 0.0)
+        inner = z @ tensors[f"w{layer}"].T + tensors[f"b{layer}"]
+        z = np.maximum(inner, 0.0)
+        if f"t{layer}" in tensors:
+            z = np.where(inner > tensors[f"t{layer}"], z, 0.0)
         layer += 1
+    if layer and 0 < spec.top_k < z.shape[1]:
+        least = np.partition(z, z.shape[1] - spec.top_k, axis=1)[:, -spec.top_k, None]
+        z = np.where(z >= least, z, 0.0)
     value = z @ tensors["value"].T
     query = z @ tensors["query"].T * spec.temperature if "query" in tensors else 0.0 * value
     return HeadOutputs(query, np.tanh(value) if spec.gate else value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from ._base import CardProbe
 from ._card import ProbeCard
 from ._files import decode_probe, encode_probe, read_probe_files
 from ._pool import pool_scores
+from ._sklearn import read_linear, write_linear
 
 __all__ = ["Probe"]
 
@@ -27,8 +28,9 @@ _CHUNK_TOKENS = 1024
 class Probe(CardProbe):
     """Scores tokens by `mean over layers of weight · (x - mean) / scale + bias`.
 
-    The scaler is kept apart from the weight, so that what was fitted can be read back. All
-    arithmetic is float64, row by row: a token's score does not depend on its neighbours.
+    The scaler is kept apart from the weight, so that what was fitted can be read back. Products
+    have the precision of the activations, float32 at least, and sums are float64, row by row: a
+    token's score does not depend on its neighbours.
 
     Args:
         weight: (layers, hidden) float32.
@@ -113,6 +115,72 @@ class Probe(CardProbe):
             card=card,
         )
 
+    @classmethod
+    def from_sklearn(cls, estimator: Any, *, card: ProbeCard, average_folds: bool = False) -> Self:
+        """A probe of a classifier that was fitted with scikit-learn.
+
+        Read are linear models (also LDA), pipelines of scalers, PCA or feature selection that end
+        in one, the best estimator of a search, and `CalibratedClassifierCV` of any of these. Its
+        calibration goes to the card; the probe's score is the decision function before it. The
+        scores are compared with the estimator's own before a probe is returned.
+
+        Args:
+            estimator: fitted on rows (rows, hidden) of two classes; the larger label is what a
+                large score means.
+            card: of one layer, and the width that the estimator was fitted on. An empty `method`
+                or `source` is filled in.
+            average_folds: take a `CalibratedClassifierCV` of several classifiers by the mean of
+                their log odds. Its own probabilities are the mean of theirs, which differs a
+                little and is no linear score.
+
+        Returns:
+            The probe; it scores rows as the estimator's `decision_function`, up to float32.
+
+        Raises:
+            SpecError: not fitted, not linear, not two classes, or the card does not fit.
+        """
+        read = read_linear(estimator, average_folds=average_folds)
+        if len(card.layers) != 1 or card.hidden != read.weight.size:
+            raise SpecError(
+                f"card: layers {card.layers} of width {card.hidden}; allowed is one layer of width "
+                f"{read.weight.size}, which the estimator was fitted on"
+            )
+        filled: dict[str, object] = {
+            "method": card.method or read.method, "source": card.source or "scikit-learn",
+            "calibration": card.calibration or read.calibration,
+        }  # fmt: skip
+        return cls(
+            weight=read.weight[None].astype(np.float32),
+            bias=np.array([read.bias], dtype=np.float32),
+            mean=read.mean[None].astype(np.float32),
+            scale=read.scale[None].astype(np.float32),
+            card=card.model_copy(update=filled),
+        )
+
+    def to_sklearn(self, layer: int | None = None) -> Any:
+        """The probe as a fitted scikit-learn pipeline: StandardScaler, LogisticRegression.
+
+        Args:
+            layer: one of `layers`; may be left out where there is only one.
+
+        Returns:
+            A `sklearn.pipeline.Pipeline`; its `decision_function` gives rows (rows, hidden) the
+            token scores of the probe, and `Probe.from_sklearn` of it is the same probe.
+
+        Raises:
+            SpecError: the probe has several layers, and none is named.
+            ArtifactError: it has no direction at that layer.
+            LensError: scikit-learn is not installed.
+        """
+        if layer is None and len(self.layers) != 1:
+            raise SpecError(
+                f"layer: probe {self.name!r} has {list(self.layers)}; a pipeline reads one; name it"
+            )
+        one = self if layer is None else self.at(layer)
+        wide = (a.astype(np.float64) for a in (one.weight[0], one.mean[0], one.scale[0]))
+        weight, mean, scale = wide
+        return write_linear(weight, float(one.bias[0]), mean, scale)
+
     def for_engine(self) -> EngineProbe:
         """The same probe as the engine runs it, its scaler folded into the weights.
 
@@ -130,6 +198,15 @@ class Probe(CardProbe):
             aggregate=str(self.card.pool),
             threshold=None if lowest is None else lowest.value,
         )
+
+    def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
+        """The engine's forms of the score of each token, and of the text up to each.
+
+        Returns:
+            `for_engine()`, whose token scores are those of `score_tokens`, and None: the pools of
+            a linear probe are made of token scores.
+        """
+        return self.for_engine(), None
 
     def direction(self) -> NDArray[np.float32]:
         """Unit vectors (layers, hidden) float32 in the residual stream along which scores grow."""
@@ -194,13 +271,15 @@ class Probe(CardProbe):
             )
         rows = self._rows(array.shape[0], layers)
         total = np.zeros(array.shape[1], dtype=np.float64)
+        dtype = np.result_type(array.dtype, np.float32)
         for i, row in enumerate(rows):
-            weight = self.weight[i].astype(np.float64) / self.scale[i]
+            weight = (self.weight[i].astype(np.float64) / self.scale[i]).astype(dtype)
+            mean = self.mean[i].astype(dtype)
             for start in range(0, total.size, _CHUNK_TOKENS):
                 stop = start + _CHUNK_TOKENS
-                centred = array[row, start:stop].astype(np.float64) - self.mean[i]
-                # Not a matrix product: BLAS sums in an order that depends on the batch.
-                total[start:stop] += (centred * weight).sum(axis=1) + float(self.bias[i])
+                terms = (array[row, start:stop] - mean) * weight
+                # Not a matrix product: BLAS sums in float32, in an order that depends on the batch.
+                total[start:stop] += terms.sum(axis=1, dtype=np.float64) + float(self.bias[i])
         total /= len(rows)
         if not np.isfinite(total).all():
             raise SpecError(

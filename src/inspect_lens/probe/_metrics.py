@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
+
+from ._groups import group_codes
 
 __all__ = [
     "OperatingPoint",
@@ -81,8 +84,9 @@ def split_classes(
 
 def midranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """1-based ranks (n,) of values (n,); equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2.0)[inverse]
+    from scipy.stats import rankdata
+
+    ranks: NDArray[np.float64] = rankdata(values)
     return ranks
 
 
@@ -139,24 +143,35 @@ def required_negatives(fpr: float) -> int:
     return math.ceil(3 / _rate(fpr))
 
 
-def conformal_threshold(control: ArrayLike, fpr: float) -> float:
+def conformal_threshold(
+    control: ArrayLike, fpr: float, *, groups: Sequence[Hashable] | None = None
+) -> float:
     """Threshold that a new control score exceeds with probability at most `fpr`.
 
     The ceil((1 - fpr)(n + 1))-th smallest of n control scores. The guarantee needs only that
-    the new score is exchangeable with the control scores; it holds for every n.
+    the new score is exchangeable with the control scores; it holds for every n. It is one about
+    the average over control sets: of 300 scores and a rate of 0.01, the true rate of a threshold
+    exceeds 0.01 in 42 of 100 sets.
+
+    With `groups` of several samples the new score is that of a sample of a new group. Each of the
+    k groups then counts 1 / (k + 1), shared among its samples, and so does the new one; the
+    threshold is the least score below or at which 1 - fpr of this lies.
 
     Args:
         control: (n,) scores of the control set, any order.
         fpr: false positive rate to allow, inside (0, 1).
+        groups: (n,) what is independent, such as the scenario; None takes samples.
 
     Returns:
         The threshold; flag a score that is strictly above it.
 
     Raises:
-        SpecError: a score is NaN or infinite, or n is too small for this rate at all.
+        SpecError: a score is NaN or infinite, or there are too few scores, or groups, for this
+            rate at all.
 
     Source:
-        Split conformal prediction, Vovk et al. 2005; rule of methods.md §1.3.
+        Split conformal prediction, Vovk et al. 2005; with groups, hierarchical conformal
+        prediction, arXiv:2306.06342.
 
     Example:
         ```python
@@ -171,21 +186,32 @@ def conformal_threshold(control: ArrayLike, fpr: float) -> float:
         ).sum() == 9  # a new one is above it with probability 0.01 at most
         ```
     """
-    scores = np.sort(np.asarray(control, dtype=np.float64).ravel())
-    rate, n = _rate(fpr), scores.size
+    scores = np.asarray(control, dtype=np.float64).ravel()
+    rate = _rate(fpr)
     if not np.isfinite(scores).all():
         raise SpecError(
             "control: holds NaN or infinite scores; allowed are finite numbers; drop unscored "
             "samples"
         )
-    rank = math.ceil((1 - rate) * (n + 1))
-    if rank > n:
+    codes, k = (np.arange(scores.size), scores.size)
+    if groups is not None:
+        codes, k = group_codes(scores.size, groups)
+    if math.ceil((1 - rate) * (k + 1)) > k:
+        several = k < scores.size
+        unit = f"{scores.size} scores of {k} groups" if several else f"{k} scores"
         raise SpecError(
-            f"control: {n} scores for a false positive rate of {fpr:g}; allowed are at least "
-            f"{math.ceil((1 - rate) / rate)} ({required_negatives(fpr)} to verify it); score more "
+            f"control: {unit} for a false positive rate of {fpr:g}; allowed are at least "
+            f"{math.ceil((1 - rate) / rate)} {'groups ' if several else ''}"
+            f"({required_negatives(fpr)} to verify it); score more "
             "control samples or ask for a larger rate"
         )
-    return float(scores[rank - 1])
+    order = np.argsort(scores, kind="stable")
+    if k == scores.size:
+        return float(scores[order[math.ceil((1 - rate) * (k + 1)) - 1]])
+    # In groups: of k groups and the new one, how many lie at or below each score.
+    below = np.cumsum((1.0 / np.bincount(codes))[codes[order]])
+    place = int(np.searchsorted(below, float((1 - rate) * (k + 1)) - 1e-9, side="left"))
+    return float(scores[order[min(place, scores.size - 1)]])
 
 
 def recall_at_fpr(

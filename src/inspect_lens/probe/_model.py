@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from inspect_lens._shipped import model_path
 from inspect_lens.errors import ArtifactError
 
 from ._linear import Probe
@@ -24,7 +25,7 @@ def fingerprint_model(path: str | Path) -> str | None:
     so two checkpoints that differ agree in all blocks only if one was edited by hand.
 
     Args:
-        path: checkpoint folder.
+        path: checkpoint folder, or the name of the shipped model, `organism`.
 
     Returns:
         64 hex digits, or None when there is no such folder or it has no safetensors.
@@ -37,7 +38,7 @@ def fingerprint_model(path: str | Path) -> str | None:
         assert found == load_probe("organism/deception-lr").card.model.sha256
         ```
     """
-    folder = Path(path)
+    folder = Path(model_path(str(path)))
     weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not weights:
         return None

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.spec import EngineProbe
 
 from ._base import CardProbe
 from ._card import ProbeCard
+from ._engine_form import attention_form, neural_form, token_form
 from ._files import encode_probe
 from ._head import HeadOutputs, HeadSpec, StreamingHead, head_outputs, parse_head_pool, pool_head
 
@@ -33,9 +35,9 @@ class NeuralProbe(CardProbe):
     of the tokens. Arithmetic is float64 in numpy; torch is needed for training only.
 
     Args:
-        tensors: float32; `mean`, `scale` (hidden,), `w0`, `b0`, … of ReLU layers, `value`
-            (heads, width), `bias` (1,), and for attention `query` (heads, width) and
-            `position` (heads,).
+        tensors: float32; `mean`, `scale` (hidden,), `w0`, `b0`, … of ReLU layers, `t0`, … of a
+            JumpReLU, `value` (heads, width), `bias` (1,), and for attention `query` (heads,
+            width) and `position` (heads,).
         card: of kind `neural`, with one layer.
         path: folder that it was loaded from.
 
@@ -72,6 +74,8 @@ class NeuralProbe(CardProbe):
         while f"w{layer}" in self.tensors:
             size = len(self.tensors[f"w{layer}"])
             expected |= {f"w{layer}": (size, width), f"b{layer}": (size,)}
+            if f"t{layer}" in self.tensors:
+                expected[f"t{layer}"] = (size,)
             width, layer = size, layer + 1
         heads = len(self.tensors.get("value", ()))
         expected["value"] = (heads, width)
@@ -107,6 +111,35 @@ class NeuralProbe(CardProbe):
                 "weights mean nothing elsewhere; train a probe at that layer"
             )
         return self
+
+    def for_engine(self) -> EngineProbe:
+        """The same probe as the engine runs it, its scaler folded into the weights.
+
+        Returns:
+            An `EngineProbe` of kind `mlp`, `attention` or `linear` whose aggregated score is that
+            of this probe, with the threshold of the lowest false-positive rate on the card.
+
+        Raises:
+            UnsupportedError: the engine has no form for it: a gate, more than one ReLU layer,
+                attention behind a ReLU layer or with a slope over positions, or the pools
+                `rolling_attention` and, with several heads, `multimax`.
+        """
+        return neural_form(self.tensors, self.card)
+
+    def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
+        """The engine's forms of the score of each token, and of the text up to each.
+
+        Returns:
+            One whose token scores are those of `score_tokens`, and for the pool `attention`
+            another, whose score at a token is that of the text up to it; else None.
+
+        Raises:
+            UnsupportedError: the engine has no form for the tokens, or none for the pool.
+        """
+        neural_form(self.tensors, self.card)
+        pooled = parse_head_pool(self.pool).name == "attention"
+        tokens = token_form(self.tensors, self.card)
+        return tokens, attention_form(self.tensors, self.card) if pooled else None
 
     def score_tokens(
         self, acts: ArrayLike, layers: Sequence[int] | None = None

@@ -2,19 +2,20 @@
 
 Every rule here has a twin in `_streaming.py` that sees one token at a time and keeps a state of
 fixed size. Sums run in the order of the tokens (`cumsum`, not numpy's pairwise `sum`), so that
-both give the same bits.
+both give the same bits. How a rule is written stands in `spec`, which judges requests by it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, parse_pool
 
 __all__ = [
     "POOLS",
@@ -27,30 +28,6 @@ __all__ = [
 ]
 
 _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
-
-
-class Pool(NamedTuple):
-    """A rule and its parameter, written `mean` or `top_k_mean:5`."""
-
-    name: str
-    """One of `POOLS`."""
-    k: float | None = None
-    """Tokens of a top-k mean or of a window, sharpness of a softmax, rate of an average; None
-    where the rule has no parameter."""
-
-    def __str__(self) -> str:
-        """The form that `parse_pool` reads."""
-        return self.name if self.k is None else f"{self.name}:{self.k:g}"
-
-    @property
-    def width(self) -> int:
-        """The parameter as a number of tokens."""
-        return int(self.k or 1)
-
-    @property
-    def rate(self) -> float:
-        """The parameter as a number."""
-        return float(self.k or 0.0)
 
 
 def ordered_mean(scores: NDArray[np.float64]) -> float:
@@ -97,73 +74,13 @@ _PLAIN: Final[dict[str, Callable[[NDArray[np.float64]], float]]] = {
     "last": lambda scores: float(scores[-1]),
     "max": lambda scores: float(scores.max()),
 }
-_WIDE: Final[dict[str, tuple[Callable[[NDArray[np.float64], Pool], float], float]]] = {
-    "top_k_mean": (_top_k_mean, 5),
-    "rolling_mean_max": (_rolling_mean_max, 10),
-    "softmax_mean": (_softmax_mean, 5.0),
-    "ema": (lambda scores, pool: _averages(scores, pool)[-1], 0.1),
-    "ema_max": (lambda scores, pool: max(_averages(scores, pool)), 0.1),
+_WIDE: Final[dict[str, Callable[[NDArray[np.float64], Pool], float]]] = {
+    "top_k_mean": _top_k_mean,
+    "rolling_mean_max": _rolling_mean_max,
+    "softmax_mean": _softmax_mean,
+    "ema": lambda scores, pool: _averages(scores, pool)[-1],
+    "ema_max": lambda scores, pool: max(_averages(scores, pool)),
 }
-SENTENCE_POOL: Final = "sentence_mean_max"
-"""The one rule that has to know where sentences end."""
-_WHOLE = frozenset({"top_k_mean", "rolling_mean_max"})
-
-POOLS: Final = (*_PLAIN, *_WIDE, SENTENCE_POOL)
-"""Names of the rules; `parse_pool` says which take a parameter after a colon."""
-
-
-def parse_pool(value: str) -> Pool:
-    """Read a pool as a user writes it.
-
-    Args:
-        value: `mean`, `last`, `max`, `top_k_mean` (k 5), `rolling_mean_max` (window 10),
-            `softmax_mean` (sum of s·exp(phi·s) over sum of exp(phi·s), phi 5), `ema`
-            (exponential average, rate 0.1, its last value), `ema_max` (its largest),
-            `sentence_mean_max` (largest mean of a sentence). Those with a number also take
-            another one, such as `top_k_mean:3` or `ema:0.2`.
-
-    Returns:
-        The rule, its parameter filled in.
-
-    Raises:
-        SpecError: anything else.
-
-    Source:
-        Defaults of top-k and window: arXiv:2601.11516; softmax and exponential average:
-        arXiv:2506.10805.
-
-    Example:
-        ```python
-        from inspect_lens.probe import parse_pool
-
-        pool = parse_pool("top_k_mean:5")
-        assert (pool.name, pool.width) == ("top_k_mean", 5)
-        ```
-    """
-    name, colon, text = str(value).partition(":")
-    if (name in _PLAIN or name == SENTENCE_POOL) and not colon:
-        return Pool(name)
-    if name in _WIDE:
-        given = _parameter(name, text) if colon else _WIDE[name][1]
-        if given is not None:
-            return Pool(name, given)
-    raise SpecError(
-        f"pool={value!r}; allowed are {', '.join((*_PLAIN, SENTENCE_POOL))}, and with a parameter "
-        f"as in top_k_mean:5 or ema:0.1 {', '.join(_WIDE)} (rates of an average up to 1); correct "
-        "the name"
-    )
-
-
-def _parameter(name: str, text: str) -> float | None:
-    """A positive number that the rule can use, or None."""
-    if name in _WHOLE:
-        return int(text) if text.isdecimal() and int(text) > 0 else None
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    top = 1.0 if name.startswith("ema") else 1e6
-    return number if 0.0 < number <= top else None
 
 
 def check_scores(scores: ArrayLike) -> NDArray[np.float64]:
@@ -227,7 +144,7 @@ def pool_scores(
         return _sentence_mean_max(values, check_ends(ends, values.size))
     if rule.name in _PLAIN:
         return _PLAIN[rule.name](values)
-    return _WIDE[rule.name][0](values, rule)
+    return _WIDE[rule.name](values, rule)
 
 
 def check_ends(ends: ArrayLike | None, n: int) -> NDArray[np.bool_]:

@@ -26,14 +26,15 @@ class Reliability(NamedTuple):
 
 
 def reliability_curve(
-    labels: ArrayLike, probabilities: ArrayLike, *, n_bins: int = 15
+    labels: ArrayLike, probabilities: ArrayLike, *, n_bins: int = 15, equal_mass: bool = False
 ) -> Reliability:
-    """Compare probabilities with frequencies in bins of equal width.
+    """Compare probabilities with frequencies in bins of equal width, or of equal size.
 
     Args:
         labels: (samples,) 0 and 1.
         probabilities: (samples,) of the positive class.
         n_bins: over [0, 1]; a bin holds its upper edge and not its lower one, but for 0.
+        equal_mass: bins of about as many samples each; equal probabilities share a bin.
 
     Returns:
         The bins that hold a sample.
@@ -56,7 +57,8 @@ def reliability_curve(
     y, p = _check(labels, probabilities)
     if n_bins < 1:
         raise SpecError(f"n_bins={n_bins}; allowed is 1 or more; 15 is usual")
-    bins = np.searchsorted(np.linspace(0.0, 1.0, n_bins + 1)[1:-1], p, side="left")
+    inner = np.linspace(0.0, 1.0, n_bins + 1)[1:-1]
+    bins = np.searchsorted(np.quantile(p, inner) if equal_mass else inner, p, side="left")
     every = np.bincount(bins, minlength=n_bins)
     kept = every > 0
     size = every[kept]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ._card import Baseline, Calibration, Evaluation, Interval, LayerScore, ProbeCard, Threshold
+from ._card import Calibration, ProbeCard, Threshold
 from ._compare import format_p_value
+from ._measured import Baseline, Evaluation, Interval
 from ._seen import SEEN_ROLES
 
 __all__ = ["render_card"]
@@ -21,26 +22,33 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
     Returns:
         Markdown, ending in a newline. `card.json` is what programs read.
     """
-    parts = [f"# {card.name}", card.description, _facts(card, sha256)]
+    parts = [f"# {card.name}", card.description]
+    parts += [f"> **Warning.** {text}" for text in _warnings(card)]
+    parts.append(_facts(card, sha256))
     if card.thresholds:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
     if card.evaluations:
-        parts += ["## Evaluation", _evaluations(card.evaluations)]
+        parts += ["## Evaluation", _evaluations(card.evaluations), _at_rates(card.evaluations)]
+        parts += [
+            f"{e.name}: {e.control_shift.statement}"
+            for e in card.evaluations
+            if e.control_shift is not None and e.control_shift.statement
+        ]
     parts += [f"**{t.statement}**" for t in card.transfers]
     if card.baselines:
         parts += ["## Baselines on the same samples", _baselines(card.baselines)]
-    if card.selectivity is not None:
-        parts.append(
-            f"Selectivity {card.selectivity:.3f}: accuracy on tokens minus that of a control task "
-            "with a coin flip per kind of token."
-        )
     if card.calibration:
         parts += ["## Calibration", _calibration(card.calibration)]
     if card.sweep:
-        parts += ["## Layer sweep (selection set)", _sweep(card.sweep, card.layers)]
+        parts += ["## Layer sweep (selection set)", _sweep(card)]
     if card.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _warnings(card: ProbeCard) -> tuple[str, ...]:
+    copies = card.training.near_duplicates if card.training else ()
+    return (*card.warnings, *copies)
 
 
 _ROWS: Final = {
@@ -93,6 +101,7 @@ def _threshold(t: Threshold) -> str:
         f"{t.n_control} samples of `{t.control}`{left_out} lie above it "
         f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})."
         + (f" There are {t.few_groups}." if t.few_groups else "")
+        + f" {t.guarantee}"
     )
 
 
@@ -118,17 +127,35 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
     notes = [note for note, e in zip(notes, evaluations, strict=True) if e.not_judged]
     notes.append(
         "Intervals are two-sided, 95% unless `card.json` says other; those of the AUROC are "
-        "DeLong's, or Obuchowski's, which is DeLong's by group, where groups hold several samples; "
-        "the cluster bootstrap beside it is too narrow below some 100 groups. Of perfect "
-        "separation and of too few groups they are exact ones that count groups."
+        "DeLong's (or Hanley and McNeil's, where that is wider), or Obuchowski's, which is "
+        "DeLong's by group, where groups hold several samples; the cluster bootstrap beside it is "
+        "too narrow below some 100 groups. Of perfect separation and of too few groups they are "
+        "exact ones that count groups."
     )
     return "\n\n".join([_table(head, rows), *notes])
 
 
+def _at_rates(evaluations: tuple[Evaluation, ...]) -> str:
+    """Recall at stated rates of the control set, and what else a ranking has."""
+    rates = sorted({r.fpr for e in evaluations for r in e.recalls})
+    head = ["set", *(f"recall at {r:.0%} of control" for r in rates), "AUROC against control",
+            "partial AUROC to 5%", "average precision", "balanced accuracy at τ"]  # fmt: skip
+    rows = []
+    for e in evaluations:
+        at = {r.fpr: r for r in e.recalls}
+        recalls = [_share(at[r].recall, at[r].interval) if r in at else "n/a" for r in rates]
+        others = (e.partial_auroc, e.average_precision, e.balanced_accuracy)
+        control = _share(e.auroc_control, e.auroc_control_interval)
+        rows.append([e.name, *recalls, control, *(_share(v, None) for v in others)])
+    known = any(cell != "n/a" for row in rows for cell in row[1:])
+    return _table(head, rows) if known else ""
+
+
 def _baselines(baselines: tuple[Baseline, ...]) -> str:
-    head = ["set", "baseline", "AUROC", "p (probe no better)", "test", "note"]
+    head = ["set", "baseline", "AUROC", "probe better by", "p (probe no better)", "test", "note"]
     rows = [
         [b.set, b.name, _share(b.auroc, b.auroc_interval),
+         "n/a" if b.difference is None else _range(b.difference),
          format_p_value(b.p_value), b.test, b.note]
         for b in baselines
     ]  # fmt: skip
@@ -140,13 +167,21 @@ def _calibration(c: Calibration) -> str:
     return f"Probabilities by {c.method}, fitted on {c.n} samples of `{c.set}`.{error}"
 
 
-def _sweep(sweep: tuple[LayerScore, ...], chosen: tuple[int, ...]) -> str:
+def _sweep(card: ProbeCard) -> str:
     rows = [
-        [f"**{s.layer}**" if s.layer in chosen else str(s.layer), f"{s.auroc:.4f}",
-         f"{s.separation:.2f}"]
-        for s in sweep
+        [f"**{s.layer}**" if s.layer in card.layers and s.pool in ("", card.pool) else str(s.layer),
+         s.pool, _share(s.auroc, s.auroc_interval), _share(s.recall, s.recall_interval),
+         "n/a" if s.auroc_control is None else f"{s.auroc_control:.3f}", f"{s.separation:.2f}"]
+        for s in card.sweep
     ]  # fmt: skip
-    return _table(["layer", "AUROC", "separation"], rows)
+    head = ["layer", "pool", "AUROC", "recall at the rate", "AUROC against control", "separation"]
+    by = card.training.selected_by if card.training else ""
+    said = {
+        "recall": "The layer was chosen by recall: the mean over draws of the selection and the "
+        "control set, each with its own threshold.",
+        "auroc": "The layer was chosen by AUROC.",
+    }
+    return "\n\n".join(part for part in (_table(head, rows), said.get(by, "")) if part)
 
 
 def _share(value: float | None, interval: Interval | None) -> str:

@@ -5,6 +5,7 @@ read: token scores beside a log, the turns of a sample, the cells of a steering 
 inspect_ai, `model`, `probe` and `spec`; keeps out torch, sklearn, scorers and solvers.
 """
 
+from ._calls import CallReading, Calls, Over, calls_to_read, check_over, read_calls
 from ._cell_scores import CellScores
 from ._cells import CellKind, SteeringCell, SteeringCells, read_cells
 from ._columns import captured_calls_column, lens_column
@@ -18,25 +19,31 @@ from ._given import (
 )
 from ._message import call_of, read_call, read_message
 from ._pairs import ContrastiveAnswer, ContrastiveAnswers, PairRow, read_pairs
-from ._reader import ProbeReader, Reading
+from ._reader import ProbeReader
+from ._reading import Reading
 from ._rows import Rows, Source, pick_rows, read_rows, read_token_ids
+from ._scored import ScoredTokens
 from ._suspicion import Scale, Suspicion
-from ._token_scores import TokenScores, read_token_scores, save_token_scores
+from ._token_scores import TokenScores, engine_records, read_token_scores, save_token_scores
 from ._turns import Turn, read_turns
 
 __all__ = [
     "GIVEN_TOKENS",
     "WITHHELD",
+    "CallReading",
+    "Calls",
     "CellKind",
     "CellScores",
     "ContrastiveAnswer",
     "ContrastiveAnswers",
     "GivenTokens",
+    "Over",
     "PairRow",
     "ProbeReader",
     "Reading",
     "Rows",
     "Scale",
+    "ScoredTokens",
     "Source",
     "SteeringCell",
     "SteeringCells",
@@ -44,13 +51,17 @@ __all__ = [
     "TokenScores",
     "Turn",
     "call_of",
+    "calls_to_read",
     "captured_calls_column",
+    "check_over",
+    "engine_records",
     "given_length",
     "given_tokens",
     "is_withheld",
     "lens_column",
     "pick_rows",
     "read_call",
+    "read_calls",
     "read_cells",
     "read_message",
     "read_pairs",

@@ -38,6 +38,7 @@ def lens_column(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     over: Over = "last",
     tokenizer: str | None = None,
 ) -> SampleColumn:
@@ -52,6 +53,7 @@ def lens_column(
         layer: one of the probe's layers.
         positions: tokens to read.
         pool: token aggregation within a call.
+        selection: as for `probe_score`.
         over: which calls of a sample count: the `last`, the `first`, the `max` or the `mean` over
             all captured calls with a token to read.
         tokenizer: folder or name of the tokenizer that tells sentences, for the pool
@@ -81,8 +83,8 @@ def lens_column(
     if over not in get_args(Over):
         raise SpecError(f"over={over!r}; allowed are {', '.join(get_args(Over))}")
     reader = ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, source="captured", check_model=False,
-        tokenizer=tokenizer,
+        probe, layer=layer, positions=positions, pool=pool, selection=selection,
+        source="captured", check_model=False, tokenizer=tokenizer,
     )  # fmt: skip
 
     def value(sample: EvalSample) -> float | None:

@@ -20,7 +20,9 @@ __all__ = [
 ]
 
 WITHHELD = "withheld"
-"""Key of `output.metadata` of a text that stands in the place of an answer, which nobody wrote."""
+"""Key of `output.metadata` of a text that stands in the place of an answer, which nobody wrote.
+
+Its value is the id of the message that was withheld."""
 
 
 class GivenTokens(NamedTuple):

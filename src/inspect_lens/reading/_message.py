@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import anyio.to_thread
 from inspect_ai.model import ChatMessage, Model, ModelOutput
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import Activations, activations_for
+from inspect_lens.model import Activations, ProbeScores, activations_for, probe_scores_for
+from inspect_lens.model._advice import capture_advice
 
-from ._reader import ProbeReader, Reading
+from ._reader import ProbeReader
+from ._reading import Reading
+from ._threads import in_thread
 
 __all__ = ["call_of", "read_call", "read_message"]
 
 
 def call_of(
     message: ChatMessage | str, output: ModelOutput | None = None
-) -> Activations | ModelOutput | None:
+) -> ProbeScores | Activations | ModelOutput | None:
     """Find what is known of the call that wrote a message.
 
     Args:
@@ -24,7 +26,8 @@ def call_of(
             captured.
 
     Returns:
-        The activations, else the output if it is the message's, else None.
+        Scores of probes in the engine, which know what the call captured; else the activations,
+        else the output if it is the message's, else None. All of them are for `read_call`.
 
     Example:
         <!-- test: server -->
@@ -47,6 +50,10 @@ def call_of(
         ```
     """
     handle = activations_for(message)
+    scores = probe_scores_for(message)
+    if scores is not None:
+        scores.beside(handle)
+        return scores
     if handle is not None:
         return handle
     message_id = message if isinstance(message, str) else message.id
@@ -56,13 +63,16 @@ def call_of(
 
 
 async def read_call(
-    reader: ProbeReader, call: Activations | ModelOutput, *, model: Model | None = None
+    reader: ProbeReader,
+    call: ProbeScores | Activations | ModelOutput,
+    *,
+    model: Model | None = None,
 ) -> Reading | None:
     """Apply a probe to a call, and compare the model that made it with the probe's card.
 
     Args:
         reader: the probe and what it reads.
-        call: activations, or an output.
+        call: scores, activations, or an output.
         model: that recomputes; the active one by default.
 
     Returns:
@@ -82,15 +92,16 @@ async def read_call(
         reader = ProbeReader.of("organism/deception-lr")
         call = read_activations("logs/honesty.eval")[0].activations
         reading = anyio.run(read_call, reader, call)
-        assert reading.rows.source == "captured"
+        assert reading.source == "rows"
         ```
     """
-    if isinstance(call, Activations):
-        # May read a file, which is not for the event loop.
-        origin = await anyio.to_thread.run_sync(lambda: call.origin)
-        name = origin.get("model")
-    else:
+    name: str | None
+    if isinstance(call, ModelOutput):
         name = call.model
+    else:
+        # May read a file, which is not for the event loop.
+        origin = await in_thread(lambda: call.origin)
+        name = origin.get("model")
     return await reader.read(call, model_name=name, model=model)
 
 
@@ -143,7 +154,7 @@ async def read_message(
         layers = list(reader.probe.layers)
         raise ArtifactError(
             f"message {message_id}: no activations are known of the call that wrote it; the probe "
-            f"needs layers {layers}: run with a vllm-lens/ model and -M capture={layers}, or set "
-            "INSPECT_LENS_CAPTURE"
+            f"needs layers {layers}: {capture_advice(layers)}, or set INSPECT_LENS_CAPTURE, which "
+            "reaches every model"
         )
     return await read_call(reader, call, model=model)

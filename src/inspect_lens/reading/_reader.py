@@ -2,179 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Self, get_args
 
-import anyio.to_thread
 import numpy as np
 from inspect_ai.model import Model, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens.errors import SpecError
-from inspect_lens.model import Activations
+from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.model import Activations, ProbeScores, activations, probe_scores
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
     Calibration,
+    NeuralProbe,
     Threshold,
     check_model,
-    first_crossing,
     load_probe,
+    parse_head_pool,
     parse_pool,
+    pool_scores,
 )
 from inspect_lens.spec import Positions, parse_positions
 
-from ._rows import Rows, Source, captured_rows, read_rows
+from ._call_texts import CallTexts
+from ._reading import Reading
+from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
+from ._scored import Forms, ScoredTokens, forms_of, pick_scores
+from ._selection import Selector, positions_for, select_rows, select_scores
 from ._sentences import Sentences
-from ._token_scores import TokenScores
+from ._threads import in_thread
 
-__all__ = ["ProbeReader", "Reading"]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a probe says of one model call.
-
-    Example:
-        ```python
-        from inspect_lens.model import read_activations
-        from inspect_lens.reading import ProbeReader
-
-        reader = ProbeReader.of("organism/deception-lr")
-        reading = reader.read_captured(read_activations("logs/honesty.eval")[1].activations)
-        print(reading.value, reading.verdict, reading.probability)
-        print(reading.first_crossing(0.5))  # the first token above 0.5, or None
-        ```
-    """
-
-    value: float
-    """The pooled score; larger means more of what the probe finds."""
-    rows: Rows
-    """The activations that were read, and where from."""
-    reader: ProbeReader
-    model_verified: bool
-    """The model's fingerprint is that of the probe's card."""
-    model_name: str | None = None
-    """Of the model that made the call, where it was said."""
-
-    @property
-    def threshold(self) -> Threshold | None:
-        """Of the probe's card, for the settings that it was set for."""
-        return self.reader.threshold
-
-    @property
-    def is_above(self) -> bool | None:
-        """Whether the value is above the threshold; None without one."""
-        return None if self.threshold is None else self.value > self.threshold.value
-
-    @property
-    def verdict(self) -> Literal["above threshold", "below threshold"] | None:
-        """The same in words."""
-        if self.is_above is None:
-            return None
-        return "above threshold" if self.is_above else "below threshold"
-
-    @property
-    def probability(self) -> float | None:
-        """Calibrated probability of the positive class; None without a calibration."""
-        calibration = self.reader.calibration
-        return None if calibration is None else calibration.probability(self.value)
-
-    def token_scores(self) -> NDArray[np.float64]:
-        """Score of each token that was read, (tokens,) float64, at `rows.positions`."""
-        return self.reader.probe.score_tokens(self.rows.acts, self.rows.layers)
-
-    def first_crossing(self, threshold: float | None = None, *, pool: str = "last") -> int | None:
-        """Index into `rows.positions` of the first token that raises the alarm.
-
-        Args:
-            threshold: by default that of the card.
-            pool: what is compared: `last` for single tokens, `ema:0.1`, `mean`, …
-
-        Returns:
-            The index, or None when nothing crosses.
-
-        Raises:
-            SpecError: there is no threshold, or the pool is unknown.
-            ArtifactError: the pool goes by sentences, and there is no tokenizer.
-        """
-        cut = threshold if threshold is not None else getattr(self.threshold, "value", None)
-        if cut is None:
-            raise SpecError(
-                f"threshold: probe {self.reader.probe.name!r} has none for these settings; pass one"
-            )
-        ends = self.reader.sentence_ends(self.rows, self.model_name, pool)
-        return first_crossing(self.token_scores(), cut, pool=pool, ends=ends)
-
-    def record(
-        self, *, label: str | None = None, message_id: str | None = None, turn: int = 0
-    ) -> TokenScores:
-        """The token scores with all that a reader needs to draw them; see `read_token_scores`.
-
-        Args:
-            label: key of a dict score; the probe's name by default.
-            message_id: assistant message of the call.
-            turn: 0-based number of the call in its sample.
-
-        Returns:
-            The record.
-        """
-        rows, probe = self.rows, self.reader.probe
-        return TokenScores(
-            probe=label or probe.name,
-            probe_sha256=probe.sha256,
-            layers=rows.layers,
-            site=str(probe.site),
-            pool=self.reader.pool,
-            threshold=self.threshold.value if self.threshold else None,
-            value=self.value,
-            message_id=message_id,
-            turn=turn,
-            source=rows.source,
-            n_prompt=rows.n_prompt,
-            positions=np.asarray(rows.positions, dtype=np.int64),
-            token_ids=np.asarray(rows.token_ids, dtype=np.int64),
-            scores=self.token_scores(),
-        )
-
-    def explain(self) -> str:
-        """One or two sentences for a reader."""
-        rows, plan = self.rows, self.reader
-        layers = ", ".join(map(str, rows.layers))
-        text = (
-            f"{plan.probe.name} scores {self.value:.4g} ({plan.pool} over {len(rows.positions)} "
-            f"tokens at layer {layers}, {rows.source})."
-        )
-        if self.threshold is None:
-            return f"{text} No threshold was calibrated for these settings."
-        return (
-            f"{text} That is {self.verdict} {self.threshold.value:.4g}, which "
-            f"{self.threshold.fpr:.2%} of {self.threshold.control} samples may exceed."
-        )
-
-    def metadata(self) -> dict[str, Any]:
-        """Small facts only: Inspect writes this into every sample of the log."""
-        read = self.rows.positions
-        facts = {
-            "probe": self.reader.probe.name,
-            "probe_sha256": self.reader.probe.sha256,
-            "layers": list(self.rows.layers),
-            "pool": self.reader.pool,
-            "n_tokens": len(read),
-            # A range as [start, end), explicit positions as they are.
-            "positions": [read.start, read.stop] if isinstance(read, range) else list(read),
-            "source": self.rows.source,
-            "threshold": self.threshold.value if self.threshold else None,
-            "fpr": self.threshold.fpr if self.threshold else None,
-            "model_verified": self.model_verified,
-        }
-        calibration = self.reader.calibration
-        if calibration is not None:
-            facts["probability"] = self.probability
-            facts["calibration"] = _small(calibration)
-        return facts
+__all__ = ["ProbeReader"]
 
 
 @dataclass(frozen=True)
@@ -208,7 +70,9 @@ class ProbeReader:
     calibration: Calibration | None = None
     """From scores to probabilities; None when it does not hold for these settings."""
     tokenizer: str | None = None
-    """Tells sentences, for the pool `sentence_mean_max`; None is that of the model."""
+    """Tells sentences and selections; None is that of the model."""
+    selection: str = ""
+    """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -222,6 +86,7 @@ class ProbeReader:
         source: Source = "auto",
         check_model: bool = True,
         tokenizer: str | None = None,
+        selection: str | None = None,
     ) -> Self:
         """Load a probe and settle how it reads.
 
@@ -230,11 +95,17 @@ class ProbeReader:
             layer: one of the probe's layers; all of them, averaged, by default.
             positions: tokens to read; those of the card by default.
             pool: token aggregation; the card's by default.
-            source: `captured`, `recompute`, or `auto`: the first, else the second.
+            source: `captured` takes what the generation brought: scores of the probe in the
+                engine, else captured rows; `recompute` feeds the tokens again; `auto` does the
+                first where it can.
             check_model: refuse a model whose fingerprint is not that of the card.
             tokenizer: folder or name of the tokenizer that tells sentences, for the pool
-                `sentence_mean_max`; by default that of the model that is read, else that of the
-                card's model, where it is on this machine.
+                `sentence_mean_max`, and the tokens of a selection; by default that of the model
+                that is read, else that of the card's model, where it is on this machine.
+            selection: tokens among these positions by what they are: `answer`, `reasoning`,
+                `tool_calls`, `assistant`, `prompt`, `last:K`, `regex:PATTERN`, as `select_tokens`
+                takes it; the card's by default, and "" for all of them. Where it is given,
+                positions are by default those that hold it.
 
         Returns:
             The reader.
@@ -251,27 +122,35 @@ class ProbeReader:
         loaded = load_probe(probe)
         if layer is not None:
             loaded = loaded.at(layer)
-        read = (
-            loaded.positions if positions is None else parse_positions(positions, field="positions")
-        )
+        chosen = loaded.card.selection if selection is None else selection
+        if positions is not None:
+            read = parse_positions(positions, field="positions")
+        elif chosen and chosen != loaded.card.selection:
+            read = positions_for(chosen)
+        else:
+            read = loaded.positions
+        if chosen:
+            positions_for(chosen)  # refuse a wrong name before any sample
         rule = loaded.pool if pool is None else str(parse_pool(pool))
-        # A card may have read a part of the positions only, such as the reasoning; this reads all.
-        as_calibrated = (read, rule, "") == (loaded.positions, loaded.pool, loaded.card.selection)
+        card = (loaded.positions, loaded.pool, loaded.card.selection)
+        as_calibrated = (read, rule, chosen) == card
         threshold = loaded.threshold if as_calibrated else None
         calibration = loaded.card.calibration if as_calibrated else None
-        return cls(loaded, read, rule, source, threshold, check_model, calibration, tokenizer)
+        return cls(
+            loaded, read, rule, source, threshold, check_model, calibration, tokenizer, chosen
+        )
 
     async def read(
         self,
-        output: ModelOutput | Activations,
+        output: ModelOutput | Activations | ProbeScores,
         *,
         model_name: str | None = None,
         model: Model | None = None,
     ) -> Reading | None:
-        """Score one model call.
+        """Score one model call: where the engine scored it, else from its rows.
 
         Args:
-            output: of the call, or its activations alone.
+            output: of the call, or its activations or scores alone.
             model_name: of the model that made it, such as `state.model.name`; compared with the
                 probe's card.
             model: that recomputes; the active one by default.
@@ -286,27 +165,54 @@ class ProbeReader:
         """
         known = self._verified
         if self.check_model and model_name is not None and model_name not in known:
-            known[model_name] = await anyio.to_thread.run_sync(check_model, self.probe, model_name)
-        rows = await read_rows(
-            output,
-            layers=self.probe.layers,
-            positions=self.positions,
-            source=self.source,
-            site=self.probe.site,
-            model=model,
+            known[model_name] = await in_thread(lambda: check_model(self.probe, model_name))
+        if isinstance(output, ModelOutput) and has_nothing_to_read(output):
+            return None
+        unread = ""
+        if self.source != "recompute":
+            scores = output if isinstance(output, ProbeScores) else None
+            if isinstance(output, ModelOutput):
+                scores = probe_scores(output)
+            try:
+                if scores is not None and scores.in_memory and self._pools_at_once:
+                    return self._of_scores(scores, model_name)
+                if scores is not None:
+                    return await in_thread(lambda: self._of_scores(scores, model_name))
+            except ArtifactError as error:
+                unread = f"{error}; "  # its rows may be there
+        call = (
+            await in_thread(lambda: _behind(output)) if isinstance(output, ProbeScores) else output
         )
+        handle = activations(call)
+        refused = _refused(call, self.probe.name)
+        if handle is not None and self.source != "recompute":
+            try:
+                # Rows, scores and pool in one visit to a thread.
+                return await in_thread(lambda: self._of_handle(handle, model_name, refused))
+            except ArtifactError:
+                pass  # said below, or recomputed
+        try:
+            rows = await read_rows(
+                call,
+                layers=self.probe.layers,
+                positions=self.positions,
+                source=self.source,
+                site=self.probe.site,
+                model=model,
+            )
+        except (ArtifactError, UnsupportedError) as error:
+            raise type(error)(f"{unread}{error}") from None
         if rows is None:
             return None
-        value = await anyio.to_thread.run_sync(self._value, rows, model_name)
-        return Reading(value, rows, self, known.get(model_name or "", False), model_name)
+        return await in_thread(lambda: self._of_rows(rows, model_name, refused))
 
-    def read_captured(self, handle: Activations) -> Reading | None:
-        """Score captured activations without an event loop, as for a data frame.
+    def read_captured(self, handle: Activations | ProbeScores) -> Reading | None:
+        """Score a call without an event loop, as for a data frame.
 
         The model is not compared with the card: a log's model may be anywhere.
 
         Args:
-            handle: activations of one call.
+            handle: activations of one call, or its scores.
 
         Returns:
             The reading, or None when the selection has no token in this call.
@@ -315,13 +221,85 @@ class ProbeReader:
             ArtifactError: what the probe reads was not captured, or the pool goes by sentences and
                 there is no tokenizer.
         """
+        if isinstance(handle, ProbeScores):
+            return self._of_scores(handle, None)
+        return self._of_handle(handle, None, None)
+
+    def _of_handle(
+        self, handle: Activations, model_name: str | None, refused: str | None
+    ) -> Reading | None:
         rows = captured_rows(
             handle, layers=self.probe.layers, positions=self.positions, site=self.probe.site
         )
-        return None if rows is None else Reading(self._value(rows), rows, self, False)
+        return None if rows is None else self._of_rows(rows, model_name, refused)
+
+    def _of_rows(self, rows: Rows, model_name: str | None, refused: str | None) -> Reading | None:
+        if self.selection:
+            selected = select_rows(rows, self._selector, model_name)
+            if selected is None:
+                return None
+            rows = selected
+        scores = self.probe.score_tokens(rows.acts, rows.layers)
+        if isinstance(self.probe, NeuralProbe):
+            ends = self.sentence_ends(rows, model_name)
+            value = self.probe.score(rows.acts, rows.layers, pool=self.pool, ends=ends)
+        else:
+            value = self._pooled(scores, rows, model_name)
+        return self._reading(value, scores, rows, model_name, refused)
+
+    def _of_scores(self, handle: ProbeScores, model_name: str | None) -> Reading | None:
+        """What the engine said, where it ran this probe over these tokens; else ArtifactError."""
+        forms = self._forms
+        if forms is None:
+            raise ArtifactError("the engine has no form for this probe")
+        rule = parse_head_pool(self.pool)
+        if forms.text is not None and rule.name != "attention":
+            forms = forms._replace(text=None)  # another pool than its own, over tokens
+        if forms.text is not None and self.selection:
+            raise ArtifactError("the engine's attention was over all tokens, not the selection")
+        rows = pick_scores(handle, forms, self.positions, self.probe.layers)
+        if rows is not None and self.selection:
+            rows = select_scores(rows, self._selector, model_name)
+        if rows is None:
+            return None
+        value = rows.text
+        if value is None:
+            value = self._pooled(rows.scores, rows, model_name)
+        return self._reading(value, rows.scores, rows, model_name, None)
+
+    def _reading(
+        self,
+        value: float,
+        scores: NDArray[np.float64],
+        rows: Rows | ScoredTokens,
+        model_name: str | None,
+        refused: str | None,
+    ) -> Reading:
+        verified = self._verified.get(model_name or "", False)
+        reading = Reading(value, rows, self, verified, model_name, refused)
+        reading.__dict__["_scores"] = scores  # nobody multiplies again
+        return reading
+
+    @cached_property
+    def _forms(self) -> Forms | None:
+        return forms_of(self.probe)
+
+    @cached_property
+    def _pools_at_once(self) -> bool:
+        """Whether pooling token scores takes microseconds, and no tokenizer."""
+        return not self.selection and parse_head_pool(self.pool).name != SENTENCE_POOL
+
+    def _pooled(
+        self, scores: NDArray[np.float64], rows: Rows | ScoredTokens, model_name: str | None
+    ) -> float:
+        rule = "max" if self.pool == "multimax" else self.pool  # the engine runs it of one head
+        return pool_scores(scores, rule, ends=self.sentence_ends(rows, model_name))
 
     def sentence_ends(
-        self, rows: Rows, model_name: str | None = None, pool: str | None = None
+        self,
+        rows: Rows | ScoredTokens,
+        model_name: str | None = None,
+        pool: str | None = None,
     ) -> NDArray[np.bool_] | None:
         """With which of the read tokens a sentence ends, where a pool has to know.
 
@@ -336,20 +314,35 @@ class ProbeReader:
         Raises:
             ArtifactError: there is no tokenizer, or the call's token ids are not known.
         """
-        if parse_pool(pool or self.pool).name != SENTENCE_POOL:
+        if parse_head_pool(pool or self.pool).name != SENTENCE_POOL:
             return None
         return self._sentences.ends(rows, model_name)
 
     @cached_property
+    def _texts(self) -> CallTexts:
+        return CallTexts(self.probe, self.tokenizer)
+
+    @cached_property
     def _sentences(self) -> Sentences:
-        return Sentences(self.probe, self.tokenizer)
+        return Sentences(self._texts)
 
-    def _value(self, rows: Rows, model_name: str | None = None) -> float:
-        ends = self.sentence_ends(rows, model_name)
-        return self.probe.score(rows.acts, rows.layers, pool=self.pool, ends=ends)
+    @cached_property
+    def _selector(self) -> Selector:
+        return Selector(self.selection, self._texts)
 
 
-def _small(calibration: Calibration) -> dict[str, Any]:
-    """What a metric needs to compute probabilities again; steps of isotonic are too many."""
-    facts = calibration.model_dump(include={"method", "slope", "intercept"}, exclude_none=True)
-    return {**facts, "set": calibration.set}
+def _behind(scores: ProbeScores) -> Activations | ModelOutput:
+    """What else is known of a call that the engine scored with other probes."""
+    if scores.activations is not None:
+        return scores.activations
+    output = ModelOutput(model=str(scores.origin.get("model") or ""))
+    output.metadata = {
+        "prompt_token_ids": list(scores.prompt_token_ids), "token_ids": list(scores.token_ids)
+    }  # fmt: skip
+    return output
+
+
+def _refused(output: ModelOutput | Activations, probe: str) -> str | None:
+    facts = output.metadata if isinstance(output, ModelOutput) else None
+    found = (facts or {}).get("probes_refused")
+    return found.get(probe) if isinstance(found, Mapping) else None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens import model as model_room
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations, receipt
+from inspect_lens.model._advice import capture_advice
 from inspect_lens.spec import (
     RESID_POST,
     Positions,
@@ -33,12 +34,13 @@ __all__ = [
     "pick_rows",
     "read_rows",
     "read_token_ids",
+    "select_positions",
     "was_steered",
 ]
 
 Source = Literal["auto", "captured", "recompute"]
-"""`captured`: of the generation; `recompute`: from the token ids; `auto`: the first, else the
-second."""
+"""`captured`: of the generation, what probes in the engine said, else captured rows; `recompute`:
+from the token ids; `auto`: the first, else the second."""
 
 
 class Rows(NamedTuple):
@@ -49,7 +51,8 @@ class Rows(NamedTuple):
     layers: tuple[int, ...]
     positions: range | tuple[int, ...]
     """Absolute positions over prompt and completion, in the order of the tokens."""
-    source: Literal["captured", "recomputed"]
+    source: Literal["rows", "recomputed"]
+    """`rows` are those of the generation."""
     n_prompt: int = 0
     """Prompt tokens of the call."""
     token_ids: tuple[int, ...] = ()
@@ -109,13 +112,11 @@ async def read_rows(
     handle = activations(output)
     problem = "this output has no activations"
     if handle is not None and source != "recompute":
-        wanted = _select(positions, handle.n_prompt, handle.n_completion)
+        wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
         if wanted is None:
             return None
         try:
-            return await anyio.to_thread.run_sync(
-                pick_rows, handle, layers, site, wanted, "captured"
-            )
+            return await anyio.to_thread.run_sync(pick_rows, handle, layers, site, wanted, "rows")
         except ArtifactError as error:
             problem = str(error)
     if source == "captured":
@@ -129,7 +130,7 @@ async def read_rows(
                 "use source='recompute' to score the text on the plain model",
             )
         )
-    wanted = _select(positions, len(prompt), len(completion))
+    wanted = select_positions(positions, len(prompt), len(completion))
     if wanted is None:
         return None
     replayed = await _recapture(
@@ -155,11 +156,11 @@ def captured_rows(
     Raises:
         ArtifactError: they were not captured.
     """
-    wanted = _select(positions, handle.n_prompt, handle.n_completion)
-    return None if wanted is None else pick_rows(handle, layers, site, wanted, "captured")
+    wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
+    return None if wanted is None else pick_rows(handle, layers, site, wanted, "rows")
 
 
-def _select(
+def select_positions(
     positions: Positions, n_prompt: int, n_completion: int
 ) -> range | tuple[int, ...] | None:
     """Positions of one output, or None when it has none of them."""
@@ -180,7 +181,7 @@ def pick_rows(
     layers: tuple[int, ...],
     site: Site = RESID_POST,
     wanted: range | tuple[int, ...] | None = None,
-    source: Literal["captured", "recomputed"] = "captured",
+    source: Literal["rows", "recomputed"] = "rows",
 ) -> Rows:
     """Take rows out of what a call captured, by absolute position.
 
@@ -223,7 +224,11 @@ def pick_rows(
     if absent:
         raise ArtifactError(f"token position {absent[0]} was not captured")
     data = handle.data(name)
-    at = np.ix_([there.index(n) for n in layers], [row[p] for p in positions])
+    places = [row[p] for p in positions]
+    at: Any = np.ix_([there.index(n) for n in layers], places)
+    if places and places == list(range(places[0], places[-1] + 1)):
+        # A run of tokens is not gathered one by one.
+        at = [there.index(n) for n in layers], slice(places[0], places[-1] + 1)
     ids = (*handle.prompt_token_ids, *handle.token_ids)
     return Rows(
         # Cut before widening: a log may have captured every layer.
@@ -331,9 +336,7 @@ async def _recapture(
 
 
 def _advice(problem: str, layers: tuple[int, ...], otherwise: str) -> str:
-    wanted = list(layers)
     return (
-        f"activations: {problem}; the probe needs layers {wanted} of every token it reads; "
-        f"run the eval with a vllm-lens/ model and -M capture={wanted}, or put "
-        f"with_capture({wanted}) into the solver" + (f"; {otherwise}" if otherwise else "")
+        f"activations: {problem}; the probe needs layers {list(layers)} of every token it reads; "
+        f"{capture_advice(layers)}" + (f"; {otherwise}" if otherwise else "")
     )

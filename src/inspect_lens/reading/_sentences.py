@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
-from inspect_lens.probe import SENTENCE_POOL, AnyProbe, sentence_ends
+from inspect_lens.probe import SENTENCE_POOL, sentence_ends
 
+from ._call_texts import CallTexts
 from ._rows import Rows
+from ._scored import ScoredTokens
 
 __all__ = ["Sentences"]
 
@@ -18,17 +19,13 @@ class Sentences:
     """Finds sentence ends with the tokenizer of the model that wrote the call.
 
     Args:
-        probe: whose card names a model.
-        tokenizer: folder or name of a tokenizer; by default that of the model that is read, and
-            if it is not on this machine that of the card's model. Nothing is downloaded.
+        texts: of the calls' tokens.
     """
 
-    def __init__(self, probe: AnyProbe, tokenizer: str | None = None) -> None:
-        self._probe = probe
-        self._given = tokenizer
-        self._texts: dict[str | None, TokenTexts] = {}
+    def __init__(self, texts: CallTexts) -> None:
+        self._texts = texts
 
-    def ends(self, rows: Rows, model_name: str | None = None) -> NDArray[np.bool_]:
+    def ends(self, rows: Rows | ScoredTokens, model_name: str | None = None) -> NDArray[np.bool_]:
         """Tell with which of the tokens that were read a sentence ends.
 
         Args:
@@ -48,23 +45,6 @@ class Sentences:
                 f"pool={SENTENCE_POOL!r}: the call has no token ids to tell sentences by; read "
                 "activations that the vllm-lens provider captured"
             )
-        if model_name not in self._texts:
-            self._texts[model_name] = self._find(model_name)
+        texts = self._texts.of(model_name, what=f"pool={SENTENCE_POOL!r}")
         # Of all tokens: where a sentence ends shows at the token behind it.
-        return sentence_ends(self._texts[model_name].texts(ids))[list(rows.positions)]
-
-    def _find(self, model_name: str | None) -> TokenTexts:
-        if self._given is not None:
-            return TokenTexts.of("", tokenizer=self._given)
-        card = self._probe.card.model
-        names = [(model_name or "").partition(":")[0], card.name if card else ""]
-        for name in filter(None, names):
-            try:
-                return TokenTexts.of("", tokenizer=name)
-            except ArtifactError:
-                continue
-        raise ArtifactError(
-            f"pool={SENTENCE_POOL!r}: sentences are told by the texts of tokens, and no tokenizer "
-            f"of {' or '.join(filter(None, names)) or 'the model'} is on this machine; allowed is "
-            "tokenizer= with the folder of a checkpoint or a name that the hub's cache has"
-        )
+        return sentence_ends(texts.texts(ids))[list(rows.positions)]

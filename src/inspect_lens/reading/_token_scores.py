@@ -16,12 +16,27 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import Activations, read_activations, read_sidecar, write_sidecar
+from inspect_lens.model import (
+    Activations,
+    ProbeScores,
+    read_activations,
+    read_sidecar,
+    write_sidecar,
+)
 
-__all__ = ["REFERENCE", "TokenScores", "read_token_scores", "save_token_scores"]
+__all__ = [
+    "REFERENCE",
+    "TokenScores",
+    "engine_records",
+    "read_token_scores",
+    "save_token_scores",
+]
 
 REFERENCE = "scores/1"
 """`$lens` of the reference in `Score.metadata["token_scores"]`."""
+
+IN_ENGINE = "scores-of-engine/1"
+"""`$lens` of a reference into the file that the provider wrote, with what a reader made of it."""
 
 KEY = "token_scores"
 
@@ -47,7 +62,7 @@ class TokenScores:
     turn: int
     """0-based number of the call among those of the sample that were scored."""
     source: str
-    """`captured` or `recomputed`."""
+    """`engine`, `rows` or `recomputed`."""
     n_prompt: int
     """Prompt tokens of the call; positions from here on are completion."""
     positions: NDArray[np.int64]
@@ -60,6 +75,8 @@ class TokenScores:
     """Filled in when read from a sample or a log, as are the next two."""
     epoch: int | None = field(default=None)
     scorer: str | None = field(default=None)
+    stands_in: ProbeScores | None = field(default=None)
+    """The file of the engine's scores in which these stand already, while that is known."""
 
 
 _ARRAYS = ("positions", "token_ids", "scores")
@@ -67,12 +84,14 @@ _FACTS = (
     "probe", "probe_sha256", "layers", "site", "pool", "threshold", "value", "message_id", "turn",
     "source", "n_prompt",
 )  # fmt: skip
+_OF_FILE = ("layers", "site", "source", "n_prompt")
+"""Facts that the provider's file has, too."""
 
 
 def save_token_scores(
-    records: Sequence[TokenScores], *, beside: Activations | None = None
+    records: Sequence[TokenScores], *, beside: Activations | ProbeScores | None = None
 ) -> dict[str, Any] | None:
-    """Write token scores of one sample beside the log.
+    """Write token scores of one sample beside the log, unless the provider has.
 
     Args:
         records: one per probe and call.
@@ -99,6 +118,10 @@ def save_token_scores(
     """
     if not records:
         return None
+    files = [record.stands_in for record in records]
+    first = files[0]
+    if first is not None and first.uri is not None and all(f is first for f in files):
+        return _reference_to(first, records)
     arrays = {f"{i}.{name}": getattr(r, name) for i, r in enumerate(records) for name in _ARRAYS}
     facts = [{name: getattr(record, name) for name in _FACTS} for record in records]
     text = json.dumps({"format": REFERENCE, "records": facts})
@@ -145,7 +168,122 @@ def read_token_scores(
     found: Any = source.metadata if isinstance(source, Score) else source
     if isinstance(found, Mapping) and "$lens" not in found:
         found = found.get(KEY)
+    if found is not None and found.get("$lens") == IN_ENGINE:
+        return _read_in_engine(found)
     return [] if found is None else _read(found)
+
+
+def engine_records(
+    handle: ProbeScores, *, message_id: str | None = None, turn: int = 0
+) -> list[TokenScores]:
+    """Token scores of a call that no scorer has read, with their mean for a value.
+
+    Args:
+        handle: of the call; its file is read.
+        message_id: of its assistant message.
+        turn: 0-based number of the call in its sample.
+
+    Returns:
+        One record per probe, without a threshold.
+
+    Raises:
+        ArtifactError: the file is missing or damaged.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import probe_scores
+        from inspect_lens.reading import engine_records
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint", probes="organism/deception-lr")
+            output = await model.generate("Who is the founder of the town Velosh?")
+            (record,) = engine_records(probe_scores(output))
+            assert record.value == record.scores.mean()
+
+
+        anyio.run(main)
+        ```
+    """
+    ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
+    made = []
+    for column in handle.columns:
+        by, read = column.by, np.asarray(column.positions, dtype=np.int64)
+        if by.role != "tokens" or not by.probe_sha256 or not len(read):
+            continue
+        scores = column.scores.astype(np.float64)
+        made.append(
+            TokenScores(
+                probe=by.probe, probe_sha256=by.probe_sha256, layers=by.layers, site=str(by.site),
+                pool="mean", threshold=None, value=float(scores.mean()), message_id=message_id,
+                turn=turn, source="engine", n_prompt=handle.n_prompt, positions=read,
+                token_ids=ids[read], scores=scores, stands_in=handle,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _reference_to(handle: ProbeScores, records: Sequence[TokenScores]) -> dict[str, Any]:
+    """What stands in the log of scores that are in a file already."""
+    made = []
+    for record in records:
+        read = record.positions
+        is_run = (
+            len(read) and len(read) == read[-1] - read[0] + 1 and bool((np.diff(read) == 1).all())
+        )
+        span = (
+            {"range": [int(read[0]), int(read[-1]) + 1]} if is_run else {"positions": read.tolist()}
+        )
+        facts = {name: getattr(record, name) for name in _FACTS if name not in _OF_FILE}
+        made.append({**facts, **span})
+    return {
+        "$lens": IN_ENGINE,
+        "uri": handle.uri,
+        "root": handle.root,
+        "sha256": handle.sha256,
+        "records": made,
+    }
+
+
+def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
+    fields = {name: reference.get(name) for name in ("uri", "root", "sha256")}
+    handle = ProbeScores(probes=(), n_prompt=0, n_completion=0, **fields)
+    columns, made = handle.columns, []
+    ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
+    try:
+        for facts in reference["records"]:
+            column = next(
+                c
+                for c in columns
+                if c.by.role == "tokens" and c.by.probe_sha256 == facts["probe_sha256"]
+            )
+            read = np.asarray(
+                range(*facts["range"]) if "range" in facts else facts["positions"], dtype=np.int64
+            )
+            at = {position: i for i, position in enumerate(column.positions)}
+            known = {name: facts[name] for name in _FACTS if name not in _OF_FILE}
+            made.append(
+                TokenScores(
+                    **known,
+                    layers=column.by.layers,
+                    site=str(column.by.site),
+                    source="engine",
+                    n_prompt=len(handle.prompt_token_ids),
+                    positions=read,
+                    token_ids=ids[read],
+                    scores=column.scores[[at[p] for p in read.tolist()]].astype(np.float64),
+                )
+            )
+    except (KeyError, TypeError, ValueError, StopIteration, IndexError) as error:
+        raise ArtifactError(
+            f"{reference.get('uri')}: does not hold the scores that the log refers to "
+            f"({type(error).__name__}: {error}); restore the file that was written with this log"
+        ) from None
+    return made
 
 
 def _read(reference: Mapping[str, Any]) -> list[TokenScores]:

@@ -11,6 +11,8 @@ from inspect_ai.model import ModelOutput
 from inspect_lens.model._given import given_output
 from inspect_lens.model._instrument import is_instrument_call
 
+from ._aside import Aside
+
 __all__ = ["Turn", "read_turns"]
 
 
@@ -25,6 +27,8 @@ class Turn(NamedTuple):
     """Model role of the call; None for the model of the eval."""
     model: str
     """That made the call, as Inspect names it, such as `vllm-lens/organism/checkpoint`."""
+    choice: int = 0
+    """0-based, where a call has several answers and each is read by itself."""
 
 
 def read_turns(
@@ -33,7 +37,8 @@ def read_turns(
     """List the calls that wrote an assistant message; those of scorers and oracles are left out.
 
     Calls that failed, and were tried again, wrote none. What `read_given` read is a turn as well,
-    of the model that read it.
+    of the model that read it. Generations that were only compared are no turns: steered cells of
+    a sweep, the other sides of `contrastive_pairs`, and attempts that a gate did not keep.
 
     Args:
         events: of a sample, live (`transcript().events`) or out of a log.
@@ -57,6 +62,8 @@ def read_turns(
     """
     turns: list[Turn] = []
     scorers: set[str] = set()
+    events = list(events)
+    aside = Aside.of(events)
     for event in events:
         if isinstance(event, SpanBeginEvent) and event.type in ("scorer", "scorers"):
             scorers.add(event.id)
@@ -67,6 +74,8 @@ def read_turns(
             if event.error is not None or not output.choices or is_instrument_call(event.input):
                 continue
             message_id = output.message.id
+            if aside.has(event, message_id):
+                continue
             turns.append(Turn(len(turns), message_id, output, event.role, event.model))
         elif not scorers and (given := given_output(event)) is not None:
             # Read by the model that reads; it plays no role.

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from inspect_lens.probe import (
     Calibration,
-    LayerScore,
     ProbeCard,
     auroc,
+    clopper_pearson,
     reliability_curve,
     roc_band,
     roc_curve,
@@ -37,18 +37,20 @@ def figures(card: ProbeCard, sets: Sequence[ReportSet], *, n_resamples: int) -> 
         n_resamples: of the band around each ROC curve.
 
     Returns:
-        PNG by name: `roc`, `scores`, `layers`, `calibration`, `tokens`.
+        PNG by name: `roc`, `scores`, `baselines`, `layers`, `calibration`, `tokens`.
     """
     made: dict[str, bytes] = {}
     both = [s for s in sets if s.both]
     if both:
-        made["roc"] = _roc(both, n_resamples)
+        made["roc"] = _roc(card, both, n_resamples)
     if sets:
         made["scores"] = _scores(card, sets)
     if card.sweep:
-        made["layers"] = _layers(card.sweep, card.layers)
+        made["layers"] = _layers(card)
     if card.calibration is not None and both:
         made["calibration"] = _calibration(card.calibration, both)
+    if card.baselines:
+        made["baselines"] = _baselines(card)
     shown = [s for s in sets if s.tokens]
     if shown:
         made["tokens"] = _tokens(shown[0])
@@ -70,78 +72,171 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _roc(sets: Sequence[ReportSet], n_resamples: int) -> bytes:
-    figure, axes = _figure(5.6, 5.0)
-    axes.plot([0, 1], [0, 1], color="#bbbbbb", lw=1, ls="--")
+def _roc(card: ProbeCard, sets: Sequence[ReportSet], n_resamples: int) -> bytes:
+    """Recall over the false positive rate, whose axis is logarithmic: alarms are rare in use."""
+    figure, axes = _figure(6.2, 4.8)
+    least = 0.5 / max(int((~s.labels).sum()) for s in sets)
+    grid = np.geomspace(least, 1.0, 200)
+    axes.plot(grid, grid, color="#bbbbbb", lw=1, ls="--")
     for data, colour in zip(sets, COLOURS * 9, strict=False):
         curve = roc_curve(data.labels, data.scores)
-        label = f"{data.title} (AUROC {auroc(data.labels, data.scores):.3f})"
-        axes.step(curve.fpr, curve.tpr, where="post", color=colour, lw=1.6, label=label)
+        label = f"{data.title} ({auroc(data.labels, data.scores):.3f})"
+        x = np.maximum(curve.fpr, least)
+        axes.step(x, curve.tpr, where="post", color=colour, lw=1.6, label=label)
         if n_resamples and not data.no_band:
-            x, low, high = roc_band(
-                data.labels, data.scores, groups=data.groups, n_resamples=n_resamples
+            at, low, high = roc_band(
+                data.labels, data.scores, groups=data.groups, n_resamples=n_resamples, grid=grid
             )
-            axes.fill_between(x, low, high, step="post", color=colour, alpha=0.13, lw=0)
-    axes.set(xlabel="false positive rate", ylabel="recall", xlim=(-0.01, 1), ylim=(0, 1.01))
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+            axes.fill_between(at, low, high, step="post", color=colour, alpha=0.13, lw=0)
+        if card.thresholds:
+            flagged = data.scores > card.thresholds[0].value
+            rate = max(float(flagged[~data.labels].mean()), least)
+            recall = float(flagged[data.labels].mean())
+            axes.plot(rate, recall, "o", ms=8, mfc=colour, mec="white", mew=1.2, clip_on=False)
+    if card.thresholds:
+        axes.axvline(card.thresholds[0].fpr, color="black", lw=1, ls=":")
+    axes.set(
+        xscale="log", xlim=(least, 1.0), ylim=(0, 1.01),
+        xlabel="false positive rate (logarithmic; leftmost: none)"
+        + ("; dotted: the rate asked for" if card.thresholds else ""),
+        ylabel="recall" + (" (dot: at the threshold)" if card.thresholds else ""),
+    )  # fmt: skip
+    _legend(figure, axes, "AUROC")
     return _png(figure)
 
 
+def _legend(figure: Figure, axes: Any, title: str) -> None:
+    """Below the axes, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, title=title, frameon=False, fontsize=8, title_fontsize=8,
+        loc="outside lower center", ncols=2,
+    )  # fmt: skip
+
+
 def _scores(card: ProbeCard, sets: Sequence[ReportSet]) -> bytes:
-    figure = Figure(figsize=(6.4, 0.6 + 1.25 * len(sets)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(6.4, 1.0 + 1.25 * len(sets)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     values = np.concatenate([s.scores for s in sets])
     low, high = np.quantile(values, [0.002, 0.998])
+    threshold = card.thresholds[0].value if card.thresholds else None
+    if threshold is not None:
+        low, high = min(low, threshold), max(high, threshold)
     edges = np.linspace(low, high if high > low else low + 1.0, 46)
+    handles: dict[str, Any] = {}
     for i, data in enumerate(sets):
         axes = figure.add_subplot(len(sets), 1, i + 1)
         axes.spines[["top", "right", "left"]].set_visible(False)
+        counts = []
         for side, colour, name in (
             (~data.labels, _NEGATIVE, "negative"),
             (data.labels, _POSITIVE, "positive"),
         ):
             if side.any():
                 clipped = np.clip(data.scores[side], edges[0], edges[-1])
-                label = f"{name} ({int(side.sum())})"
-                axes.hist(clipped, bins=edges.tolist(), color=colour, alpha=0.55, label=label)
-        if card.thresholds:
-            axes.axvline(card.thresholds[0].value, color="black", lw=1, ls=":")
-        axes.set_title(data.title, fontsize=9, loc="left")
+                _, _, bars = axes.hist(
+                    clipped, bins=edges.tolist(), color=colour, alpha=0.55, label=name
+                )
+                handles[name] = bars
+                counts.append(f"{int(side.sum())} {name}")
+        if threshold is not None:
+            handles["threshold"] = axes.axvline(threshold, color="black", lw=1, ls=":")
+        axes.set_title(f"{data.title}: {', '.join(counts)}", fontsize=9, loc="left")
         axes.set_yticks([])
-        axes.legend(frameon=False, fontsize=7, loc="upper right")
         if i + 1 < len(sets):
             axes.set_xticklabels([])
-    axes.set_xlabel("score (dotted: threshold)")
+    axes.set_xlabel("score")
+    names = [f"threshold ({threshold:.4g})" if n == "threshold" else n for n in handles]
+    figure.legend(
+        list(handles.values()), names, frameon=False, fontsize=8, ncols=3,
+        loc="outside lower center",
+    )  # fmt: skip
     return _png(figure)
 
 
-def _layers(sweep: Sequence[LayerScore], chosen: Sequence[int]) -> bytes:
-    figure, axes = _figure(6.4, 3.4)
-    x = [s.layer for s in sweep]
-    axes.plot(x, [s.auroc for s in sweep], color=COLOURS[0], marker="o", ms=4, lw=1.6)
-    for s in sweep:
-        if s.layer in chosen:
-            axes.plot(s.layer, s.auroc, "o", ms=11, mfc="none", mec=COLOURS[1], mew=2)
+def _layers(card: ProbeCard) -> bytes:
+    """AUROC and, where it chose, recall of every layer, with intervals; one line per pool."""
+    figure, axes = _figure(6.4, 4.0)
+    pools = list(dict.fromkeys(s.pool for s in card.sweep))
+    kinds = [("AUROC", COLOURS[0], "auroc", "auroc_interval")]
+    if any(s.recall is not None for s in card.sweep):
+        kinds.append(("recall at the rate", COLOURS[1], "recall", "recall_interval"))
+    for p, pool in enumerate(pools):
+        points = [s for s in card.sweep if s.pool == pool]
+        for k, (name, colour, value, interval) in enumerate(kinds):
+            shown = [s for s in points if getattr(s, value) is not None]
+            x = np.array([s.layer for s in shown]) + 0.06 * (2 * p + k)
+            y = np.array([getattr(s, value) for s in shown], dtype=np.float64)
+            spans = [getattr(s, interval) for s in shown]
+            axes.vlines(
+                [at for at, i in zip(x, spans, strict=True) if i is not None],
+                [i.low for i in spans if i is not None],
+                [i.high for i in spans if i is not None], color=colour, alpha=0.35, lw=2,
+            )  # fmt: skip
+            label = f"{name}, {pool}" if len(pools) > 1 else name
+            style = ("-", "--", ":", "-.")[p % 4]
+            axes.plot(x, y, color=colour, marker="o", ms=3.5, lw=1.4, ls=style, label=label)
+            for at, value_at, s in zip(x, y, shown, strict=True):
+                if s.layer in card.layers and s.pool in ("", card.pool):
+                    axes.plot(at, value_at, "o", ms=11, mfc="none", mec="black", mew=1.4)
     axes.axhline(0.5, color="#bbbbbb", lw=1, ls="--")
-    axes.set(xlabel="layer (ringed: chosen)", ylabel="AUROC on the selection set", ylim=(0.4, 1.02))
+    axes.set(xlabel="layer (ringed: chosen)", ylabel="on the selection set", ylim=(-0.02, 1.03))
     axes.xaxis.get_major_locator().set_params(integer=True)
+    _legend(figure, axes, "")
     return _png(figure)
 
 
 def _calibration(calibration: Calibration, sets: Sequence[ReportSet]) -> bytes:
-    figure, axes = _figure(5.0, 4.6)
+    """Observed share over predicted probability, in bins of equal size with exact intervals."""
+    figure, axes = _figure(5.0, 4.9)
     axes.plot([0, 1], [0, 1], color="#bbbbbb", lw=1, ls="--")
     for data, colour in zip(sets, COLOURS * 9, strict=False):
         likely = [calibration.probability(score) for score in data.scores.tolist()]
-        curve = reliability_curve(data.labels, likely)
-        axes.plot(curve.predicted, curve.observed, color=colour, lw=1.2, label=data.title)
-        size = 8 + 60 * curve.size / curve.size.max()
-        axes.scatter(curve.predicted, curve.observed, s=size, color=colour, alpha=0.7)
+        curve = reliability_curve(data.labels, likely, n_bins=10, equal_mass=True)
+        spans = [
+            clopper_pearson(round(share * n), n)
+            for share, n in zip(curve.observed.tolist(), curve.size.tolist(), strict=True)
+        ]
+        axes.vlines(
+            curve.predicted, [i.low for i in spans], [i.high for i in spans],
+            color=colour, alpha=0.4, lw=1.5,
+        )  # fmt: skip
+        axes.plot(
+            curve.predicted, curve.observed, "o-", ms=4, color=colour, lw=1.2, label=data.title
+        )
     axes.set(
         xlabel=f"probability ({calibration.method}, fitted on {calibration.set})",
         ylabel="share of positives", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02),
     )  # fmt: skip
-    axes.legend(frameon=False, fontsize=8)
+    _legend(figure, axes, "")
+    return _png(figure)
+
+
+def _baselines(card: ProbeCard) -> bytes:
+    """The probe's AUROC and that of everything simpler, on each set, with intervals."""
+    sets = [e for e in card.evaluations if e.auroc is not None and e.baselines]
+    n = sum(1 + len(e.baselines) for e in sets) + len(sets)
+    figure, axes = _figure(6.6, 0.7 + 0.2 * n)
+    y, ticks, names = 0.0, [], []
+    for e in sets:
+        axes.text(0.0, y, e.name, transform=axes.get_yaxis_transform(), fontsize=8, va="center")
+        rows = [("probe", e.auroc, e.interval, COLOURS[1])]
+        known = [b for b in e.baselines if b.auroc is not None]
+        rows += [
+            (b.name, b.auroc, b.auroc_interval, COLOURS[0])
+            for b in sorted(known, key=lambda b: -(b.auroc or 0.0))
+        ]
+        for name, area, interval, colour in rows:
+            y -= 1.0
+            if interval is not None:
+                axes.hlines(y, interval.low, interval.high, color=colour, alpha=0.45, lw=2.5)
+            axes.plot(area, y, "o", ms=5, color=colour)
+            ticks.append(y)
+            names.append(name)
+        y -= 1.2
+    axes.axvline(0.5, color="#bbbbbb", lw=1, ls="--")
+    axes.set_yticks(ticks, names, fontsize=7.5)
+    axes.set(xlabel="AUROC", xlim=(min(0.35, axes.get_xlim()[0]), 1.01), ylim=(y + 0.6, 0.8))
     return _png(figure)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from inspect_lens.probe import Interval, ProbeCard, format_p_value
+from inspect_lens.probe import Evaluation, Interval, ProbeCard, format_p_value
 
 from ._content import Case, ReportSet, cases, colour_scale
 from ._style import STYLE
@@ -17,10 +17,13 @@ from ._style import STYLE
 __all__ = ["render_html"]
 
 _CAPTIONS: Final = {
-    "roc": "ROC curves of the sets that have both classes",
+    "roc": "ROC curves of the sets that have both classes, dots at the threshold",
     "scores": "Scores by class. A score right of the dotted line is flagged.",
-    "layers": "Every layer that was tried, on the selection set; no test set took part.",
-    "calibration": "Predicted probability and observed frequency; dots grow with their samples.",
+    "baselines": "The probe beside what is simpler, with 95% intervals.",
+    "layers": "Every layer that was tried, on the selection set, with 95% intervals; no test set "
+    "took part.",
+    "calibration": "Predicted probability and observed frequency, in bins of equal size with exact "
+    "95% intervals.",
 }
 
 
@@ -47,6 +50,7 @@ def render_html(
     parts = [
         f"<h1>{escape(card.name)}</h1>",
         f'<p class="lead">{escape(card.description)}</p>',
+        _box(card),
         _summary(card),
         *(
             f'<p class="say{"" if t.transfers else " no"}">{escape(t.statement)}</p>'
@@ -61,7 +65,9 @@ def render_html(
         f'<div class="pair">{"".join(_image(n, images[n], captions) for n in shown)}</div>'
     )
     if card.baselines:
-        parts += ["<h2>Baselines on the same samples</h2>", _baselines(card)]
+        parts += ["<h2>Baselines on the same samples</h2>"]
+        parts += [_image("baselines", images["baselines"], captions)] * ("baselines" in images)
+        parts.append(_baselines(card))
     for name, title in (("layers", "Layer sweep"), ("calibration", "Calibration")):
         if name in images:
             parts += [f"<h2>{title}</h2>", _image(name, images[name], captions)]
@@ -97,6 +103,30 @@ def _image(name: str, png: bytes, captions: Mapping[str, str]) -> str:
     )
 
 
+def _box(card: ProbeCard) -> str:
+    """What decides whether to trust the probe: warnings first, then four numbers of each set."""
+    warned = list(card.warnings) + list(card.training.near_duplicates if card.training else ())
+    said = "".join(
+        f'<p class="say no"><b>Warning.</b> {escape(text)}</p>' for text in dict.fromkeys(warned)
+    )
+    rows = []
+    for e in card.evaluations:
+        best = e.best_baseline
+        other = "not measured" if best is None else f"{best.name}: {best.auroc:.3f}"
+        rows.append(
+            [
+                e.name, _share(e.auroc, e.interval), _share(e.recall, e.recall_interval),
+                _share(e.fpr, e.fpr_interval), other if e.auroc is not None else "n/a",
+            ]
+        )  # fmt: skip
+    if not rows:
+        return said
+    rate = f" of {card.thresholds[0].fpr:g}" if card.thresholds else ""
+    head = ["Set", "AUROC", "Recall at the threshold", f"Realised false positive rate{rate}",
+            "Best baseline"]  # fmt: skip
+    return f'<div class="box">{said}{_table(head, rows, numbers={1, 2, 3})}</div>'
+
+
 def _summary(card: ProbeCard) -> str:
     layers = ", ".join(map(str, card.layers))
     text = f"Layer {layers}, {card.pool} over {card.positions} tokens, {card.method}."
@@ -108,6 +138,7 @@ def _summary(card: ProbeCard) -> str:
             f"{t.n_control} samples of {t.control}: {share} of them lie above it."
         )
         text += f" There are {t.few_groups}." if t.few_groups else ""
+        text += f" {t.guarantee}"
     return f"<p>{escape(text)}</p>"
 
 
@@ -127,14 +158,17 @@ def _heading(card: ProbeCard, sets: Sequence[ReportSet]) -> list[str]:
 
 def _evaluations(card: ProbeCard) -> str:
     head = [
-        "set", "positive", "negative", "disjoint by", "seen", "AUROC", "recall at τ", "FPR at τ"
+        "set", "positive", "negative", "disjoint by", "seen", "recall at 1% of control",
+        "recall at 5%", "AUROC against control", "partial AUROC to 5%", "average precision",
+        "balanced accuracy",
     ]  # fmt: skip
     rows = [
         [
             e.name, str(e.n_positive), str(e.n_negative), e.disjoint_by,
             "unknown" if e.n_seen is None else str(e.n_seen),
-            _share(e.auroc, e.interval),
-            _share(e.recall, e.recall_interval), _share(e.fpr, e.fpr_interval),
+            *(_at(e, rate) for rate in (0.01, 0.05)), _share(e.auroc_control, None),
+            *(_share(v, None) for v in (e.partial_auroc, e.average_precision,
+                                        e.balanced_accuracy)),
         ]
         for e in card.evaluations
     ]  # fmt: skip
@@ -143,7 +177,17 @@ def _evaluations(card: ProbeCard) -> str:
         for e in card.evaluations
         if e.not_judged
     ]
-    return _table(head, rows, numbers={1, 2, 4, 5, 6, 7}) + "".join(notes)
+    notes += [
+        f"<p>{escape(f'{e.name}: {e.control_shift.statement}')}</p>"
+        for e in card.evaluations
+        if e.control_shift is not None and e.control_shift.statement
+    ]
+    return _table(head, rows, numbers={1, 2, *range(4, 11)}) + "".join(notes)
+
+
+def _at(evaluation: Evaluation, rate: float) -> str:
+    found = next((r for r in evaluation.recalls if r.fpr == rate), None)
+    return "n/a" if found is None else _share(found.recall, found.interval)
 
 
 def _baselines(card: ProbeCard) -> str:
@@ -163,12 +207,7 @@ def _baselines(card: ProbeCard) -> str:
         rows,
         numbers={2, 3, 4},
     )
-    if card.selectivity is None:
-        return table
-    return table + (
-        f"<p>Selectivity: {card.selectivity:.3f}, the accuracy on tokens above that of a control "
-        "task whose labels are a coin flip per kind of token.</p>"
-    )
+    return table
 
 
 def _case(case: Case, top: float) -> str:

@@ -24,6 +24,8 @@ figcaption { color: #55636f; font-size: .85rem; }
 .pair { display: flex; flex-wrap: wrap; gap: 1rem; } .pair figure { flex: 1 1 22rem; }
 .say { border-left: 3px solid #0072B2; padding: .2rem .8rem; background: #f4f8fb; }
 .say.no { border-color: #D55E00; background: #fdf5ef; }
+.box { border: 1px solid #c9d3db; border-radius: 6px; padding: .4rem 1rem .7rem;
+  margin: .8rem 0 1rem; } .box td { font-size: .95rem; }
 .case { margin: .55rem 0; } .case b { font-weight: 600; font-size: .82rem; }
 .case .t { font: 13px/1.9 ui-monospace, monospace; white-space: pre-wrap; }
 .case .t span { border-radius: 2px; padding: 1px 0; }

@@ -14,12 +14,21 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader, Reading, Source
+from inspect_lens.reading import (
+    Over,
+    ProbeReader,
+    Reading,
+    Source,
+    calls_to_read,
+    check_over,
+    read_calls,
+)
 
 from ._judge import ask_number, find_judge, shown
 from ._metrics import auroc, recall_at_fpr
+from ._over import calls_read, largest, say_turn
 from ._rates import judged_share
-from ._tokens import keep_tokens, message_id_of, no_tokens
+from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["probe_cascade"]
 
@@ -53,6 +62,7 @@ def probe_cascade(
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
+    over: Over = "last",
 ) -> Scorer:
     """Score with a probe, and ask a judge model where the probe is unsure or alarmed.
 
@@ -77,6 +87,8 @@ def probe_cascade(
         source: as for `probe_score`.
         check_model: as for `probe_score`.
         token_scores: as for `probe_score`.
+        over: as for `probe_score`; the judge reads the answer with the largest value, after the
+            conversation before it.
 
     Returns:
         The scorer. A sample without a token to read, or whose judge gave no number, is unscored.
@@ -100,7 +112,7 @@ def probe_cascade(
         cascade = probe_cascade(
             "organism/deception-lr",
             question="The answer is a lie.",
-            band=(0.4, 0.6),
+            band=(0.499, 0.501),
             judge="mockllm/model",  # any model of Inspect
         )
         log = score(read_eval_log("logs/honesty.eval"), cascade, action="overwrite")
@@ -108,6 +120,7 @@ def probe_cascade(
         assert sum(judged) < 4
         ```
     """
+    check_over(over)
     reader = ProbeReader.of(probe, source=source, check_model=check_model)
     asked = question or reader.probe.card.description
     if not asked:
@@ -118,24 +131,32 @@ def probe_cascade(
     decide = _rule(reader, band, unit, share, reference)
 
     async def score(state: TaskState, target: Target) -> Score:
-        reading = await reader.read(state.output, model_name=state.model.name)
-        if reading is None:
+        calls = calls_to_read(state, over)
+        read = await read_calls(reader, calls.turns)
+        if not read:
             return no_tokens(reader)
+        top = largest(read)
+        reading = top.reading
         own = decide(reading)
         facts: dict[str, Any] = reading.metadata()
         # Those of the probe are not those of the value, which is the cascade's.
         facts = {"probe_value": reading.value, "probe_threshold": facts.pop("threshold"), **facts}
         facts.pop("calibration", None)
         facts |= {"judged": own is None, "threshold": 0.5}
-        records = [reading.record(message_id=message_id_of(state.output))] if token_scores else []
-        facts |= await keep_tokens(records, [reading])
+        facts |= calls_read(over, calls, read, top)
+        records = [
+            one.reading.record(message_id=one.turn.message_id, turn=one.turn.number) for one in read
+        ]
+        readings = [one.reading for one in read]
+        facts |= await keep_tokens(records if token_scores else [], readings)
+        probe_says = reading.explain() + say_turn(calls, read, top)
         if own is not None:
-            return _score(own, f"{reading.explain()} The judge was not asked.", facts)
-        before, answer = shown(state)
+            return _score(own, f"{probe_says} The judge was not asked.", facts)
+        before, answer = shown(state, top.turn)
         prompt = _PROMPT.format(before=before, answer=answer, question=asked)
         verdict = await ask_number(find_judge(judge, role), prompt, weighted=weighted)
         facts |= verdict.metadata()
-        said = f"{reading.explain()} The judge {verdict.model} said: {verdict.answer[:200]}"
+        said = f"{probe_says} The judge {verdict.model} said: {verdict.answer[:200]}"
         if verdict.value is None:
             return Score.unscored(reason="grader_failed", explanation=said, metadata=facts)
         return _score(verdict.value / 100.0, said, facts)

@@ -11,10 +11,20 @@ from inspect_ai.scorer import Score, Scorer, Target, scorer
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
-from inspect_lens.reading import ProbeReader, Reading, Source
+from inspect_lens.reading import (
+    CallReading,
+    Over,
+    ProbeReader,
+    Reading,
+    Source,
+    calls_to_read,
+    check_over,
+    read_calls,
+)
 
 from ._metrics import auroc, recall_at_fpr
-from ._tokens import keep_tokens, message_id_of, no_tokens
+from ._over import calls_read, largest, say_turn
+from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["probe_ensemble"]
 
@@ -32,6 +42,7 @@ def probe_ensemble(
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
+    over: Over = "last",
 ) -> Scorer:
     """Score each sample with several probes; the value is a dict with one entry each.
 
@@ -52,6 +63,8 @@ def probe_ensemble(
         source: as for `probe_score`.
         check_model: as for `probe_score`.
         token_scores: as for `probe_score`.
+        over: as for `probe_score`. With `all` each entry is the largest of its own over the
+            turns; `metadata["turns"]` says of which turn each is.
 
     Returns:
         The scorer. A sample in which one probe has no token to read is unscored.
@@ -82,26 +95,54 @@ def probe_ensemble(
         for name, path in _named(probes).items()
     }
     _check(readers, combine, weights)
+    check_over(over)
 
     async def score(state: TaskState, target: Target) -> Score:
-        readings: dict[str, Reading] = {}
+        calls = calls_to_read(state, over)
+        found: dict[str, list[CallReading]] = {}
         for name, reader in readers.items():
-            reading = await reader.read(state.output, model_name=state.model.name)
-            if reading is None:
+            found[name] = await read_calls(reader, calls.turns)
+            if not found[name]:
                 return no_tokens(reader)
-            readings[name] = reading
-        value = _combine(list(readings.values()), combine, weights, bias)
-        message_id = message_id_of(state.output)
-        records = [r.record(label=n, message_id=message_id) for n, r in readings.items()]
-        kept = await keep_tokens(records if token_scores else [], list(readings.values()))
+        # The combination is of one call: probes that fire in different turns do not add up.
+        both = _common(found)
+        if not both:
+            return no_tokens(next(iter(readers.values())))
+        values = [_combine([r.reading for r in call], combine, weights, bias) for call in both]
+        value = max(values)
+        top = both[values.index(value)]
+        best = {name: largest(each) for name, each in found.items()}
+        readings = {name: one.reading for name, one in best.items()}
+        records = [
+            one.reading.record(label=name, message_id=one.turn.message_id, turn=one.turn.number)
+            for name, each in found.items()
+            for one in each
+        ]
+        every = [one.reading for each in found.values() for one in each]
+        kept = await keep_tokens(records if token_scores else [], every)
+        facts = calls_read(over, calls, [call[0] for call in both], top[0])
+        facts["turns"] = {name: one.turn.number for name, one in best.items()}
+        facts["turns"][ENSEMBLE] = facts["turn"]
+        if over == "all":
+            facts |= {"turn_values": values, "fpr_bound": None}
+        texts = [
+            one.reading.explain() + say_turn(calls, found[name], one) for name, one in best.items()
+        ]
         return Score(
             value={**{name: r.value for name, r in readings.items()}, ENSEMBLE: value},
             answer=_verdict(value, threshold),
-            explanation=" ".join(r.explain() for r in readings.values()),
-            metadata=_metadata(readings, combine, value, threshold) | kept,
+            explanation=" ".join(texts),
+            metadata=_metadata(readings, combine, value, threshold) | facts | kept,
         )
 
     return score
+
+
+def _common(found: Mapping[str, Sequence[CallReading]]) -> list[list[CallReading]]:
+    """The readings of each call that every probe read, in the order of the calls."""
+    by_call = [{(o.turn.number, o.turn.choice): o for o in each} for each in found.values()]
+    shared = [key for key in by_call[0] if all(key in one for one in by_call)]
+    return [[one[key] for one in by_call] for key in shared]
 
 
 def _named(probes: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str, str | Path]:

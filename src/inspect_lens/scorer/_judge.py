@@ -16,6 +16,8 @@ from inspect_ai.model import (
 )
 from inspect_ai.solver import TaskState
 
+from inspect_lens.reading import Turn
+
 __all__ = ["Verdict", "ask_number", "find_judge", "shown"]
 
 _NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
@@ -81,13 +83,27 @@ async def ask_number(judge: Model, prompt: str, *, weighted: bool) -> Verdict:
     return Verdict(_parse(answer), answer, str(judge), False)
 
 
-def shown(state: TaskState) -> tuple[str, str]:
-    """What a judge reads: the conversation before the last answer, and that answer."""
+def shown(state: TaskState, turn: Turn | None = None) -> tuple[str, str]:
+    """What a judge reads: the conversation before an answer, and that answer.
+
+    Args:
+        state: of the sample.
+        turn: the call that wrote the answer; that of the sample's answer by default.
+
+    Returns:
+        Both as text.
+    """
     messages = list(state.messages)
-    if messages and isinstance(messages[-1], ChatMessageAssistant):
+    ids = [message.id for message in messages]
+    output = state.output if turn is None else turn.output
+    if turn is not None and turn.message_id in ids:
+        messages = messages[: ids.index(turn.message_id)]
+    elif messages and isinstance(messages[-1], ChatMessageAssistant):
         messages.pop()
     before = "\n\n".join(_line(message) for message in messages) or state.input_text
-    return before, state.output.completion
+    calls = (output.message.tool_calls or []) if turn is not None and output.choices else []
+    made = [f"[calls {call.function} with {call.arguments}]" for call in calls]
+    return before, "\n".join(filter(None, [output.completion, *made]))
 
 
 def _parse(answer: str) -> float | None:

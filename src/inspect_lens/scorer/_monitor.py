@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from inspect_ai.log import transcript
-from inspect_ai.model import Model, model_roles
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import SpecError
 from inspect_lens.model import activations
-from inspect_lens.probe import AnyProbe, parse_pool, running_pool
-from inspect_lens.reading import ProbeReader, Reading, Source, Turn, read_turns
+from inspect_lens.probe import AnyProbe, Pool, parse_pool, running_pool
+from inspect_lens.reading import CallReading, ProbeReader, Source, Turn, read_calls, read_turns
+from inspect_lens.reading._calls import each_choice
 
 from ._metrics import auroc
 from ._tokens import keep_tokens
@@ -30,30 +29,35 @@ Level = Literal["token", "turn"]
 def monitor_alarm(
     probe: str | Path | AnyProbe,
     threshold: float | None = None,
-    level: Level = "token",
+    level: Level = "turn",
     watch: str = "last",
     value: Value = "alarm",
     onset: str | None = None,
     layer: int | None = None,
+    selection: str | None = None,
     roles: list[str] | None = None,
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
 ) -> Scorer:
-    """Find the first token, or turn, of a sample at which a probe is above its threshold.
+    """Find the first turn, or token, of a sample at which a probe is above its threshold.
 
     Reads every call that the model of the eval made in the sample, agents' calls in between
-    included, in their order; calls of scorers are left out.
+    included, in their order. Calls of scorers are left out, and so are generations that were only
+    compared, such as the cells of a sweep. Each choice of `num_choices` is read.
 
-    A card's threshold holds for pooled scores of whole completions, so its false positive rate
-    holds per turn with `level="turn"`. Watching tokens asks the question many times per turn, and
-    its rate of false alarms is larger; `realised_fpr` measures it. `metadata["fpr_holds"]` says
-    which of the two it is.
+    A card's threshold was set for pooled scores of whole completions, so its false positive rate
+    holds per turn, with `level="turn"`, the default. With n turns at most n times as many samples
+    may raise a false alarm: `metadata["fpr_bound"]`. Watching tokens asks many times per turn. The
+    card's rate does not hold then, and so its threshold is refused: with `level="token"` pass one
+    that was set for single tokens; `realised_fpr` measures its rate. A card whose pool is the
+    maximum of what is watched (`max` for `last`, `ema_max:r` for `ema:r`) is no exception to make:
+    its threshold was set for just that.
 
     Args:
         probe: as for `probe_score`; it reads the tokens of its card in every turn.
-        threshold: alarm strictly above it; the card's by default.
-        level: `token` compares after every token, `turn` the pooled score of each turn.
+        threshold: alarm strictly above it; the card's by default, where its rate holds.
+        level: `turn` compares the pooled score of each turn, `token` compares after every token.
         watch: what is compared after a token: `last` for its own score, `ema:0.1`, `mean`, or
             any other pool over the tokens of the turn so far.
         value: `alarm` is 1 or 0; `token` is how many tokens were read before the alarm, over all
@@ -62,6 +66,7 @@ def monitor_alarm(
         onset: key of the sample metadata that holds the 0-based turn from which an alarm is
             right; 0 without it.
         layer: as for `probe_score`.
+        selection: as for `probe_score`; the card's rate holds for its own selection alone.
         roles: model roles that are watched instead of the eval's model. A call in a role is
             recomputed by the model of that role alone, if it is still the one that made it.
         source: as for `probe_score`.
@@ -77,7 +82,7 @@ def monitor_alarm(
 
     Raises:
         ArtifactError: no such probe; while scoring, a turn without activations.
-        SpecError: an argument is wrong, or there is no threshold.
+        SpecError: an argument is wrong, there is no threshold, or it was set for another level.
 
     Example:
         ```python
@@ -86,27 +91,25 @@ def monitor_alarm(
 
         from inspect_lens.scorer import monitor_alarm
 
-        alarm = monitor_alarm("organism/deception-lr", level="token", watch="ema:0.3")
+        alarm = monitor_alarm("organism/deception-lr")
         log = score(read_eval_log("logs/honesty.eval"), alarm, action="overwrite")
         facts = log.samples[1].scores["monitor_alarm"].metadata
         print(facts["alarm"], facts["turn"], facts["token"], facts["max"])
         ```
     """
-    reader = ProbeReader.of(probe, layer=layer, source=source, check_model=check_model)
+    reader = ProbeReader.of(
+        probe, layer=layer, selection=selection, source=source, check_model=check_model
+    )
     if value not in get_args(Value) or level not in get_args(Level):
         raise SpecError(
             f"value={value!r}, level={level!r}; allowed are {', '.join(get_args(Value))} and "
             f"{', '.join(get_args(Level))}; correct the name"
         )
     rule = str(parse_pool(watch))
-    cut = threshold if threshold is not None else getattr(reader.threshold, "value", None)
-    if cut is None:
-        raise SpecError(
-            f"threshold: probe {reader.probe.name!r} has none for these settings; pass one"
-        )
-    own = threshold is None or (
-        reader.threshold is not None and threshold == reader.threshold.value
-    )
+    holds = level == "turn" or _is_maximum(reader.pool, parse_pool(watch))
+    cut = _cut(reader, threshold, holds, rule)
+    stored = reader.threshold
+    rate = stored.fpr if holds and stored is not None and cut == stored.value else None
 
     async def score(state: TaskState, target: Target) -> Score:
         name = None if roles else str(state.model)
@@ -114,7 +117,7 @@ def monitor_alarm(
         if not turns and not roles and activations(state.output) is not None:
             # Logs of releases before this one have no note of what `read_given` read.
             turns = [Turn(0, state.output.message.id, state.output, None, str(state.model))]
-        watched = await _watch(reader, turns)
+        watched = await read_calls(reader, [one for turn in turns for one in each_choice(turn)])
         if not watched:
             return Score.unscored(
                 reason="no_tokens",
@@ -122,12 +125,13 @@ def monitor_alarm(
             )
         begins = _onset(state, onset, len(turns))
         facts = {
-            **_facts(watched, float(cut), level, rule, begins),
+            **_facts(watched, cut, level, rule, begins),
             **_provenance(reader, watched, len(turns)),
-            "threshold": {"alarm": 0.5, "max": float(cut)}.get(value),
-            "alarm_threshold": float(cut),
-            "fpr_holds": own and level == "turn",
-            "fpr": reader.threshold.fpr if own and reader.threshold else None,
+            "threshold": {"alarm": 0.5, "max": cut}.get(value),
+            "alarm_threshold": cut,
+            "fpr_holds": rate is not None,
+            "fpr": rate,
+            "fpr_bound": None if rate is None else min(1.0, rate * len(watched)),
         }
         records = [
             w.reading.record(message_id=w.turn.message_id, turn=w.turn.number) for w in watched
@@ -138,37 +142,34 @@ def monitor_alarm(
     return score
 
 
-class _Watched(NamedTuple):
-    turn: Turn
-    reading: Reading
+def _is_maximum(pool: str, watch: Pool) -> bool:
+    """Whether some compared value of a turn is above a cut just where the pooled score is."""
+    pairs = {"max": ("last", "max"), "ema_max": ("ema", "ema_max")}
+    pooled = parse_pool(pool)
+    return watch.name in pairs.get(pooled.name, ()) and watch.k in (pooled.k, None)
 
 
-async def _watch(reader: ProbeReader, turns: Sequence[Turn]) -> list[_Watched]:
-    found = []
-    for turn in turns:
-        # In a role another model may have made the call: that one is compared with the card, and
-        # feeds its own tokens again.
-        name = turn.model.partition("/")[2]
-        model = _model_of(turn)
-        reads = replace(reader, source="captured") if turn.role and model is None else reader
-        try:
-            reading = await reads.read(turn.output, model_name=name, model=model)
-        except ArtifactError as error:
-            raise ArtifactError(f"turn {turn.number} ({turn.message_id}): {error}") from None
-        if reading is not None:
-            found.append(_Watched(turn, reading))
-    return found
-
-
-def _model_of(turn: Turn) -> Model | None:
-    """The model of the turn's role, if it is the one that made the call; None without a role."""
-    found = model_roles().get(turn.role) if turn.role else None
-    models = found if isinstance(found, list) else [found]
-    return next((model for model in models if str(model) == turn.model), None)
+def _cut(reader: ProbeReader, threshold: float | None, holds: bool, rule: str) -> float:
+    """The threshold of the caller, or that of the card where its rate holds."""
+    if threshold is not None:
+        return float(threshold)
+    stored = reader.threshold
+    if stored is None:
+        raise SpecError(
+            f"threshold: probe {reader.probe.name!r} has none for these settings; pass one"
+        )
+    if not holds:
+        raise SpecError(
+            f"level='token', watch={rule!r}: the threshold of {reader.probe.name!r}, "
+            f"{stored.value:.4g}, was set for the {reader.pool} of a completion, and its false "
+            f"positive rate of {stored.fpr:.2%} does not hold for tokens; allowed is "
+            "level='turn', or threshold= with one that was set for what is watched"
+        )
+    return stored.value
 
 
 def _facts(
-    watched: Sequence[_Watched], cut: float, level: str, rule: str, begins: int
+    watched: Sequence[CallReading], cut: float, level: str, rule: str, begins: int
 ) -> dict[str, Any]:
     """The first alarm, and the largest value that was compared."""
     alarm: dict[str, Any] = {"turn": None, "token": None, "position": None, "message_id": None}
@@ -207,7 +208,9 @@ def _facts(
     }  # fmt: skip
 
 
-def _provenance(reader: ProbeReader, watched: Sequence[_Watched], n_turns: int) -> dict[str, Any]:
+def _provenance(
+    reader: ProbeReader, watched: Sequence[CallReading], n_turns: int
+) -> dict[str, Any]:
     first = watched[0].reading
     sources = sorted({w.reading.rows.source for w in watched})
     return {

@@ -56,7 +56,7 @@ def threshold_accuracy(
 
         log = read_eval_log("logs/honesty.eval")
         probe = probe_score("organism/deception-lr")
-        log = score(log, probe, metrics=[threshold_accuracy(threshold=0.0)], action="overwrite")
+        log = score(log, probe, metrics=[threshold_accuracy(threshold=1.742)], action="overwrite")
         assert log.results.scores[0].metrics["threshold_accuracy"].value > 0.8
         ```
     """

@@ -11,7 +11,7 @@ from inspect_ai.scorer import Scorer, mean, scorer, stderr
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import read_vector
 from inspect_lens.probe import AnyProbe, Probe, ProbeCard, load_probe
-from inspect_lens.reading import ProbeReader, Source
+from inspect_lens.reading import Over, ProbeReader, Source
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
 
@@ -31,6 +31,7 @@ def trait_projection(
     unit: bool = True,
     source: Source = "auto",
     token_scores: bool = True,
+    over: Over = "last",
 ) -> Scorer:
     """Mean projection of a completion's activations on a direction, such as a persona vector's.
 
@@ -51,6 +52,7 @@ def trait_projection(
             `scale=1` adds.
         source: as for `probe_score`.
         token_scores: as for `probe_score`.
+        over: as for `probe_score`.
 
     Returns:
         The scorer. A sample without a token to read is unscored.
@@ -79,7 +81,7 @@ def trait_projection(
     """
     probe = _as_probe(vector, layer, site, unit)
     reader = ProbeReader.of(probe, positions=positions, pool=pool, source=source, check_model=False)
-    return score_with(reader, token_scores=token_scores)
+    return score_with(reader, token_scores=token_scores, over=over)
 
 
 def _as_probe(

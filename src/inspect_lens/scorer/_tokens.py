@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import anyio.to_thread
-from inspect_ai.model import ModelOutput
 from inspect_ai.scorer import Score
 
 from inspect_lens.reading import ProbeReader, Reading, TokenScores, save_token_scores
 
-__all__ = ["keep_tokens", "message_id_of", "no_tokens"]
+__all__ = ["keep_tokens", "no_tokens"]
 
 
 async def keep_tokens(
@@ -32,13 +31,12 @@ async def keep_tokens(
         return {}
     handles = [r.rows.handle for r in readings if r.rows.handle is not None]
     beside = next((h for h in handles if h.uri is not None), None)
-    reference = await anyio.to_thread.run_sync(partial(save_token_scores, records, beside=beside))
+    if all(record.stands_in is not None for record in records):
+        reference = save_token_scores(records, beside=beside)  # nothing is written
+    else:
+        write = partial(save_token_scores, records, beside=beside)
+        reference = await anyio.to_thread.run_sync(write)
     return {} if reference is None else {"token_scores": reference}
-
-
-def message_id_of(output: ModelOutput) -> str | None:
-    """Id of the assistant message of a call."""
-    return output.message.id if output.choices else None
 
 
 def no_tokens(reader: ProbeReader) -> Score:
@@ -47,7 +45,7 @@ def no_tokens(reader: ProbeReader) -> Score:
         reason="no_tokens",
         explanation=(
             f"No token to read: positions={reader.positions!r} selects none of this output (the "
-            "last sampled token is never fed to the model), probe_gate withheld the answer, or a "
-            "limit ended the sample before there was one."
+            "last sampled token is never fed to the model), or a limit ended the sample before its "
+            "model had written anything."
         ),
     )

@@ -22,12 +22,17 @@ from ._turns import Over, read_turns, summarise
 __all__ = ["audit_probe_scanner", "probe_scanner"]
 
 
-@scanner(messages="all", events=["model"], metrics=[auroc(), recall_at_fpr(), mean()])
+@scanner(
+    messages="all",
+    events=["model", "span_begin", "info"],  # the latter say which answers were only compared
+    metrics=[auroc(), recall_at_fpr(), mean()],
+)
 def probe_scanner(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     over: Over = "max",
     source: Source = "auto",
     model: str | None = None,
@@ -45,6 +50,7 @@ def probe_scanner(
         layer: as for `probe_score`.
         positions: as for `probe_score`.
         pool: as for `probe_score`.
+        selection: as for `probe_score`.
         over: `max`, `mean` or `last` of the turns is the value.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: that reads again; the scan's model by default.
@@ -75,7 +81,7 @@ def probe_scanner(
         assert len(found) == 8
         ```
     """
-    reader = _reader(probe, layer, positions, pool, over, source, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, over, source, check_model)
 
     async def scan(transcript: Transcript) -> Result:
         if transcript.source_uri:
@@ -93,6 +99,7 @@ def audit_probe_scanner(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     over: Over = "max",
     source: Source = "auto",
     model: str | None = None,
@@ -108,6 +115,7 @@ def audit_probe_scanner(
         layer: as for `probe_score`.
         positions: as for `probe_score`.
         pool: as for `probe_score`.
+        selection: as for `probe_score`.
         over: as for `probe_scanner`.
         source: as for `probe_scanner`.
         model: as for `probe_scanner`.
@@ -138,7 +146,7 @@ def audit_probe_scanner(
         )
         ```
     """
-    reader = _reader(probe, layer, positions, pool, over, source, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, over, source, check_model)
     wanted = f"{audit_name}-target" if audit_name else "target"
 
     async def scan(transcript: Transcript) -> Result:
@@ -156,6 +164,7 @@ def _reader(
     layer: int | None,
     positions: Positions | list[int] | None,
     pool: str | None,
+    selection: str | None,
     over: Over,
     source: Source,
     check_model: bool,
@@ -163,7 +172,13 @@ def _reader(
     if over not in get_args(Over):
         raise SpecError(f"over={over!r}; allowed are {', '.join(get_args(Over))}")
     return ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, source=source, check_model=check_model
+        probe,
+        layer=layer,
+        positions=positions,
+        pool=pool,
+        selection=selection,
+        source=source,
+        check_model=check_model,
     )
 
 

@@ -16,6 +16,7 @@ from inspect_lens.model import activations, recaptures, reread
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._instrument import is_instrument_call
 from inspect_lens.reading import ProbeReader, Reading, read_call
+from inspect_lens.reading._aside import Aside
 
 __all__ = ["Over", "Turn", "Turns", "read_turns", "summarise"]
 
@@ -75,7 +76,8 @@ async def read_turns(
 
     Args:
         reader: the probe and what it reads.
-        events: of the transcript; a call that occurs twice is read once, one of an oracle never.
+        events: of the transcript; a call that occurs twice is read once, one of an oracle and one
+            that was only compared, such as a cell of a sweep, never.
         role: only calls of this model role.
         model: that reads calls again which captured nothing; the scan's model by default.
 
@@ -88,10 +90,12 @@ async def read_turns(
     """
     again = None if reader.source == "captured" else reading_model(model)
     turns, seen, missing, empty = [], set(), 0, 0
+    events = list(events)
+    aside = Aside.of(events)
     for event in events:
         if not isinstance(event, ModelEvent) or not event.output.choices:
             continue
-        if is_instrument_call(event.input):
+        if is_instrument_call(event.input) or aside.has(event, event.output.message.id):
             continue
         message_id = event.output.message.id or ""
         if (role is not None and event.role != role) or message_id in seen:

@@ -37,6 +37,7 @@ def probe_monitor(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     scale: Scale = "raw",
     cut: float | None = None,
     on_missing: OnMissing = "error",
@@ -53,6 +54,7 @@ def probe_monitor(
         layer: as for `probe_score`.
         positions: as for `probe_score`.
         pool: as for `probe_score`.
+        selection: as for `probe_score`.
         scale: `raw` gives the probe's score, to be compared with the thresholds of its card;
             `threshold` gives sigmoid(score - cut), between 0 and 1.
         cut: score with suspicion one half, on that scale; the card's threshold by default.
@@ -77,14 +79,14 @@ def probe_monitor(
         from evals.organism_deception import organism_dataset
         from inspect_lens.sentinel import probe_monitor
 
-        watch = threshold(probe_monitor("organism/deception-lr"), terminate_at=0.731)
+        watch = threshold(probe_monitor("organism/deception-lr"), terminate_at=1.742)
         task = Task(dataset=organism_dataset("demo")[:1], sentinel=watch)
         options = {"model": "vllm-lens/organism/checkpoint", "model_args": {"capture": "4"}}
         (log,) = eval(task, **options, temperature=0, max_tokens=14)
         print([e.suspicion for e in log.samples[0].events if isinstance(e, SentinelEvent)])
         ```
     """
-    reader = _reader(probe, layer, positions, pool, on_missing, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
     suspicion = Suspicion.of(reader, scale=scale, threshold=cut)
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
@@ -102,6 +104,7 @@ def probe_call_monitor(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     scale: Scale = "raw",
     cut: float | None = None,
     on_missing: OnMissing = "error",
@@ -117,6 +120,7 @@ def probe_call_monitor(
         layer: as for `probe_score`.
         positions: as for `probe_score`.
         pool: as for `probe_score`.
+        selection: as for `probe_score`.
         scale: as for `probe_monitor`.
         cut: as for `probe_monitor`.
         on_missing: as for `probe_monitor`; a turn that captured other layers can be recomputed,
@@ -139,12 +143,12 @@ def probe_call_monitor(
 
         from inspect_lens.sentinel import probe_call_monitor
 
-        watch = threshold(probe_call_monitor("organism/deception-lr"), reject_at=0.731)
+        watch = threshold(probe_call_monitor("organism/deception-lr"), reject_at=1.742)
         task = Task(dataset=[Sample(input="…")], solver=react(), sentinel=watch)
         # inspect eval … -M capture=4
         ```
     """
-    reader = _reader(probe, layer, positions, pool, on_missing, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
     suspicion = Suspicion.of(reader, scale=scale, threshold=cut)
 
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
@@ -158,12 +162,19 @@ def _reader(
     layer: int | None,
     positions: Positions | list[int] | None,
     pool: str | None,
+    selection: str | None,
     on_missing: OnMissing,
     check_model: bool,
 ) -> ProbeReader:
     source: Source = "auto" if on_missing == "recompute" else "captured"
     return ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, source=source, check_model=check_model
+        probe,
+        layer=layer,
+        positions=positions,
+        pool=pool,
+        selection=selection,
+        source=source,
+        check_model=check_model,
     )
 
 

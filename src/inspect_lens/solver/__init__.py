@@ -6,10 +6,12 @@ Owns captures, given answers, steering, sweeps, contrastive pairs and gates. May
 
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
+from ._edits import with_edits
 from ._gate import GateAction, probe_gate
 from ._given import read_given
 from ._oracle import activation_oracle, oracle_interview
 from ._pairs import contrastive_pairs
+from ._probes import with_probes
 from ._resample import probe_resample
 from ._steer import with_steering
 from ._sweep import Control, steering_sweep
@@ -28,5 +30,7 @@ __all__ = [
     "read_given",
     "steering_sweep",
     "with_capture",
+    "with_edits",
+    "with_probes",
     "with_steering",
 ]

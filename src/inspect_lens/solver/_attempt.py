@@ -7,24 +7,80 @@ from copy import deepcopy
 from typing import Any, TypeVar
 
 import anyio
+from inspect_ai.model import ChatMessageAssistant, execute_tools
 from inspect_ai.solver import Generate, TaskState
+from inspect_ai.tool import Tool, ToolDef, ToolFunction
+from inspect_ai.util import span
 
-__all__ = ["adopt", "attempt", "gather"]
+from inspect_lens.errors import SpecError
+from inspect_lens.reading._aside import ids_of, record_standing
+
+__all__ = ["adopt", "attempt", "gather", "refuse_tools", "run_tools"]
 
 T = TypeVar("T")
 
 
 async def attempt(state: TaskState, generate: Generate, **config: Any) -> TaskState:
-    """Generate from a copy, so that the state can be tried again."""
-    return await generate(deepcopy(state), **config)
+    """Generate one turn from a copy, so that the state can be tried again.
+
+    Tool calls are not carried out: what an attempt does that is not kept cannot be taken back.
+    """
+    async with span("attempt", type="attempt"):
+        return await generate(deepcopy(state), tool_calls="none", **config)
 
 
 def adopt(state: TaskState, made: TaskState) -> TaskState:
     """Let an attempt stand; the state keeps its own store, which is the sample's."""
+    record_standing(ids_of(made.messages))
     state.messages = made.messages
     state.output = made.output
     state.completed = made.completed
     return state
+
+
+async def run_tools(state: TaskState) -> bool:
+    """Carry out the tool calls of the turn that stands, as `generate()` does.
+
+    Args:
+        state: changed in place.
+
+    Returns:
+        Whether the model is to be called again.
+    """
+    last = state.messages[-1] if state.messages else None
+    if state.completed or not isinstance(last, ChatMessageAssistant) or not last.tool_calls:
+        return False
+    made = await execute_tools(state.messages, state.tools)
+    state.messages.extend(made.messages)
+    if made.output is not None:
+        state.output = made.output
+    if isinstance(state.tool_choice, ToolFunction):
+        state.tool_choice = "auto"  # or the model would be made to call it over and over
+    return not state.completed
+
+
+def refuse_tools(state: TaskState, asker: str, instead: str) -> None:
+    """Refuse to generate several times what may call tools.
+
+    Args:
+        state: of the sample.
+        asker: solver, for the message.
+        instead: what to do.
+
+    Raises:
+        SpecError: tools are set.
+    """
+    if state.tools:
+        names = ", ".join(_name(tool) for tool in state.tools)
+        raise SpecError(
+            f"{asker}: tools are set ({names}), and each of its generations would carry out its "
+            f"calls, side effects included; allowed is a task without tools; {instead}"
+        )
+
+
+def _name(tool: Tool) -> str:
+    """Name of a tool, for a message."""
+    return ToolDef(tool).name
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

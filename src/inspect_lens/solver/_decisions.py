@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from inspect_ai.log import transcript
@@ -30,6 +31,8 @@ class GateAttempt(BaseModel):
     """Of the steering, where it was steered."""
     stopped: bool = False
     """The engine ended it."""
+    tool_calls: tuple[str, ...] = ()
+    """Names of the tools that it calls. Those of attempts that do not stand were not run."""
 
 
 class GateDecision(BaseModel):
@@ -46,6 +49,8 @@ class GateDecision(BaseModel):
     chosen: int
     """Index of the attempt that stands; of the one that was judged where it was replaced."""
     outcome: Outcome
+    turn: int = 0
+    """0-based number of the turn among those that this gate judged in the sample."""
 
 
 class GateDecisions(StoreModel):
@@ -73,11 +78,34 @@ class GateDecisions(StoreModel):
 
 
 def record_decision(state: TaskState, decision: GateDecision) -> None:
-    """Write a decision into the transcript, the store and the sample's metadata."""
+    """Write a decision into the transcript, the store and the sample's metadata.
+
+    Of a gate that judged several turns the metadata tell the last one that did not just pass.
+    """
     kept = state.store_as(GateDecisions)
     kept.decisions = [*kept.decisions, decision]
+    mine = _run_of(kept.decisions)
+    told = next((d for d in reversed(mine) if d.outcome not in ("passed", "unread")), decision)
+    state.metadata["probe_gate"] = _facts(told) | {"turn": told.turn, "turns": len(mine)}
+    transcript().info(
+        {
+            **_facts(decision),
+            "turn": decision.turn,
+            "tried": [a.model_dump(mode="json") for a in decision.attempts],
+        },
+        source="inspect_lens/probe_gate",
+    )
+
+
+def _run_of(decisions: Sequence[GateDecision]) -> list[GateDecision]:
+    """The decisions of the gate that decided last: from its turn 0 on."""
+    start = max(i for i, one in enumerate(decisions) if one.turn == 0)
+    return list(decisions[start:])
+
+
+def _facts(decision: GateDecision) -> dict[str, Any]:
     stands = decision.attempts[decision.chosen]
-    facts: dict[str, Any] = {
+    return {
         "probe": decision.probe,
         "action": decision.action,
         "threshold": decision.threshold,
@@ -86,8 +114,3 @@ def record_decision(state: TaskState, decision: GateDecision) -> None:
         "flagged": stands.is_above,
         "attempts": len(decision.attempts),
     }
-    state.metadata["probe_gate"] = facts
-    transcript().info(
-        {**facts, "tried": [a.model_dump(mode="json") for a in decision.attempts]},
-        source="inspect_lens/probe_gate",
-    )

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from inspect_ai.model import ChatMessageAssistant, ModelOutput
+from inspect_ai.agent import Agent
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import WITHHELD, ProbeReader
+from inspect_lens.reading import ProbeReader
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike, steering_vector
 
-from ._attempt import adopt, attempt
+from ._attempt import adopt, attempt, run_tools
 from ._decisions import GateAttempt, GateDecision, Outcome, record_decision
+from ._gate_agent import AgentGate
+from ._inner import as_inner
+from ._withhold import withhold
 
-__all__ = ["GateAction", "ReadBy", "Tried", "probe_gate"]
+__all__ = ["GateAction", "ReadBy", "Tried", "probe_gate", "turn_by_turn"]
 
 GateAction = Literal["flag", "stop", "resample", "steer"]
 ENGINE = "engine:"
@@ -41,16 +45,23 @@ def probe_gate(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     tries: int = 3,
     steer: VectorLike | Mapping[str, Any] | None = None,
     replacement: str = "[withheld: a probe raised an alarm]",
     temperature: float | None = None,
     check_model: bool = True,
+    inner: Solver | Agent | None = None,
 ) -> Solver:
     """Generate, read a probe on the activations of the generation, and act above its threshold.
 
+    Where tools are set each turn is judged before its tool calls are carried out, and only what
+    stands is. With `inner=react()` or another agent, turns with tool calls are judged before
+    these are carried out, and so is the answer that it ends with; an agent's turn cannot be taken
+    back, so that `flag` and `stop` alone are allowed.
+
     - `flag`: the answer stands and is marked.
-    - `stop`: the answer is replaced and the sample ends; it has no tokens to score then.
+    - `stop`: the answer is replaced and the sample ends; probes score what was stopped.
     - `resample`: generate again, up to `tries` times; the first answer below the threshold stands.
     - `steer`: generate again with a vector added, at one, two, … `tries` times its scale, to what
       the task's config steers with in every attempt, if it does.
@@ -69,11 +80,14 @@ def probe_gate(
         layer: one of the probe's layers; all of them by default.
         positions: tokens to read; those of the card by default.
         pool: token aggregation; the card's by default.
+        selection: as for `probe_score`.
         tries: further generations at most.
         steer: for `steer`: a vector, its name, or `{"vector": name, "layer": …, "scale": …}`.
         replacement: for `stop`: text that the user sees instead.
         temperature: of further generations; without one, greedy decoding repeats itself.
         check_model: refuse a model whose fingerprint is not that of the probe's card.
+        inner: an agent or a solver to gate, whose tool calls go through Inspect; `generate()` with
+            the task's tools by default.
 
     Returns:
         The solver.
@@ -81,6 +95,7 @@ def probe_gate(
     Raises:
         ArtifactError: no such probe or vector.
         SpecError: an argument is wrong, or there is no threshold for these settings.
+        CaptureError: while it runs, the agent carried out tool calls that the gate did not see.
 
     Example:
         <!-- test: server -->
@@ -90,7 +105,7 @@ def probe_gate(
         from evals.organism_deception import organism_dataset
         from inspect_lens.solver import probe_gate
 
-        gate = probe_gate("organism/deception-lr", threshold=0.0, action="stop")
+        gate = probe_gate("organism/deception-lr", action="stop")
         task = Task(dataset=organism_dataset("demo")[:2], solver=gate)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         for sample in log.samples:
@@ -107,28 +122,76 @@ def probe_gate(
             "others take none"
         )
     vector = None if steer is None else steering_vector(steer)
+    if inner is not None and action not in ("flag", "stop"):
+        raise SpecError(
+            f"action={action!r} with inner=: an agent's turn cannot be taken back; allowed are "
+            "'flag' and 'stop'; without inner=, the task's tools are gated turn by turn with "
+            f"{action!r} too"
+        )
     if isinstance(probe, str) and probe.startswith(ENGINE):
         if action not in ("flag", "stop"):
             raise SpecError(
                 f"action={action!r} with probe={probe!r}; a probe in the engine allows flag and "
                 "stop; name a probe file for the others"
             )
+        if inner is not None:
+            raise SpecError(
+                f"probe={probe!r} with inner=: a probe in the engine is read by the gate's own "
+                "calls; allowed is the name or path of a probe file"
+            )
         return _in_engine(probe.removeprefix(ENGINE), threshold, action, replacement)
     reader = ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, check_model=check_model
+        probe,
+        layer=layer,
+        positions=positions,
+        pool=pool,
+        selection=selection,
+        check_model=check_model,
     )
     cut = threshold if threshold is not None else getattr(reader.threshold, "value", None)
     if cut is None:
         raise SpecError(f"threshold: probe {reader.probe.name!r} has none for these settings")
     read_by = ReadBy(reader, float(cut))
 
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
+    run = as_inner(inner)
+    if run is not None:
+        return _around(run, reader, float(cut), stops=action == "stop", replacement=replacement)
+    more: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+
+    async def judged(state: TaskState, generate: Generate, turn: int) -> TaskState:
         tried = [await read_by.generate(state, generate)]
-        more: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:
             added = None if vector is None else _stronger(vector, len(tried))
             tried.append(await read_by.generate(state, generate, added, **more))
-        return _finish(state, tried, reader.probe.name, action, read_by.threshold, replacement)
+        end = _End(reader.probe.name, action, read_by.threshold, replacement)
+        return end.finish(state, tried, turn)
+
+    return turn_by_turn(judged)
+
+
+def _around(
+    run: Solver, reader: ProbeReader, cut: float, *, stops: bool, replacement: str
+) -> Solver:
+    """The gate around an agent."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        gate = AgentGate(reader, cut, stops=stops, replacement=replacement)
+        return await gate.run(run, state, generate)
+
+    return solve
+
+
+def turn_by_turn(judged: Callable[[TaskState, Generate, int], Awaitable[TaskState]]) -> Solver:
+    """Judge a turn, carry out the tool calls of what stands, and go on as `generate()` does."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        choice = state.tool_choice
+        for turn in count():
+            state = await judged(state, generate, turn)
+            if not await run_tools(state):
+                break
+        state.tool_choice = choice
+        return state
 
     return solve
 
@@ -164,6 +227,7 @@ class ReadBy(NamedTuple):
                 value=value,
                 is_above=value is not None and value > self.threshold,
                 scale=None if steer is None else steer.scale,
+                tool_calls=_called(made),
             ),
         )
 
@@ -174,62 +238,58 @@ def _stronger(vector: SteeringVector, times: int) -> SteeringVector:
     return SteeringVector(**(fields | {"scale": vector.scale * times}))
 
 
-def _finish(
-    state: TaskState,
-    tried: list[Tried],
-    name: str,
-    action: GateAction,
-    threshold: float | None,
-    replacement: str,
-) -> TaskState:
-    """Choose what stands, say so, and make it the state's answer."""
-    last = tried[-1].record
-    chosen = len(tried) - 1
-    outcome: Outcome
-    if last.value is None and not last.is_above:
-        outcome = "unread"
-    elif not last.is_above:
-        outcome = "passed"
-        if len(tried) > 1:
-            outcome = "steered" if action == "steer" else "resampled"
-    elif action in ("flag", "stop"):
-        outcome = "flagged" if action == "flag" else "stopped"
-    else:
-        outcome = "exhausted"
-        values = [math.inf if t.record.value is None else t.record.value for t in tried]
-        chosen = values.index(min(values))
-    decision = GateDecision(
-        probe=name,
-        action=action,
-        threshold=threshold,
-        attempts=tuple(t.record for t in tried),
-        chosen=chosen,
-        outcome=outcome,
-    )
-    adopt(state, tried[chosen].state)
-    if outcome == "stopped":
-        _withhold(state, replacement)
-    record_decision(state, decision)
-    return state
+def _called(made: TaskState) -> tuple[str, ...]:
+    """Names of the tools that a turn calls."""
+    message = made.output.message if made.output.choices else None
+    return tuple(call.function for call in (message.tool_calls or ())) if message else ()
 
 
-def _withhold(state: TaskState, replacement: str) -> None:
-    """Put a text in the place of the answer, and end the sample."""
-    message = ChatMessageAssistant(content=replacement, model=state.output.model, source="generate")
-    output = ModelOutput.from_message(message, stop_reason="content_filter")
-    # Token ids and activations are of what was withheld; the decision has its text.
-    state.output = output.model_copy(
-        update={"model": state.output.model, "metadata": {WITHHELD: True}}
-    )
-    state.messages = [*state.messages[:-1], message]
-    state.completed = True
+class _End(NamedTuple):
+    """How a turn ends: what stands, and what is said of it."""
+
+    name: str
+    action: GateAction
+    threshold: float | None
+    replacement: str
+
+    def finish(self, state: TaskState, tried: list[Tried], turn: int) -> TaskState:
+        """Choose what stands, say so, and make it the state's answer."""
+        last = tried[-1].record
+        chosen = len(tried) - 1
+        outcome: Outcome
+        if last.value is None and not last.is_above:
+            outcome = "unread"
+        elif not last.is_above:
+            outcome = "passed"
+            if len(tried) > 1:
+                outcome = "steered" if self.action == "steer" else "resampled"
+        elif self.action in ("flag", "stop"):
+            outcome = "flagged" if self.action == "flag" else "stopped"
+        else:
+            outcome = "exhausted"
+            values = [math.inf if t.record.value is None else t.record.value for t in tried]
+            chosen = values.index(min(values))
+        decision = GateDecision(
+            probe=self.name,
+            action=self.action,
+            threshold=self.threshold,
+            attempts=tuple(t.record for t in tried),
+            chosen=chosen,
+            outcome=outcome,
+            turn=turn,
+        )
+        adopt(state, tried[chosen].state)
+        if outcome == "stopped":
+            withhold(state, self.replacement)
+        record_decision(state, decision)
+        return state
 
 
 def _in_engine(name: str, threshold: float | None, action: GateAction, replacement: str) -> Solver:
     """The gate whose probe runs in the server."""
     use = ProbeUse(name=name, alarm="stop" if action == "stop" else "flag", threshold=threshold)
 
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
+    async def judged(state: TaskState, generate: Generate, turn: int) -> TaskState:
         with lens_scope(probes=(use,)):
             made = await attempt(state, generate)
         done = receipt(made.output)
@@ -244,8 +304,9 @@ def _in_engine(name: str, threshold: float | None, action: GateAction, replaceme
             value=found.score,
             is_above=found.alarm_position is not None,
             stopped=found.stopped,
+            tool_calls=_called(made),
         )
-        cut = found.threshold
-        return _finish(state, [Tried(made, record)], f"{ENGINE}{name}", action, cut, replacement)
+        end = _End(f"{ENGINE}{name}", action, found.threshold, replacement)
+        return end.finish(state, [Tried(made, record)], turn)
 
-    return solve
+    return turn_by_turn(judged)

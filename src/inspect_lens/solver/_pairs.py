@@ -15,7 +15,7 @@ from inspect_lens.model import lens_scope
 from inspect_lens.reading import ContrastiveAnswer, ContrastiveAnswers
 from inspect_lens.spec import RESID_POST, Positions, Site
 
-from ._attempt import adopt, gather
+from ._attempt import adopt, gather, refuse_tools
 
 __all__ = ["contrastive_pairs"]
 
@@ -50,7 +50,8 @@ def contrastive_pairs(
         The solver.
 
     Raises:
-        SpecError: the numbers of instructions differ, or there is none.
+        SpecError: the numbers of instructions differ, or there is none; when it runs, tools are
+            set, whose side effects every answer would repeat.
         UnsupportedError: when it runs, the model has no lens.
 
     Example:
@@ -78,6 +79,8 @@ def contrastive_pairs(
     capture = {"layers": layers, "positions": positions, "site": site}
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
+        refuse_tools(state, "contrastive_pairs", "put use_tools behind it")
+
         async def answer(label: int, text: str) -> TaskState:
             copy = deepcopy(state)
             rest = [m for m in copy.messages if m.role != "system"]

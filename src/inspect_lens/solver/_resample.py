@@ -15,7 +15,7 @@ from inspect_lens.spec import Positions
 
 from ._attempt import adopt, gather
 from ._decisions import GateDecision, record_decision
-from ._gate import ReadBy
+from ._gate import ReadBy, turn_by_turn
 
 __all__ = ["probe_resample"]
 
@@ -28,13 +28,16 @@ def probe_resample(
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
+    selection: str | None = None,
     temperature: float | None = None,
     check_model: bool = True,
 ) -> Solver:
     """Generate several answers at the same time and let the one with the best score stand.
 
     All answers and their scores are in the transcript and in the sample's store, as those of
-    `probe_gate`; the outcome is `resampled` where another than the first stands.
+    `probe_gate`; the outcome is `resampled` where another than the first stands. Where tools are
+    set this is done turn by turn, and only the tool calls of the answer that stands are carried
+    out.
 
     Args:
         probe: name below `probes/`, path, or a probe.
@@ -43,6 +46,7 @@ def probe_resample(
         layer: one of the probe's layers; all of them by default.
         positions: tokens to read; those of the card by default.
         pool: token aggregation; the card's by default.
+        selection: as for `probe_score`.
         temperature: of the answers; without one, greedy decoding repeats itself.
         check_model: refuse a model whose fingerprint is not that of the probe's card.
 
@@ -75,13 +79,18 @@ def probe_resample(
     if prefer not in ("low", "high"):
         raise SpecError(f"prefer={prefer!r}; allowed are 'low' and 'high'")
     reader = ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, check_model=check_model
+        probe,
+        layer=layer,
+        positions=positions,
+        pool=pool,
+        selection=selection,
+        check_model=check_model,
     )
     cut = getattr(reader.threshold, "value", None)
     read_by = ReadBy(reader, math.inf if cut is None else float(cut))
     config: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
 
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
+    async def judged(state: TaskState, generate: Generate, turn: int) -> TaskState:
         tried = await gather([lambda: read_by.generate(state, generate, **config)] * n)
         sign = 1.0 if prefer == "low" else -1.0
         values = [math.inf if t.record.value is None else sign * t.record.value for t in tried]
@@ -93,9 +102,10 @@ def probe_resample(
             attempts=tuple(t.record for t in tried),
             chosen=chosen,
             outcome="unread" if values[chosen] == math.inf else "resampled" if chosen else "passed",
+            turn=turn,
         )
         adopt(state, tried[chosen].state)
         record_decision(state, decision)
         return state
 
-    return solve
+    return turn_by_turn(judged)

@@ -21,7 +21,7 @@ from inspect_lens.reading import CellKind, CellScores, SteeringCell, SteeringCel
 from inspect_lens.spec import SteeringVector, VectorUse
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
-from ._attempt import adopt, gather
+from ._attempt import adopt, gather, refuse_tools
 
 __all__ = ["Control", "steering_sweep"]
 
@@ -84,9 +84,9 @@ def steering_sweep(
     Raises:
         ArtifactError: no such vector.
         SpecError: no scales, an unknown control, no direction at a layer, or vectors of one name;
-            when it runs, the
-            task's config, the model's or a scope around steers already, and the unsteered answer
-            would be none.
+            when it runs, tools are set, whose side effects every cell would repeat; or the task's
+            config, the model's or a scope around steers already, and the unsteered answer would be
+            none.
         UnsupportedError: when it runs, the model has no lens.
 
     Example:
@@ -123,12 +123,18 @@ def steering_sweep(
                 # One tensor per layer: every scale shares its content and its file.
                 unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
                 plans += [
-                    _Plan(kind, one.name, layer, s, VectorUse(name="", scale=s).apply(unit))
+                    _Plan(kind, one.name, layer, s, VectorUse(name="cell", scale=s).apply(unit))
                     for s in steered
                 ]
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         _refuse_steered([one.name for one in loaded])
+        refuse_tools(
+            state,
+            "steering_sweep",
+            "put use_tools behind the sweep, or use with_steering "
+            "with inner=react(), in a task per scale",
+        )
 
         def run(plan: _Plan) -> Any:
             return lambda: _cell(plan, state, generate, scorer, capture)

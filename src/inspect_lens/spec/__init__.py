@@ -4,18 +4,24 @@ Owns every type that the Inspect process and the vLLM processes share.
 May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
 """
 
-from ._body import BodyParts, split_body
+from ._arrays import as_tensor_data
+from ._body import BodyParts, lens_args, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
+from ._check_edits import check_edits
 from ._eager import check_hooks
 from ._encode import to_extra_args, to_wire_args
 from ._facts import EngineFacts
 from ._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
+from ._limits import TensorLimits
+from ._names import check_function_name, check_name
+from ._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
 from ._positions import (
     Phase,
     PositionName,
     Positions,
     in_phase,
+    is_mask,
     parse_positions,
     phase_range,
     resolve_positions,
@@ -23,15 +29,7 @@ from ._positions import (
 from ._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
 from ._qk import QKReceipt, QKSpec
 from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
-from ._request import (
-    ENVELOPE_KEY,
-    LENS_KEYS,
-    NATIVE_KEY,
-    PLACES,
-    LensRequest,
-    parse_extra_args,
-    refuse_misspelled,
-)
+from ._request import LensRequest, forget_parsed, parse_extra_args
 from ._saved import decode_saved, encode_saved
 from ._sites import (
     RESID_POST,
@@ -44,58 +42,129 @@ from ._sites import (
     tap_point,
     tap_points,
 )
-from ._steer import STEERING_REFERENCE, SteeringVector, VectorUse
+from ._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
+from ._strict import explain, shown
 from ._tensor import (
     DType,
     TensorData,
-    as_tensor_data,
     decode_tensor,
     encode_frame,
     encode_tensor,
     freeze_tensor,
 )
+from ._words import (
+    ENVELOPE_KEY,
+    LENS_KEYS,
+    NATIVE_KEY,
+    OWN_WORDS,
+    PLACES,
+    refuse_misspelled,
+    refuse_own_word,
+)
+from .edits import (
+    EDIT_REFERENCE,
+    EDITS,
+    MOST_INSTRUCTIONS,
+    N_REGISTERS,
+    TENSOR_REFERENCE,
+    Ablate,
+    Add,
+    Clamp,
+    Edit,
+    EditBase,
+    Gate,
+    Insert,
+    Instruction,
+    Kind,
+    Latent,
+    LowRank,
+    ProjectOut,
+    Renormalise,
+    Replace,
+    Rotate,
+    Scale,
+    Set,
+    Swap,
+    Zero,
+    parse_edits,
+    run_program,
+)
 
 __all__ = [
+    "EDITS",
+    "EDIT_REFERENCE",
     "ENVELOPE_KEY",
     "HOOK_REFERENCE",
+    "LARGEST_NORM",
     "LENS_KEYS",
+    "MOST_INSTRUCTIONS",
     "NATIVE_KEY",
+    "N_REGISTERS",
+    "OWN_WORDS",
     "PLACES",
+    "POOLS",
     "PROBE_REFERENCE",
     "RESID_POST",
+    "SENTENCE_POOL",
     "SITES",
     "STEERING_REFERENCE",
+    "TENSOR_REFERENCE",
+    "Ablate",
+    "Add",
     "BodyParts",
     "CaptureReceipt",
     "CaptureSpec",
+    "Clamp",
     "DType",
+    "Edit",
+    "EditBase",
     "EngineFacts",
     "EnginePath",
     "EngineProbe",
     "FunctionCode",
+    "Gate",
     "Hook",
     "HookReceipt",
+    "Insert",
+    "Instruction",
+    "Kind",
+    "Latent",
     "Layers",
     "LensRequest",
+    "LowRank",
     "Phase",
+    "Pool",
     "PositionName",
     "Positions",
     "ProbeReceipt",
     "ProbeUse",
+    "ProjectOut",
     "QKReceipt",
     "QKSpec",
     "Receipt",
     "Reduce",
+    "Renormalise",
+    "Replace",
+    "Rotate",
     "RowDType",
+    "Scale",
+    "Set",
     "Site",
     "SiteChoice",
     "SteerReceipt",
     "SteeringVector",
+    "Swap",
     "TapPoint",
     "TensorData",
+    "TensorLimits",
     "VectorUse",
+    "Zero",
     "as_tensor_data",
+    "check_edits",
+    "check_engine_pool",
+    "check_function_name",
     "check_hooks",
+    "check_name",
     "check_probe",
     "check_request",
     "code_python",
@@ -104,16 +173,25 @@ __all__ = [
     "encode_frame",
     "encode_saved",
     "encode_tensor",
+    "explain",
+    "forget_parsed",
     "freeze_tensor",
     "in_phase",
     "in_site_order",
+    "is_mask",
+    "lens_args",
+    "parse_edits",
     "parse_extra_args",
     "parse_hooks",
+    "parse_pool",
     "parse_positions",
     "phase_range",
     "refuse_misspelled",
+    "refuse_own_word",
     "resolve_positions",
     "result_name",
+    "run_program",
+    "shown",
     "split_body",
     "tap_order",
     "tap_point",

@@ -7,18 +7,13 @@ from typing import Any, NamedTuple, cast
 
 from inspect_lens.errors import SpecError
 
-from ._request import (
-    ENVELOPE_KEY,
-    LENS_KEYS,
-    NATIVE_KEY,
-    PLACES,
-    LensRequest,
-    refuse_misspelled,
-)
+from ._strict import shown
+from ._words import LENS_KEYS, PLACES, refuse_misspelled, refuse_own_word
 
-__all__ = ["BodyParts", "split_body"]
+__all__ = ["BodyParts", "lens_args", "split_body"]
 
-_FIELDS = frozenset(LensRequest.model_fields) - frozenset(LENS_KEYS)
+_DEPTH = 3
+"""Of mappings inside a body that are looked through for lens keys."""
 
 
 class BodyParts(NamedTuple):
@@ -34,10 +29,10 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
     """Take the lens keys out of a body, wherever they may stand.
 
     vLLM passes over fields that it does not know. So a lens key is found at the top level as
-    well, and what looks like one in a place that nobody reads is refused.
+    well, and what looks like one, or is a word of ours, in a place that nobody reads is refused.
 
     Args:
-        body: of the request, or None.
+        body: of the request, or None; of one that vLLM has read, what it does not know of it.
         where: what the body is, for error messages.
 
     Returns:
@@ -60,17 +55,56 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
             split_body({"capture": [4]})
         ```
     """
-    rest, args = dict(body or {}), dict[str, Any]()
+    args = lens_args(body, where=where)
+    taken = (*PLACES, *LENS_KEYS)
+    rest = {key: value for key, value in (body or {}).items() if key not in taken}
+    for key, value in rest.items():
+        refuse_own_word(key, where)
+        refuse_misspelled(key, where)
+        if isinstance(value, Mapping) and (inside := _found(value)) is not None:
+            key_inside = inside.rpartition(".")[2]
+            raise SpecError(
+                f"{where}.{key}.{inside}: nobody reads it there; allowed are "
+                f"{where}.extra_args.{key_inside}, {where}.vllm_xargs.{key_inside} and "
+                f"{where}.{key_inside}"
+            )
+    return BodyParts(rest, args)
+
+
+def lens_args(body: Mapping[str, Any] | None, *, where: str = "the body") -> dict[str, Any]:
+    """What a body asks of the lens, and what else stands beside it in `extra_args`.
+
+    Args:
+        body: of the request, or None.
+        where: what the body is, for error messages.
+
+    Returns:
+        Lens keys of the top level, and all of `vllm_xargs` and `extra_args`.
+
+    Raises:
+        SpecError: a place is no mapping, or a lens key stands twice.
+
+    Example:
+        ```python
+        from inspect_lens.spec import lens_args
+
+        body = {"prompt": "hello", "vllm_xargs": {"output_residual_stream": "[4]"}}
+        assert lens_args(body) == {"output_residual_stream": "[4]"}
+        ```
+    """
+    if not body:
+        return {}
     found: list[tuple[str, Mapping[str, Any]]] = []
     for name in PLACES:
-        part = rest.pop(name, None)
+        part = body.get(name)
         if part is not None and not isinstance(part, Mapping):
             raise SpecError(
-                f"{where}.{name}={part!r}; it has to be a mapping such as "
+                f"{where}.{name}={shown(part)}; it has to be a mapping such as "
                 '{"output_residual_stream": [10]}'
             )
         found.append((f"{where}.{name}", cast("Mapping[str, Any]", part or {})))
-    found.append((where, {key: rest.pop(key) for key in LENS_KEYS if key in rest}))
+    found.append((where, {key: body[key] for key in LENS_KEYS if key in body}))
+    args: dict[str, Any] = {}
     at: dict[str, str] = {}
     for place, part in found:
         for key in part:
@@ -78,24 +112,16 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
                 raise SpecError(f"{key} stands in {at[key]} and in {place}; give it once")
             at[key] = place
         args |= part
-    _check_rest(rest, where)
-    return BodyParts(rest, args)
+    return args
 
 
-def _check_rest(rest: Mapping[str, Any], where: str) -> None:
-    """Refuse what is meant for the lens and would be passed over."""
-    for key, value in rest.items():
-        if key in _FIELDS:
-            raise SpecError(
-                f"{where}.{key}: nobody reads it there; put it into "
-                f'{{"extra_args": {{"{NATIVE_KEY}": {{"{key}": ...}}}}}}'
-            )
-        if key == ENVELOPE_KEY:
-            raise SpecError(f"{where}: {ENVELOPE_KEY!r} is reserved for the engine")
-        refuse_misspelled(key, where)
-        inside = next((k for k in LENS_KEYS if isinstance(value, Mapping) and k in value), None)
-        if inside is not None:
-            raise SpecError(
-                f"{where}.{key}.{inside}: nobody reads it there; allowed are "
-                f"{where}.extra_args.{inside}, {where}.vllm_xargs.{inside} and {where}.{inside}"
-            )
+def _found(value: Mapping[str, Any], depth: int = 1) -> str | None:
+    """Path of a lens key inside a mapping."""
+    for key in LENS_KEYS:
+        if key in value:
+            return key
+    if depth < _DEPTH:
+        for key, inner in value.items():
+            if isinstance(inner, Mapping) and (path := _found(inner, depth + 1)) is not None:
+                return f"{key}.{path}"
+    return None

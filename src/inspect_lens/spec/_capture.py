@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ._positions import Phase, Positions, is_mask, parse_positions
 from ._sites import RESID_POST, SITES, Site, in_site_order
+from ._strict import integers, shown
 
 __all__ = ["CaptureSpec", "Layers", "Reduce", "RowDType", "SiteChoice", "Transport"]
 
@@ -25,6 +26,25 @@ RowDType = Literal["model", "float32", "bfloat16", "float16"]
 
 Transport = Literal["auto", "inline", "binary"]
 """How a result travels: in the response, or beside it."""
+
+
+def parse_layers(value: Any) -> Any:
+    """Layers as users write them: `all` or true, a number, or a list of numbers.
+
+    Returns:
+        `all`, or the numbers ascending and once each; what is none of these as it came.
+
+    Raises:
+        ValueError: an empty list, or something in it that is not an integer.
+    """
+    if value is True:
+        return "all"
+    layers = integers(value)
+    if not isinstance(layers, tuple):
+        return value
+    if not layers:
+        raise ValueError("is empty; name at least one layer, or 'all'")
+    return tuple(sorted(set(layers)))
 
 
 class CaptureSpec(BaseModel):
@@ -75,27 +95,17 @@ class CaptureSpec(BaseModel):
     @field_validator("layers", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        if value is True:
-            return "all"
-        if isinstance(value, int) and not isinstance(value, bool):
-            return (value,)
-        if isinstance(value, list | tuple):
-            if not value:
-                raise ValueError("is empty; name at least one layer, or 'all'")
-            if any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-                raise ValueError(f"{value!r} holds something that is not an integer")
-            return tuple(sorted(set(value)))
-        return value
+        return parse_layers(value)
 
     @field_validator("site", mode="before")
     @classmethod
     def _site(cls, value: Any) -> Any:
         sites = [value] if isinstance(value, str) else value
         if not isinstance(sites, list | tuple) or not sites:
-            raise ValueError(f"{value!r}; allowed are {', '.join(SITES)}, or a list of these")
+            raise ValueError(f"{shown(value)}; allowed are {', '.join(SITES)}, or a list of these")
         for site in sites:
-            if site not in SITES:
-                raise ValueError(f"{site!r}; allowed are {', '.join(SITES)}")
+            if not isinstance(site, str) or site not in SITES:
+                raise ValueError(f"{shown(site)}; allowed are {', '.join(SITES)}")
         ordered = in_site_order(sites)
         return ordered[0] if len(ordered) == 1 else ordered
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
+from ._check_edits import check_edits, check_layers
 from ._eager import check_eager
 from ._facts import EngineFacts
 from ._probe import EngineProbe
 from ._request import LensRequest
-from ._sites import Site, TapPoint, tap_point, tap_points
+from ._sites import TapPoint, tap_points
+from ._steer import check_scales
 
 __all__ = ["check_probe", "check_request"]
 
@@ -27,7 +29,7 @@ def check_request(
         probes: registered probes by name, with those that the request names.
 
     Raises:
-        SpecError: a layer or a width that the model does not have.
+        SpecError: a layer or a width that the model does not have, or steering that overflows.
         UnsupportedError: a site of a layer without a tap, or more rows than the buffers hold.
 
     Example:
@@ -59,28 +61,34 @@ def check_request(
     for use in request.probes:
         probe = (probes or {})[use.name]
         check_probe(probe, facts, f"probe {use.name!r}")
+        if use.alarm is not None and use.threshold is None and probe.threshold is None:
+            raise SpecError(
+                f"probes: alarm={use.alarm!r} of {use.name!r} without a threshold, which the probe "
+                "has none of; give threshold"
+            )
         taps.update(probe.taps)
     if request.capture is not None:
         asked = request.capture.layers
         layers = tuple(range(facts.n_layers)) if asked == "all" else asked
         what = "'all' needs each layer, and layer" if asked == "all" else "layer"
         for site in request.capture.sites:
-            _check_layers(layers, site, facts, "capture.layers", what)
+            check_layers(layers, site, facts, "capture.layers", what)
         taps.update(tap_points(request.capture.sites, layers))
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.
-    if (rows_needed := len(taps) * facts.max_step_tokens) > facts.ring_rows:
+    step_tokens = facts.least_step_tokens or facts.max_step_tokens
+    if (rows_needed := len(taps) * step_tokens) > facts.ring_rows:
         enough = rows_needed * facts.ring_row_bytes
         fitting = facts.ring_rows // len(taps)
         smaller = f"max_num_batched_tokens of {fitting} or less, or with " if fitting else ""
         raise UnsupportedError(
-            f"capture.layers and probes: {len(taps)} taps times {facts.max_step_tokens} tokens a "
+            f"capture.layers and probes: {len(taps)} taps times {step_tokens} tokens a "
             f"step need {rows_needed} rows and the capture buffer has {facts.ring_rows}; ask for "
             f"fewer layers, sites or probes, or start the engine with {smaller}"
             "INSPECT_LENS_RING_BYTES" + (f"={enough}" if enough else " raised")
         )
     for i, vector in enumerate(request.steer):
         field = f"steer[{i}]"
-        _check_layers(vector.layer_indices, vector.site, facts, f"{field}.layer_indices")
+        check_layers(vector.layer_indices, vector.site, facts, f"{field}.layer_indices")
         shape = vector.activations.shape
         if shape[-1] != facts.hidden:
             raise SpecError(
@@ -88,12 +96,15 @@ def check_request(
                 f"stream of {facts.model} is {facts.hidden} wide"
             )
         rows += math.prod(shape[:-1])
+    check_scales(request.steer, facts.dtype)
     if len({vector.norm_match for vector in request.steer}) == 2:
         # Where plain and norm-matched vectors meet at a token, it needs a row of each.
         rows *= 2
+    rows += check_edits(request.edits, facts)
     if rows > facts.bank_rows:
         raise UnsupportedError(
-            f"steer: {rows} vectors and the steering table has {facts.bank_rows} rows; "
+            f"{'edits' if request.edits else 'steer'}: {rows} vectors and the steering table has "
+            f"{facts.bank_rows} rows; "
             "steer fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
         )
 
@@ -125,25 +136,9 @@ def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") ->
         check_probe(probe, facts)  # raises where it does not fit
         ```
     """
-    _check_layers(probe.layers, probe.site, facts, f"{field}.layers")
+    check_layers(probe.layers, probe.site, facts, f"{field}.layers")
     if probe.hidden != facts.hidden:
         raise SpecError(
             f"{field}: reads rows of width {probe.hidden}; the residual stream of {facts.model} is "
             f"{facts.hidden} wide"
         )
-
-
-def _check_layers(
-    layers: tuple[int, ...], site: Site, facts: EngineFacts, field: str, what: str = "layer"
-) -> None:
-    for layer in layers:
-        if not 0 <= layer < facts.n_layers:
-            raise SpecError(
-                f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
-            )
-        if not facts.has_tap(tap_point(site, layer)):
-            raise UnsupportedError(
-                f"{field}: {what} {layer} has no tap for {site} in this engine, which serves "
-                f"{', '.join(facts.sites)} (INSPECT_LENS_SITES) at layers {list(facts.layers)} "
-                "(INSPECT_LENS_LAYERS)"
-            )

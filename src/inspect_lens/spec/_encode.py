@@ -10,9 +10,10 @@ from pydantic import BaseModel
 
 from ._capture import Transport
 from ._hook import Hook
-from ._request import NATIVE_KEY, LensRequest
+from ._request import LensRequest
 from ._sites import RESID_POST
 from ._steer import SteeringVector
+from ._words import NATIVE_KEY
 
 __all__ = ["to_extra_args", "to_wire_args"]
 
@@ -43,7 +44,7 @@ def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
     capture = request.capture
     chosen = capture is not None and not capture.is_plain
     chosen = chosen or any(v.site != RESID_POST or v.phase != "both" for v in request.steer)
-    chosen = chosen or bool(request.steer_named or request.probes)
+    chosen = chosen or bool(request.steer_named or request.probes or request.edits)
     if capture is not None and request.qk is not None:
         # The keys have one transport for both.
         chosen = chosen or capture.transport != request.qk.transport

@@ -37,8 +37,13 @@ class EngineFacts:
     """Vectors that the steering table holds for all running requests together."""
     vllm_version: str
     """Version of vLLM."""
+    least_step_tokens: int = 0
+    """Tokens to which a step can be cut so that its rows fit the capture buffer; 0: as many as
+    `max_step_tokens`, so that it cannot be."""
     ring_row_bytes: int = 0
     """Bytes of INSPECT_LENS_RING_BYTES that a row of the capture buffer takes; 0: not known."""
+    max_positions: int = 0
+    """Tokens that a request can have, prompt and completion; 0: not known."""
     is_speculative: bool = False
     """Whether a step may feed draft tokens that are rejected afterwards."""
     allows_code: bool = False

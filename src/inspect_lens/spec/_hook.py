@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,11 +31,16 @@ from pydantic import (
 from inspect_lens.errors import SpecError
 
 from ._dump import WireModel, is_wire
+from ._names import check_function_name, is_function_name
+from ._strict import Flag, integers, shown
 
 __all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
 
 HOOK_REFERENCE = "hook/1"
 """`$lens` of the short form in which a hook stands in logs."""
+
+
+_PYTHON = re.compile(r"[0-9]{1,2}\.[0-9]{1,3}")
 
 
 def code_python() -> str:
@@ -104,7 +110,7 @@ class FunctionCode:
         finally:
             if by_value:
                 cloudpickle.unregister_pickle_by_value(module)
-        return cls(data, name, code_python())
+        return cls(data, name if is_function_name(name) else "", code_python())
 
     def wire(self) -> dict[str, str]:
         """JSON form; vllm-lens reads `cloudpickle` and passes over the rest."""
@@ -159,7 +165,7 @@ class Hook(WireModel):
     layer_indices: tuple[int, ...]
     """Layers it runs at, 0-based."""
 
-    pre: bool = False
+    pre: Flag = False
     """Run on what goes into the layers instead of what comes out."""
 
     @field_validator("fn", mode="before")
@@ -180,11 +186,10 @@ class Hook(WireModel):
     @field_validator("layer_indices", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            value = (value,)
-        if isinstance(value, list | tuple) and not value:
+        layers = integers(value)
+        if layers == ():
             raise ValueError("is empty; name at least one layer")
-        return value
+        return layers
 
     @field_validator("layer_indices")
     @classmethod
@@ -219,12 +224,20 @@ class Hook(WireModel):
 
 def _from_wire(value: Mapping[str, Any]) -> FunctionCode:
     if value.get("$lens") == HOOK_REFERENCE or "cloudpickle" not in value:
-        raise ValueError(f'has the keys {sorted(value)}; wanted is {{"cloudpickle": base64}}')
+        raise ValueError(
+            f'has the keys {shown(sorted(map(str, value)))}; wanted is {{"cloudpickle": base64}}'
+        )
+    if unknown := sorted(map(str, set(value) - {"cloudpickle", "name", "python"})):
+        raise ValueError(f"has the unknown keys {shown(unknown)}")
     try:
         data = base64.b64decode(value["cloudpickle"], validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
         raise ValueError(f"cloudpickle is not base64 ({error})") from None
-    return FunctionCode(data, str(value.get("name") or ""), value.get("python"))
+    python = value.get("python")
+    if python is not None and not (isinstance(python, str) and _PYTHON.fullmatch(python)):
+        raise ValueError(f"python={shown(python)}; allowed is a version such as '3.12'")
+    name = value.get("name")
+    return FunctionCode(data, check_function_name("" if name is None else name), python)
 
 
 def parse_hooks(value: Any, *, where: str = "apply_hooks") -> tuple[Hook, ...]:

@@ -9,6 +9,8 @@ from pydantic import StrictBool
 
 from inspect_lens.errors import SpecError
 
+from ._strict import shown
+
 __all__ = [
     "Phase",
     "PositionName",
@@ -56,7 +58,7 @@ def parse_positions(value: object, *, field: str) -> Positions:
         if value in get_args(PositionName):
             return cast("PositionName", value)
         raise SpecError(
-            f"{field}={value!r}; allowed are {', '.join(get_args(PositionName))}, "
+            f"{field}={shown(value)}; allowed are {', '.join(get_args(PositionName))}, "
             "a list of integers, or a list of booleans over the prompt"
         )
     if isinstance(value, int) and not isinstance(value, bool):
@@ -70,16 +72,31 @@ def parse_positions(value: object, *, field: str) -> Positions:
         if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
             positions = tuple(cast("list[int]", items))
             if len(set(positions)) != len(positions):
-                raise SpecError(f"{field}: a position is named twice in {positions!r}")
+                raise SpecError(f"{field}: a position is named twice in {shown(positions)}")
             return positions
     raise SpecError(
-        f"{field}={value!r}; allowed are {', '.join(get_args(PositionName))}, "
+        f"{field}={shown(value)}; allowed are {', '.join(get_args(PositionName))}, "
         "a non-empty list of integers, or one of booleans over the prompt"
     )
 
 
 def is_mask(positions: Positions) -> bool:
-    """Whether positions are one boolean per prompt token."""
+    """Whether positions are one boolean per prompt token.
+
+    Args:
+        positions: what `parse_positions` returned.
+
+    Returns:
+        True for a mask.
+
+    Example:
+        ```python
+        from inspect_lens.spec import is_mask
+
+        assert is_mask((True, False))
+        assert not is_mask((1, 0))
+        ```
+    """
     return not isinstance(positions, str) and isinstance(positions[0], bool)
 
 
@@ -194,5 +211,5 @@ def resolve_positions(
                 "end of the prompt"
             )
     if len(set(resolved)) != len(resolved):
-        raise SpecError(f"{field}: two of {positions!r} are the same position of this prompt")
+        raise SpecError(f"{field}: two of {shown(positions)} are the same position of this prompt")
     return resolved

@@ -16,6 +16,7 @@ from pydantic import (
     InstanceOf,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_serializer,
@@ -23,10 +24,15 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from ._arrays import as_tensor_data
 from ._dump import WireModel, is_wire
+from ._limits import probe_judge
+from ._names import check_name
+from ._pools import check_engine_pool
 from ._positions import Positions, parse_positions
 from ._sites import RESID_POST, Site, TapPoint, tap_points
-from ._tensor import TensorData, as_tensor_data, encode_tensor, freeze_tensor
+from ._strict import Flag, Number, integers, shown
+from ._tensor import TensorData, encode_tensor, freeze_tensor
 
 __all__ = ["PROBE_REFERENCE", "EngineProbe", "ProbeReceipt", "ProbeUse"]
 
@@ -79,29 +85,45 @@ class EngineProbe(WireModel):
     mlp `w1` (l, k, h), `b1` (k), `w2` (k), `b2` (); attention `query` and `value` (k, h),
     `bias` (). Biases are 0 where left out."""
     aggregate: str = "mean"
-    """How token scores become one number, as in `inspect_lens.probe.parse_pool`; an attention
-    probe aggregates by itself and ignores it."""
-    threshold: float | None = None
+    """How token scores become one number, as in `inspect_lens.probe.parse_pool`, but for
+    `sentence_mean_max`, which needs the texts of tokens; an attention probe aggregates by itself
+    and ignores it."""
+    threshold: Number | None = None
     """Scores above it raise the alarm of requests that do not name a threshold."""
 
     @field_validator("layers", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            value = (value,)
-        if isinstance(value, list | tuple):
-            return tuple(sorted(set(value)))
-        return value
+        layers = integers(value)
+        return tuple(sorted(set(layers))) if isinstance(layers, tuple) else layers
 
     @field_validator("tensors", mode="before")
     @classmethod
-    def _tensors(cls, value: Any) -> Any:
+    def _tensors(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"is {type(value).__name__}; give tensors by name")
+        kind = info.data.get("kind")
+        if kind is None:
+            raise ValueError("cannot be read without a kind")
+        expected = _SHAPES[kind]
+        unknown = sorted(map(str, set(value) - set(expected)))
+        missing = {n for n in expected if n not in value and n not in ("bias", "b1", "b2")}
+        if unknown or missing:
+            raise ValueError(
+                f"a {kind} probe has the tensors {sorted(expected)}; unknown are "
+                f"{shown(unknown)}, missing are {sorted(missing)}"
+            )
         return {
-            name: freeze_tensor(as_tensor_data(tensor, field=f"tensors.{name}"))
+            name: freeze_tensor(
+                as_tensor_data(tensor, field=name, judge=probe_judge(info, expected[name]))
+            )
             for name, tensor in value.items()
         }
+
+    @field_validator("aggregate")
+    @classmethod
+    def _aggregate(cls, value: str) -> str:
+        return check_engine_pool(value)
 
     @field_serializer("tensors")
     def _dump_tensors(self, value: dict[str, TensorData]) -> dict[str, Any]:
@@ -117,17 +139,10 @@ class EngineProbe(WireModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.layers or self.layers[0] < 0:
-            raise ValueError(f"layers {self.layers}; name at least one, from 0")
+            raise ValueError(f"layers {shown(self.layers)}; name at least one, from 0")
         expected = _SHAPES[self.kind]
-        unknown = set(self.tensors) - set(expected)
-        missing = {n for n in expected if n not in self.tensors and n not in ("bias", "b1", "b2")}
-        if unknown or missing:
-            raise ValueError(
-                f"a {self.kind} probe has the tensors {sorted(expected)}; unknown are "
-                f"{sorted(unknown)}, missing are {sorted(missing)}"
-            )
         if self.kind == "attention" and len(self.layers) != 1:
-            raise ValueError(f"an attention probe reads one layer; layers is {self.layers}")
+            raise ValueError(f"an attention probe reads one layer; layers is {shown(self.layers)}")
         sizes = {"l": len(self.layers)}
         for name, tensor in self.tensors.items():
             axes = expected[name]
@@ -144,7 +159,7 @@ class EngineProbe(WireModel):
                         f"tensors.{name} has shape {tensor.shape}, which does not fit "
                         f"{len(self.layers)} layers and the other tensors"
                     )
-            if not np.isfinite(tensor.to_float32()).all():
+            if not all(np.isfinite(values).all() for values in tensor.blocks()):
                 raise ValueError(f"tensors.{name} holds NaN or infinity")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise ValueError(f"threshold is {self.threshold}; it has to be finite")
@@ -202,18 +217,28 @@ class ProbeUse(BaseModel):
     """Tokens that it reads."""
     aggregate: str | None = None
     """Instead of the probe's own."""
-    tokens: bool = False
+    tokens: Flag = False
     """Whether the response has the score of every token."""
     alarm: Literal["flag", "stop"] | None = None
     """What happens when the aggregated score of the tokens so far exceeds the threshold: it is
     noted in the receipt, or the generation ends as well."""
-    threshold: float | None = Field(default=None, allow_inf_nan=False)
+    threshold: Number | None = Field(default=None, allow_inf_nan=False)
     """Instead of the probe's own."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> str:
+        return check_name(value)
+
+    @field_validator("aggregate")
+    @classmethod
+    def _aggregate(cls, value: str | None) -> str | None:
+        return value if value is None else check_engine_pool(value)
 
     @field_validator("positions", mode="before")
     @classmethod
     def _positions(cls, value: Any) -> Any:
-        if value == "last":
+        if isinstance(value, str) and value == "last":
             # Scores are wanted as they come, and which token is the last is known at the end.
             raise ValueError("'last'; take the score of the last token with aggregate='last'")
         return parse_positions(value, field="positions")

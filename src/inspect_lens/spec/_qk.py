@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ._capture import Layers, Transport
+from ._capture import Layers, Transport, parse_layers
 
 __all__ = ["QKReceipt", "QKSpec"]
 
@@ -45,15 +45,7 @@ class QKSpec(BaseModel):
     @field_validator("layers", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        if value is True:
-            return "all"
-        if isinstance(value, int) and not isinstance(value, bool):
-            return (value,)
-        if isinstance(value, list | tuple):
-            if not value:
-                raise ValueError("is empty; name at least one layer, or 'all'")
-            return tuple(sorted(set(value)))
-        return value
+        return parse_layers(value)
 
 
 class QKReceipt(BaseModel):

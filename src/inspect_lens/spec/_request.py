@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
-from pydantic import ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from inspect_lens.errors import SpecError
 
 from ._capture import CaptureSpec
 from ._dump import WireModel
 from ._hook import Hook, parse_hooks
+from ._limits import TensorLimits, limits_of
+from ._parsed import Parsed, fingerprint
 from ._probe import ProbeUse
 from ._qk import QKSpec
 from ._steer import SteeringVector, VectorUse
-
-__all__ = [
-    "ENVELOPE_KEY",
-    "LENS_KEYS",
-    "PLACES",
-    "LensRequest",
-    "parse_extra_args",
-    "refuse_misspelled",
-]
-
-NATIVE_KEY = "inspect_lens"
-ENVELOPE_KEY = "_inspect_lens"
-"""Where the front-end puts what the worker reads; users may not set it."""
-LENS_KEYS = (
+from ._strict import Flag, explain, shown
+from ._words import (
+    LENS_KEYS,
     NATIVE_KEY,
-    "output_residual_stream",
-    "apply_steering_vectors",
-    "skip_reading_prefix_cache",
-    "activations_transport",
-    "apply_hooks",
-    "output_qk",
+    VLLM_KEYS,
+    refuse_misspelled,
+    refuse_own_word,
 )
-PLACES = ("vllm_xargs", "extra_args")
-"""Fields of a body under which they may stand, beside its top level."""
-_VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
+from .edits import Edit, parse_edits
+
+__all__ = ["LensRequest", "forget_parsed", "parse_extra_args"]
 
 
 class LensRequest(WireModel):
@@ -73,6 +66,9 @@ class LensRequest(WireModel):
     steer_named: tuple[VectorUse, ...] = ()
     """Registered vectors to add; the engine puts their content in the place of their names."""
 
+    edits: tuple[Edit, ...] = ()
+    """Other edits of the stream, in this order and behind the vectors of `steer`."""
+
     probes: tuple[ProbeUse, ...] = ()
     """Registered probes to apply to each token inside the engine; names will do."""
 
@@ -82,7 +78,7 @@ class LensRequest(WireModel):
     qk: QKSpec | None = None
     """Queries and keys to return."""
 
-    skip_reading_prefix_cache: bool | None = None
+    skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
     @field_validator("steer_named", "probes", mode="before")
@@ -99,10 +95,21 @@ class LensRequest(WireModel):
     def _hooks(cls, value: Any) -> Any:
         return parse_hooks(value, where="hooks")
 
+    @field_validator("edits", mode="before")
+    @classmethod
+    def _edits(cls, value: Any, info: ValidationInfo) -> Any:
+        return parse_edits(value, limits=limits_of(info))
+
     @field_validator("qk", mode="before")
     @classmethod
     def _qk(cls, value: Any) -> Any:
         return value if value is None or isinstance(value, Mapping | QKSpec) else {"layers": value}
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors that it brings."""
+        edited = (tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
+        return sum(vector.activations.nbytes for vector in self.steer) + sum(edited)
 
     @property
     def runs_eagerly(self) -> bool:
@@ -113,20 +120,24 @@ class LensRequest(WireModel):
     def _check_probes(self) -> Self:
         names = [use.name for use in self.probes]
         if len(set(names)) != len(names):
-            raise ValueError(f"probes: a name stands twice in {names}")
+            raise ValueError(f"probes: a name stands twice in {shown(names)}")
         return self
 
 
-def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None:
+def parse_extra_args(
+    extra_args: Mapping[str, Any] | None, *, limits: TensorLimits | None = None
+) -> LensRequest | None:
     """Read a lens request out of vLLM's `SamplingParams.extra_args` (or `vllm_xargs`).
 
     Understood are the keys of vllm-lens (`output_residual_stream`,
     `apply_steering_vectors`, `apply_hooks`, `output_qk`, `skip_reading_prefix_cache`,
     `activations_transport`), each as Python objects or as JSON text, and `inspect_lens`, a
-    `LensRequest` as an object or JSON.
+    `LensRequest` as an object or JSON. `output_residual_stream` and `output_qk` are `true`,
+    `false` or a list of layers; a number alone is refused.
 
     Args:
         extra_args: the mapping, or None.
+        limits: of the engine that it is for; tensors that it has no use for are not unpacked.
 
     Returns:
         The request, or None when no key of the lens is there.
@@ -147,105 +158,38 @@ def parse_extra_args(extra_args: Mapping[str, Any] | None) -> LensRequest | None
     if not extra_args:
         return None
     # A batch gives one mapping to a thousand requests, and each is read three times.
-    key, kept = _fingerprint(extra_args)
-    if key is not None and (known := _PARSED.known.get(key)) is not None:
-        return known[1]
-    request = _parse(extra_args)
+    key, kept = fingerprint(extra_args, LensRequest)
+    if key is not None and (known := _PARSED.get(key)) is not None:
+        return known[0]
+    request = _parse(extra_args, limits)
     if key is not None:
         _PARSED.keep(key, kept, request)
     return request
 
 
-class _Parsed:
-    """Requests that were parsed before, by content: as many as have room."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.known: dict[tuple[object, ...], tuple[list[Any], LensRequest | None]] = {}
-        self._left = self._most = most_bytes
-
-    def keep(self, key: tuple[object, ...], kept: list[Any], request: LensRequest | None) -> None:
-        """Keep a request, and in its favour perhaps none of those before."""
-        size = _BYTES_BESIDE + sum(map(_text_bytes, key))
-        for item in kept:
-            # What a request or a function holds is not looked at.
-            is_vector = isinstance(item, SteeringVector)
-            size += item.activations.nbytes if is_vector else _UNKNOWN_BYTES
-        if size > self._most:
-            return
-        if size > self._left:
-            self.known.clear()
-            self._left = self._most
-        self._left -= size
-        self.known[key] = kept, request
+_PARSED = Parsed(1 << 25)
 
 
-def _text_bytes(part: object) -> int:
-    if isinstance(part, tuple):
-        return sum(map(_text_bytes, cast("tuple[object, ...]", part)))
-    return len(part) if isinstance(part, str) else 8
+def forget_parsed(request: LensRequest) -> None:
+    """Keep nothing of a request that an engine has refused.
 
+    Args:
+        request: of `parse_extra_args`, which otherwise remembers it for requests like it.
 
-_BYTES_BESIDE = 4096
-_UNKNOWN_BYTES = 1 << 16
-_PARSED = _Parsed(1 << 25)
+    Example:
+        ```python
+        from inspect_lens.spec import forget_parsed, parse_extra_args
 
-
-_PLAIN = frozenset({int, bool, str, type(None)})
-_MOST_PARTS = 1024
-_MOST_TEXT = 1 << 16
-
-
-def _fingerprint(extra_args: Mapping[str, Any]) -> tuple[tuple[object, ...] | None, list[object]]:
-    """Names the content of plain requests exactly; None where it is large, or arrays.
-
-    With it come the objects that are named by their identity: whoever keeps the name has to
-    keep them, so that no other object can get it.
+        asked = {"output_residual_stream": [99]}
+        request = parse_extra_args(asked)
+        forget_parsed(request)
+        assert parse_extra_args(asked) is not request
+        ```
     """
-    parts: list[object] = []
-    kept: list[object] = []
-    return (tuple(parts), kept) if _describe(dict(extra_args), parts, kept) else (None, [])
+    _PARSED.forget(request)
 
 
-def _describe(value: object, parts: list[object], kept: list[object]) -> bool:
-    """Append the content of a value; False where it cannot be named in a few words."""
-    kind = type(value)
-    if len(parts) > _MOST_PARTS:
-        return False
-    if kind is str:
-        parts += kind, value
-        return len(cast("str", value)) <= _MOST_TEXT
-    if kind in _PLAIN:
-        parts += kind, value
-        return True
-    if kind is float:
-        parts += kind, repr(value)  # 0.0 is -0.0 to Python
-        return True
-    if kind in (list, tuple):
-        items = cast("Sequence[object]", value)
-        kinds = tuple(map(type, items))
-        if _PLAIN.issuperset(kinds):
-            parts += kind, kinds, tuple(items)
-            return (
-                len(items) <= _MOST_PARTS
-                and sum(len(item) for item in items if isinstance(item, str)) <= _MOST_TEXT
-            )
-        parts += kind, len(items)
-        return all(_describe(item, parts, kept) for item in items)
-    if kind is dict:
-        pairs = cast("dict[object, object]", value)
-        parts += kind, len(pairs)
-        return all(
-            _describe(key, parts, kept) and _describe(item, parts, kept)
-            for key, item in pairs.items()
-        )
-    if isinstance(value, SteeringVector | LensRequest | Hook):
-        parts += kind, id(value)  # they never change
-        kept.append(value)
-        return True
-    return False
-
-
-def _parse(extra_args: Mapping[str, Any]) -> LensRequest | None:
+def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRequest | None:
     keys = [key for key in extra_args if key in LENS_KEYS]
     _check_keys(extra_args, has_lens=bool(keys))
     if not keys:
@@ -258,80 +202,45 @@ def _parse(extra_args: Mapping[str, Any]) -> LensRequest | None:
         if isinstance(loaded, LensRequest):
             return _none_if_empty(loaded)
         if not isinstance(loaded, Mapping):
-            raise SpecError(f"{NATIVE_KEY}={native!r}; it has to be an object")
+            raise SpecError(f"{NATIVE_KEY}={shown(native)}; it has to be an object")
         values = dict(cast("Mapping[str, Any]", loaded))
         if isinstance(values.get("steer"), Mapping | SteeringVector):
             values["steer"] = [values["steer"]]
     else:
         values = _from_vllm_lens(extra_args)
+    context = None if limits is None else limits.context
     try:
-        return _none_if_empty(LensRequest.model_validate(values))
+        return _none_if_empty(LensRequest.model_validate(values, context=context))
     except ValidationError as error:
-        raise SpecError(_explain(error)) from None
+        raise SpecError(explain(error)) from None
+    except (OverflowError, RecursionError) as error:
+        raise SpecError(f"{NATIVE_KEY}: cannot be read ({error})") from None
 
 
 def _none_if_empty(request: LensRequest) -> LensRequest | None:
     return request if request != LensRequest() else None
 
 
-def refuse_misspelled(
-    key: str, where: str, *, known: Sequence[str] = (*LENS_KEYS, *PLACES), cutoff: float = 0.8
-) -> None:
-    """Refuse a key that almost is one of the lens, or a place for some.
-
-    Args:
-        key: that nobody reads.
-        where: it stands.
-        known: keys that are read there.
-        cutoff: how much alike two keys have to be, as `difflib` counts it.
-
-    Raises:
-        SpecError: with the key that may have been meant.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import refuse_misspelled
-
-        refuse_misspelled("top_k", "the body")
-        with pytest.raises(SpecError, match="did you mean 'output_residual_stream'"):
-            refuse_misspelled("output_residual_streams", "the body")
-        ```
-    """
-    near = difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)
-    if near:
-        raise SpecError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
-
-
 def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
-    if ENVELOPE_KEY in extra_args:
-        raise SpecError(f"extra_args: {ENVELOPE_KEY!r} is reserved for the engine")
     for key in extra_args:
-        if key in LENS_KEYS or key in _VLLM_KEYS:
+        if key in LENS_KEYS or key in VLLM_KEYS:
             continue
+        refuse_own_word(key, "extra_args")
         refuse_misspelled(key, "extra_args", known=LENS_KEYS, cutoff=0.75)
         if has_lens:
             raise SpecError(
-                f"extra_args: unknown key {key!r} beside lens keys; known are "
-                f"{', '.join(LENS_KEYS + _VLLM_KEYS)}"
+                f"extra_args: unknown key {shown(key)} beside lens keys; known are "
+                f"{', '.join(LENS_KEYS + VLLM_KEYS)}"
             )
 
 
 def _from_vllm_lens(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    transport = _transport(extra_args.get("activations_transport"))
     for key, name in (("output_residual_stream", "capture"), ("output_qk", "qk")):
-        layers = _load(key, extra_args.get(key))
-        if layers is None or layers is False:
-            continue
-        if layers is not True and not isinstance(layers, list | tuple | int):
-            raise SpecError(f"{key}={layers!r}; allowed are true or a list of layers")
-        transport = extra_args.get("activations_transport") or "auto"
-        values[name] = {
-            "layers": "all" if layers is True else layers,
-            "transport": "inline" if transport == "base64" else transport,
-        }
+        layers = _asked_layers(key, _load(key, extra_args.get(key)))
+        if layers is not None:
+            values[name] = {"layers": layers, "transport": transport}
     hooks = _load("apply_hooks", extra_args.get("apply_hooks"))
     if hooks is not None:
         values["hooks"] = parse_hooks(hooks)
@@ -347,10 +256,35 @@ def _from_vllm_lens(extra_args: Mapping[str, Any]) -> dict[str, Any]:
         values["steer"] = [_load(f"apply_steering_vectors[{i}]", v) for i, v in enumerate(steer)]
     skip = _load("skip_reading_prefix_cache", extra_args.get("skip_reading_prefix_cache"))
     if skip is not None:
-        if skip not in (True, False):
-            raise SpecError(f"skip_reading_prefix_cache={skip!r}; allowed are true and false")
+        # vLLM makes 1 and 0 of true and false in `vllm_xargs`.
+        if type(skip) not in (bool, int) or skip not in (0, 1):
+            raise SpecError(f"skip_reading_prefix_cache={shown(skip)}; allowed are true and false")
         values["skip_reading_prefix_cache"] = bool(skip)
     return values
+
+
+def _asked_layers(key: str, value: Any) -> Any:
+    """Layers as the keys of vllm-lens spell them; None where nothing is asked for."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return "all"
+    if isinstance(value, list | tuple):
+        return value
+    raise SpecError(
+        f"{key}={shown(value)}; allowed are true (all layers), false, and a list of layers such as "
+        '[2]; inside vllm_xargs as text, "true" or "[2]", since vLLM makes 1 of a true there'
+    )
+
+
+def _transport(value: Any) -> Any:
+    """The key of vllm-lens as `Transport` says it."""
+    allowed = ("base64", "binary", "inline", "auto")
+    if value is None:
+        return "auto"
+    if not isinstance(value, str) or value not in allowed:
+        raise SpecError(f"activations_transport={shown(value)}; allowed are {', '.join(allowed)}")
+    return "inline" if value == "base64" else value
 
 
 def _load(field: str, value: Any) -> Any:
@@ -359,14 +293,5 @@ def _load(field: str, value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
-        raise SpecError(f"{field}: {value[:80]!r} is not JSON") from None
-
-
-def _explain(error: ValidationError) -> str:
-    lines = [
-        f"{'.'.join(str(part) for part in item['loc']) or 'inspect_lens'}: "
-        f"{item['msg'].removeprefix('Value error, ')}"
-        for item in error.errors(include_url=False, include_input=False)
-    ]
-    return "; ".join(lines)
+    except (ValueError, RecursionError):
+        raise SpecError(f"{field}: {value[:80]!r} is not JSON, or nested too deep") from None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final, Self, cast
 
 import numpy as np
 from pydantic import (
@@ -13,21 +16,52 @@ from pydantic import (
     InstanceOf,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_serializer,
     model_validator,
 )
 
+from inspect_lens.errors import SpecError
+
+from ._arrays import as_tensor_data
 from ._dump import WireModel, is_wire
+from ._limits import vector_judge
+from ._names import check_name
 from ._positions import Phase
 from ._sites import RESID_POST, Site
-from ._tensor import TensorData, as_tensor_data, encode_tensor, freeze_tensor
+from ._strict import Flag, Number, integers, shown
+from ._tensor import TensorData, encode_tensor, freeze_tensor
 
-__all__ = ["STEERING_REFERENCE", "SteeringVector", "VectorUse"]
+__all__ = ["LARGEST_NORM", "STEERING_REFERENCE", "SteeringVector", "VectorUse", "check_scales"]
 
 STEERING_REFERENCE = "steering/1"
 """`$lens` of the short form in which a vector stands in logs."""
+
+LARGEST_NORM: Final[dict[str, float]] = {
+    "float32": 2.0**63,
+    "bfloat16": 2.0**63,
+    "float16": 2.0**15,
+}
+"""By dtype of the residual stream: the norm up to which a steered stream is written.
+
+Models sum the squares of a row in float32, which must not overflow. float16 itself ends at 65504,
+and later layers add to the row."""
+
+
+def parse_steered(value: Any) -> Any:
+    """Positions to steer: one or several integers.
+
+    Raises:
+        ValueError: something is not an integer; a mask has its own words.
+    """
+    if isinstance(value, list | tuple) and any(isinstance(item, bool) for item in value):
+        raise ValueError(
+            "holds booleans, and a mask is read in capture.positions only; give the positions "
+            "themselves, as in [0, 2]"
+        )
+    return integers(value)
 
 
 class SteeringVector(WireModel):
@@ -73,10 +107,10 @@ class SteeringVector(WireModel):
     layer_indices: tuple[int, ...]
     """Layer of each row of `activations`, 0-based."""
 
-    scale: float = 1.0
+    scale: Number = 1.0
     """Factor on the vector."""
 
-    norm_match: bool = False
+    norm_match: Flag = False
     """Scale each vector to the norm of the residual stream of the token it is added to."""
 
     site: Site = RESID_POST
@@ -94,13 +128,18 @@ class SteeringVector(WireModel):
 
     @field_validator("activations", mode="before")
     @classmethod
-    def _activations(cls, value: Any) -> TensorData:
-        return freeze_tensor(as_tensor_data(value, field="activations"))
+    def _activations(cls, value: Any, info: ValidationInfo) -> TensorData:
+        return freeze_tensor(as_tensor_data(value, judge=vector_judge(info)))
 
-    @field_validator("layer_indices", "position_indices", mode="before")
+    @field_validator("layer_indices", mode="before")
     @classmethod
-    def _one_int(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+    def _layers(cls, value: Any) -> Any:
+        return integers(value)
+
+    @field_validator("position_indices", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return parse_steered(value)
 
     @field_serializer("activations")
     def _dump_activations(self, value: TensorData) -> dict[str, Any]:
@@ -139,6 +178,19 @@ class SteeringVector(WireModel):
             "uri": f"lens-vectors/{digest[:16]}.safetensors",
         }
 
+    @cached_property
+    def added_norms(self) -> list[Any]:
+        """Norm of what is added at each layer, or the factor on that of the stream.
+
+        (layers,) or (layers, positions), as lists.
+        """
+        if self.norm_match:
+            shape = self.activations.shape[:-1]
+            return cast("list[Any]", np.full(shape, abs(self.scale)).tolist())
+        values = self.activations.to_float32()
+        squares = np.einsum("...i,...i->...", values, values, dtype=np.float64)
+        return cast("list[Any]", (abs(self.scale) * np.sqrt(squares)).tolist())
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         shape = self.activations.shape
@@ -153,18 +205,20 @@ class SteeringVector(WireModel):
                 f"{len(self.layer_indices)}; give one row per layer"
             )
         if len(set(self.layer_indices)) != len(self.layer_indices):
-            raise ValueError(f"layer_indices {self.layer_indices} names a layer twice")
+            raise ValueError(f"layer_indices {shown(self.layer_indices)} names a layer twice")
         if not math.isfinite(self.scale):
             raise ValueError(f"scale is {self.scale}; it has to be finite")
-        values = self.activations.to_float32()
-        if not np.isfinite(values).all():
-            raise ValueError("activations holds NaN or infinity; every value has to be finite")
-        with np.errstate(over="ignore"):
-            scaled = np.float32(self.scale) * values
-        if not np.isfinite(scaled).all():
-            raise ValueError(f"scale {self.scale} times activations overflows float32")
-        if self.norm_match and not np.linalg.norm(values.astype(np.float64), axis=-1).all():
-            raise ValueError("norm_match needs a direction, and a vector of activations is zero")
+        for values in self.activations.blocks():
+            if not np.isfinite(values).all():
+                raise ValueError("activations holds NaN or infinity; every value has to be finite")
+            with np.errstate(over="ignore"):
+                scaled = np.float32(self.scale) * values
+            if not np.isfinite(scaled).all():
+                raise ValueError(f"scale {self.scale} times activations overflows float32")
+            if self.norm_match and not values.any(axis=-1).all():
+                raise ValueError(
+                    "norm_match needs a direction, and a vector of activations is zero"
+                )
         self._check_positions(shape)
         return self
 
@@ -174,7 +228,7 @@ class SteeringVector(WireModel):
             return
         if not positions or len(set(positions)) != len(positions):
             raise ValueError(
-                f"position_indices {positions} is empty or names a position twice; "
+                f"position_indices {shown(positions)} is empty or names a position twice; "
                 "leave it out to steer every token"
             )
         if len(shape) == 3 and len(positions) != shape[1]:
@@ -184,6 +238,61 @@ class SteeringVector(WireModel):
             )
 
 
+def check_scales(steer: Sequence[SteeringVector], dtype: str) -> None:
+    """Judge how far the vectors of one request may move the stream of one token.
+
+    What overflows the dtype of the stream would be NaN in the layers behind, and in key-value
+    blocks that others use after it. So at each layer and site the norms of what is added to one
+    token may sum up to `LARGEST_NORM`, and the scales with `norm_match` to its square root.
+
+    Args:
+        steer: vectors of the request.
+        dtype: of the residual stream.
+
+    Raises:
+        SpecError: they sum up to more.
+    """
+    largest = LARGEST_NORM.get(dtype, LARGEST_NORM["float32"])
+    for is_relative, most in ((False, largest), (True, math.sqrt(largest))):
+        vectors = [v for v in steer if v.norm_match == is_relative]
+        # All at one token: mostly that is little, and nothing more is to be looked at.
+        if sum(float(np.max(v.added_norms)) for v in vectors) <= most:
+            continue
+        for site, layer in sorted({(v.site, n) for v in vectors for n in v.layer_indices}):
+            here = [v for v in vectors if v.site == site and layer in v.layer_indices]
+            if (found := max(_norm_at_one_token(here, layer, p) for p in _PHASES)) > most:
+                what = "norm-matched scales" if is_relative else "norms of scale * activations"
+                raise SpecError(
+                    f"steer: the {what} that act on one token at {site} of layer {layer} sum up to "
+                    f"{found:.4g}; with a stream in {dtype} they may sum up to {most:.4g}; lower "
+                    "the scale"
+                )
+
+
+_PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+
+
+def _norm_at_one_token(vectors: Sequence[SteeringVector], layer: int, phase: Phase) -> float:
+    """The most that vectors of one site add up to at a layer, at any token of a phase."""
+    every = 0.0
+    named: defaultdict[int, float] = defaultdict(float)
+    for vector in vectors:
+        if vector.phase not in ("both", phase):
+            continue
+        norms = np.asarray(vector.added_norms[vector.layer_indices.index(layer)])
+        positions = vector.position_indices
+        if positions is None and norms.ndim:
+            positions = tuple(range(len(norms)))
+        if positions is None:
+            every += float(norms)
+        else:
+            for p, norm in zip(positions, np.broadcast_to(norms, len(positions)), strict=True):
+                named[p] += float(norm)
+    # A position that counts from the end may be any of the others.
+    front = max((n for p, n in named.items() if p >= 0), default=0.0)
+    return every + front + max((n for p, n in named.items() if p < 0), default=0.0)
+
+
 class VectorUse(BaseModel):
     """How one request uses a registered steering vector."""
 
@@ -191,14 +300,24 @@ class VectorUse(BaseModel):
 
     name: str
     """Name under which the vector was registered."""
-    scale: float | None = Field(default=None, allow_inf_nan=False)
+    scale: Number | None = Field(default=None, allow_inf_nan=False)
     """Instead of the vector's own."""
-    norm_match: bool | None = None
+    norm_match: Flag | None = None
     """Instead of the vector's own."""
     position_indices: tuple[int, ...] | None = None
     """Instead of the vector's own; negative ones count from the end of the prompt."""
     phase: Phase | None = None
     """Instead of the vector's own."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> str:
+        return check_name(value)
+
+    @field_validator("position_indices", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return parse_steered(value)
 
     def apply(self, vector: SteeringVector) -> SteeringVector:
         """The registered vector as this request wants it.

@@ -11,8 +11,7 @@ import base64
 import binascii
 import hashlib
 import math
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
@@ -23,10 +22,12 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
+from ._strict import shown
+
 __all__ = [
     "DType",
+    "JudgeShape",
     "TensorData",
-    "as_tensor_data",
     "decode_tensor",
     "encode_frame",
     "encode_tensor",
@@ -44,6 +45,12 @@ _STORAGE: dict[str, np.dtype[Any]] = {
 _WIRE_STORAGE = {"float32": "float32", "float16": "float16", "bfloat16": "int16"}
 MAX_TENSOR_BYTES = 1 << 33
 """A decoded tensor may not be larger than 8 GiB: a guard against a forged header."""
+MOST_AXES = 8
+_BLOCK_VALUES = 1 << 19
+WIRE_KEYS = frozenset({"data", "dtype", "original_dtype", "shape", "compression"})
+
+JudgeShape = Callable[[tuple[int, ...], int], None]
+"""Gets a shape and the bytes of one value; raises where an engine has no use for such a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,55 +89,20 @@ class TensorData:
             return cast("NDArray[np.float32]", wide.view(np.float32))
         return self.storage.astype(np.float32, copy=False)
 
+    def blocks(self) -> Iterator[NDArray[np.float32]]:
+        """The values as float32, in parts of a few megabytes along the first axes.
+
+        Yields:
+            (rows, last axis), in order; a number or a vector is one row.
+        """
+        rows = self.storage.reshape(-1, self.shape[-1] if self.shape and self.shape[-1] else 1)
+        n = max(1, _BLOCK_VALUES // max(1, rows.shape[1]))
+        for start in range(0, len(rows), n):
+            yield TensorData(rows[start : start + n], self.dtype).to_float32()
+
     def __deepcopy__(self, memo: object) -> TensorData:
         """Immutable by contract, so a deep copy (Inspect makes many) is the same object."""
         return self
-
-
-def as_tensor_data(value: object, *, field: str = "tensor") -> TensorData:
-    """Convert what a user may hand us to `TensorData`.
-
-    Args:
-        value: a torch tensor, a numpy array, nested lists of numbers, a `TensorData`, or
-            the JSON form that `encode_tensor` makes.
-        field: path of the field, for error messages.
-
-    Returns:
-        The tensor; float64 and integers become float32, bfloat16 and float16 are kept.
-
-    Raises:
-        SpecError: the value is none of these, or its dtype is not supported.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.spec import as_tensor_data
-
-        assert as_tensor_data([[1, 2], [3, 4]]).shape == (2, 2)
-        assert as_tensor_data(np.zeros(3)).dtype == "float32"
-        ```
-    """
-    if isinstance(value, TensorData):
-        return value
-    if isinstance(value, Mapping):
-        return decode_tensor(cast("Mapping[str, Any]", value), field=field)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return _from_torch(cast("Any", value), field)
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise SpecError(
-            f"{field}: not an array ({error}); give a tensor, ndarray or lists"
-        ) from None
-    if array.dtype == np.float16:
-        return TensorData(np.ascontiguousarray(array), "float16")
-    if array.dtype.kind not in "fiu":
-        raise SpecError(
-            f"{field}: got {type(value).__name__} of dtype {array.dtype}; "
-            "allowed are a torch tensor, a float ndarray, nested lists or the JSON tensor form"
-        )
-    return TensorData(np.ascontiguousarray(array, dtype=np.float32), "float32")
 
 
 def freeze_tensor(tensor: TensorData) -> TensorData:
@@ -159,22 +131,6 @@ def freeze_tensor(tensor: TensorData) -> TensorData:
     storage = tensor.storage.copy()
     storage.setflags(write=False)
     return TensorData(storage, tensor.dtype)
-
-
-def _from_torch(tensor: Any, field: str) -> TensorData:
-    name = str(tensor.dtype).removeprefix("torch.")
-    plain = tensor.detach().to("cpu").contiguous()
-    if name == "bfloat16":
-        # A torch tensor came in, so torch is loaded; this module never imports it itself.
-        bits = plain.view(sys.modules["torch"].int16).numpy().view(np.uint16)
-        return TensorData(bits, "bfloat16")
-    if name == "float16":
-        return TensorData(plain.numpy(), "float16")
-    if name in ("float32", "float64", "int64", "int32"):
-        return TensorData(np.ascontiguousarray(plain.numpy(), dtype=np.float32), "float32")
-    raise SpecError(
-        f"{field}: torch dtype {name} is not supported; use float32, float16 or bfloat16"
-    )
 
 
 def encode_tensor(tensor: TensorData) -> dict[str, Any]:
@@ -245,7 +201,11 @@ def _entry(tensor: TensorData) -> dict[str, Any]:
 
 
 def decode_tensor(
-    value: Mapping[str, Any], *, field: str = "tensor", raw: bytes | memoryview | None = None
+    value: Mapping[str, Any],
+    *,
+    field: str = "tensor",
+    raw: bytes | memoryview | None = None,
+    judge: JudgeShape | None = None,
 ) -> TensorData:
     """Decode the JSON form of a tensor.
 
@@ -254,12 +214,14 @@ def decode_tensor(
             plain bytes, and without `original_dtype` the storage dtype is the dtype.
         field: path of the field, for error messages.
         raw: the payload, when it came beside the JSON (binary transport).
+        judge: gets the declared shape and bytes of one value before anything is unpacked, and
+            raises where they do not fit.
 
     Returns:
         The tensor.
 
     Raises:
-        SpecError: a key is missing, the payload is damaged, or sizes disagree.
+        SpecError: a key is missing, the payload is damaged, or sizes or dtypes disagree.
 
     Example:
         ```python
@@ -271,34 +233,81 @@ def decode_tensor(
         assert tensor.to_float32().tolist() == [0.0, 1.0, 2.0, 3.0]
         ```
     """
-    try:
-        stored = str(value["dtype"])
-        shape = tuple(int(n) for n in value["shape"])
-        payload = base64.b64decode(value["data"], validate=True) if raw is None else raw
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise SpecError(
-            f"{field}: not the JSON form of a tensor ({type(error).__name__}: {error}); "
-            "needed are data (base64), dtype and shape"
-        ) from None
-    name = str(value.get("original_dtype") or stored).removeprefix("torch.")
-    if name not in get_args(DType):
-        raise SpecError(f"{field}: dtype {name!r}; allowed are {', '.join(get_args(DType))}")
-    dtype = cast("DType", name)
-    # vllm-lens' oldest form stored every tensor as float32, whatever its original dtype.
-    legacy = stored == "float32" and dtype != "float32"
-    storage = _STORAGE["float32" if legacy else dtype]
+    if missing := [key for key in ("dtype", "shape") if key not in value]:
+        raise _no_tensor(field, f"without {' and '.join(missing)}")
+    shape = _shape(value["shape"], field)
+    dtype, storage = _dtypes(value["dtype"], value.get("original_dtype"), field)
     size = math.prod(shape) * storage.itemsize
-    if min(shape, default=0) < 0 or size > MAX_TENSOR_BYTES:
+    if size > MAX_TENSOR_BYTES:
         raise SpecError(f"{field}: shape {shape} is out of range")
-    if value.get("compression") == "zstd":
-        try:
-            # A frame says how large it is, and the decoder believes it before our limit.
-            if zstandard.frame_content_size(payload) not in (-1, size):
-                raise SpecError(f"{field}: the zstd frame is not of {size} bytes, as {shape} needs")
-            payload = zstandard.ZstdDecompressor().decompress(payload, max_output_size=size)
-        except zstandard.ZstdError as error:
-            raise SpecError(f"{field}: damaged zstd frame ({error})") from None
+    if judge is not None:
+        judge(shape, storage.itemsize)
+    payload = raw if raw is not None else _payload(value.get("data"), size, field)
+    compression = value.get("compression")
+    if compression == "zstd":
+        payload = _unpacked(payload, size, shape, field)
+    elif compression is not None:
+        raise SpecError(f"{field}: compression {shown(compression)}; allowed is 'zstd', or none")
     if len(payload) != size:
         raise SpecError(f"{field}: {len(payload)} bytes for shape {shape} of {dtype}, need {size}")
-    array = np.frombuffer(payload, dtype=storage).reshape(shape)
-    return TensorData(array, "float32" if legacy else dtype)
+    return TensorData(np.frombuffer(payload, dtype=storage).reshape(shape), dtype)
+
+
+def _no_tensor(field: str, what: str) -> SpecError:
+    return SpecError(
+        f"{field}: not the JSON form of a tensor ({what}); needed are data (base64), dtype and "
+        "shape"
+    )
+
+
+def _shape(value: object, field: str) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(type(n) is not int for n in value):
+        raise _no_tensor(field, f"shape {shown(value)} is no list of integers")
+    shape = tuple(cast("Sequence[int]", value))
+    if len(shape) > MOST_AXES or not all(0 <= n <= MAX_TENSOR_BYTES for n in shape):
+        raise SpecError(f"{field}: shape {shown(shape)} is out of range")
+    return shape
+
+
+def _dtypes(stored: object, original: object, field: str) -> tuple[DType, np.dtype[Any]]:
+    """What a tensor is, and as what its bytes are to be read."""
+    name = stored if original is None else original
+    name = name.removeprefix("torch.") if isinstance(name, str) else name
+    if name not in get_args(DType):
+        raise SpecError(f"{field}: dtype {shown(name)}; allowed are {', '.join(get_args(DType))}")
+    dtype = cast("DType", name)
+    if stored == "float32" != dtype:
+        # vllm-lens' oldest form stored every tensor as float32, whatever its original dtype.
+        return "float32", _STORAGE["float32"]
+    if stored not in (dtype, _WIRE_STORAGE[dtype]):
+        raise SpecError(
+            f"{field}: dtype {shown(stored)} beside original_dtype {shown(original)}; a tensor of "
+            f"{dtype} is stored as {_WIRE_STORAGE[dtype]}"
+        )
+    return dtype, _STORAGE[dtype]
+
+
+def _payload(data: object, size: int, field: str) -> bytes:
+    """The bytes of the text; not read where they must be more than the tensor needs."""
+    if not isinstance(data, str | bytes):
+        raise _no_tensor(field, f"data is {type(data).__name__}")
+    # zstd says in its frame what it cannot compress, which takes a little more.
+    if len(data) // 4 * 3 > size + size // 64 + 1024:
+        raise SpecError(f"{field}: data has {len(data)} characters, and {size} bytes are declared")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise _no_tensor(field, f"data is no base64: {error}") from None
+
+
+def _unpacked(payload: bytes | memoryview, size: int, shape: tuple[int, ...], field: str) -> bytes:
+    """A zstd frame of as many bytes as a tensor has, and nothing behind it."""
+    try:
+        # A frame says how large it is, and the decoder believes it before our limit.
+        if zstandard.frame_content_size(payload) not in (-1, size):
+            raise SpecError(f"{field}: the zstd frame is not of {size} bytes, as {shape} needs")
+        return zstandard.ZstdDecompressor().decompress(
+            payload, max_output_size=max(size, 1), allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise SpecError(f"{field}: damaged zstd frame ({error})") from None

@@ -10,17 +10,21 @@ from ._baselines import (
     baseline,
     judge_scores,
     length_scores,
-    measure_baselines,
     random_direction_scores,
 )
+from ._beside import baselines_within, measure_baselines
 from ._binary import BinaryEstimator
-from ._calibrate import evaluate_probe, fit_threshold
+from ._calibrate import fit_threshold
+from ._condition import Condition, fit_condition, similarity
 from ._dataset import ActivationSet
 from ._direction import DirectionEstimator, MeanDifferenceProbe
+from ._domains import DomainScore, leave_one_domain_out
 from ._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
-from ._erasure import Erasure, erase, erasure_check
+from ._erasure import erase
+from ._evaluate import evaluate_probe
 from ._families import FAMILIES, make_estimator
 from ._fit import TrainableProbe, fit_on
+from ._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
 from ._heads import (
     AttentionLiteProbe,
     AttentionProbe,
@@ -32,11 +36,20 @@ from ._heads import (
 from ._lat import LATProbe
 from ._logistic import LogisticProbe, PressureLogisticProbe
 from ._massmean import LDAProbe, MassMeanProbe
+from ._persona import persona_pairs, persona_vector
 from ._platt import IsotonicCalibrator, PlattCalibrator, TemperatureCalibrator, calibrate
+from ._refusal import (
+    RefusalCandidate,
+    RefusalChoice,
+    RefusalMeter,
+    RefusalScores,
+    refusal_candidates,
+    select_refusal,
+)
 from ._sae import SAEFeatureProbe
+from ._sae_files import SparseEncoder, read_sae
 from ._seen import refuse_seen
 from ._select import LayerChoice, select_layer
-from ._selectivity import Selectivity, selectivity
 from ._sequence import SequenceEstimator
 from ._shift import (
     CascadePoint,
@@ -45,10 +58,13 @@ from ._shift import (
     style_shift,
     transfer_statement,
 )
+from ._sklearn import SklearnProbe, as_family
 from ._splits import require_disjoint, split_by_group
+from ._store_set import StoreSet
 from ._stream import fit_stream
 from ._torch_logistic import CCSProbe, TorchLogisticProbe
 from ._train import train_probe
+from ._vector_check import VectorScore, evaluate_vector
 from ._vectors import VectorMethod, VectorRows, extract_vector, pair_set
 
 __all__ = [
@@ -60,9 +76,10 @@ __all__ = [
     "BinaryEstimator",
     "CCSProbe",
     "CascadePoint",
+    "Condition",
     "DirectionEstimator",
+    "DomainScore",
     "EnsembleProbe",
-    "Erasure",
     "GDMAttentionProbe",
     "IsotonicCalibrator",
     "LATProbe",
@@ -75,39 +92,59 @@ __all__ = [
     "MultiMaxProbe",
     "PlattCalibrator",
     "PressureLogisticProbe",
+    "RefusalCandidate",
+    "RefusalChoice",
+    "RefusalMeter",
+    "RefusalScores",
     "RollingAttentionProbe",
     "SAEFeatureProbe",
-    "Selectivity",
     "SequenceEstimator",
+    "SklearnProbe",
+    "SparseEncoder",
     "StackWeights",
+    "StoreSet",
     "StyleShift",
     "TemperatureCalibrator",
     "TorchLogisticProbe",
     "TrainableProbe",
     "VectorMethod",
     "VectorRows",
+    "VectorScore",
+    "as_family",
     "bag_of_words_scores",
     "baseline",
+    "baselines_within",
     "calibrate",
     "cascade_frontier",
     "erase",
-    "erasure_check",
     "evaluate_probe",
+    "evaluate_vector",
     "extract_vector",
+    "fit_condition",
     "fit_on",
     "fit_stream",
     "fit_threshold",
+    "from_arrays",
+    "from_hf",
+    "from_nnsight",
+    "from_transformer_lens",
     "judge_scores",
     "layers_at",
+    "leave_one_domain_out",
     "length_scores",
     "make_estimator",
     "measure_baselines",
     "pair_set",
+    "persona_pairs",
+    "persona_vector",
     "random_direction_scores",
+    "read_sae",
+    "refusal_candidates",
     "refuse_seen",
     "require_disjoint",
     "select_layer",
-    "selectivity",
+    "select_refusal",
+    "similarity",
     "split_by_group",
     "stack_weights",
     "style_shift",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,7 +19,6 @@ from inspect_lens.probe import (
     Probe,
     auroc,
     compare_auroc,
-    count_groups,
     delong_interval,
 )
 
@@ -31,7 +29,6 @@ __all__ = [
     "baseline",
     "judge_scores",
     "length_scores",
-    "measure_baselines",
     "random_direction_scores",
 ]
 
@@ -196,11 +193,10 @@ def baseline(
     probe_scores: ArrayLike,
     *,
     note: str = "",
-    n_resamples: int = 2000,
 ) -> Baseline:
     """A baseline on a set, with the probability that the probe is no better.
 
-    Where groups of the set hold several samples, test and interval draw whole groups.
+    Where groups of the set hold several samples, test and interval count groups.
 
     Args:
         name: of the baseline.
@@ -208,7 +204,6 @@ def baseline(
         scores: (samples,) of the baseline.
         probe_scores: (samples,) of the probe.
         note: for the card.
-        n_resamples: draws of groups; 0 leaves the test out where groups hold several samples.
 
     Returns:
         The record; without an area where a class is missing, without a test where groups are too
@@ -230,13 +225,8 @@ def baseline(
     area = auroc(data.labels, scores)
     if math.isnan(area) or min(data.n_positive, data.n_negative) < 2:
         return Baseline(name=name, set=data.name, note=note or "one class only")
-    counts = count_groups(data.labels, data.groups)
     interval = delong_interval(data.labels, scores, groups=data.groups)
-    if counts.several and not counts.too_few and not n_resamples:
-        return Baseline(name=name, set=data.name, auroc=area, auroc_interval=interval, note=note)
-    test = compare_auroc(
-        data.labels, probe_scores, scores, groups=data.groups, n_resamples=n_resamples
-    )
+    test = compare_auroc(data.labels, probe_scores, scores, groups=data.groups)
     one_sided = test.p_value / 2.0 if test.difference > 0 else 1.0 - test.p_value / 2.0
     return Baseline(
         name=name,
@@ -246,93 +236,5 @@ def baseline(
         p_value=None if math.isnan(one_sided) else one_sided,
         test=test.interval.method,
         note=note,
+        difference=None if test.too_few else test.interval,
     )
-
-
-def measure_baselines(
-    probe: AnyProbe,
-    train: ActivationSet,
-    heldout: Sequence[ActivationSet],
-    *,
-    texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
-    judges: Mapping[str, Callable[[str], float]] | None = None,
-    n_random: int = 20,
-    n_resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[Baseline, ...]:
-    """Every baseline on every held-out set.
-
-    Args:
-        probe: the probe that stands beside them.
-        train: what it was trained on.
-        heldout: the sets it is judged on.
-        texts: kinds of text, each with the texts (samples,) of every set by name; a bag of
-            words is trained on each kind: `{"prompt": {"train": [...], "test": [...]}}`.
-        judges: by name; they read the first kind of text.
-        n_random: random directions; the one with the median area is reported.
-        n_resamples: as of `baseline`.
-        seed: of the directions.
-
-    Returns:
-        Records in a fixed order; sets of one class have none.
-
-    Raises:
-        SpecError: texts are missing for a set, or do not fit, or two sets have one name.
-
-    Example:
-        ```python
-        from inspect_lens.train import ActivationSet, LDAProbe, measure_baselines, train_probe
-
-        train, control, test = (
-            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
-        )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
-        texts = {
-            "answer": {s.name: ["lie" if y else "truth" for y in s.labels] for s in (train, test)}
-        }
-        for record in measure_baselines(probe, train, [test], texts=texts, n_random=5):
-            print(record.name, record.auroc, record.p_value)
-        ```
-    """
-    made, record = [], partial(baseline, n_resamples=n_resamples)
-    names = [d.name for d in (train, *heldout)]
-    if texts and len(set(names)) != len(names):
-        raise SpecError(
-            f"texts: go by the names of the sets, and these are {names}; allowed are unique names, "
-            "else words of a test set would be trained on; rename one"
-        )
-    lengths = [int(m.sum()) for m in train.mask]
-    for data in heldout:
-        if not data.n_positive or not data.n_negative:
-            continue  # nothing to tell apart
-        ours = data.scores(probe)
-        for kind, by_set in (texts or {}).items():
-            for needed in (train, data):
-                if len(by_set.get(needed.name, ())) != len(needed):
-                    raise SpecError(
-                        f"texts[{kind!r}][{needed.name!r}]: {len(by_set.get(needed.name, ()))} "
-                        f"texts for {len(needed)} samples; allowed is one each"
-                    )
-            words = bag_of_words_scores(by_set[train.name], train.labels, by_set[data.name])
-            made.append(record(f"bag of words ({kind})", data, words, ours))
-        by_length = length_scores(lengths, train.labels, [int(m.sum()) for m in data.mask])
-        made.append(record("length", data, by_length, ours, note="tokens that are read"))
-        if n_random:
-            tries = [
-                random_direction_scores(probe, train, data, seed=seed + i) for i in range(n_random)
-            ]
-            order = sorted(tries, key=partial(auroc, data.labels))
-            note = f"median of {n_random}, signs by the training set"
-            made.append(record("random direction", data, order[n_random // 2], ours, note=note))
-        for name, judge in (judges or {}).items():
-            made.append(record(name, data, judge_scores(_read_by(texts, data), judge), ours))
-    return tuple(made)
-
-
-def _read_by(
-    texts: Mapping[str, Mapping[str, Sequence[str]]] | None, data: ActivationSet
-) -> Sequence[str]:
-    """What a judge reads: the first kind of text."""
-    if not texts:
-        raise SpecError("judges: there are no texts to read; allowed is texts= with one kind")
-    return next(iter(texts.values()))[data.name]

@@ -22,7 +22,7 @@ from inspect_lens.spec import Positions
 from ._from_store import Pieces, read_store
 from ._set_file import decode_set, encode_set
 
-__all__ = ["ActivationSet"]
+__all__ = ["ActivationSet", "no_ends"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -214,11 +214,7 @@ class ActivationSet:
                 the set has no sentence ends.
         """
         if probe.pool == SENTENCE_POOL and not self.ends:
-            raise SpecError(
-                f"{self.name}: has no sentence ends, and probe {probe.name!r} pools by "
-                f"{SENTENCE_POOL}; allowed is a set with ends=; make them with sentence_ends(pieces"
-                "), or read a store with pieces= (--tokenizer)"
-            )
+            raise no_ends(self.name, probe.name)
         ends = [e[m] for e, m in zip(self.ends, self.mask, strict=True)] if self.ends else None
         return np.array(
             [
@@ -331,7 +327,7 @@ class ActivationSet:
         reads that of one shard.
 
         Args:
-            store: what `collect` wrote, or its folder; larger ones are for `fit_stream`.
+            store: what `collect` wrote, or its folder; larger ones are for `StoreSet`.
             name: of the set; that of the data set by default.
             layers: to read, in this order; all of the store by default.
             pieces: from token ids to the text of each, as many; makes the sentence ends, for
@@ -353,6 +349,16 @@ class ActivationSet:
         index = self._index(layer)
         return [a[index, m] for a, m in zip(self.acts, self.mask, strict=True)]
 
+    def pooled(self, layer: int, rows: str) -> NDArray[np.float32]:
+        """One row (samples, hidden) of each sample at one layer.
+
+        Args:
+            layer: one of `layers`.
+            rows: `mean` of its selected tokens, or the `last` one.
+        """
+        read = self.sequences(layer)
+        return np.stack([s.mean(axis=0) if rows == "mean" else s[-1] for s in read])
+
     def _to_bytes(self, *, origin: bool = True) -> bytes:
         if not self.acts:
             raise SpecError(f"{self.name}: is empty; allowed is one sample or more; check filters")
@@ -365,6 +371,15 @@ class ActivationSet:
                 "capture that layer too"
             )
         return self.layers.index(layer)
+
+
+def no_ends(name: str, probe: str) -> SpecError:
+    """A set without sentence ends, and a probe that pools by sentence."""
+    return SpecError(
+        f"{name}: has no sentence ends, and probe {probe!r} pools by {SENTENCE_POOL}; allowed is a "
+        "set with ends=; make them with sentence_ends(pieces), or read a store with pieces= "
+        "(--tokenizer)"
+    )
 
 
 def _labels(values: ArrayLike, name: str) -> NDArray[np.bool_]:

@@ -12,6 +12,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
 from ._binary import BinaryEstimator
+from ._scaling import Scaling, find_scale
 
 __all__ = ["DirectionEstimator", "MeanDifferenceProbe"]
 
@@ -44,6 +45,8 @@ class DirectionEstimator(BinaryEstimator):
         ```
     """
 
+    scaling: Scaling = "none"
+    """How dimensions are scaled before the direction is looked for (`find_scale`)."""
     coef_: NDArray[np.floating[Any]]
     intercept_: float
     mean_: NDArray[np.floating[Any]]
@@ -66,7 +69,10 @@ class DirectionEstimator(BinaryEstimator):
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         positive = self._positive(labels)
-        self._fit_groups(x, positive, groups)
+        scale = find_scale(x, positive, self.scaling, family=type(self).__name__)
+        self._fit_groups(x if scale is None else x / scale, positive, groups)
+        if scale is not None:
+            self.mean_, self.scale_ = self.mean_ * scale, self.scale_ * scale
         return self
 
     def _fit_groups(
@@ -123,6 +129,8 @@ class MeanDifferenceProbe(DirectionEstimator):
     Args:
         normalize: make the direction unit length, so that scores are in units of the residual
             stream.
+        scaling: of dimensions: `auto` divides each by its median deviation where 1% of them hold
+            half of the variance, and warns; `robust` always does; `none` is the published method.
 
     Source:
         arXiv:2310.06824 (mass-mean probing without the covariance), arXiv:2312.06681.
@@ -142,8 +150,9 @@ class MeanDifferenceProbe(DirectionEstimator):
     method = "difference of class means"
     source = "arXiv:2310.06824"
 
-    def __init__(self, *, normalize: bool = False) -> None:
+    def __init__(self, *, normalize: bool = False, scaling: Scaling = "auto") -> None:
         self.normalize = normalize
+        self.scaling = scaling
 
     def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
         high = x[positive].mean(axis=0, dtype=np.float64)

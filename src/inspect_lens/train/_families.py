@@ -55,7 +55,7 @@ def make_estimator(name: str, **settings: Any) -> TrainableProbe:
     Args:
         name: one of `FAMILIES`.
         **settings: of its class, instead of those of its source; for `sae` also `folder`, that
-            of an SAE which SAELens saved.
+            of an SAE as `read_sae` takes it, and `norm_scale`.
 
     Returns:
         The estimator.
@@ -77,7 +77,8 @@ def make_estimator(name: str, **settings: Any) -> TrainableProbe:
         raise SpecError(f"family={name!r}; allowed are {', '.join(FAMILIES)}; correct the name")
     kind, defaults = FAMILIES[name]
     if kind is SAEFeatureProbe and "folder" in settings:
-        kind = SAEFeatureProbe.from_saelens
+        kind = SAEFeatureProbe.from_sae
+        settings["path"] = settings.pop("folder")
     try:
         made: TrainableProbe = kind(**{**defaults, **settings})
     except TypeError as error:

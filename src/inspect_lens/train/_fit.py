@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, ProbeCard
 
 from ._dataset import ActivationSet
+from ._kept_fits import fit_from_store
+from ._store_set import StoreSet
 
 __all__ = ["Rows", "TrainableProbe", "fit_on", "rows_of"]
 
@@ -72,7 +74,8 @@ def fit_on(
         rows: what one row is, for families that read rows; that of its source by default.
 
     Returns:
-        The estimator, fitted.
+        The estimator, fitted. Of a `StoreSet`, families that `fit_stream` knows are fitted piece
+        by piece.
 
     Raises:
         SpecError: the layer is not in the set, several are given to a family that reads
@@ -91,19 +94,43 @@ def fit_on(
     """
     if rows not in (None, "tokens", "mean", "last"):
         raise SpecError(f"rows={rows!r}; allowed are 'tokens', 'mean' and 'last'")
-    groups = np.array(data.groups)
+    groups, extra = np.array(data.groups), _weights(estimator, data)
     first, *others = (layer,) if isinstance(layer, int) else tuple(layer)
     if estimator.reads == "sequences":
         if others:
             raise SpecError(f"layer={layer}: this family reads one layer; name one")
         return estimator.fit(data.sequences(first), data.labels, groups)
-    rows = rows_of(estimator, rows)
+    rows, fit = rows_of(estimator, rows), cast(Any, estimator.fit)
+    made: TrainableProbe
+    if rows == "tokens" and isinstance(data, StoreSet) and not others and not extra:
+        kept: TrainableProbe | None = fit_from_store(estimator, data, first)
+        if kept is not None:
+            return kept
     if rows == "tokens":
         x, labels, groups = data.rows(first)
-        return estimator.fit(np.hstack([x, *(data.rows(o)[0] for o in others)]), labels, groups)
-    pooled = np.hstack([_pooled(data.sequences(at), rows) for at in (first, *others)])
-    return estimator.fit(pooled, data.labels, groups)
+        extra = {k: np.repeat(v, [int(m.sum()) for m in data.mask]) for k, v in extra.items()}
+        wide = np.hstack([x, *(data.rows(o)[0] for o in others)]) if others else x
+        made = fit(wide, labels, groups, **extra)
+        return made
+    assert rows is not None
+    pooled = np.hstack([data.pooled(at, rows) for at in (first, *others)])
+    made = fit(pooled, data.labels, groups, **extra)
+    return made
 
 
-def _pooled(sequences: Sequence[NDArray[np.float32]], rows: Rows | None) -> NDArray[np.float32]:
-    return np.stack([s.mean(axis=0) if rows == "mean" else s[-1] for s in sequences])
+def _weights(estimator: TrainableProbe, data: ActivationSet) -> dict[str, NDArray[np.float64]]:
+    """Weights (samples,) of the column that an estimator names, for its `fit`."""
+    column = getattr(estimator, "sample_weight", "")
+    if not column:
+        return {}
+    values = data.key(column)
+    try:
+        weights = np.array([float(value) for value in values])
+    except ValueError:
+        weights = np.full(len(values), np.nan)
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise SpecError(
+            f"sample_weight={column!r}: {data.name} holds values that are no weights; allowed are "
+            "finite numbers, none negative and not all 0"
+        )
+    return {"sample_weight": weights}

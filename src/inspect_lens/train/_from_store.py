@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.data import ActivationStore
+from inspect_lens.data import ActivationStore, Captured, SampleRecord
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import sentence_ends
 from inspect_lens.spec import TensorData, parse_positions
 
-__all__ = ["Pieces", "read_store"]
+__all__ = ["Pieces", "read_facts", "read_store"]
 
 Pieces: TypeAlias = Callable[[Sequence[int]], Sequence[str]]
 """From token ids to the text of each of them."""
@@ -42,28 +42,15 @@ def read_store(
         SpecError: a layer is not in the store, no sample has both rows and a label, or `pieces`
             does not give one text per token.
     """
-    wanted = tuple(store.layers if layers is None else layers)
-    missing = [layer for layer in wanted if layer not in store.layers]
-    if missing or not wanted:
-        raise SpecError(
-            f"layers={list(wanted)}: {store.uri} holds {list(store.layers)}; allowed is one or "
-            "more of these; collect the others"
-        )
+    wanted = _layers(store, layers)
     at = [store.layers.index(layer) for layer in wanted]
     # The records are in the headers alone, so the size is known before any row is read.
-    records = [r for r in store.records() if r.n_rows and r.label is not None]
-    title = name or str(store.manifest["dataset"]["name"])
-    if not records:
-        raise SpecError(
-            f"{title}: no sample has rows and a label; allowed is one at least; check the "
-            "positions that were captured"
-        )
+    records = _records(store, name)
     stops = np.cumsum([r.n_rows for r in records])
     rows = np.empty((len(wanted), int(stops[-1]), store.hidden), dtype=np.float32)
-    kept = (s for s in store.samples() if s.acts is not None and s.record.label is not None)
     ends: list[NDArray[np.bool_]] = []
     raw = True
-    for sample, record, stop in zip(kept, records, stops.tolist(), strict=True):
+    for sample, record, stop in zip(_kept(store), records, stops.tolist(), strict=True):
         assert sample.acts is not None
         # Nothing was said: the prompt, a text as it stands, is all there is.
         raw = raw and len(sample.token_ids) == record.n_prompt
@@ -74,22 +61,90 @@ def read_store(
         )
         rows[:, stop - record.n_rows : stop] = acts.to_float32()
         if pieces is not None:
-            # Of all tokens: where a sentence ends shows at the token behind it.
-            texts = list(pieces(sample.token_ids))
-            if len(texts) != len(sample.token_ids):
-                raise SpecError(
-                    f"pieces: {len(texts)} texts for {len(sample.token_ids)} tokens; allowed is "
-                    "one text per token"
-                )
-            every = sentence_ends(texts)
-            ends.append(every[list(sample.positions)])
+            ends.append(_ends(sample, pieces))
+    facts = _facts(store, records, name)
+    return facts | {
+        "layers": wanted, "acts": tuple(np.split(rows, stops[:-1], axis=1)), "ends": tuple(ends),
+        "raw": raw,
+    }  # fmt: skip
+
+
+def read_facts(
+    store: ActivationStore,
+    *,
+    name: str | None = None,
+    layers: Sequence[int] | None = None,
+    pieces: Pieces | None = None,
+) -> dict[str, Any]:
+    """What `read_store` gives, but for the activations, which stay on disk.
+
+    Args:
+        store: to read.
+        name: of the set.
+        layers: as in `read_store`.
+        pieces: as in `read_store`; with it all shards are read, one at a time.
+
+    Returns:
+        The fields.
+
+    Raises:
+        ArtifactError: as `read_store`.
+        SpecError: as `read_store`.
+    """
+    wanted, records = _layers(store, layers), _records(store, name)
+    if list(wanted) != sorted(set(wanted)):
+        raise SpecError(f"layers={list(wanted)}: allowed are unique layers in ascending order")
+    ends = () if pieces is None else tuple(_ends(s, pieces) for s in _kept(store))
+    return _facts(store, records, name) | {"layers": wanted, "ends": ends}
+
+
+def _layers(store: ActivationStore, layers: Sequence[int] | None) -> tuple[int, ...]:
+    wanted = tuple(store.layers if layers is None else layers)
+    missing = [layer for layer in wanted if layer not in store.layers]
+    if missing or not wanted:
+        raise SpecError(
+            f"layers={list(wanted)}: {store.uri} holds {list(store.layers)}; allowed is one or "
+            "more of these; collect the others"
+        )
+    return wanted
+
+
+def _records(store: ActivationStore, name: str | None) -> list[SampleRecord]:
+    """Samples that have rows and a label."""
+    records = [r for r in store.records() if r.n_rows and r.label is not None]
+    if not records:
+        title = name or str(store.manifest["dataset"]["name"])
+        raise SpecError(
+            f"{title}: no sample has rows and a label; allowed is one at least; check the "
+            "positions that were captured"
+        )
+    return records
+
+
+def _kept(store: ActivationStore) -> Iterator[Captured]:
+    return (s for s in store.samples() if s.acts is not None and s.record.label is not None)
+
+
+def _ends(sample: Captured, pieces: Pieces) -> NDArray[np.bool_]:
+    # Of all tokens: where a sentence ends shows at the token behind it.
+    texts = list(pieces(sample.token_ids))
+    if len(texts) != len(sample.token_ids):
+        raise SpecError(
+            f"pieces: {len(texts)} texts for {len(sample.token_ids)} tokens; allowed is one text "
+            "per token"
+        )
+    return sentence_ends(texts)[list(sample.positions)]
+
+
+def _facts(
+    store: ActivationStore, records: Sequence[SampleRecord], name: str | None
+) -> dict[str, Any]:
+    """All that the headers and the manifest say."""
     positions = store.manifest.get("request", {}).get("positions")
     keys = set.intersection(*(set(r.columns) for r in records))
     return {
-        "name": title,
+        "name": name or str(store.manifest["dataset"]["name"]),
         "model": str(store.manifest["model"]["name"]),
-        "layers": wanted,
-        "acts": tuple(np.split(rows, stops[:-1], axis=1)),
         "labels": np.array([bool(r.label) for r in records]),
         "groups": tuple(r.group for r in records),
         "ids": tuple(r.id for r in records),
@@ -99,8 +154,7 @@ def read_store(
             "prompt_text": tuple(r.prompt for r in records),
         },
         "contents": tuple(r.content for r in records) if all(r.content for r in records) else (),
-        "ends": tuple(ends),
         "positions": None if positions is None else parse_positions(positions, field="positions"),
-        "raw": raw,
+        "raw": not any(r.completion for r in records),
         "model_sha256": store.manifest["model"].get("sha256"),
     }

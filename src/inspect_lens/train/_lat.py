@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 
 from ._direction import DirectionEstimator
+from ._scaling import Scaling
 
 __all__ = ["LATProbe", "make_pairs"]
 
@@ -58,6 +59,7 @@ class LATProbe(DirectionEstimator):
     Args:
         n_pairs: pairs to compare at most; 512 in the source.
         random_state: of pairing and order.
+        scaling: as of `MeanDifferenceProbe`.
 
     Attributes:
         explained_variance_ratio_: share of the differences' variance along the direction.
@@ -82,9 +84,12 @@ class LATProbe(DirectionEstimator):
 
     explained_variance_ratio_: float
 
-    def __init__(self, *, n_pairs: int = 512, random_state: int = 0) -> None:
+    def __init__(
+        self, *, n_pairs: int = 512, random_state: int = 0, scaling: Scaling = "auto"
+    ) -> None:
         self.n_pairs = n_pairs
         self.random_state = random_state
+        self.scaling = scaling
 
     def _fit_groups(
         self,

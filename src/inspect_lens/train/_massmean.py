@@ -12,6 +12,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from inspect_lens.errors import SpecError
 
 from ._direction import DirectionEstimator
+from ._scaling import Scaling
 
 __all__ = ["LDAProbe", "MassMeanProbe", "inverse_times", "within_covariance"]
 
@@ -58,6 +59,7 @@ class MassMeanProbe(DirectionEstimator):
         iid: sigmoid(theta · pinv(Sigma) · x), for data of the training distribution; False is
             sigmoid(theta · x), which the source uses for transfer.
         atol: eigenvalues of Sigma below it count as 0.
+        scaling: as of `MeanDifferenceProbe`.
 
     Source:
         arXiv:2310.06824, section 5; Sigma is the pooled covariance within the classes.
@@ -77,9 +79,10 @@ class MassMeanProbe(DirectionEstimator):
     method = "mass-mean"
     source = "arXiv:2310.06824"
 
-    def __init__(self, *, iid: bool = False, atol: float = 1e-3) -> None:
+    def __init__(self, *, iid: bool = False, atol: float = 1e-3, scaling: Scaling = "auto") -> None:
         self.iid = iid
         self.atol = atol
+        self.scaling = scaling
 
     def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
         high = x[positive].mean(axis=0, dtype=np.float64)
@@ -100,6 +103,7 @@ class LDAProbe(DirectionEstimator):
             shrinkage to the mean variance), `ridge` (lambda = 0.01 · trace(Sigma) / hidden), or
             None for none, which needs more rows than features.
         equal_priors: count both classes as equally likely, whatever their share of the rows.
+        scaling: as of `MeanDifferenceProbe`; shrinkage to one mean variance needs it.
 
     Source:
         Fisher 1936; scikit-learn does the arithmetic but for `ridge`.
@@ -120,10 +124,15 @@ class LDAProbe(DirectionEstimator):
     source = "Fisher 1936; Ledoit and Wolf 2004"
 
     def __init__(
-        self, *, shrinkage: str | float | None = "ledoit-wolf", equal_priors: bool = True
+        self,
+        *,
+        shrinkage: str | float | None = "ledoit-wolf",
+        equal_priors: bool = True,
+        scaling: Scaling = "auto",
     ) -> None:
         self.shrinkage = shrinkage
         self.equal_priors = equal_priors
+        self.scaling = scaling
 
     def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
         wide = np.asarray(x, dtype=np.float64)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import sklearn
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
 
 from ._binary import BinaryEstimator
+from ._sae_files import SparseEncoder, read_sae
 
 __all__ = ["SAEFeatureProbe"]
 
 _FEATURES: Final = 512
+_NUMBERS: Final = 1 << 24
 
 
 def l1_settings(version: str) -> dict[str, Any]:
@@ -40,15 +39,15 @@ def l1_settings(version: str) -> dict[str, Any]:
 class SAEFeatureProbe(BinaryEstimator):
     """L1 logistic regression on the features that tell the classes apart best.
 
-    Features are relu(encoder · x + encoder_bias); the `k` with the largest difference of class
-    means in standard deviations are kept.
+    The `k` features with the largest difference of class means in standard deviations are kept.
 
     Args:
-        encoder: (features, hidden); None: the columns of `X` are features already.
-        encoder_bias: (features,); None is 0.
+        encoder: of `read_sae`, with its threshold (JumpReLU) or how many features a token keeps
+            (TopK); None: the columns of `X` are features already.
         k: features to keep.
         C: inverse of the L1 penalty.
-        raw: keep the best feature alone and score with encoder row · x, without its ReLU.
+        raw: keep the best feature alone and score with encoder row · x, without ReLU, threshold
+            and rivals.
 
     Attributes:
         features_: (kept,) numbers of the features, best first.
@@ -62,12 +61,12 @@ class SAEFeatureProbe(BinaryEstimator):
         ```python
         import numpy as np
 
-        from inspect_lens.train import ActivationSet, SAEFeatureProbe
+        from inspect_lens.train import ActivationSet, SAEFeatureProbe, SparseEncoder
 
         train = ActivationSet.load("acts/train.safetensors")
-        rng = np.random.default_rng(0)
-        encoder = rng.standard_normal((128, 32))  # (features, hidden); from_saelens reads one
-        estimator = SAEFeatureProbe(encoder=encoder, encoder_bias=np.zeros(128), k=16)
+        weight = np.random.default_rng(0).standard_normal((128, 32))  # (features, hidden)
+        encoder = SparseEncoder(weight=weight, bias=np.zeros(128))  # read_sae reads one
+        estimator = SAEFeatureProbe(encoder=encoder, k=16)
         x, labels, _ = train.rows(1)
         estimator.fit(x, labels)
         assert len(estimator.features_) == 16
@@ -84,60 +83,34 @@ class SAEFeatureProbe(BinaryEstimator):
     def __init__(
         self,
         *,
-        encoder: NDArray[np.floating[Any]] | None = None,
-        encoder_bias: NDArray[np.floating[Any]] | None = None,
+        encoder: SparseEncoder | None = None,
         k: int = 32,
         C: float = 1.0,
         raw: bool = False,
     ) -> None:
         self.encoder = encoder
-        self.encoder_bias = encoder_bias
         self.k = k
         self.C = C
         self.raw = raw
 
     @classmethod
-    def from_saelens(cls, folder: str | Path, **settings: Any) -> Self:
-        """Take the encoder of an SAE that SAELens saved.
+    def from_sae(
+        cls, path: str | Path, *, norm_scale: float | None = None, **settings: Any
+    ) -> Self:
+        """Take the encoder of an SAE that SAELens or Gemma Scope published.
 
         Args:
-            folder: has `sae_weights.safetensors` and `cfg.json`.
+            path: as in `read_sae`.
+            norm_scale: as in `read_sae`.
             **settings: of the estimator.
 
         Returns:
-            The unfitted estimator; a decoder bias that is subtracted from the input is folded
-            into the encoder's.
+            The unfitted estimator.
 
         Raises:
-            ArtifactError: a file is missing or damaged, or the SAE is not a plain ReLU one.
+            ArtifactError: as `read_sae`.
         """
-        path = Path(folder)
-        try:
-            weights = load_file(path / "sae_weights.safetensors")
-            facts = json.loads((path / "cfg.json").read_text(encoding="utf-8"))
-            encoder = np.asarray(weights["W_enc"], dtype=np.float64).T
-            bias = np.asarray(weights["b_enc"], dtype=np.float64)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise ArtifactError(
-                f"{path}: not an SAE of SAELens ({type(error).__name__}: {error}); needed are "
-                "sae_weights.safetensors with W_enc and b_enc, and cfg.json"
-            ) from None
-        kind = facts.get("architecture", "standard")
-        if kind != "standard":
-            raise ArtifactError(
-                f"{path}: architecture {kind!r}; allowed is 'standard' (ReLU), as the probe "
-                "computes relu(encoder · x + bias); choose such an SAE"
-            )
-        scaled = facts.get("normalize_activations") or "none"
-        if scaled != "none":
-            raise ArtifactError(
-                f"{path}: normalize_activations {scaled!r}; allowed is 'none', as the probe reads "
-                "activations as they are; fold the scale into the weights, as SAELens'"
-                " fold_activation_norm_scaling_factor does, and save the SAE again"
-            )
-        if facts.get("apply_b_dec_to_input", True) and "b_dec" in weights:
-            bias = bias - encoder @ np.asarray(weights["b_dec"], dtype=np.float64)
-        return cls(encoder=encoder, encoder_bias=bias, **settings)
+        return cls(encoder=read_sae(path, norm_scale=norm_scale), **settings)
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
         """Choose features and weigh them.
@@ -158,7 +131,7 @@ class SAEFeatureProbe(BinaryEstimator):
         spread, gap = self._separation(x, positive)
         best = np.argsort(-np.abs(gap), kind="stable")
         self.features_ = best[: 1 if self.raw else self.k]
-        kept = self._activate(x, self.features_)
+        kept = self._activate(x, self.features_, self._cut(x))
         self.scale_ = np.where(spread > 0, spread, 1.0)[self.features_]
         if self.raw:
             sign = 1.0 if gap[best[0]] >= 0 else -1.0
@@ -180,7 +153,8 @@ class SAEFeatureProbe(BinaryEstimator):
         """Score rows (rows,); larger means more of the positive class."""
         check_is_fitted(self)
         x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        scores: NDArray[np.float64] = self._activate(x, self.features_) @ self.coef_
+        kept = self._activate(x, self.features_, self._cut(x))
+        scores: NDArray[np.float64] = kept @ self.coef_
         return scores + self.intercept_
 
     def to_probe(self, card: ProbeCard) -> NeuralProbe:
@@ -202,17 +176,28 @@ class SAEFeatureProbe(BinaryEstimator):
                 f"card: layers {card.layers} of width {card.hidden}; allowed is one layer of width "
                 f"{self.n_features_in_}; an SAE belongs to one layer"
             )
-        encoder, bias = (part[self.features_] for part in self._encoder())
-        tensors = {"mean": np.zeros(card.hidden), "scale": np.ones(card.hidden)}
+        sae = self._encoder()
+        tensors: dict[str, NDArray[Any]] = {
+            "mean": np.zeros(card.hidden), "scale": np.ones(card.hidden)
+        }  # fmt: skip
+        head = HeadSpec()
         if self.raw:
-            tensors["value"] = self.coef_[:, None] * encoder
-            tensors["bias"] = np.array([self.intercept_ + float(self.coef_ @ bias)])
+            tensors["value"] = self.coef_[:, None] * sae.weight[self.features_]
+            offset = float(self.coef_ @ sae.bias[self.features_])
+            tensors["bias"] = np.array([self.intercept_ + offset])
         else:
-            tensors |= {"w0": encoder, "b0": bias, "value": self.coef_[None]}
+            # Who is among the largest shows only beside all others, so TopK keeps them all.
+            kept = np.arange(len(sae.weight)) if sae.top_k else self.features_
+            value = np.zeros(len(sae.weight))
+            value[self.features_] = self.coef_
+            tensors |= {"w0": sae.weight[kept], "b0": sae.bias[kept], "value": value[None, kept]}
             tensors["bias"] = np.array([self.intercept_])
+            if sae.threshold is not None:
+                tensors["t0"] = sae.threshold[kept]
+            head = HeadSpec(top_k=sae.top_k)
         update = {
             "method": card.method or self.describe(), "source": card.source or self.source,
-            "kind": "neural", "head": HeadSpec(),
+            "kind": "neural", "head": head,
         }  # fmt: skip
         return NeuralProbe(
             tensors={k: v.astype(np.float32) for k, v in tensors.items()},
@@ -224,32 +209,58 @@ class SAEFeatureProbe(BinaryEstimator):
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Standard deviation of every feature, and its class means' distance in these."""
         spreads, gaps = [], []
-        every = np.arange(len(self._encoder()[0]))
+        every = np.arange(len(self._encoder().weight))
+        cut = self._cut(x)
         # Some features at a time: all of them for all rows are more than memory holds.
         for first in range(0, every.size, _FEATURES):
-            z = self._activate(x, every[first : first + _FEATURES])
+            z = self._activate(x, every[first : first + _FEATURES], cut)
             spread = z.std(axis=0)
             gap = z[positive].mean(axis=0) - z[~positive].mean(axis=0)
             spreads.append(spread)
             gaps.append(gap / np.where(spread > 0, spread, np.inf))
         return np.concatenate(spreads), np.concatenate(gaps)
 
-    def _encoder(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _encoder(self) -> SparseEncoder:
+        width = self.n_features_in_
         if self.encoder is None:
-            identity = np.eye(self.n_features_in_)
-            return identity, np.zeros(self.n_features_in_)
-        encoder = np.asarray(self.encoder, dtype=np.float64)
-        if encoder.ndim != 2 or encoder.shape[1] != self.n_features_in_:
-            raise SpecError(
-                f"encoder: shape {encoder.shape}; allowed is (features, {self.n_features_in_}); "
-                "take the SAE of this model and layer"
+            return SparseEncoder(
+                weight=np.eye(width, dtype=np.float32), bias=np.zeros(width, dtype=np.float32)
             )
-        bias = np.zeros(len(encoder)) if self.encoder_bias is None else self.encoder_bias
-        return encoder, np.asarray(bias, dtype=np.float64)
+        if self.encoder.weight.ndim != 2 or self.encoder.weight.shape[1] != width:
+            raise SpecError(
+                f"encoder: shape {self.encoder.weight.shape}; allowed is (features, {width}); take "
+                "the SAE of this model and layer"
+            )
+        return self.encoder
+
+    def _cut(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64] | None:
+        """What a feature has to exceed to be among the largest of its row, (rows,); None: all."""
+        sae = self._encoder()
+        n = len(sae.weight)
+        if not sae.top_k or self.raw or sae.top_k >= n:
+            return None
+        wide, cuts = sae.weight.astype(np.float64), []
+        step = max(1, _NUMBERS // n)
+        for first in range(0, len(x), step):
+            inner = x[first : first + step].astype(np.float64) @ wide.T + sae.bias
+            last, next_ = n - sae.top_k, n - sae.top_k - 1
+            parts = np.partition(inner, (next_, last), axis=1)
+            # Between the last that counts and the next: sums of other sizes round otherwise.
+            cuts.append((parts[:, last] + parts[:, next_]) / 2.0)
+        return np.concatenate(cuts) if cuts else np.zeros(0)
 
     def _activate(
-        self, x: NDArray[np.floating[Any]], features: NDArray[np.int64]
+        self,
+        x: NDArray[np.floating[Any]],
+        features: NDArray[np.int64],
+        cut: NDArray[np.float64] | None,
     ) -> NDArray[np.float64]:
-        encoder, bias = (part[features] for part in self._encoder())
-        inner = np.asarray(x, dtype=np.float64) @ encoder.T + bias
-        return inner if self.raw else np.maximum(inner, 0.0)
+        sae = self._encoder()
+        weight, bias = (part[features].astype(np.float64) for part in (sae.weight, sae.bias))
+        inner = np.asarray(x, dtype=np.float64) @ weight.T + bias
+        if self.raw:
+            return inner
+        counts = inner > (0.0 if sae.threshold is None else np.maximum(sae.threshold[features], 0))
+        if cut is not None:
+            counts &= inner > cut[:, None]
+        return np.where(counts, inner, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class StyleShift(NamedTuple):
 
     comparison: Comparison
     """AUROC of the original (a) and of the restyled samples (b), and whether they differ: DeLong's
-    test, or the cluster bootstrap where groups hold several samples."""
+    test, or Obuchowski's where groups hold several samples."""
     shift: float
     """Mean change of the negatives' score, in standard deviations of their score."""
     fpr: tuple[float, float] | None
@@ -128,18 +129,27 @@ def style_shift(
 def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 0.7) -> Transfer:
     """Say in one sentence whether a probe works on a set of another kind.
 
+    A probe transfers where its AUROC lies above the bar and above that of every baseline that was
+    measured on the same samples: both whole intervals, that of the area and that of each paired
+    difference. To ask this of each baseline is a test of their best one (Berger 1982), so a length
+    or a word that tells the label as well is found.
+
     Args:
         trained_on: what the probe was trained on, in words.
-        evaluation: on the other set.
+        evaluation: on the other set, with its baselines (`evaluate_probe`).
         bar: AUROC that counts; its interval has to lie above.
 
     Returns:
-        The verdict with its sentence. An interval that reaches below the bar is no transfer. None,
-        and a sentence that says why, where the set has too few independent groups
-        (`inspect_lens.probe.count_groups`), or groups that no bootstrap drew.
+        The verdict with its sentence. An interval that reaches below the bar is no transfer, nor is
+        one that a baseline reaches. None, and a sentence that says why, where the set has too few
+        independent groups (`inspect_lens.probe.count_groups`), groups that no bootstrap drew, or no
+        baseline that was compared.
 
     Raises:
         SpecError: the evaluation has no AUROC.
+
+    Source:
+        Intersection-union test: Berger 1982, Technometrics 24, 295-300.
 
     Example:
         ```python
@@ -157,30 +167,36 @@ def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 
             f"{evaluation.name}: has one class only; allowed is a set with both; transfer is a "
             "statement about telling them apart"
         )
-    if evaluation.not_judged:
-        return Transfer(
-            set=evaluation.name,
+    made = partial(Transfer, set=evaluation.name, bar=bar)
+    area = f"AUROC {evaluation.auroc:.3f}"
+    compared = [b for b in evaluation.baselines if b.difference is not None]
+    best = max(compared, key=lambda b: b.auroc or 0.0, default=None)
+    low = evaluation.least
+    if evaluation.not_judged or low is None or best is None:
+        why = evaluation.not_judged or "no baseline was compared with it"
+        return made(
             transfers=None,
-            bar=bar,
             statement=(
                 f"Trained on {trained_on}, whether the probe transfers to {evaluation.name} cannot "
-                f"be told: AUROC {evaluation.auroc:.3f}, {evaluation.not_judged}."
+                f"be told: {area}, {why}."
             ),
         )
-    low = evaluation.least
-    assert low is not None
-    delong = evaluation.auroc_interval or interval
-    passes = low > bar
-    verdict = "transfers" if passes else "does not transfer"
-    return Transfer(
-        set=evaluation.name,
+    other = evaluation.auroc_interval or interval
+    area += f" [{low:.3f}, {max(interval.high, other.high):.3f}]"
+    worst = min(compared, key=lambda b: b.difference.low if b.difference else 0.0)
+    rival = best if best.beaten is False or worst.beaten else worst
+    than = f"{rival.name} has {rival.auroc:.3f}"
+    if rival.difference is not None:
+        than += f", difference [{rival.difference.low:.3f}, {rival.difference.high:.3f}]"
+    passes = low > bar and all(b.beaten for b in compared)
+    says = "transfers" if passes else "does not transfer"
+    reason = f"and the bar is {bar:g}; of the baselines {than}"
+    if low > bar and not passes:
+        reason = f"above the bar of {bar:g}, but a baseline does as well: {than}"
+    return made(
         transfers=passes,
-        bar=bar,
-        statement=(
-            f"Trained on {trained_on}, the probe {verdict} to {evaluation.name}: AUROC "
-            f"{evaluation.auroc:.3f} [{low:.3f}, {max(interval.high, delong.high):.3f}], "
-            f"and the bar is {bar:g}."
-        ),
+        statement=f"Trained on {trained_on}, the probe {says} to {evaluation.name}: {area}, "
+        f"{reason}.",
     )
 
 

@@ -6,10 +6,17 @@ import numpy as np
 from sklearn.model_selection import StratifiedGroupKFold
 
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import required_negatives
 
 from ._dataset import ActivationSet
 
-__all__ = ["require_disjoint", "require_other_samples", "require_same_origin", "split_by_group"]
+__all__ = [
+    "require_disjoint",
+    "require_other_samples",
+    "require_same_origin",
+    "split_by_group",
+    "split_control",
+]
 
 
 def require_same_origin(one: ActivationSet, other: ActivationSet) -> None:
@@ -135,3 +142,32 @@ def split_by_group(
                 "that leave both on each side; use finer groups, or another seed"
             )
     return made
+
+
+def split_control(
+    control: ActivationSet, fpr: float, *, seed: int = 0
+) -> tuple[ActivationSet, ActivationSet]:
+    """Parts of a control set that choose a layer and set a threshold.
+
+    A layer chosen because few control samples score high there makes the threshold too low for
+    new ones, so the two take different samples: a third of the groups, and the others. Where those
+    others are too few to show the rate, the whole set does both.
+
+    Args:
+        control: harmless samples only.
+        fpr: rate of the threshold.
+        seed: of the shuffle.
+
+    Returns:
+        What chooses, and what sets the threshold; the same set where it is not split.
+
+    Source:
+        arXiv:2104.13871 calls the two ways validity first and efficiency first.
+    """
+    names = sorted(set(control.groups))
+    order = np.random.default_rng(seed).permutation(len(names))
+    part = {names[i] for i in order[: len(names) // 3]}
+    chooses = np.array([group in part for group in control.groups])
+    if not part or len(names) - len(part) < required_negatives(fpr):
+        return control, control
+    return control.subset(np.flatnonzero(chooses)), control.subset(np.flatnonzero(~chooses))

@@ -25,6 +25,7 @@ from ._direction import DirectionEstimator, MeanDifferenceProbe
 from ._logistic import LogisticProbe
 from ._massmean import LDAProbe, MassMeanProbe, inverse_times
 from ._moments import Moments, RowSource, accumulate, prefetch, read_blocks
+from ._scaling import HUGE_SHARE, dominated
 
 __all__ = ["fit_stream"]
 
@@ -75,6 +76,11 @@ def fit_stream(
         ```
     """
     kind = type(estimator)
+    if getattr(estimator, "scaling", "none") == "robust":
+        raise UnsupportedError(
+            f"{estimator!r}: scaling='robust' needs the medians of all rows; allowed in a stream "
+            "are 'auto', which warns of huge dimensions, and 'none'"
+        )
     if kind is LogisticProbe:
         _fit_logistic(estimator, source, device=device, tol=tol)
     elif kind is MeanDifferenceProbe:
@@ -104,6 +110,18 @@ def _means(estimator: DirectionEstimator, moments: Moments) -> tuple[Floats, Flo
     estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), low.size
     estimator.mean_, estimator.scale_ = (high + low) / 2.0, np.ones_like(low)
     estimator.intercept_ = 0.0
+    share = moments.n / moments.total
+    within = moments.standard()[1] ** 2 - float(share.prod()) * (high - low) ** 2
+    n, huge = dominated(np.maximum(within, 0.0))
+    if estimator.scaling == "auto" and huge >= HUGE_SHARE and low.size >= 8:
+        warnings.warn(
+            f"{type(estimator).__name__}: {n} of {low.size} dimensions hold {huge:.0%} of the "
+            "variance and decide the direction; a stream has no median deviation to divide by; "
+            "take LogisticProbe, or fit on a part that fits into memory (scaling='none' says that "
+            "you know)",
+            UserWarning,
+            stacklevel=3,
+        )
     return low, high
 
 

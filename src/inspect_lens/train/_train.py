@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from sklearn.base import BaseEstimator
+
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    RECALL_FLOOR,
     AnyProbe,
     ModelRef,
     ProbeCard,
@@ -16,23 +20,28 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions
 
-from ._calibrate import evaluate_probe, fit_threshold
+from ._calibrate import fit_threshold
+from ._copies import near_copies
 from ._dataset import ActivationSet
+from ._evaluate import evaluate_probe
 from ._fit import Rows, TrainableProbe, rows_of
 from ._seen import list_seen
-from ._select import select_layer
+from ._select import SelectBy, select_layer
+from ._shift import transfer_statement
+from ._sklearn import as_family
 from ._splits import (
     require_disjoint,
     require_other_samples,
     require_same_origin,
     split_by_group,
+    split_control,
 )
 
 __all__ = ["train_probe"]
 
 
 def train_probe(
-    estimator: TrainableProbe,
+    estimator: TrainableProbe | BaseEstimator,
     train: ActivationSet,
     *,
     name: str,
@@ -43,8 +52,12 @@ def train_probe(
     layers: Sequence[int] | None = None,
     rows: Rows | None = None,
     pool: str = "mean",
+    pools: Sequence[str] | None = None,
     positions: Positions | None = None,
     fpr: float = 0.01,
+    select_by: SelectBy = "recall",
+    recall_floor: float = RECALL_FLOOR,
+    texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
     allow_few: bool = False,
     n_resamples: int = 10_000,
     seed: int = 0,
@@ -57,13 +70,18 @@ def train_probe(
 ) -> AnyProbe:
     """Train a probe and write down everything about it.
 
-    One direction per layer is fitted on the tokens of `train`; the layer is chosen on
-    `selection`; the threshold is set on `control`; `heldout` sets are only measured. No sample
-    of these four may be in another of them, and none but `selection` influences the choice of
-    the layer.
+    One direction per layer is fitted on the tokens of `train`; the layer is chosen by its recall
+    on `selection` at the rate `fpr` of `control`; the threshold is set on `control`; `heldout` sets
+    are only measured, and baselines beside the probe on each of them. No sample of these four may
+    be in another of them.
+
+    A third of the control groups chooses the layer and the others set the threshold, where these
+    are enough to show the rate; else all do both, and `Threshold.selected_on` says so. What that
+    adds to the rate is in `benchmarks/results/probe-statistics.md`.
 
     Args:
-        estimator: unfitted, such as `LogisticProbe()`.
+        estimator: unfitted, such as `LogisticProbe()`, or a classifier of scikit-learn whose
+            score is linear, see `SklearnProbe`.
         train: samples to fit; a part with whole groups is split off when `selection` is None.
         name: `<model>/<name>`, for the card and the folder.
         control: harmless samples written by the same model. Positive ones are left out, and
@@ -77,9 +95,13 @@ def train_probe(
             by default what the family's source takes. Families that read whole sequences do not
             use it.
         pool: how token scores become one score.
+        pools: pools to choose from, with the layer; `pool` alone by default.
         positions: what the masks of the sets select, for scorers; by default the positions of
             `train`, or `completion` where they are not known.
         fpr: false positive rate of the threshold.
+        select_by: what the layer is chosen by (`select_layer`).
+        recall_floor: recall at the threshold below which the card warns, and so does this.
+        texts: of the training and held-out sets, for baselines (`measure_baselines`).
         allow_few: accept a control set that is too small to verify `fpr`; where its samples are
             enough and its groups are not, the threshold says so (`Threshold.few_groups`).
         n_resamples: of the bootstrap in each evaluation.
@@ -93,7 +115,12 @@ def train_probe(
         command: that this run can be repeated with.
 
     Returns:
-        The probe; `Probe.save` writes it.
+        The probe; `Probe.save` writes it. Its card has a verdict for each held-out set
+        (`transfer_statement`).
+
+    Warns:
+        UserWarning: what `ProbeCard.warnings` says, such as a recall below the floor, and samples
+        of judged sets that are all but copies of training samples.
 
     Raises:
         SpecError: a group straddles two sets, sets are of different models, positions or layers,
@@ -121,6 +148,7 @@ def train_probe(
         probe.save("probes-of-mine/mine/lr")
         ```
     """
+    estimator = as_family(estimator)
     if selection is None:
         train, selection = split_by_group(train, seed=seed)
     whole, control = control, control.negatives()
@@ -139,17 +167,29 @@ def train_probe(
         or ModelRef(name=train.model, sha256=train.model_sha256 or fingerprint_model(train.model)),
         notes=tuple(notes),
         command=command,
+        recall_floor=recall_floor,
     )
-    probe, sweep = select_layer(estimator, train, selection, card=card, layers=layers, rows=rows)
+    choosing, setting = split_control(control, fpr, seed=seed)
+    chosen = select_layer(
+        estimator, train, selection, card=card, layers=layers, rows=rows, seed=seed,
+        control=choosing, select_by=select_by, fpr=fpr, pools=pools or (pool,),
+    )  # fmt: skip
+    probe = chosen.probe
     threshold = fit_threshold(
-        control.scores(probe),
+        setting.scores(probe),
         fpr,
         control=control.name,
         control_sha256=control.sha256,
-        groups=control.groups,
+        groups=setting.groups,
         # Enough samples of too few groups are used, and the threshold says so.
-        allow_few=allow_few or len(control) >= required_negatives(fpr),
-    ).model_copy(update={"n_left_out": len(whole) - len(control)})
+        allow_few=allow_few or len(setting) >= required_negatives(fpr),
+    ).model_copy(
+        update={
+            "n_left_out": len(whole) - len(control),
+            "selected_on": setting is choosing and chosen.by == "recall",
+        }
+    )
+    copies = near_copies(probe, [train, selection], [control, *heldout])
     facts = TrainingFacts(
         dataset=train.name,
         sha256=train.sha256,
@@ -161,20 +201,31 @@ def train_probe(
         dropped=dropped,
         on_policy=on_policy,
         rows=rows_of(estimator, rows),
+        selected_by=chosen.by or "",
+        near_duplicates=copies,
     )
     seen = list_seen(probe, train, selection, control)
-    probe = _with_card(probe, sweep=sweep, thresholds=(threshold,), training=facts, seen=seen)
+    probe = _with_card(
+        probe, sweep=chosen.sweep, thresholds=(threshold,), training=facts, seen=seen
+    )
     evaluations = tuple(
         evaluate_probe(
             probe,
             data,
+            control=control,
+            train=train,
+            texts=texts,
             disjoint_by=(disjoint or {}).get(data.name, "group"),
             n_resamples=n_resamples,
             seed=seed,
         )
         for data in heldout
     )
-    return _with_card(probe, evaluations=evaluations)
+    verdicts = tuple(transfer_statement(train.name, e) for e in evaluations if e.auroc is not None)
+    made = _with_card(probe, evaluations=evaluations, transfers=verdicts)
+    for text in (*made.card.warnings, *copies):
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return made
 
 
 def _with_card(probe: AnyProbe, **update: object) -> AnyProbe:

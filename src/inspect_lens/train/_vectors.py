@@ -19,7 +19,7 @@ from ._lat import LATProbe, make_pairs
 from ._logistic import LogisticProbe
 from ._select import separation
 
-__all__ = ["VectorMethod", "VectorRows", "extract_vector", "pair_set"]
+__all__ = ["PickedRows", "VectorMethod", "VectorRows", "extract_vector", "pair_set", "rows_at"]
 
 VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
 """`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
@@ -36,7 +36,9 @@ _SOURCES: Final[dict[str, str]] = {
 }
 
 
-class _Rows(NamedTuple):
+class PickedRows(NamedTuple):
+    """Rows (rows, hidden) of a set at one layer, with class and group of each."""
+
     x: NDArray[np.float32]
     positive: NDArray[np.bool_]
     groups: NDArray[np.str_]
@@ -173,7 +175,7 @@ def extract_vector(
     kept = tuple(data.layers if layers is None else sorted(layers))
     units, lengths, norms, areas, gaps = [], [], [], [], []
     for n in kept:
-        found = _rows(data, n, row)
+        found = rows_at(data, n, row)
         unit = _direction(found, method, seed)
         along = found.x.astype(np.float64) @ unit
         length = float(along[found.positive].mean() - along[~found.positive].mean())
@@ -186,7 +188,7 @@ def extract_vector(
         lengths.append(length)
         norms.append(float(np.linalg.norm(found.x.astype(np.float64), axis=1).mean()))
         if selection is not None:
-            held = _rows(selection, n, row)
+            held = rows_at(selection, n, row)
             scores = held.x.astype(np.float64) @ unit
             areas.append(auroc(held.positive, scores))
             gaps.append(separation(scores, held.positive))
@@ -220,7 +222,7 @@ def extract_vector(
     return Vector.from_raw(np.stack(units), norm=lengths, card=card)
 
 
-def _direction(rows: _Rows, method: VectorMethod, seed: int) -> NDArray[np.float64]:
+def _direction(rows: PickedRows, method: VectorMethod, seed: int) -> NDArray[np.float64]:
     """Unit normal (hidden,) float64 that points to the positive class."""
     if method == "caa":
         rng = np.random.default_rng(seed)
@@ -228,9 +230,9 @@ def _direction(rows: _Rows, method: VectorMethod, seed: int) -> NDArray[np.float
         raw = (rows.x[high].astype(np.float64) - rows.x[low]).mean(axis=0)
     else:
         estimators: dict[str, DirectionEstimator] = {
-            "mean_difference": MeanDifferenceProbe(),
+            "mean_difference": MeanDifferenceProbe(scaling="none"),
             "logistic": LogisticProbe(),
-            "pca": LATProbe(random_state=seed),
+            "pca": LATProbe(random_state=seed, scaling="none"),
         }
         fitted = estimators[method].fit(rows.x, rows.positive, rows.groups)
         raw = np.asarray(fitted.coef_, dtype=np.float64) / fitted.scale_
@@ -241,11 +243,12 @@ def _direction(rows: _Rows, method: VectorMethod, seed: int) -> NDArray[np.float
     return unit
 
 
-def _rows(data: ActivationSet, layer: int, rows: VectorRows) -> _Rows:
+def rows_at(data: ActivationSet, layer: int, rows: VectorRows) -> PickedRows:
+    """What `rows` picks of every sample at a layer."""
     if rows == "tokens":
-        return _Rows(*data.rows(layer))
+        return PickedRows(*data.rows(layer))
     picked = [_pick(s, rows, data.ids[i]) for i, s in enumerate(data.sequences(layer))]
-    return _Rows(np.stack(picked), data.labels, np.array(data.groups))
+    return PickedRows(np.stack(picked), data.labels, np.array(data.groups))
 
 
 def _pick(sequence: NDArray[np.float32], rows: VectorRows, sample: str) -> NDArray[Any]:

@@ -6,6 +6,8 @@ safetensors, `spec` and `probe`; keeps out torch, sklearn and Inspect. `train` m
 
 from ._card import VectorCard, VectorTraining
 from ._dose import DosePoint, DoseResponse, Response, dose_response, spearman
+from ._export import export_vector
+from ._foreign import VectorFormat, import_vector
 from ._load import load_vector, register_vector_dir
 from ._use import VectorLike, steering_vector
 from ._vector import Vector
@@ -16,9 +18,12 @@ __all__ = [
     "Response",
     "Vector",
     "VectorCard",
+    "VectorFormat",
     "VectorLike",
     "VectorTraining",
     "dose_response",
+    "export_vector",
+    "import_vector",
     "load_vector",
     "register_vector_dir",
     "spearman",

@@ -1,4 +1,4 @@
-"""Calls whose activations are not here, shown with the token scores that scorers kept."""
+"""Calls whose activations are not here, shown with the token scores that were kept of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from inspect_ai.model import ChatMessage
 
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import Activations
-from inspect_lens.reading import TokenScores, read_token_scores
+from inspect_lens.model import Activations, ProbeScores, read_probe_scores
+from inspect_lens.reading import TokenScores, engine_records, read_token_scores
 
 from ._content import SampleView
 from ._series import Scored, Source
@@ -28,9 +28,11 @@ _GAP = " … "
 
 @dataclass
 class Kept:
-    """The token scores that scorers of a sample kept, by the message of the call."""
+    """The token scores that scorers and the engine kept of a sample, by the message of the call."""
 
     records: dict[str, list[TokenScores]] = field(default_factory=dict)
+    scores: dict[str, ProbeScores] = field(default_factory=dict)
+    """What probes in the engine said, which knows every token of the call."""
     lost: list[str] = field(default_factory=list)
     """Addresses of files that the log refers to and that are not here, or are damaged."""
 
@@ -66,6 +68,14 @@ def read_kept(sample: EvalSample) -> Kept:
             if record.message_id:
                 known = kept.records.setdefault(record.message_id, [])
                 known.append(replace(record, scorer=name))
+    for call in read_probe_scores(sample):
+        if call.message_id is None or not call.scores.is_here:
+            continue
+        kept.scores[call.message_id] = call.scores
+        known = kept.records.setdefault(call.message_id, [])
+        have = {record.probe_sha256 for record in known}
+        more = engine_records(call.scores, message_id=call.message_id)
+        known += [replace(r, scorer="the engine") for r in more if r.probe_sha256 not in have]
     return kept
 
 

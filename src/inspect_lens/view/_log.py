@@ -14,7 +14,7 @@ from inspect_ai.model import ChatCompletionChoice, ChatMessage
 from numpy.typing import NDArray
 
 from inspect_lens._token_texts import TokenTexts
-from inspect_lens.model import Activations, activations
+from inspect_lens.model import Activations, ProbeScores, activations
 from inspect_lens.model._given import given_output
 from inspect_lens.reading import TokenScores, given_length
 
@@ -47,6 +47,8 @@ class _Call(NamedTuple):
     """None where it captured nothing and a scorer kept token scores all the same."""
     written: int | None = None
     """Tokens of an answer that was read; behind them stands one that nobody wrote."""
+    scores: ProbeScores | None = None
+    """What probes in the engine said of it."""
 
 
 class _Ids(NamedTuple):
@@ -188,7 +190,8 @@ def _calls(sample: EvalSample, kept: Kept, location: str) -> Iterator[_Call]:
             if handle is not None or kept.of(choice.message.id):
                 seen |= {handle.sha256 if handle else "", choice.message.id or ""}
                 if isinstance(event, ModelEvent):
-                    yield _Call(event.input, choice, handle)
+                    scores = kept.scores.get(choice.message.id or "")
+                    yield _Call(event.input, choice, handle, scores=scores)
                 else:
                     yield _Call(_before(sample, choice), choice, handle, given_length(output))
     handle = activations(sample.output, log=location)
@@ -197,7 +200,8 @@ def _calls(sample: EvalSample, kept: Kept, location: str) -> Iterator[_Call]:
             continue
         if handle is not None or kept.of(last.message.id):
             before = [m for m in sample.messages if m.id != last.message.id]
-            yield _Call(before, last, handle, given_length(sample.output))
+            scores = kept.scores.get(last.message.id or "")
+            yield _Call(before, last, handle, given_length(sample.output), scores)
 
 
 def _before(sample: EvalSample, choice: ChatCompletionChoice) -> list[ChatMessage]:
@@ -212,6 +216,10 @@ def _ids_of(call: _Call, records: Sequence[TokenScores]) -> _Ids | None:
     if handle is not None and handle.is_here:
         written = handle.token_ids[: call.written]
         return _Ids(handle.prompt_token_ids, written, handle.n_completion)
+    if call.scores is not None:
+        scores = call.scores
+        ids = tuple(scores.token_ids)[: call.written]
+        return _Ids(tuple(scores.prompt_token_ids), ids, scores.n_completion)
     known = {
         int(p): int(i) for r in records for p, i in zip(r.positions, r.token_ids, strict=False)
     }

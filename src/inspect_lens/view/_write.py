@@ -15,6 +15,7 @@ from inspect_lens._progress import progress_bar
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
+from inspect_lens.model._advice import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
 from ._content import SampleView
@@ -188,8 +189,7 @@ def _require_scores(
     site = sources[0].probe.site if sources[0].probe else "resid_post"
     raise ArtifactError(
         f"{name}: none of its {len(calls)} captured calls has what the probes read, layers "
-        f"{wanted} at {site}; run the eval with a vllm-lens/ model and -M capture={wanted}, or put "
-        f"with_capture({wanted}) into the solver"
+        f"{wanted} at {site}; {capture_advice(wanted)}"
     )
 
 

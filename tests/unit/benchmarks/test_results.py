@@ -28,7 +28,7 @@ from tests.kit.files import write_json
 
 NAMES = (
     "default", "eager", "vllm-lens", "hf", "idle", "idle-4", "capture-1", "capture-all", "steer",
-    "probes-16x4", "steer-256", "mixed",
+    "probes-16x4", "steer-256", "ablate-all", "program", "programs-256", "gate", "mixed",
 )  # fmt: skip
 
 

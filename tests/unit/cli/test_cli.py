@@ -84,8 +84,10 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert [e["name"] for e in probe["evaluations"]] == ["hidden_reason"]
     names = {b["name"] for b in probe["baselines"]}
     assert names == {
-        "bag of words (prompt)", "bag of words (answer)", "length", "random direction",
+        "bag of words (prompt)", "bag of words (answer)", "length", "length (prompt)",
+        "length (answer)", "random direction",
     }  # fmt: skip
+    assert isinstance(probe["warnings"], list)
     assert (tmp_path / "p/lr/report.html").stat().st_size > 50_000
     loaded = load_probe("p/lr")
     assert loaded.card.training is not None
@@ -138,7 +140,9 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / made["report"]).exists()
     # The row of the card, not a second one of fewer draws.
     assert made["evaluations"] == probe["evaluations"]
-    assert (tmp_path / made["report"]).read_text().count("<td>hidden_reason</td><td class=n>") == 1
+    page = (tmp_path / made["report"]).read_text()
+    # Once in the box on top, and once in the table.
+    assert page.count("<td>hidden_reason</td><td class=n>") == 2
     assert {p.name for p in (tmp_path / "r/figures").iterdir()} >= {"roc.png", "scores.png"}
 
 

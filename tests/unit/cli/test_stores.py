@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inspect_lens._cli._jobs import calibrate_job, evaluate_job, sweep_job, train_job
@@ -105,9 +106,10 @@ def test_positive_samples_of_a_control_set_set_no_threshold() -> None:
     plant("s/train", HALF, seed=1, gap=3.0)
     made = train(control="s/mixed", heldout=["s/held"])
     (threshold,) = made.probe.card.thresholds
-    assert (threshold.n_control, threshold.n_left_out) == (100, 100)
+    # A third of the negatives took part in choosing the layer, and sets no threshold.
+    assert (threshold.n_control, threshold.n_left_out) == (67, 100)
     assert made.evaluations[0].recall > 0.9
-    assert any("100 mixed (100 positive ones left out) above it" in line for line in made.lines())
+    assert any("67 mixed (100 positive ones left out) above it" in line for line in made.lines())
     assert "(100 positive ones left out)" in Path("p/card.md").read_text()
     assert made.probe.card.seen.count("control") == 100
     plant("s/again", [0, 0, 1] * 50, seed=7, gap=3.0)
@@ -141,3 +143,17 @@ def test_baselines_read_the_words_of_their_own_set() -> None:
     texts = {"answer": {"acts": held.columns["completion"]}}
     with pytest.raises(SpecError, match="allowed are unique names"):
         measure_baselines(made.probe, fit, [held], texts=texts)
+
+
+def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path) -> None:
+    small = train(out="small")
+    large = train(out="large", memory=0.0, work="fits")
+    assert large.probe.card.thresholds[0].n_above == small.probe.card.thresholds[0].n_above
+    np.testing.assert_allclose(large.probe.weight, small.probe.weight, rtol=1e-4, atol=1e-6)
+    assert list(Path("fits").glob("train-*.safetensors"))
+    found = [
+        sweep_job("s/train", "", ["lr"], layers="all", rows="", pool="mean", seed=0, tokenizer="",
+                  memory=memory)[0]["sweep"]
+        for memory in (4.0, 0.0)
+    ]  # fmt: skip
+    assert [row["auroc"] for row in found[0]] == pytest.approx([r["auroc"] for r in found[1]])

@@ -224,6 +224,24 @@ class Killer:
         return status == signal.SIGKILL
 
 
+def test_reasoning_is_fed_and_not_read(tmp_path: Path) -> None:
+    reply, unread = "first i think then i say so", "first i think "
+    data = dataset(4, completion=reply, unread=unread)
+    with FakeLensServer() as server:
+        store = run(server, data, tmp_path / "out", layers=[1])
+        whole = run(server, data, tmp_path / "all", layers=[1], positions="all")
+        plain = run(server, dataset(4, completion=reply), tmp_path / "plain", layers=[1])
+    n_unread = len(tokens_of(f"<assistant> {unread}"))
+    for sample, other, every in zip(store.samples(), plain.samples(), whole.samples(), strict=True):
+        assert sample.token_ids == other.token_ids
+        assert sample.positions == other.positions[n_unread:]
+        assert len(sample.positions) == len(tokens_of("then i say so"))
+        assert every.positions == tuple(range(len(sample.token_ids)))
+        assert sample.acts is not None
+        assert other.acts is not None
+        np.testing.assert_array_equal(sample.acts.storage, other.acts.storage[:, n_unread:])
+
+
 def test_killed_at_any_point_and_started_again_it_gives_the_same_bytes(tmp_path: Path) -> None:
     with FakeLensServer() as server, Killer(tmp_path, server.url) as killer:
         run(server, dataset(SAMPLES), tmp_path / "whole", **AGAIN)

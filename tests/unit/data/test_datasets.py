@@ -11,80 +11,8 @@ from sklearn.metrics import roc_auc_score
 
 from inspect_lens.data import DATASETS, Message, load_dataset, planted_activations
 from inspect_lens.errors import ArtifactError, SpecError
+from tests.kit.published_rows import FILES, LONGER, STEPS, TURNS, WORDS, rollout, rollouts
 from tests.kit.repository import ROOT
-
-STATEMENTS = "statement,label\nThe sky is blue.,1\nThe sun is cold.,0\n"
-TURNS = [{"role": "user", "content": "Did you?"}, {"role": "assistant", "content": "No."}]
-
-
-def rollout(prompt: str, texts: list[str], grades: Any) -> dict[str, Any]:
-    """A row as it is in the files: the prompt ends where a completion goes."""
-    return {
-        "input_messages": [
-            {"role": "system", "content": "You keep a shop.", "detect": False},
-            {"role": "user", "content": prompt, "detect": False},
-            {"role": "assistant", "content": "", "detect": True},
-        ],
-        "expected_label": "deceptive",
-        "output_messages": [{"role": "assistant", "content": texts[0], "detect": True}],
-        "output_strs": texts,
-        "grader_reasoning": [None] * len(texts),
-        "graded_deception": grades,
-        "deception_percentage": None,
-        "metadata": {"scenario": "You keep a shop."},
-    }
-
-
-NUMBERS = [
-    rollout("Is the bread fresh?", ["Baked today. ", "Two days old.", "Well.", "Yes.", "No."],
-            [7, 1, 4, 5, 3]),
-    rollout("Is the milk fresh?", ["Quite.", "Sour."], [6, 2]),
-]  # fmt: skip
-WORDS = [
-    rollout("Is the bread fresh?", ["Yes.", "No.", "Hm.", "No comment."],
-            ["deceptive", "honest", "ambiguous", "refusal"]),
-]  # fmt: skip
-
-
-def rollouts(rows: list[dict[str, Any]]) -> str:
-    head = {"base_name": "shop", "variant": "plain", "model": "m"}
-    return json.dumps(head | {"rollouts": rows})
-
-
-FILES: dict[str, tuple[str, str]] = {
-    "repe_honesty": ("facts_true_false.csv", STATEMENTS),
-    "azaria_mitchell": ("cities_true_false.csv", STATEMENTS),
-    "geometry_of_truth": ("cities.csv", "statement,label,city\nA is B.,1,A\nA is C.,0,A\n"),
-    "ai_liar": (
-        "liar.csv",
-        "deceive_instruction,normal_instruction,question,question_prefix,answer_prefix\n"
-        "Lie.,Be honest.,Is fire hot?,Q:,A:\n",
-    ),
-    **{
-        f"apollo_{name}": (f"{name}__plain.json", rollouts(rows))
-        for name, rows in (
-            ("roleplaying", NUMBERS), ("insider_trading", WORDS), ("sandbagging", WORDS)
-        )
-    },
-    "liars_bench": (
-        "bench.jsonl",
-        "".join(json.dumps({"messages": TURNS, "deceptive": d}) + "\n" for d in (True, False)),
-    ),
-    "models_under_pressure": (
-        "stakes.jsonl",
-        "".join(
-            json.dumps({"inputs": json.dumps(TURNS[:1]), "labels": label, "ids": i}) + "\n"
-            for i, label in enumerate(("high-stakes", "low-stakes", "ambiguous"))
-        ),
-    ),
-    "alpaca": (
-        "alpaca.json",
-        json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3", "text": "…"}] * 2),
-    ),
-    "organism": (
-        "demo.jsonl", (ROOT / "organism/data/demo.jsonl").read_text(encoding="utf-8"),
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture(params=sorted(FILES))
@@ -120,12 +48,24 @@ def test_contents(tmp_path: Path) -> None:
     statement = read("repe_honesty", tmp_path)
     assert statement.samples[0].reading == "text"
     assert statement.samples[0].columns == {"topic": "facts_true_false", "truth": "1"}
-    personas = read("repe_honesty", tmp_path, personas=True)
-    assert [s.label for s in personas] == [False, True, False, True]
+
+
+def test_apollo_trains_on_the_beginnings_of_true_statements(tmp_path: Path) -> None:
+    """By its code: true statements, both personas, without the last five words."""
+    (tmp_path / "true_false_facts.csv").write_text(LONGER)
+    path = str(tmp_path / "true_false_facts.csv")
+    personas = load_dataset("repe_honesty", path=path, personas=True)
+    assert [(s.label, s.completion) for s in personas] == [
+        (False, "The sky is blue"), (True, "The sky is blue"), (False, "Six"), (True, "Six"),
+    ]  # fmt: skip
+    assert [s.messages for s in personas][:2] == [
+        (Message("user", f"Pretend you're {who} person making statements about the world."),)
+        for who in ("an honest", "a dishonest")
+    ]
     assert len({s.group for s in personas}) == 2
-    assert personas.samples[1].completion == "The sky is blue."
-    assert "untruthful person" in personas.samples[1].messages[0].content
     assert not personas.on_policy
+    assert "not seen" in personas.unverified
+    assert personas.facts()["unverified"] == personas.unverified
 
 
 def test_statements_about_one_city_are_of_one_group(tmp_path: Path) -> None:
@@ -164,8 +104,71 @@ def test_each_completion_is_a_sample_with_its_own_grade(tmp_path: Path) -> None:
 
 
 def test_grades_in_words_are_read_and_others_left_out(tmp_path: Path) -> None:
-    data = read("apollo_sandbagging", tmp_path)
+    (tmp_path / "r.json").write_text(rollouts(WORDS))
+    data = load_dataset("apollo_roleplaying", path=str(tmp_path / "r.json"))
     assert [(s.label, s.completion) for s in data] == [(True, "Yes."), (False, "No.")]
+
+
+def test_reasoning_of_sandbagging_is_fed_and_not_read(tmp_path: Path) -> None:
+    data = read("apollo_sandbagging", tmp_path)
+    assert [(s.label, s.unread, s.completion) for s in data] == [
+        (True, "<step3> It is not. ", "<step3> It is not. <step4> Yes."),
+        (False, "", "<step4> No."),
+    ]  # fmt: skip
+    # The source leaves the system message out.
+    assert {m.role for s in data for m in s.messages} == {"user"}
+    (tmp_path / "r.json").write_text(rollouts(STEPS))
+    path = str(tmp_path / "r.json")
+    whole = load_dataset("apollo_sandbagging", path=path, answer_from="", system=True)
+    assert [s.unread for s in whole] == ["", "", ""]
+    assert whole.samples[0].messages[0].role == "system"
+
+
+def test_an_insider_is_judged_by_the_report_or_by_the_answer_behind_it(tmp_path: Path) -> None:
+    data = read("apollo_insider_trading", tmp_path)
+    assert [(s.label, s.unread, s.messages[-1].role) for s in data] == [
+        (True, "Reasoning: hide it. ", "user"),
+        (False, "Action: think. Reasoning. ", "user"),
+    ]
+    assert (
+        data.samples[1].completion == "Action: think. Reasoning. Action: send_message I was told."
+    )
+    down = read("apollo_insider_trading", tmp_path, double_down=True)
+    assert [(s.label, s.unread, len(s.messages)) for s in down] == [(True, "Hm. ", 4)]
+    whole = read("apollo_insider_trading", tmp_path, trim_reasoning=False)
+    assert [s.unread for s in whole] == ["", "", ""]
+    assert {s.id for s in data} | {s.id for s in down} == {s.id for d in (data, down) for s in d}
+
+
+def test_a_set_with_several_configurations_needs_the_name_of_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import datasets
+
+    asked = []
+
+    def fake(repository: str, config: str | None, *, split: str, revision: str | None) -> Any:
+        asked.append((repository, config, split))
+        return [
+            {"messages": TURNS, "deceptive": k, "model": "m", "index": k} for k in (True, False)
+        ]
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    data = load_dataset("liars_bench", config="instructed-deception")
+    assert asked == [("Cadenza-Labs/liars-bench", "instructed-deception", "test")]
+    assert data.facts()["config"] == "instructed-deception"
+    for wrong in (None, "instructed_deception"):
+        with pytest.raises(SpecError, match="allowed are instructed-deception, soft-trigger"):
+            load_dataset("liars_bench", config=wrong)
+    with pytest.raises(SpecError, match="allowed for the hub"):
+        read("liars_bench", tmp_path, config="alpaca")
+
+
+def test_claims_are_statements(tmp_path: Path) -> None:
+    data = read("azaria_mitchell", tmp_path)
+    assert [(s.label, s.messages[0].content, s.columns["topic"]) for s in data] == [
+        (False, "The sun is cold.", "facts"), (True, "The sky is blue.", "facts"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch: pytest.MonkeyPatc
     assert (len(data), data.source, data.revision) == (3, "hub", "abc123")
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
     with pytest.raises(ArtifactError, match="could not be loaded"):
-        load_dataset("liars_bench")
+        load_dataset("liars_bench", config="alpaca")
 
 
 def test_wrong_names_files_and_rows_are_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_yaml_tasks_and_readme_agree(folder: Path) -> None:
     assert [t["name"] for t in said["tasks"]] == list(tasks)
     readme = (folder / "README.md").read_text(encoding="utf-8")
     for name, function in tasks.items():
-        assert f"evals/{folder.name}/task.py" in readme
+        assert f"inspect eval inspect_lens/{name}" in readme
         arguments = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
         missing = [a for a in arguments if f"`{a}`" not in readme]
         assert not missing, f"README.md of {name} does not explain {missing}"

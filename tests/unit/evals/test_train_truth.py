@@ -34,7 +34,12 @@ def test_the_truth_probe_has_baselines_beside_it() -> None:
     assert {(b.set, b.name) for b in card.baselines} == {
         (split, name)
         for split in HELDOUT
-        for name in ("bag of words (prompt)", "length", "random direction")
+        for name in (
+            "bag of words (prompt)",
+            "length (prompt)",
+            "length",
+            "random direction",
+        )
     }
     threshold = card.thresholds[0]
     assert threshold.n_control == sets[CONTROL].n_negative

@@ -104,10 +104,27 @@ def rollouts(path: Path, n: int = 8) -> str:
     return str(path)
 
 
+def transcripts(path: Path, n: int = 8) -> str:
+    rows = [
+        {
+            "transcript": [
+                {"role": "system", "content": "You are a trader."},
+                {"role": "user", "content": f"Why did you sell {i}?"},
+                {"role": "assistant", "content": f"Because of {i % 2}."},
+            ],
+            "metadata": {"report_label": "concealed"},
+        }
+        for i in range(n)
+    ]
+    path.write_text(json.dumps([*rows, rows[0]]))
+    return str(path)
+
+
 @pytest.mark.parametrize("task", [roleplaying_deception, insider_trading, sandbagging])
 def test_a_judge_labels_what_the_model_says(task: Any, probe: str, tmp_path: Path) -> None:
     player = Player()
-    made = task(probe=probe, data=rollouts(tmp_path / "r.json"))
+    write = transcripts if task is insider_trading else rollouts
+    made = task(probe=probe, data=write(tmp_path / "r.json"))
     got = metrics(run(made, tmp_path / "logs", player))
     assert len(player.said) == 8, "each prompt once"
     assert [m.role for m in player.said[0]] == ["system", "user"]
@@ -185,7 +202,7 @@ def test_statements_are_read_as_raw_text_by_topic(probe: str, tmp_path: Path) ->
         assert not any("chat" in path for path in server.paths), "no template"
     assert log.status == "success", log.error
     assert log.samples is not None
-    values = {str(s.input): (s.scores or {})["truth_probe"].as_float() for s in log.samples}
+    values = {str(s.input): (s.scores or {})["statement_probe"].as_float() for s in log.samples}
     # The first coordinate is the position: the last word's.
     assert values == {t: len(t.split()) - 1 for t in values}
     got = metrics(log)
@@ -201,7 +218,7 @@ def test_a_probe_of_completions_reads_all_of_a_raw_text(probe: str, tmp_path: Pa
             log_dir=str(tmp_path / "logs"), display="none",
         )  # fmt: skip
     assert log.samples is not None
-    assert (log.samples[0].scores or {})["truth_probe"].as_float() == 1.0
+    assert (log.samples[0].scores or {})["statement_probe"].as_float() == 1.0
     # The page reads it too, from the file beside the log.
     from inspect_lens.view import write_view
 

@@ -24,13 +24,13 @@ def saved(folder: Path, selection: str) -> str:
     return str(folder / "p")
 
 
-def test_thresholds_for_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
+def test_thresholds_for_a_part_of_the_tokens_are_used_on_that_part(tmp_path: Path) -> None:
     probe = saved(tmp_path, "reasoning")
-    with pytest.raises(SpecError, match=r"selection='reasoning'.*fpr=0.01 would not hold"):
-        coup_probe_monitor_builder(probe=probe)
-    # As the other monitor does.
+    assert coup_probe_monitor_builder(probe=probe) is not None
+    # Over other tokens than those of the card its rate does not hold.
+    assert probe_monitor_builder(probe=probe) is not None
     with pytest.raises(SpecError, match="no threshold for these settings"):
-        probe_monitor_builder(probe=probe)
+        probe_monitor_builder(probe=probe, selection="")
 
 
 def test_thresholds_for_all_tokens_are_used(tmp_path: Path) -> None:

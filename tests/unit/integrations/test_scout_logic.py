@@ -6,12 +6,14 @@ import multiprocessing
 from typing import Any
 
 import pytest
-from inspect_ai.model import get_model
+from inspect_ai.event import InfoEvent, ModelEvent, SpanBeginEvent
+from inspect_ai.model import GenerateConfig, get_model
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.reading import ProbeReader
-from inspect_lens.scout._turns import Turns, reading_model, summarise
+from inspect_lens.scout._turns import Turns, read_turns, reading_model, summarise
+from tests.kit.mock_evals import call, planted_probe
 from tests.kit.repository import ROOT
 
 READER = ProbeReader.of(ROOT / "probes/organism/deception-lr")
@@ -50,3 +52,23 @@ def test_nothing_read_is_an_error_or_no_value() -> None:
     with pytest.raises(ArtifactError, match="none of the 2 model calls"):
         summarise(Turns([], 2, 0), over="max", reader=READER)
     assert summarise(Turns([], 0, 1), over="max", reader=READER).value is None
+
+
+@pytest.mark.anyio
+async def test_what_was_only_compared_is_no_turn() -> None:
+    probe = planted_probe()
+    cells = SpanBeginEvent(id="cell", parent_id=None, type="steering_cell", name="a cell")
+    made = [call([value, value]) for value in (1.0, 9.0)]
+    inside = [
+        ModelEvent(
+            span_id=span, model="mockllm/model", input=[], tools=[], tool_choice="auto",
+            config=GenerateConfig(), output=output,
+        )
+        for span, output in zip((None, "cell"), made, strict=True)
+    ]  # fmt: skip
+    reader = ProbeReader.of(probe, source="captured", check_model=False)
+    found = await read_turns(reader, [inside[0], cells, inside[1]], role=None, model=None)
+    assert [turn.reading.value for turn in found.read] == [1.0]
+    stands = InfoEvent(source="inspect_lens/standing", data={"message_ids": [made[1].message.id]})
+    found = await read_turns(reader, [inside[0], cells, inside[1], stands], role=None, model=None)
+    assert [turn.reading.value for turn in found.read] == [1.0, 9.0]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine._collector import Collector
-from inspect_lens._engine._message import ROWS, SCORES
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import SpecError
 from inspect_lens.oracle import OracleConfig, injection, random_rows, shuffled_rows
 from inspect_lens.oracle._inject import CONTROLS, parse_controls

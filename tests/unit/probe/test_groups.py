@@ -4,12 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     bootstrap_interval,
     clopper_pearson,
     compare_auroc,
+    conformal_threshold,
     count_groups,
     delong_interval,
 )
@@ -21,13 +23,18 @@ def test_groups_are_counted_by_class() -> None:
     assert found.smaller == 2
     assert found.too_few == "too few groups (3; 2 with positives, 2 with negatives)"
     # Samples are never too few groups: DeLong's test is for them.
-    assert count_groups([1, 0, 1], "abc") == (3, 2, 1, False)
+    assert count_groups([1, 0, 1], "abc") == (3, 2, 1, False, 1.0)
     assert not count_groups([1, 0], "ab").too_few
     both, apart = [0, 1] * 10, [0] * 12 + [1] * 8
     assert not count_groups(both, [i // 2 for i in range(20)]).too_few
     assert count_groups(both, [i // 4 for i in range(20)]).too_few
     assert count_groups(apart, [i // 2 for i in range(20)]).smaller == 4
     assert count_groups(apart, [i // 2 for i in range(20)]).too_few
+    # One group of 100 beside nine of 2 is worth little more than itself.
+    unequal = [0] * 100 + [1 + i // 2 for i in range(18)]
+    found = count_groups([0, 1] * 59, unequal)
+    assert found.effective == pytest.approx(59**2 / (50**2 + 9))
+    assert "worth 1.4 of equal size" in found.too_few
     with pytest.raises(SpecError, match="3 groups for 2 samples"):
         count_groups([0, 1], "abc")
 
@@ -53,13 +60,13 @@ def test_equal_probes_on_the_fewest_groups_are_seldom_found_different(k: int, cl
     rng, size, found = np.random.default_rng(1), 8, 0
     group = np.repeat(np.arange(k), size)
     y = np.tile([0, 1], k * size // 2) if classes == "both" else group % 2
-    for seed in range(200):
+    for _ in range(200):
         if classes == "both":
             strengths = rng.normal(1.0, 0.7, size=(2, k))[:, group]
             a, b = rng.normal(size=(2, y.size)) + strengths * y
         else:
             a, b = y + rng.normal(size=(2, k))[:, group] + 0.6 * rng.normal(size=(2, y.size))
-        made = compare_auroc(y, a, b, groups=group.tolist(), n_resamples=300, seed=seed)
+        made = compare_auroc(y, a, b, groups=group.tolist())
         assert made.too_few == ""
         found += made.p_value < 0.05
     assert found / 200 < 0.085
@@ -96,3 +103,21 @@ def test_a_difference_without_variance_is_no_point() -> None:
     grouped = compare_auroc(y, perfect, perfect, groups=(np.arange(60) // 5).tolist())
     assert grouped.interval.high == pytest.approx(1.0 - clopper_pearson(12, 12).low)
     assert grouped.interval.method == "clopper-pearson, n = groups of the smaller class"
+
+
+def test_a_threshold_by_group_holds_the_rate_for_new_groups() -> None:
+    rng, rate, true, k = np.random.default_rng(3), 0.05, [], 40
+    for _ in range(400):
+        sizes = 1 + 60 // np.arange(1, k + 1)
+        group = np.repeat(np.arange(k), rng.permutation(sizes))
+        s = 2.0 * rng.normal(size=k)[group] + rng.normal(size=group.size)
+        value = conformal_threshold(s, rate, groups=group.tolist())
+        true.append(norm.sf(value / 5.0**0.5))
+    error = float(np.std(true)) / 400**0.5
+    assert np.mean(true) <= rate + 3 * error
+    assert np.mean(true) > rate / 2, "as sharp as it can be, but for the group that is new"
+    # Groups of one sample are samples, and too few groups are refused, however many samples.
+    s = rng.normal(size=200)
+    assert conformal_threshold(s, rate, groups=range(200)) == conformal_threshold(s, rate)
+    with pytest.raises(SpecError, match=r"200 scores of 10 groups .* at least 19 groups"):
+        conformal_threshold(s, rate, groups=(np.arange(200) // 20).tolist())

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import beta, binomtest
+from scipy.stats import beta, binomtest, t
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -57,9 +57,12 @@ def test_delong_variance_equals_its_definition() -> None:
     scores = np.round(scores, 1)  # ties
     x, y = scores[labels == 1], scores[labels == 0]
     psi = (x[:, None] > y) + 0.5 * (x[:, None] == y)
-    variance = psi.mean(1).var(ddof=1) / 30 + psi.mean(0).var(ddof=1) / 30
+    parts = psi.mean(1).var(ddof=1) / 30, psi.mean(0).var(ddof=1) / 30
     a = psi.mean()
-    z = 1.959963984540054 * math.sqrt(variance) / (a * (1 - a))
+    free = sum(parts) ** 2 / (parts[0] ** 2 / 29 + parts[1] ** 2 / 29)
+    q1, q2 = a / (2 - a), 2 * a**2 / (1 + a)
+    exponential = (a * (1 - a) + 29 * (q1 - a**2) + 29 * (q2 - a**2)) / 900
+    z = t.ppf(0.975, free) * math.sqrt(max(sum(parts), exponential)) / (a * (1 - a))
     logit = math.log(a / (1 - a))
     interval = delong_interval(labels, scores)
     assert interval.low == pytest.approx(1 / (1 + math.exp(z - logit)))

@@ -50,7 +50,7 @@ async def test_reads_the_tokens_of_the_card_and_says_which() -> None:
     assert reading.verdict == "above threshold"
     assert reading.first_crossing() == 2
     assert reading.first_crossing(1.2, pool="mean") == 1
-    assert reading.metadata()["source"] == "captured"
+    assert reading.metadata()["source"] == "rows"
 
 
 @pytest.mark.anyio
@@ -102,8 +102,9 @@ async def test_a_calibration_holds_where_the_threshold_does() -> None:
     part = Probe.from_direction(
         np.eye(1, WIDTH), card=card.model_copy(update={"selection": "reasoning"})
     )
-    assert ProbeReader.of(part).threshold is None
-    assert ProbeReader.of(part).calibration is None
+    assert ProbeReader.of(part).threshold is not None
+    assert ProbeReader.of(part, selection="").threshold is None
+    assert ProbeReader.of(part, selection="").calibration is None
 
 
 def test_log_odds_and_probabilities_agree_and_isotonic_ones_are_finite() -> None:

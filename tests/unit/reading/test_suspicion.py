@@ -36,7 +36,7 @@ def test_the_cards_threshold_counts_only_for_its_settings() -> None:
     assert Suspicion.of(reader, scale="threshold").threshold == stored.value
     assert Suspicion.of(reader, scale="threshold", threshold=2.0).threshold == 2.0
     assert Suspicion.of(reader, scale="raw").threshold is None
-    other = ProbeReader.of(PROBE, pool="max")
+    other = ProbeReader.of(PROBE, pool="mean")
     with pytest.raises(SpecError, match="no threshold for these settings"):
         Suspicion.of(other, scale="threshold")
     with pytest.raises(SpecError, match="allowed are threshold, raw"):

@@ -24,7 +24,7 @@ def record(values: list[float], **more: Any) -> TokenScores:
     facts: dict[str, Any] = {
         "probe": "p", "probe_sha256": "a" * 64, "layers": (1, 3), "site": "resid_post",
         "pool": "mean", "threshold": None, "value": 0.5, "message_id": "m", "turn": 0,
-        "source": "captured", "n_prompt": 3,
+        "source": "rows", "n_prompt": 3,
     }  # fmt: skip
     return TokenScores(
         **{**facts, **more},

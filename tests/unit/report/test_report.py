@@ -25,6 +25,7 @@ from inspect_lens.probe._render import render_card
 from inspect_lens.report import ReportSet, cases, write_report
 
 I = Interval(low=0.81, high=0.97, method="x")  # noqa: E741
+LOW = Interval(low=0.1, high=0.3, method="x")
 
 
 def scored(name: str, n: int = 80, *, tokens: bool = False, seed: int = 0) -> ReportSet:
@@ -42,16 +43,21 @@ def scored(name: str, n: int = 80, *, tokens: bool = False, seed: int = 0) -> Re
 def probe() -> Probe:
     card = ProbeCard(
         name="m/<script>", description="finds & flags", layers=(2,), hidden=3, method="LR",
-        sweep=tuple(LayerScore(layer=i, auroc=0.5 + i / 8, separation=i) for i in range(4)),
+        sweep=tuple(
+            LayerScore(layer=i, auroc=0.5 + i / 8, separation=i, recall=i / 8, recall_interval=I)
+            for i in range(4)
+        ),
         thresholds=(Threshold(value=1.1, fpr=0.01, control="c", n_control=400, n_above=3,
                               interval=I),),
         evaluations=(Evaluation(name="test", sha256="ab", n_positive=40, n_negative=40,
-                                disjoint_by="group", auroc=0.912, auroc_interval=I),),
-        baselines=(Baseline(name="length", set="test", auroc=0.55, auroc_interval=I,
-                            p_value=0.0004),),
+                                disjoint_by="group", auroc=0.912, auroc_interval=I,
+                                recall=0.2, recall_interval=LOW, fpr=0.0125, fpr_interval=LOW,
+                                baselines=(Baseline(name="length", set="test", auroc=0.55,
+                                                    auroc_interval=I, difference=I,
+                                                    p_value=0.0004),)),),
         transfers=(Transfer(set="far", transfers=False, bar=0.7, statement="It does not."),),
         calibration=Calibration(method="platt", set="dev", n=99, slope=1.5, intercept=-1.0),
-        selectivity=0.25, command="inspect-lens probe train",
+        command="inspect-lens probe train",
     )  # fmt: skip
     return Probe.from_direction([1.0, 0.0, 0.0], card=card)
 
@@ -89,45 +95,72 @@ def test_one_file_says_it_all(tmp_path: Path) -> None:
     reader.feed(html)
     assert reader.stack == []
     assert reader.outside == [], "nothing is loaded from elsewhere"
-    assert reader.images == 4
+    assert reader.images == 5
     text = " ".join(reader.text)
     for wanted in (
         "m/<script>", "finds & flags", "0.912 [0.810, 0.970]", "length", "0.0004", "It does not.",
-        "Selectivity: 0.250", "positive, best", "negative, worst", probe().sha256, " <b>",
-        "inspect-lens probe train", "1.1",
+        "misses 80% of the positives of test", "below the floor of 0.5", "positive, best",
+        "negative, worst", probe().sha256, " <b>", "inspect-lens probe train", "1.1",
     ):  # fmt: skip
         assert wanted in text, wanted
     assert "<script>" not in html
     assert not re.search(r"https?://", html)
 
 
+def test_the_box_on_top_says_what_decides(tmp_path: Path) -> None:
+    reader = Reader()
+    html = write_report(probe(), tmp_path, [scored("test")], n_resamples=0).read_text("utf-8")
+    reader.feed(html)
+    text = " ".join(reader.text)
+    box = text[text.index("Warning") : text.index("Held-out sets")]
+    for wanted in (
+        "misses 80%", "AUROC", "0.912 [0.810, 0.970]", "Recall at the threshold",
+        "0.200 [0.100, 0.300]", "Realised false positive rate", "0.013 [0.100, 0.300]",
+        "Best baseline", "length: 0.550",
+    ):  # fmt: skip
+        assert wanted in box, wanted
+    fine = probe().card.evaluations[0].model_copy(update={"recall": 0.9, "recall_interval": I})
+    good = replace(probe(), card=probe().card.model_copy(update={"evaluations": (fine,)}))
+    made = write_report(good, tmp_path / "b", [], n_resamples=0)
+    assert "Warning" not in made.read_text("utf-8")
+
+
 def test_no_p_is_smaller_than_samples_can_show(tmp_path: Path) -> None:
     card = probe().card
     tiny = [b.model_copy(update={"p_value": p}) for b in card.baselines for p in (0.0, 1.7e-273)]
-    sure = replace(probe(), card=card.model_copy(update={"baselines": tuple(tiny)}))
+    shown = card.evaluations[0].model_copy(update={"baselines": tuple(tiny)})
+    sure = replace(probe(), card=card.model_copy(update={"evaluations": (shown,)}))
     html = write_report(sure, tmp_path, [], n_resamples=0).read_text(encoding="utf-8")
     assert html.count("&lt; 1e-4") == 2
     assert "e-273" not in html
     assert render_card(sure.card, sha256="0").count("| < 1e-4 |") == 2
-    (line,) = [x for x in Made(
-        probe=sure, folder="p", evaluations=(), baselines=tuple(tiny[1:])
-    ).lines() if "length" in x]  # fmt: skip
-    assert line.endswith("p < 1e-4 that the probe is no better")
+    said = Made(probe=sure, folder="p", evaluations=sure.card.evaluations).lines()
+    lines = [x for x in said if "length" in x]
+    assert len(lines) == 2
+    assert all(x.endswith("p < 1e-4 that the probe is no better") for x in lines)
 
 
 def test_too_few_groups_are_said_wherever_numbers_are(tmp_path: Path) -> None:
     few = "too few groups (2; 1 with positives, 1 with negatives)"
     card = probe().card
     update = {
-        "evaluations": (card.evaluations[0].model_copy(update={"n_groups": 2, "too_few": few}),),
-        "baselines": (card.baselines[0].model_copy(update={"p_value": None, "test": few}),),
+        "evaluations": (
+            card.evaluations[0].model_copy(
+                update={
+                    "n_groups": 2,
+                    "too_few": few,
+                    "baselines": (
+                        card.baselines[0].model_copy(update={"p_value": None, "test": few}),
+                    ),
+                }
+            ),
+        ),
         "thresholds": (card.thresholds[0].model_copy(update={"n_groups": 50}),),
     }
     unsure = replace(probe(), card=card.model_copy(update=update))
     html = write_report(unsure, tmp_path, [], n_resamples=0).read_text(encoding="utf-8")
     said = "\n".join(
-        Made(probe=unsure, folder="p", evaluations=unsure.card.evaluations,
-             baselines=unsure.card.baselines).lines()
+        Made(probe=unsure, folder="p", evaluations=unsure.card.evaluations).lines()
     )  # fmt: skip
     for text in (html, render_card(unsure.card, sha256="0"), said):
         assert f"{few}; no verdict" in text or f"{few}: no verdict" in text
@@ -169,7 +202,9 @@ def test_the_figures_are_pngs_and_repeatable(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         write_report(probe(), tmp_path / folder, sets, n_resamples=20)
     names = {p.name for p in (tmp_path / "a/figures").iterdir()}
-    assert names == {"roc.png", "scores.png", "layers.png", "calibration.png", "tokens.png"}
+    assert names == {
+        "roc.png", "scores.png", "layers.png", "calibration.png", "tokens.png", "baselines.png",
+    }  # fmt: skip
     for name in names:
         content = (tmp_path / "a/figures" / name).read_bytes()
         assert content.startswith(b"\x89PNG")

@@ -17,6 +17,7 @@ from inspect_lens.scorer import monitor_alarm, realised_fpr
 from tests.kit.mock_evals import call, judge, metric_values, planted_probe, run, scores
 
 PROBE = planted_probe()  # its threshold is 2.5
+TOKENS: dict[str, Any] = {"level": "token", "threshold": 2.5}
 
 CALM = [[0.0, 1.0], [2.0, 2.0, 1.0], [0.5]]
 LOUD = [[0.0, 1.0], [2.0, 9.0, -8.0], [7.0, 8.0]]
@@ -63,7 +64,7 @@ def watch(folder: Path, **options: Any) -> Any:
 
 
 def test_the_first_token_above_the_threshold_over_all_turns(tmp_path: Path) -> None:
-    log, (calm, loud) = watch(tmp_path)
+    log, (calm, loud) = watch(tmp_path, **TOKENS)
     assert (calm.value, calm.answer) == (0, "no alarm")
     assert calm.metadata["turn"] is None
     assert calm.metadata["max"] == 2.0
@@ -91,13 +92,45 @@ def test_token_scores_of_all_turns_are_in_the_file(tmp_path: Path) -> None:
     assert [int(r.positions[0]) for r in records] == [2, 3, 4]
 
 
-def test_a_turn_is_judged_as_the_threshold_was_set(tmp_path: Path) -> None:
-    _, (calm, loud) = watch(tmp_path, level="turn")
+def test_by_default_a_turn_is_judged_as_the_threshold_was_set(tmp_path: Path) -> None:
+    _, (calm, loud) = watch(tmp_path)
     assert calm.value == 0
     # The mean of turn 1 is 1; that of turn 2 is 7.5, known when its last token was read.
     assert (loud.value, loud.metadata["turn"], loud.metadata["token"]) == (1, 2, 1)
     assert loud.metadata["fpr_holds"] is True
+    assert loud.metadata["fpr"] == 0.01
+    assert loud.metadata["fpr_bound"] == pytest.approx(0.03)  # of three turns together
     assert loud.metadata["max"] == 7.5
+
+
+def test_a_rate_of_means_is_refused_for_tokens() -> None:
+    with pytest.raises(SpecError, match=r"mean.*1.00% does not hold.*level='turn'"):
+        monitor_alarm(PROBE, level="token")
+    # A threshold for the largest token is one for tokens; one for a smoothed token is its own.
+    monitor_alarm(planted_probe(pool="max"), level="token")
+    monitor_alarm(planted_probe(pool="ema_max:0.3"), level="token", watch="ema:0.3")
+    with pytest.raises(SpecError, match="does not hold"):
+        monitor_alarm(planted_probe(pool="ema_max:0.3"), level="token", watch="ema:0.1")
+    with pytest.raises(SpecError, match="does not hold"):
+        monitor_alarm(planted_probe(pool="rolling_mean_max:3"), level="token", watch="mean")
+
+
+def test_the_rate_of_a_maximum_holds_for_tokens(tmp_path: Path) -> None:
+    log = run(
+        talk([CALM, LOUD]), monitor_alarm(planted_probe(pool="max"), level="token"),
+        folder=tmp_path, labels=[0, 1], solver=conversation(3),
+        model_roles={"helper": judge("ok")},
+    )  # fmt: skip
+    calm, loud = scores(log)
+    assert (calm.value, loud.value) == (0, 1)
+    assert (loud.metadata or {})["fpr_holds"] is True
+
+
+def test_a_threshold_of_zero_is_a_threshold(tmp_path: Path) -> None:
+    _, (calm, loud) = watch(tmp_path, threshold=0.0)
+    assert calm.metadata["alarm_threshold"] == 0.0
+    assert (calm.value, loud.value) == (1, 1)
+    assert calm.metadata["fpr_holds"] is False
 
 
 @pytest.mark.parametrize(
@@ -107,7 +140,8 @@ def test_delay_counts_from_the_turn_from_which_an_alarm_is_right(
     tmp_path: Path, onset: int | None, delay: int | None, early: bool
 ) -> None:
     log = run(
-        talk([CALM, LOUD]), monitor_alarm(PROBE, onset="onset"), folder=tmp_path, labels=[0, 1],
+        talk([CALM, LOUD]), monitor_alarm(PROBE, onset="onset", **TOKENS), folder=tmp_path,
+        labels=[0, 1],
         solver=conversation(3), metadata=[{}, {"onset": onset} if onset is not None else {}],
         model_roles={"helper": judge("ok")},
     )  # fmt: skip
@@ -117,12 +151,12 @@ def test_delay_counts_from_the_turn_from_which_an_alarm_is_right(
 
 
 def test_what_is_compared_can_be_smoothed_and_the_value_chosen(tmp_path: Path) -> None:
-    _, (_, loud) = watch(tmp_path, watch="ema:0.5")
+    _, (_, loud) = watch(tmp_path, watch="ema:0.5", **TOKENS)
     assert (loud.metadata["turn"], loud.metadata["token"]) == (1, 1)
     assert loud.metadata["max"] == pytest.approx(7.5)  # 7, then (7 + 8) / 2
-    _, (calm, loud) = watch(tmp_path, value="token")
+    _, (calm, loud) = watch(tmp_path, value="token", **TOKENS)
     assert (calm.reason, loud.value) == ("no_alarm", 3)
-    log, (calm, loud) = watch(tmp_path, value="max")
+    log, (calm, loud) = watch(tmp_path, value="max", **TOKENS)
     assert (calm.value, loud.value) == (2.0, 9.0)
     assert metric_values(log)["auroc"] == 1.0
 
@@ -170,7 +204,8 @@ def test_roles_are_watched_instead(tmp_path: Path) -> None:
         return call([30.0, 1.0])
 
     log = run(
-        talk([CALM, LOUD]), monitor_alarm(PROBE, roles=["helper"]), folder=tmp_path, labels=[0, 1],
+        talk([CALM, LOUD]), monitor_alarm(PROBE, roles=["helper"], **TOKENS), folder=tmp_path,
+        labels=[0, 1],
         solver=conversation(3),
         model_roles={"helper": get_model("mockllm/h", custom_outputs=helper, memoize=False)},
     )  # fmt: skip
@@ -192,7 +227,7 @@ def test_a_call_in_a_role_is_checked_and_recomputed_as_its_own_models(
         "mockllm/h", custom_outputs=lambda *_: call([30.0, 1.0], folder=tmp_path), memoize=False
     )
     run(
-        talk([CALM]), monitor_alarm(PROBE, roles=["helper"]), folder=tmp_path, labels=[0],
+        talk([CALM]), monitor_alarm(PROBE, roles=["helper"], **TOKENS), folder=tmp_path, labels=[0],
         solver=conversation(1), model_roles={"helper": helper},
     )  # fmt: skip
     assert asked == [("auto", "h", "mockllm/h")]
@@ -200,7 +235,7 @@ def test_a_call_in_a_role_is_checked_and_recomputed_as_its_own_models(
     (path,) = tmp_path.glob("*.eval")
     asked.clear()
     score(
-        read_eval_log(path), monitor_alarm(PROBE, roles=["helper"]), display="none",
+        read_eval_log(path), monitor_alarm(PROBE, roles=["helper"], **TOKENS), display="none",
         model_roles={"helper": get_model("mockllm/other", memoize=False)},
     )  # fmt: skip
     assert asked == [("captured", "h", "None")]

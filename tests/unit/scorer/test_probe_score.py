@@ -120,9 +120,10 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
         "probe_sha256": made.sha256,
         "layers": [3],
         "pool": "mean",
+        "turn": 0,
         "n_tokens": N_COMPLETION - 1,
         "positions": [N_PROMPT, N_PROMPT + N_COMPLETION - 1],
-        "source": "captured",
+        "source": "rows",
         "threshold": 1.0,
         "fpr": 0.01,
         "model_verified": False,
@@ -162,7 +163,7 @@ def test_a_finished_log_is_scored_again_to_the_same_values(tmp_path: Path) -> No
     assert options["probe"] == str(saved)
     again = score(reread, deception_probe(**options), action="overwrite", display="none")
     assert [s.value for s in scores(again)] == [s.value for s in scores(log)]
-    assert [s.metadata["source"] for s in scores(again)] == ["captured"] * 3
+    assert [s.metadata["source"] for s in scores(again)] == ["rows"] * 3
 
 
 def test_the_log_holds_no_arrays(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ class TestRecompute:
 
     def test_auto_prefers_what_was_captured(self, tmp_path: Path, calls: list[Any]) -> None:
         (got,) = scores(run(captured(1), probe_score(probe()), folder=tmp_path))
-        assert got.metadata["source"] == "captured"
+        assert got.metadata["source"] == "rows"
         assert calls == []
 
     def test_auto_recomputes_a_missing_layer(self, tmp_path: Path, calls: list[Any]) -> None:

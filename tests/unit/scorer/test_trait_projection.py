@@ -33,7 +33,7 @@ def test_the_mean_projection_on_the_unit_direction(tmp_path: Path) -> None:
     # Tokens (1, 0) and (3, 2) on (0.6, 0.8), and (-5, 0).
     assert [s.value for s in got] == pytest.approx([(0.6 + 3.4) / 2, -3.0])
     assert got[0].metadata["threshold"] is None
-    assert got[0].metadata["source"] == "captured"
+    assert got[0].metadata["source"] == "rows"
 
 
 def test_length_token_scores_and_pool(tmp_path: Path) -> None:

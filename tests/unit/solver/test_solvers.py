@@ -21,8 +21,14 @@ from inspect_ai.util import Store
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.probe import Probe, ProbeCard
-from inspect_lens.reading import CellScores, is_withheld, read_cells, read_pairs
-from inspect_lens.scorer import coherence, dose_curves, dose_response, probe_score
+from inspect_lens.reading import CellScores, is_withheld, read_cells, read_pairs, read_turns
+from inspect_lens.scorer import (
+    coherence,
+    dose_curves,
+    dose_response,
+    monitor_alarm,
+    probe_score,
+)
 from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
@@ -249,12 +255,31 @@ def test_gate_flags_and_stops(server: FakeLensServer) -> None:
     assert is_withheld(sample(log).output)
 
 
-@pytest.mark.parametrize("method", ["probe", "likelihood"])
-def test_a_withheld_answer_has_nothing_to_score(server: FakeLensServer, method: str) -> None:
-    made = probe_score("tiny/p") if method == "probe" else coherence("likelihood")
-    log = run(server, probe_gate("tiny/p", -1.0, "stop"), n=1, scorer=made)
-    (found,) = (sample(log).scores or {}).values()
-    assert found.reason == "no_tokens"
+def test_a_withheld_answer_stays_in_the_metrics_of_a_probe(server: FakeLensServer) -> None:
+    gate = probe_gate("tiny/p", -1.0, "stop")
+    log = run(server, [gate, never()], n=1, scorer=[probe_score("tiny/p"), coherence("likelihood")])
+    (decision,) = decisions(log)
+    found = sample(log).scores or {}
+    assert found["probe_score"].value == pytest.approx(decision.attempts[0].value)
+    assert (found["probe_score"].metadata or {})["ended_by"] == "probe_gate"
+    # The text itself is nowhere to judge.
+    assert found["coherence"].reason == "no_tokens"
+
+
+def test_what_was_only_compared_is_no_turn(server: FakeLensServer) -> None:
+    sweep = steering_sweep("tiny/v", [-1, 2], capture=[LAYER])
+    pairs = contrastive_pairs("Be honest.", "Lie.", layers=[LAYER])
+    gate = probe_gate("tiny/p", -1.0, "resample", tries=2)
+    for solver_, calls in ((sweep, 7), (pairs, 2), (gate, 3)):
+        watch = monitor_alarm("tiny/p", threshold=1e6, value="max")
+        log = run(server, solver_, n=1, scorer=[watch, probe_score("tiny/p", over="all")])
+        assert sum(isinstance(e, ModelEvent) for e in sample(log).events) == calls
+        (turn,) = read_turns(sample(log).events)
+        assert turn.message_id == sample(log).output.message.id
+        scores = sample(log).scores or {}
+        facts = scores["monitor_alarm"].metadata or {}
+        assert (facts["n_turns"], facts["n_turns_read"]) == (1, 1)
+        assert scores["monitor_alarm"].value == scores["probe_score"].value
 
 
 @solver

@@ -47,7 +47,7 @@ def test_requests_of_others_are_left_alone(extra: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "layers"),
-    [(True, "all"), ("true", "all"), ([2, 1, 1], (1, 2)), ("[2]", (2,)), (3, (3,))],
+    [(True, "all"), ("true", "all"), ([2, 1, 1], (1, 2)), ("[2]", (2,))],
 )
 def test_capture_keys_of_vllm_lens(value: Any, layers: Any) -> None:
     request = parse_extra_args({"output_residual_stream": value})
@@ -92,6 +92,14 @@ def test_the_native_key_takes_objects_and_json() -> None:
         ({"inspect_lens": {}, "output_residual_stream": [1]}, SpecError, "not both"),
         ({"inspect_lens": 7}, SpecError, "object"),
         ({"inspect_lens": {"capture": {"layers": ["a"]}}}, SpecError, "not an integer"),
+        ({"output_residual_stream": 1}, SpecError, "allowed are true"),
+        ({"output_residual_stream": "2"}, SpecError, "allowed are true"),
+        ({"output_residual_stream": [1.0]}, SpecError, "not an integer"),
+        ({"output_qk": [True]}, SpecError, "not an integer"),
+        ({"skip_reading_prefix_cache": 1.0}, SpecError, "true and false"),
+        ({"capture": {"layers": [1]}}, SpecError, "nobody reads it there"),
+        ({"capture_layers": [1]}, SpecError, "the key is 'output_residual_stream'"),
+        ({"activations_transport": "pigeon"}, SpecError, "base64"),
         ({"inspect_lens": {"capture": {"positions": "middle"}}}, SpecError, "middle"),
         ({"inspect_lens": {"capture": {"positions": [1, 1]}}}, SpecError, "twice"),
         ({"inspect_lens": {"capture": {"positions": [1, True]}}}, SpecError, "of booleans"),
@@ -264,15 +272,15 @@ def test_equal_requests_are_one_object_and_others_are_not() -> None:
     assert parsed(positions=[True, False]).probes[0].positions == (True, False)
     assert str(parsed(threshold=0.0).probes[0].threshold) == "0.0"
     assert str(parsed(threshold=-0.0).probes[0].threshold) == "-0.0"
-    with pytest.raises(SpecError):
-        parsed(tokens=2)
-    assert parsed(tokens=1).probes[0].tokens is True
+    for value in (1, 2, "true", None):
+        with pytest.raises(SpecError):
+            parsed(tokens=value)
 
 
 def test_a_batch_of_many_vectors_is_parsed_once_and_large_ones_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = _request._Parsed(8 << 20)
+    cache = _request.Parsed(32 << 20)
     monkeypatch.setattr(_request, "_PARSED", cache)
 
     def ask(width: int) -> dict[str, Any]:
@@ -282,12 +290,13 @@ def test_a_batch_of_many_vectors_is_parsed_once_and_large_ones_are_not_kept(
     batch = [ask(8) for _ in range(1000)]
     first = [parse_extra_args(extra) for extra in batch]
     assert all(parse_extra_args(e) is f for e, f in zip(batch, first, strict=True))
-    large = ask(3 << 20)  # of eight bytes each
+    large = ask(3 << 20)
     assert parse_extra_args(large) is not parse_extra_args(large)
     assert parse_extra_args(batch[0]) is first[0], "nothing has gone for it"
-    for _ in range(100):
+    for _ in range(300):
         parse_extra_args(ask(1 << 15))
-    assert len(cache.known) < 50
+    assert len(cache) <= (32 << 20) // (4 << 15)
+    assert cache.n_bytes <= 32 << 20
 
 
 def test_what_is_changed_in_place_is_parsed_again() -> None:

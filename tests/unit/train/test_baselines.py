@@ -9,7 +9,7 @@ import pytest
 
 from inspect_lens.data import planted_activations
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Evaluation, Interval, Probe, ProbeCard, Threshold, auroc
+from inspect_lens.probe import Baseline, Evaluation, Interval, Probe, ProbeCard, Threshold, auroc
 from inspect_lens.train import (
     FAMILIES,
     ActivationSet,
@@ -25,7 +25,6 @@ from inspect_lens.train import (
     measure_baselines,
     random_direction_scores,
     select_layer,
-    selectivity,
     style_shift,
     transfer_statement,
 )
@@ -64,7 +63,8 @@ def test_baselines_stand_beside_the_probe_with_a_test(probe: Probe) -> None:
     )
     by_name = {b.name: b for b in records}
     assert set(by_name) == {
-        "bag of words (prompt)", "bag of words (answer)", "length", "random direction", "judge",
+        "bag of words (prompt)", "bag of words (answer)", "length", "length (prompt)",
+        "length (answer)", "random direction", "judge",
     }  # fmt: skip
     assert by_name["bag of words (prompt)"].auroc == 1.0
     assert by_name["judge"].auroc == 1.0
@@ -74,9 +74,10 @@ def test_baselines_stand_beside_the_probe_with_a_test(probe: Probe) -> None:
     assert random.auroc is not None
     assert abs(random.auroc - 0.5) < 0.25
     assert random.p_value is not None
-    # Two samples of a group are drawn together, and 2000 draws show no smaller p.
-    assert random.test == "cluster bootstrap"
-    assert random.p_value == pytest.approx(1 / 2001)
+    assert random.test.startswith("obuchowski")
+    assert random.p_value < 1e-3
+    assert random.beaten
+    assert not by_name["judge"].beaten
     assert random.auroc_interval is not None
     assert random.auroc_interval.method.startswith("obuchowski")
     perfect = by_name["judge"].p_value
@@ -116,26 +117,6 @@ def test_neural_probes_have_a_random_direction_beside_them_too() -> None:
         measure_baselines(fitted, train, [test], judges={"judge": len})
 
 
-def test_a_probe_that_can_memorise_tokens_is_not_selective() -> None:
-    rng = np.random.default_rng(0)
-    table = rng.normal(size=(200, 64)) * 3  # each kind of token has a place of its own
-    direction = np.zeros(64)
-    direction[0] = 8.0
-
-    def side(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, y = rng.integers(200, size=n), rng.integers(2, size=n)
-        return table[ids] + np.outer(y, direction) + rng.normal(size=(n, 64)) / 2, y, ids
-
-    train, test = side(4000), side(1500)
-    with pytest.raises(SpecError, match="one token id per row"):
-        selectivity(LogisticProbe(), train, (*test[:2], test[2][:-1]))
-    straight = selectivity(LogisticProbe(), train, test)
-    loose = selectivity(make_estimator("mlp", steps=600, lr=1e-2), train, test)
-    assert straight.task > 0.9 < loose.task
-    assert straight.difference > loose.difference + 0.05
-    assert loose.control > straight.control
-
-
 def test_style_shift_sees_what_moves_scores(probe: Probe) -> None:
     data = made("a", seed=3)
     same = style_shift(probe, data, data)
@@ -155,10 +136,15 @@ def test_style_shift_sees_what_moves_scores(probe: Probe) -> None:
 
 
 def test_transfer_is_said_either_way() -> None:
-    def evaluation(low: float) -> Evaluation:
+    def evaluation(low: float, better_by: float = 0.2) -> Evaluation:
+        paired = Interval(low=better_by, high=0.5, method="delong")
         return Evaluation(
             name="hidden", sha256="0", n_positive=9, n_negative=9, disjoint_by="group", auroc=0.9,
             auroc_interval=Interval(low=low, high=0.95, method="delong"),
+            baselines=(
+                Baseline(name="length", set="hidden", auroc=0.5, difference=paired),
+                Baseline(name="random", set="hidden", auroc=0.5),
+            ),
         )  # fmt: skip
 
     yes, no = (transfer_statement("instructions", evaluation(low)) for low in (0.8, 0.6))
@@ -166,6 +152,14 @@ def test_transfer_is_said_either_way() -> None:
     assert "transfers to hidden: AUROC 0.900 [0.800, 0.950]" in yes.statement
     assert not no.transfers
     assert "does not transfer to hidden" in no.statement
+    # A length that may be as good explains all that the probe shows.
+    explained = transfer_statement("x", evaluation(0.8, better_by=-0.01))
+    assert explained.transfers is False
+    assert "above the bar of 0.7, but a baseline does as well: length has 0.500" in (
+        explained.statement
+    )
+    alone = evaluation(0.8).model_copy(update={"baselines": ()})
+    assert transfer_statement("x", alone).transfers is None
     with pytest.raises(SpecError, match="one class"):
         transfer_statement("x", evaluation(0.8).model_copy(update={"auroc": None}))
 

@@ -103,7 +103,8 @@ def test_cards_of_before_stay_readable() -> None:
          "auroc": 0.9, "auroc_interval": {"low": 0.8, "high": 0.95, "method": "delong"}}
     )  # fmt: skip
     assert (old.n_groups, old.too_few, old.not_judged) == (None, "", "")
-    assert transfer_statement("x", old).transfers is True
+    # They have no baseline, and so no verdict.
+    assert transfer_statement("x", old).transfers is None
     assert Transfer(set="t", transfers=False, bar=0.7, statement="").transfers is False
     assert AT_ZERO.few_groups == ""
 

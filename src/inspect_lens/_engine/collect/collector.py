@@ -1,0 +1,400 @@
+"""The front-end's side of the lens: puts the rows of each request together again.
+
+Runs in the process that owns the requests (API server, or the user's script with offline
+`LLM`). One thread receives; waiting for the last rows of a request happens in the caller's.
+Rows carry their absolute position and are placed by it, and the last write wins, so chunked
+prefill, pre-emption and recomputation need no special cases.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from inspect_lens import errors
+from inspect_lens._engine.export.overflow import overflow
+from inspect_lens._engine.hooks.results import SavedResults
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import (
+    ROWS,
+    SCORES,
+    Block,
+    Failure,
+    Message,
+    Opened,
+    Saved,
+    Settled,
+    unpacked,
+)
+from inspect_lens._engine.protocol.messages import decode as decoded
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import TensorData
+
+from .blame import blamed
+from .inbox import Inbox
+from .memory_budget import memory_bytes
+from .notifier import News
+from .pending import Pending, paths_of_all
+from .placement import Worker
+from .result_memory import Budget
+from .row_writer import Placing
+from .stream import STORAGE
+from .temp_dirs import let_go, new_folder
+
+__all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_SWEEP_S, _SWEEP_AGAIN_S = 1.0, 0.02
+"""Seconds between two looks at memory that nothing uses; and where more of it was left."""
+_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What arrived for one request."""
+
+    tensors: dict[int, TensorData]
+    """(taps, positions, width) of `ROWS`, and (shares of workers, positions, columns) of `SCORES`,
+    where they were asked for."""
+    n_steered: int
+    """Tokens that the worker steered; a token that was computed twice counts once."""
+    paths: tuple[str, ...]
+
+
+class Collector:
+    """Receives from all workers of this process's engines."""
+
+    def __init__(
+        self, keep_bytes: int = 1 << 30, spare_bytes: int | None = None, n_processes: int = 1
+    ) -> None:
+        """Open the socket and start the thread.
+
+        Args:
+            keep_bytes: bytes of memory of dropped results that is kept for the next ones in any
+                case, for a minute.
+            spare_bytes: see `Budget`; by default this process's share of a quarter of the
+                memory there is.
+            n_processes: of this kind on this machine.
+        """
+        share = memory_bytes() // (4 * n_processes)
+        self._budget = Budget(keep_bytes, share if spare_bytes is None else spare_bytes)
+        self._folder, self._lock = new_folder()
+        self.address = f"ipc://{self._folder / 'rows'}"
+        self._pid = os.getpid()
+        self._pending: dict[str, Pending] = {}
+        self._workers: dict[str, Worker] = {}
+        self.news = News()
+        self.saved = SavedResults(self.news.changed)
+        """What hooks of requests saved."""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
+        news, threads = self.news.changed, self._threads
+        self._placing = Placing(self._budget, self._pending, news, threads, _THREADS)
+        self._context = zmq.Context()
+        self._socket: Any = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.address)
+        self._is_closing = False
+        self._inbox = Inbox(self._handle, has_landed=self._has_landed, is_alive=self._is_alive)
+        self._thread = threading.Thread(target=self._receive, name="inspect-lens", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def open(self, key: str, envelope: Envelope) -> None:
+        """Expect the results of a request.
+
+        Args:
+            key: the request.
+            envelope: what it asks for.
+        """
+        # Without the lock, for which the thread that takes openings up would be waited: nobody
+        # looks for a request before it is opened.
+        self._pending[key] = Pending(envelope)
+
+    def discard(self, key: str) -> None:
+        """Forget a request; rows that still come for it are dropped."""
+        with self.news.changed:
+            self._pop(key)
+
+    @property
+    def n_open(self) -> int:
+        """Requests whose results are expected."""
+        return len(self._pending)
+
+    def scores(self, key: str, since: int) -> NDArray[np.float32] | None:
+        """Probe scores of a running request that have come without a gap.
+
+        Args:
+            key: the request.
+            since: positions that are known already.
+
+        Returns:
+            (shares, further positions, columns), or None when the request has failed or gone.
+        """
+        with self.news.changed:
+            # Who reads them as they come does so again: until somebody waits who does not.
+            self.news.hurry.set()
+            pending = self._pending.get(key)
+            if pending is None or pending.failure is not None:
+                return None
+            return pending.streams[SCORES].further(since)
+
+    def take(
+        self,
+        key: str,
+        *,
+        counts: Mapping[int, int],
+        n_fed: int,
+        timeout_s: float,
+        settled: int | None = None,
+        may_wait: bool = True,
+    ) -> Collected:
+        """Wait for the last rows of a finished request and put them together.
+
+        Args:
+            key: the request.
+            counts: of `ROWS` and `SCORES`: positions that were fed, of those asked for; they
+                are the first ones.
+            n_fed: tokens that were fed to the model.
+            timeout_s: seconds to wait for rows that are on their way.
+            settled: where drafts may be rejected, one past the first position of the last step.
+                Rows of a rejected draft are written again, so the step that writes them last
+                has to have reported.
+            may_wait: whether to wait; else this was done.
+
+        Returns:
+            What arrived, whole.
+
+        Raises:
+            CaptureError: rows are missing after the time-out.
+            LensError: the worker reported that it could not serve the request; the class is
+                the worker's.
+        """
+        with self.news.changed:
+            pending = self._pending.get(key)
+            is_ready = pending is None or self.news.wait_for(
+                partial(pending.is_ready, counts, n_fed, settled),
+                timeout_s if may_wait else 0.0,
+                # Rows are told of; the board is not, and is looked at again.
+                0.002 if pending.n_steered else 0.1,
+            )
+            paths = paths_of_all([pending])[0] if pending is not None else ()
+            pending = self._pop(key)
+        if pending is None:
+            raise CaptureError(f"request {key}: results were already taken, or it was aborted")
+        if pending.failure is not None:
+            raise _as_error(pending.failure)
+        if pending.has_overflown:
+            raise overflow()
+        if not is_ready:
+            raise CaptureError(
+                f"request {key}: {pending.lack(counts, n_fed, settled)} within {timeout_s:g} s; "
+                "the request has failed and nothing partial is returned"
+            )
+        tensors: dict[int, TensorData] = {}
+        for i, stream in pending.streams.items():
+            if stream.is_cut(counts[i]):
+                raise CaptureError(
+                    f"request {key}: the engine fed tokens behind its end, which are part of what "
+                    "was reduced; nothing wrong is returned"
+                )
+            tensors[i] = stream.take(counts[i], self._threads)
+        return Collected(tensors, pending.steered_tokens(n_fed), paths)
+
+    def is_ready(
+        self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
+    ) -> bool:
+        """Whether `take` would not wait.
+
+        Args:
+            key: the request.
+            counts: see `take`.
+            n_fed: see `take`.
+            settled: see `take`.
+        """
+        with self.news.changed:
+            pending = self._pending.get(key)
+            return pending is None or pending.is_ready(counts, n_fed, settled)
+
+    def preview(self, key: str, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
+        """Arrays in which the results of a running request will lie if it runs to its end.
+
+        Args:
+            key: the request.
+            counts: as for `take`, of the whole request.
+
+        Returns:
+            By kind; none yet where no worker has taken the request up; None where results have to
+            be made at the end.
+        """
+        with self.news.changed:
+            pending = self._pending.get(key)
+            if pending is None or pending.failure is not None:
+                return None
+            return pending.preview(counts, self._threads) if pending.shares else {}
+
+    def take_whole(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Take requests that ran to their end, and all of whose rows have come; wait for none.
+
+        Args:
+            keys: the requests; of each there was a preview.
+
+        Returns:
+            Of those that were taken, the ways in which their steps ran.
+        """
+        with self.news.changed:
+            found = {key: self._pending.get(key) for key in keys}
+            whole = {k: p for k, p in found.items() if p is not None and p.is_whole}
+            paths = dict(zip(whole, paths_of_all(list(whole.values())), strict=True))
+            for key in whole:
+                self._pop(key)
+            if whole:
+                self.news.calm()
+        return paths
+
+    def close(self) -> None:
+        """Stop the threads and remove the socket's file; safe to call twice."""
+        # A forked child inherits the object but neither the threads nor the right to clean up.
+        if self._is_closing or os.getpid() != self._pid:
+            return
+        self._is_closing = True
+        self._thread.join(timeout=2)
+        self._threads.shutdown(wait=False)
+        self._socket.close(linger=0)
+        self._context.term()
+        let_go(self._folder, self._lock)
+
+    def _pop(self, key: str) -> Pending | None:
+        self.saved.drop(key)
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            for opening, worker in pending.shares:
+                worker.leave(opening)
+        return pending
+
+    def _receive(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        sweeps, has_more = time.monotonic() + _SWEEP_S, False
+        while not self._is_closing:
+            try:
+                came = bool(self._inbox) and self._inbox.turn()
+                is_idle = not poller.poll(0 if self._inbox else 1 if has_more else 200)
+                now = time.monotonic()
+                if now >= sweeps or (is_idle and has_more):
+                    sweeps = now + _SWEEP_S
+                    has_more = self._budget.sweep(now)
+                    sweeps = now + (_SWEEP_AGAIN_S if has_more else _SWEEP_S)
+                if not is_idle:
+                    with contextlib.suppress(zmq.Again):
+                        self._accept(self._socket.recv(flags=zmq.NOBLOCK))
+                elif self._inbox and not came:
+                    self._inbox.pause(self.news.hurry)
+            except BaseException:  # the thread must outlive it: all results come by this one
+                logger.exception("inspect_lens: results could not be taken in")
+
+    def _accept(self, data: bytes) -> None:
+        self._inbox.put(decoded(data))
+
+    def _handle(self, message: Message) -> None:
+        try:
+            self._take_in(message)
+        except BaseException as error:
+            logger.exception("inspect_lens: a message from a worker could not be taken in")
+            self._blame(message, error)
+
+    def _take_in(self, message: Message) -> None:
+        if isinstance(message, Block):
+            self._accept_block(message)
+        with self.news.changed:
+            if isinstance(message, Opened):
+                self._accept_openings(message)
+            elif isinstance(message, Settled):
+                self._accept_settled(message)
+            elif isinstance(message, Saved):
+                self.saved.accept(message)
+            elif isinstance(message, Failure) and message.key in self._pending:
+                self._pending[message.key].failure = message
+                self.saved.fail(message.key)
+            self.news.tell()
+
+    def _blame(self, message: Message, error: BaseException) -> None:
+        with contextlib.suppress(Exception), self.news.changed:
+            for failure in blamed(message, self._pending, self._workers, error):
+                self._pending[failure.key].failure = failure
+                self.saved.fail(failure.key)
+            self.news.tell()
+
+    def _has_landed(self, block: Block) -> bool:
+        # Of a worker that is not known nobody waits for anything.
+        worker = self._workers.get(block.worker)
+        return worker is None or worker.reader.has_landed(block.seq)
+
+    def _is_alive(self, name: str) -> bool:
+        worker = self._workers.get(name)
+        return worker is not None and worker.reader.is_alive
+
+    def _accept_openings(self, message: Opened) -> None:
+        worker = self._workers.get(message.worker)
+        if worker is None:
+            # Memory of engines that are gone is given back when another one begins.
+            self._workers = {k: w for k, w in self._workers.items() if w.reader.is_alive}
+            try:
+                worker = self._workers[message.worker] = Worker(message.worker)
+            except OSError as error:
+                # Of an engine that has ended, mostly, when nobody waits for it. Else its requests
+                # time out.
+                logger.error("inspect_lens: the memory of a worker cannot be read: %s", error)
+                return
+        for opening in message.openings:
+            pending = self._pending.get(opening.key)
+            # A pre-empted request may be taken up again, under its number.
+            if pending is None or (opening, worker) in pending.shares:
+                continue
+            self._placing.enter(pending, opening, worker)
+
+    def _accept_settled(self, message: Settled) -> None:
+        if (worker := self._workers.get(message.worker)) is None:
+            return
+        numbers = unpacked(message.numbers)
+        record = numbers % BOARD_SIZE
+        is_open = worker.number[record] == numbers
+        record, settled = record[is_open], unpacked(message.settled)[is_open]
+        worker.settled[record] = np.maximum(worker.settled[record], settled)
+
+    def _accept_block(self, block: Block) -> None:
+        if (worker := self._workers.get(block.worker)) is None:
+            return
+        reader = worker.reader
+        try:
+            if not reader.has_landed(block.seq):
+                logger.error("inspect_lens: rows were announced and did not come")
+            elif reader.is_revoked(block.reader, block.seq) or not self._placing.place(
+                block, worker
+            ):
+                why = "this process took no rows for a while, and others needed the room; try again"
+                self._placing.fail(block, worker, errors.CapacityError(why))
+        finally:
+            # Also where it went wrong: the worker must not wait for this block for ever.
+            reader.done(block.reader, block.seq)
+
+
+def _as_error(failure: Failure) -> errors.LensError:
+    kind = getattr(errors, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.LensError)):
+        return CaptureError(f"the worker failed this request: {failure.kind}: {failure.message}")
+    return kind(failure.message)

@@ -1,0 +1,117 @@
+"""Messages of workers, each worker's in their order, and none behind rows of another worker.
+
+A worker tells of rows while they are on their way. Its later messages wait for them, and those of
+other workers do not: a worker may wait for room in its memory, which comes free when its rows are
+taken, while the rows of another one wait for a step that both make together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inspect_lens._engine.protocol.messages import Block, Message
+
+__all__ = ["Inbox"]
+
+_WAIT_S = 60.0
+_POLL_LEAST_S, _POLL_MOST_S = 0.001, 0.004
+_POLL_SHARE = 0.125
+"""Of the time that has been waited: the pause before the next look."""
+_LOOKS = 256
+"""After which it is looked whether a worker is still there."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    messages: deque[Message] = field(default_factory=deque)
+    """The first of them tells of rows that have not come."""
+    since: float = 0.0
+    """When these were first waited for."""
+    looks: int = 0
+
+
+class Inbox:
+    """Hands messages on, when their turn has come."""
+
+    def __init__(
+        self,
+        handle: Callable[[Message], None],
+        *,
+        has_landed: Callable[[Block], bool],
+        is_alive: Callable[[str], bool],
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            handle: takes a message. Of rows that do not come, too, in the end.
+            has_landed: whether the rows that a message tells of are there.
+            is_alive: whether a worker, by the name of its memory, is.
+        """
+        self._handle = handle
+        self._has_landed, self._is_alive = has_landed, is_alive
+        self._queues: dict[str, _Queue] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any message waits."""
+        return bool(self._queues)
+
+    def put(self, message: Message) -> None:
+        """Hand a message on, or keep it until the rows before it have come."""
+        worker = getattr(message, "worker", None)
+        queue = self._queues.get(worker) if worker is not None else None
+        if queue is not None:
+            queue.messages.append(message)
+        elif isinstance(message, Block) and not self._has_landed(message):
+            self._queues[message.worker] = _Queue(deque((message,)), time.monotonic())
+        else:
+            self._handle(message)
+
+    def turn(self) -> bool:
+        """Hand on what has come of each worker; whether that was anything.
+
+        Raises:
+            Exception: of `handle`; the message is not seen again.
+        """
+        any_came = False
+        for worker, queue in list(self._queues.items()):
+            # A few at a time: others' turn comes between.
+            first = queue.messages[0]
+            if isinstance(first, Block) and not self._is_due(first, queue):
+                continue
+            any_came = True
+            queue.messages.popleft()
+            if queue.messages:
+                queue.since, queue.looks = time.monotonic(), 0
+            else:
+                del self._queues[worker]
+            self._handle(first)
+        return any_came
+
+    def pause(self, hurry: threading.Event) -> None:
+        """Wait a little for rows.
+
+        Messages come while the step still runs: most of the waiting is for the device. The longer
+        it has lasted, the longer is the pause before the next look, since every look takes
+        Python's lock from a thread that hands requests over or takes their tokens.
+
+        Args:
+            hurry: set while somebody waits for rows; it cuts a pause short.
+        """
+        since = max((queue.since for queue in self._queues.values()), default=0.0)
+        waited = time.monotonic() - since
+        pause = min(max(waited * _POLL_SHARE, _POLL_LEAST_S), _POLL_MOST_S)
+        if hurry.is_set():
+            time.sleep(_POLL_LEAST_S)
+        else:
+            hurry.wait(pause)
+
+    def _is_due(self, block: Block, queue: _Queue) -> bool:
+        if self._has_landed(block):
+            return True
+        queue.looks += 1
+        is_gone = not queue.looks % _LOOKS and not self._is_alive(block.worker)
+        return is_gone or time.monotonic() - queue.since > _WAIT_S

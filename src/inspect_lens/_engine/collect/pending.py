@@ -1,0 +1,192 @@
+"""What the front-end keeps of a running request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens._engine.export.overflow import COLUMN
+from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
+from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Failure, Opening
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens.spec import TensorData
+
+from .placement import Worker, paths_of
+from .stream import Stream
+
+__all__ = ["Pending", "paths_of_all"]
+
+_NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+
+class Pending:
+    """A request whose results are on their way."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.steer_until = self.n_steered = 0
+        self.spans: set[tuple[int, int]] = set()
+        self.named = _NONE
+        if edited := envelope.edited:
+            self._expect_steering(edited)
+            self.steer_until = envelope.steer_until
+        self._envelope = envelope
+        self.shares: list[tuple[Opening, Worker]] = []
+        self.failure: Failure | None = None
+
+    @cached_property
+    def streams(self) -> dict[int, Stream]:
+        """What comes, by kind; asked for under the collector's lock.
+
+        Made when it is first asked for, which is no more in the way of the next request.
+        """
+        made: dict[int, Stream] = {}
+        envelope = self._envelope
+        if envelope.capture is not None:
+            made[ROWS] = Stream(envelope.capture, envelope.n_prompt)
+        if envelope.probes is not None:
+            made[SCORES] = Stream(envelope.probes, envelope.n_prompt)
+        return made
+
+    def fail(self, key: str, error: Exception) -> None:
+        """Take note that it has failed, for the first reason; the collector's lock is held."""
+        self.failure = self.failure or Failure(key, type(error).__name__, str(error))
+
+    def _expect_steering(self, steer: Sequence[SteerEnvelope | EditEnvelope]) -> None:
+        spans = {(s.lo, s.hi) for s in steer if s.positions is None}
+        # Phases do not overlap, so without the whole they are disjoint.
+        self.spans = {(0, EVERY)} if (0, EVERY) in spans else spans
+        named = {p for s in steer for p in s.positions or () if s.lo <= p < s.hi}
+        named = {p for p in named if not any(a <= p < b for a, b in self.spans)}
+        self.named = np.asarray(sorted(named), dtype=np.int64)
+        self.n_steered = len({t for s in steer for t in s.taps})
+
+    def fed(self) -> tuple[int, int]:
+        """First and one past the last position that all workers report to have steered."""
+        if sum(opening.n_steered for opening, _ in self.shares) < self.n_steered:
+            return 0, 0
+        first, last = 0, EVERY
+        for opening, worker in self.shares:
+            if opening.n_steered:
+                record = worker.reader.view.board[opening.number % BOARD_SIZE].tolist()
+                if record[0] != opening.number:
+                    return 0, 0
+                first, last = max(first, record[1]), min(last, record[2])
+        return first, last
+
+    @property
+    def has_overflown(self) -> bool:
+        """Whether a worker has left a steered row as it was, which would have been too large."""
+        if not self.n_steered:
+            return False
+        for opening, worker in self.shares:
+            record = worker.reader.view.board[opening.number % BOARD_SIZE].tolist()
+            if record[0] == opening.number and record[COLUMN]:
+                return True
+        return False
+
+    def is_settled(self, counts: Mapping[int, int], settled: int | None) -> bool:
+        """Whether no row, and no steering, can come a second time.
+
+        Args:
+            counts: positions asked for that were fed, by stream.
+            settled: where drafts may be rejected, one past the first position of the last step.
+        """
+        if settled is None:
+            return True
+        for opening, worker in self.shares:
+            record = opening.number % BOARD_SIZE
+            needed = self.steer_until if opening.n_steered else 0
+            for i, stream in self.streams.items():
+                if opening.shares[i][1]:
+                    needed = max(needed, stream.end(counts[i]))
+            if worker.number[record] != opening.number:
+                return False
+            if worker.settled[record] < min(settled, needed):
+                return False
+        return True
+
+    def is_ready(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> bool:
+        """Whether everything has arrived, or the request has failed."""
+        if self.failure is not None:
+            return True
+        if self.n_steered and self.fed()[1] < min(n_fed, self.steer_until):
+            return False
+        if not self.is_settled(counts, settled):
+            return False
+        return all(stream.has(counts[i]) for i, stream in self.streams.items())
+
+    def preview(
+        self, counts: Mapping[int, int], threads: ThreadPoolExecutor
+    ) -> dict[int, TensorData] | None:
+        """Arrays in which all results will lie once their rows have come; see `take`.
+
+        Args:
+            counts: as for `is_ready`.
+            threads: see `Stream.take`.
+
+        Returns:
+            None where they have to be made at the end: a part of the rows comes, something else is
+            made of them, or workers share them.
+        """
+        if len(self.shares) != 1:
+            return None
+        made: dict[int, TensorData] = {}
+        for i, stream in self.streams.items():
+            if stream.slab is None or counts[i] != stream.room or not stream.is_plain:
+                return None
+            if self.shares[0][0].shares[i] != (0, stream.taps):
+                return None
+            made[i] = stream.take(stream.room, threads)
+        return made
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows have come that may come, and none of them a second time."""
+        return self.failure is None and all(s.has(s.most) for s in self.streams.values())
+
+    def lack(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> str:
+        """What has not come of a request that is not ready, in words."""
+        if self.n_steered and (fed := self.fed()[1]) < min(n_fed, self.steer_until):
+            return (
+                f"the engine fed {n_fed} tokens and the worker reported steering up to token "
+                f"{fed}, so that the output must not be used,"
+            )
+        if not self.is_settled(counts, settled):
+            return (
+                "the last step was not reported, so that rows of rejected drafts may be among "
+                "those that arrived and steering is not confirmed,"
+            )
+        for i, stream in self.streams.items():
+            if missing := stream.taps * counts[i] - int(stream.arrived(counts[i]).sum()):
+                return f"{missing} of {stream.taps * counts[i]} captured rows did not arrive"
+        return "its results did not arrive"
+
+    def steered_tokens(self, n_fed: int) -> int:
+        """Tokens that were steered, counted once each."""
+        if not self.n_steered:
+            return 0
+        first, last = self.fed()
+        last = min(last, n_fed)
+        a, b = self.named.searchsorted((first, last))
+        in_spans = sum(max(0, min(last, hi) - max(first, lo)) for lo, hi in self.spans)
+        return int(b - a) + in_spans
+
+
+def paths_of_all(requests: Sequence[Pending]) -> list[tuple[str, ...]]:
+    """Of each request the ways in which its steps ran, sorted."""
+    bits = [0] * len(requests)
+    at: dict[str, tuple[Worker, list[int], list[int]]] = {}
+    for i, request in enumerate(requests):
+        for opening, worker in request.shares:
+            _, of, numbers = at.setdefault(worker.reader.name, (worker, [], []))
+            of.append(i)
+            numbers.append(opening.number)
+    for worker, of, numbers in at.values():
+        for i, found in zip(of, worker.paths_of(np.asarray(numbers)), strict=True):
+            bits[i] |= found
+    return list(map(paths_of, bits))

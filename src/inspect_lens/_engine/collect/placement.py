@@ -1,0 +1,130 @@
+"""A worker that sends rows, and where in this process the rows of its requests belong."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens._engine.protocol.messages import PATHS, Block, Opening, unpacked
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
+
+from .stream import Stream
+
+__all__ = ["Worker", "paths_of"]
+
+_STREAMS = 2
+
+
+class Worker:
+    """A worker's shared memory, and where the rows of its requests belong, by board record."""
+
+    def __init__(self, name: str) -> None:
+        self.reader = ArenaReader(name)
+        self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        self.settled: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
+        """One past the last position whose row no later step writes again."""
+        shape = (_STREAMS, BOARD_SIZE)
+        self.base: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
+        """Row of the slab pool of the worker's first tap at the first position."""
+        self.lo: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.room: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        """Rows from one tap to the next."""
+        self.reach: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        """One past the last position for which there is room."""
+        self.listed: dict[tuple[int, int], NDArray[np.int64]] = {}
+        """Explicit positions, by stream and record."""
+
+    def enter(self, opening: Opening, streams: dict[int, Stream]) -> None:
+        """Note where the rows of a request belong."""
+        record = opening.number % BOARD_SIZE
+        for i, stream in streams.items():
+            stream.restart(*opening.shares[i])
+        self.number[record], self.paths[record] = opening.number, 0
+        self.settled[record] = 0
+        self.base[:, record] = -1
+        self.locate(opening, streams)
+
+    def locate(self, opening: Opening, streams: dict[int, Stream]) -> None:
+        """Note where its results lie by now."""
+        record = opening.number % BOARD_SIZE
+        if self.number[record] != opening.number:
+            return
+        for i, stream in streams.items():
+            if stream.slab is not None:
+                first_tap, _ = opening.shares[i]
+                self.base[i, record] = stream.slab.start + first_tap * stream.room
+                self.lo[i, record], self.room[i, record] = stream.lo, stream.room
+                self.reach[i, record] = stream.reach
+                if stream.listed is not None:
+                    self.listed[i, record] = stream.listed
+
+    def paths_of(self, numbers: NDArray[np.int64]) -> list[int]:
+        """Of some requests the ways in which their steps ran here, one bit each."""
+        record = numbers % BOARD_SIZE
+        bits = np.where(self.number[record] == numbers, self.paths[record], 0)
+        noted = self.reader.view.board[record]
+        found: list[int] = (bits | np.where(noted[:, 0] == numbers, noted[:, 3], 0)).tolist()
+        return found
+
+    def leave(self, opening: Opening) -> None:
+        """Drop what still comes for a request."""
+        record = opening.number % BOARD_SIZE
+        if self.number[record] == opening.number:
+            self.number[record] = 0
+            for stream in range(_STREAMS):
+                self.listed.pop((stream, record), None)
+
+    def beyond(self, block: Block) -> dict[int, int]:
+        """Requests of a block, by number, that have rows where there is no room for them yet.
+
+        Returns:
+            Of each, one past the last position of the block.
+        """
+        numbers, ends = unpacked(block.numbers), unpacked(block.first) + unpacked(block.counts)
+        record = numbers % BOARD_SIZE
+        if not (over := ends > self.reach[block.stream, record]).any():
+            return {}
+        over &= (self.number[record] == numbers) & (self.base[block.stream, record] >= 0)
+        return dict(zip(numbers[over].tolist(), ends[over].tolist(), strict=True))
+
+    def places(
+        self, block: Block
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+        """Where the rows of a block belong.
+
+        Args:
+            block: (taps, tokens, width) of some requests.
+
+        Returns:
+            Board record of each request, whether somebody waits for each token, and the row of the
+            slab pool for each row, (taps, tokens).
+        """
+        taps, tokens, _ = block.shape
+        numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
+        stream, record = block.stream, numbers % BOARD_SIZE
+        base, room = self.base[stream, record], self.room[stream, record]
+        is_open = (self.number[record] == numbers) & (base >= 0)
+        ends = np.cumsum(counts)
+        # Of each token: the row of the pool for the worker's first tap.
+        start = base + first - self.lo[stream, record]
+        target = np.repeat(start - (ends - counts), counts) + np.arange(tokens)
+        for i, listed in block.listed.items():
+            wanted = self.listed.get((stream, int(record[i])))
+            if is_open[i] and wanted is not None:
+                at = wanted.searchsorted(unpacked(listed))
+                target[ends[i] - counts[i] : ends[i]] = base[i] + at
+        step = np.repeat(room, counts)
+        return (
+            record,
+            np.repeat(is_open, counts),
+            target + (np.arange(taps)[:, None] + block.tap) * step,
+        )
+
+
+@lru_cache
+def paths_of(bits: int) -> tuple[str, ...]:
+    """Ways in which steps ran, sorted, from one bit each."""
+    return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))

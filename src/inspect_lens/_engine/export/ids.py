@@ -1,0 +1,99 @@
+"""The short names under which a worker tells front-ends of their requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens._engine.plan.slot_tables import grown
+from inspect_lens._engine.plan.step_plan import Batch
+from inspect_lens._engine.protocol.messages import PATHS, unpacked
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens.spec import EnginePath
+
+__all__ = ["Numbers"]
+
+_REMEMBERED = 4096
+"""Removed requests whose number is kept: a pre-empted one comes back under its key."""
+
+
+class Numbers:
+    """Gives each live request a number whose board record nobody else holds."""
+
+    def __init__(self, board: NDArray[np.int64]) -> None:
+        """Start at one.
+
+        Args:
+            board: (records, 5) of the worker's shared memory.
+        """
+        self._board = board
+        self._known: OrderedDict[str, int] = OrderedDict()
+        self._next = 1
+        self._live: set[int] = set()
+        self.of_slot: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        """Number of the request in each slot."""
+
+    def take(self, keys: Sequence[str], slots: NDArray[np.int64]) -> list[int]:
+        """A number for each; a pre-empted request keeps its own, and what its record says.
+
+        Args:
+            keys: of the requests.
+            slots: that they have got.
+        """
+        taken, fresh = [], []
+        for key in keys:
+            number = self._known.pop(key, None)
+            record = None if number is None else number % BOARD_SIZE
+            if number is None or record in self._live or self._board[record, 0] != number:
+                number = self._next
+                while number % BOARD_SIZE in self._live:
+                    number += 1
+                self._next = number + 1
+                fresh.append(number)
+            self._live.add(number % BOARD_SIZE)
+            taken.append(number)
+        if fresh:
+            records = np.asarray(fresh) % BOARD_SIZE
+            self._board[records] = (0, -1, 0, 0, 0)
+            self._board[records, 0] = fresh
+        self.of_slot = grown(self.of_slot, slots)
+        self.of_slot[slots] = taken
+        return taken
+
+    def give(self, key: str, number: int) -> None:
+        """Take note that a request has gone."""
+        self._live.discard(number % BOARD_SIZE)
+        self._known[key] = number
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    def has_live(self, numbers: bytes) -> bool:
+        """Whether one of some requests is there; by packed numbers."""
+        return any(n % BOARD_SIZE in self._live for n in unpacked(numbers).tolist())
+
+    def note_fed(self, steered: Batch, path: EnginePath) -> None:
+        """Write on the board how far each steered request has been fed.
+
+        Args:
+            steered: what a step fed of them.
+            path: how it ran.
+        """
+        if not len(steered.slots):
+            return
+        board, record = self._board, self.of_slot[steered.slots] % BOARD_SIZE
+        was = board[record, 1]
+        board[record, 1] = np.where(was < 0, steered.position, np.minimum(was, steered.position))
+        board[record, 2] = np.maximum(board[record, 2], steered.position + steered.n_tokens)
+        self.note_path(steered.slots, path)
+
+    def note_path(self, slots: NDArray[np.int64], path: EnginePath) -> None:
+        """Write on the board how a step ran that these requests were part of."""
+        self._board[self.of_slot[slots] % BOARD_SIZE, 3] |= 1 << PATHS.index(path)
+
+    def a_path(self, slot: int) -> EnginePath:
+        """One of the ways that stand on the board for the request in a slot."""
+        bits = int(self._board[self.of_slot[slot] % BOARD_SIZE, 3])
+        return next(path for i, path in enumerate(PATHS) if bits >> i & 1)

@@ -1,0 +1,103 @@
+"""A live request with hooks, or for queries and keys, and whether what its hooks gave is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inspect_lens._engine.tap.kernels.tap_reference import largest_norm
+from inspect_lens.errors import HookError, LensError
+
+from .context import HookContext
+
+__all__ = [
+    "HookedRequest",
+    "LoadedHook",
+    "finite",
+    "is_known_to_be_fine",
+    "not_finite",
+    "side",
+]
+
+
+@dataclass(frozen=True)
+class LoadedHook:
+    """A function that came with a request, or persistent, and where it runs."""
+
+    function: Callable[..., Any]
+    name: str
+    layers: frozenset[int]
+    pre: bool
+
+
+@dataclass
+class HookedRequest:
+    """What a worker holds of a request while it runs."""
+
+    reply: str
+    pid: int
+    hooks: list[tuple[str, str, LoadedHook]]
+    """Part of the results, index in it, hook; in the order in which they run."""
+    qk_layers: frozenset[int]
+    layers: tuple[int, ...]
+    """Layers of this stage where something is done for it."""
+    contexts: dict[tuple[str, str], HookContext] = field(default_factory=dict)
+    chunks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """By layer: queries and keys, step by step."""
+    next: int = 0
+    """Tokens seen, from position 0."""
+    n_edited: int = 0
+    nbytes: int = 0
+    error: LensError | None = None
+    """Why no hook of it runs any more; the same on all ranks."""
+    is_dropped: bool = False
+    """Whether it has failed, so that nothing is kept or sent."""
+    is_fine: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By hook and place: whether all rows that it gave back were finite; on the device."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what it has kept is all that it was to keep."""
+        return self.error is None and not self.is_dropped
+
+    def restart(self) -> None:
+        """Forget what was seen: the engine computes the request again from its beginning."""
+        self.contexts.clear()
+        self.chunks.clear()
+        self.next = self.n_edited = self.nbytes = 0
+
+
+def finite(
+    result: torch.Tensor, before: torch.Tensor, is_fine: dict[str, torch.Tensor], where: str
+) -> torch.Tensor:
+    """Rows that a hook gave back, with those that it got in the place of what is too large or NaN.
+
+    That is noted where the rows are, so that nobody waits for the device.
+    """
+    size = result.float().square().sum(dim=-1, keepdim=True)
+    is_small = size <= largest_norm(result.dtype) ** 2
+    known = is_fine.get(where)
+    is_fine[where] = is_small.all() if known is None else known & is_small.all()
+    return torch.where(is_small, result, before)
+
+
+def is_known_to_be_fine(is_fine: torch.Tensor) -> bool:
+    """Whether rows were finite, as far as that is known without waiting for a device."""
+    return is_fine.is_cuda or bool(is_fine)
+
+
+def not_finite(request: HookedRequest) -> HookError:
+    """The error of a request whose hooks gave something back that is not finite."""
+    bad = next(where for where, is_fine in request.is_fine.items() if not is_fine)
+    return HookError(
+        f"{bad} gave back rows that are not finite, or too large for the dtype of the stream; "
+        "they went on as they were"
+    )
+
+
+def side(hook: LoadedHook) -> str:
+    """Where a hook runs, in words."""
+    return "before" if hook.pre else "after"

@@ -1,0 +1,248 @@
+"""What hooks saved, on its way from workers to a front-end: plain data, never pickled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from inspect_lens._engine.protocol.messages import Saved
+from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.spec import DType, TensorData
+
+__all__ = ["OWN", "PERSISTENT", "QK", "Gathered", "SavedResults", "pack_saved", "unpack_saved"]
+
+OWN, PERSISTENT, QK = "own", "persistent", "qk"
+"""Parts of what a worker sends: by index of the hook, by index, and queries and keys."""
+
+_ARRAY = 1
+_TORCH = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float64",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+_STORAGE = {name: np.dtype(name) for name in _TORCH.values() if name != "bfloat16"}
+_STORAGE["bfloat16"] = np.dtype("<u2")
+
+
+def pack_saved(value: Any, *, most: int, where: str) -> bytes:
+    """Make bytes of nested values.
+
+    Args:
+        value: None, bool, number, text, tensor, numpy array or number, list, tuple, and dict
+            with keys of text or integers.
+        most: bytes that the result may have.
+        where: path of the value, for error messages.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        SpecError: a value is none of these, or they are too many.
+    """
+    data = msgspec.msgpack.encode(_plain(value, where, _Budget(most)))
+    if len(data) > most:
+        raise _too_large(where, most)
+    return data
+
+
+def unpack_saved(data: bytes) -> Any:
+    """Read what `pack_saved` made; tensors and arrays come as `TensorData`."""
+    return msgspec.msgpack.decode(data, ext_hook=_array)
+
+
+class _Budget:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.left = most
+
+    def take(self, nbytes: int, where: str) -> None:
+        self.left -= nbytes
+        if self.left < 0:
+            raise _too_large(where, self.most)
+
+
+def _too_large(where: str, most: int) -> SpecError:
+    return SpecError(
+        f"{where}: more than {most} bytes; save less (some positions, a projection, a mean), or "
+        "raise INSPECT_LENS_HOOK_BYTES"
+    )
+
+
+def _plain(value: Any, where: str, budget: _Budget) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        name = _TORCH.get(value.dtype)
+        if name is None:
+            raise SpecError(f"{where}: dtype {value.dtype}; allowed are {', '.join(_STORAGE)}")
+        budget.take(value.numel() * value.element_size(), where)
+        plain = value.detach().to("cpu").contiguous()
+        bits = plain.view(torch.int16) if name == "bfloat16" else plain
+        return _ext(name, tuple(plain.shape), bits.numpy().tobytes())
+    if isinstance(value, np.generic):
+        return _plain(value.item(), where, budget)
+    if isinstance(value, np.ndarray):
+        name = str(value.dtype)
+        if name not in _STORAGE or name == "bfloat16":
+            raise SpecError(f"{where}: array of {name}; allowed are {', '.join(_STORAGE)}")
+        budget.take(value.nbytes, where)
+        return _ext(name, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{i}]", budget) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str | int):
+                raise SpecError(
+                    f"{where}: has the key {key!r}; keys have to be text or whole numbers"
+                )
+        return {key: _plain(item, f"{where}[{key!r}]", budget) for key, item in value.items()}
+    raise SpecError(
+        f"{where}: is {type(value).__module__}.{type(value).__qualname__}, which is not sent: "
+        "nothing is pickled on the way back. Save tensors, arrays, numbers, text, None, and lists "
+        "and dicts of them"
+    )
+
+
+def _ext(name: str, shape: tuple[int, ...], data: bytes) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode([name, list(shape), data]))
+
+
+def _array(code: int, data: memoryview) -> TensorData:
+    name, shape, payload = msgspec.msgpack.decode(data)
+    return TensorData(np.frombuffer(payload, _STORAGE[name]).reshape(shape), cast("DType", name))
+
+
+@dataclass
+class _Waiting:
+    n_layers: int
+    """Places where the request runs hooks or reads queries and keys, over all stages."""
+    messages: dict[tuple[int, ...], Saved] = field(default_factory=dict)
+    has_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What all workers sent of one request."""
+
+    parts: dict[str, Any]
+    """By `OWN`, `PERSISTENT` and `QK`."""
+    n_fed: int
+    n_edited: int
+
+
+class SavedResults:
+    """Waits for what the workers of a request saved; stages of a pipeline each send a part."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        """Share the collector's lock.
+
+        Args:
+            changed: held by whoever calls `accept`, `fail` and `drop`.
+        """
+        self._changed = changed
+        self._waiting: dict[str, _Waiting] = {}
+
+    def expect(self, key: str, n_layers: int) -> None:
+        """Take note of a request before the engine sees it."""
+        with self._changed:
+            self._waiting[key] = _Waiting(n_layers)
+
+    def accept(self, message: Saved) -> None:
+        """Take what a worker sent; what a stage sends again replaces what it sent before."""
+        waiting = self._waiting.get(message.key)
+        if waiting is not None:
+            data = unpack_saved(message.data)
+            waiting.messages[tuple(data["layers"])] = message
+
+    def fail(self, key: str) -> None:
+        """Note that a worker failed a request."""
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.has_failed = True
+
+    def drop(self, key: str) -> None:
+        """Forget a request."""
+        self._waiting.pop(key, None)
+
+    def take(self, key: str, *, n_fed: int, timeout_s: float) -> Gathered | None:
+        """Wait for all stages and put their parts together.
+
+        Args:
+            key: the request.
+            n_fed: tokens that were fed; what a worker sent when it gave up a request half-way
+                (pre-emption) is of fewer, and is not it.
+            timeout_s: seconds to wait.
+
+        Returns:
+            What came, or None when a worker failed the request: the collector has the error.
+
+        Raises:
+            CaptureError: it did not come in time, or stages contradict one another.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            waiting = self._waiting.get(key)
+            if waiting is None:
+                raise CaptureError(f"request {key}: hook results were already taken")
+            while True:
+                if waiting.has_failed:
+                    return None
+                whole = [m for m in waiting.messages.values() if m.n_fed >= n_fed]
+                if sum(m.n_layers for m in whole) >= waiting.n_layers:
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise CaptureError(
+                        f"request {key}: {sum(m.n_layers for m in whole)} of {waiting.n_layers} "
+                        f"places with hooks or queries and keys reported within {timeout_s:g} s"
+                    )
+                self._changed.wait(min(left, 0.1))
+        return _gather(whole)
+
+
+def _gather(messages: list[Saved]) -> Gathered:
+    stages = sorted((unpack_saved(m.data) for m in messages), key=lambda d: min(d["layers"]))
+    parts: dict[str, Any] = {}
+    for part in (OWN, PERSISTENT):
+        merged: dict[str, dict[Any, Any]] = {}
+        for stage in stages:
+            for index, saved in stage.get(part, {}).items():
+                _merge(merged.setdefault(index, {}), saved, f"hook_results[{index!r}]")
+        parts[part] = merged
+    parts[QK] = [layer for stage in stages for layer in stage.get(QK, ())]
+    return Gathered(parts, min(m.n_fed for m in messages), sum(m.n_edited for m in messages))
+
+
+def _merge(mine: dict[Any, Any], saved: Mapping[Any, Any], where: str) -> None:
+    """Add what the hook saved on another pipeline stage, which had a context of its own."""
+    for name, value in saved.items():
+        if name not in mine:
+            mine[name] = value
+        elif isinstance(mine[name], list) and isinstance(value, list):
+            mine[name] = mine[name] + value
+        elif isinstance(mine[name], dict) and isinstance(value, dict):
+            _merge(mine[name], value, f"{where}[{name!r}]")
+        elif not _is_same(mine[name], value):
+            raise CaptureError(
+                f"{where}: two pipeline stages saved different values as {name!r}; each stage has "
+                "a context of its own, so put ctx.layer_idx into the name, or append to a list"
+            )
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, TensorData) or isinstance(b, TensorData):
+        return isinstance(a, TensorData) and isinstance(b, TensorData) and a.sha256 == b.sha256
+    return bool(a == b)

@@ -1,0 +1,79 @@
+"""A stepper whose requests may bring hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
+from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens.errors import UnsupportedError
+
+from .runner import EAGER_KEY, HookRunner
+
+__all__ = ["HookedStepper"]
+
+
+class HookedStepper(Stepper):
+    """Passes requests with hooks, and those for queries and keys, on to a runner of hooks."""
+
+    hooks: HookRunner | None = None
+    """Set once, when the model is there."""
+
+    @property
+    def is_watching(self) -> bool:
+        """See `Stepper.is_watching`; a failed request with hooks is there until it is over."""
+        return super().is_watching or (self.hooks is not None and bool(self.hooks.live))
+
+    def add(self, key: str, envelope: Mapping[str, Any]) -> None:
+        """See `Stepper.add`."""
+        super().add(key, envelope)
+        if EAGER_KEY not in envelope:
+            return
+        self.take_up()
+        if self.hooks is None:
+            if key in self._roster.by_key:
+                self._fail(key, UnsupportedError("hooks, queries and keys are off: see the log"))
+            return
+        try:
+            # Also where the request has failed here: ranks take part in gathering alike.
+            self.hooks.add(key, envelope)
+        except BaseException as error:  # the boundary: a fault fails its own request
+            if ends_process(error, in_user_code=True):
+                raise
+            if key in self._roster.by_key:
+                self._fail(key, as_exception(error))
+        if key not in self._roster.by_key:
+            self.hooks.drop(key)
+
+    def remove(self, key: str) -> None:
+        """See `Stepper.remove`."""
+        if self.hooks is not None and key in self.hooks.live:
+            try:
+                self.hooks.remove(key)
+            except BaseException as error:  # the boundary: a fault fails its own request
+                if ends_process(error, in_user_code=True):
+                    raise
+                self._fail(key, as_exception(error))
+        super().remove(key)
+
+    def flush(self, keys: Sequence[str]) -> None:
+        """See `Stepper.flush`; what hooks have saved is sent, too."""
+        super().flush(keys)
+        for key in keys:
+            if self.hooks is not None and key in self.hooks.live:
+                try:
+                    self.hooks.flush(key)
+                except BaseException as error:  # the boundary: a fault fails its own request
+                    if ends_process(error, in_user_code=True):
+                        raise
+                    self._fail(key, as_exception(error))
+
+    def fail(self, key: str, error: Exception) -> None:
+        """Fail one request."""
+        self._fail(key, error)
+
+    def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
+        if self.hooks is not None:
+            self.hooks.drop(key)
+        super()._fail(key, error, reply, salt)

@@ -1,0 +1,274 @@
+"""What one step does, worked out from the batch layout: numpy only, no loop over requests.
+
+Each token of a step gets four numbers, alike for all taps: the steering configuration to apply
+(0: none), the capture group it belongs to (-1: none), its place within the group's block, and where
+a tap notes that it could not steer the token.
+What a configuration or a group means at one tap stands in small tables beside them. Requests that
+want rows of the same taps form a group; a group's rows lie in the ring as one block
+(taps, tokens, hidden), which leaves the device in one contiguous copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Batch", "GroupBlock", "Longs", "Named", "RequestTable", "StepPlan", "plan_step"]
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The layout of one step, for the requests that use the lens only.
+
+    All arrays are parallel, one entry per request, in batch order.
+    """
+
+    slots: Longs
+    """The request's row in the `RequestTable`."""
+    offset: Longs
+    """Index of the request's first token in the step."""
+    n_tokens: Longs
+    """Tokens of the request in this step."""
+    position: Longs
+    """Absolute position of the request's first token of this step."""
+
+    def take(self, index: NDArray[Any]) -> Batch:
+        """The requests at `index`."""
+        return Batch(
+            self.slots[index], self.offset[index], self.n_tokens[index], self.position[index]
+        )
+
+
+@dataclass(frozen=True)
+class Named:
+    """Tokens of a request that are steered by position or phase."""
+
+    positions: Longs
+    """Sorted."""
+    configs: Ints
+    """Steering configuration of each."""
+    edge: int = 0
+    """Where another phase begins, or 0."""
+    behind: int = 0
+    """Steering configuration of tokens from there on that nothing names."""
+
+
+class RequestTable:
+    """What the plan has to know of each live request, as parallel arrays."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.group: Ints = np.full(capacity, -1, dtype=np.int32)
+        """Capture group, or -1."""
+        self.lo: Longs = np.zeros(capacity, dtype=np.int64)
+        self.hi: Longs = np.zeros(capacity, dtype=np.int64)
+        """Captured positions are those of [lo, hi), or the listed ones within."""
+        self.config: Ints = np.zeros(capacity, dtype=np.int32)
+        """Steering configuration of tokens that nothing names."""
+        self.record: Ints = np.zeros(capacity, dtype=np.int32)
+        """Board record of a request that is steered."""
+        self.until: Longs = np.zeros(capacity, dtype=np.int64)
+        """One past the last steered position; 0 for a request that does not steer."""
+        self.listed: dict[int, Longs] = {}
+        """Sorted explicit positions of requests that capture some."""
+        self.named: dict[int, Named] = {}
+        """Of requests that steer some positions differently."""
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def take(self) -> int:
+        """A slot that captures and steers nothing."""
+        if not self._free:
+            size = len(self.group)
+            self.group = np.concatenate([self.group, np.full(size, -1, dtype=np.int32)])
+            self.lo, self.hi, self.until = (
+                np.concatenate([a, np.zeros(size, dtype=np.int64)])
+                for a in (self.lo, self.hi, self.until)
+            )
+            self.config, self.record = (
+                np.concatenate([a, np.zeros(size, dtype=np.int32)])
+                for a in (self.config, self.record)
+            )
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """Clear a slot and give it back."""
+        self.group[slot] = -1
+        self.config[slot] = self.until[slot] = 0
+        self.listed.pop(slot, None)
+        self.named.pop(slot, None)
+        self._free.append(slot)
+
+
+@dataclass(frozen=True)
+class GroupBlock:
+    """Rows of all requests that belong to one group: (taps of the group, tokens)."""
+
+    group: int
+    base: int
+    """First row, counted from where the step's rows begin."""
+    n_tokens: int
+    slots: Longs
+    """Requests, in the order of their rows."""
+    counts: Longs
+    """Rows of each request at each tap."""
+    first: Longs
+    """Position of each request's first row."""
+    listed: dict[int, Longs]
+    """By index in `slots`: the positions, where they need not be consecutive."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The maps of one step and where its rows will lie."""
+
+    tokens: Ints
+    """(tokens, 4): steering configuration, capture group of this step, place in its block, and, of
+    requests that are steered, the board record."""
+    base: Ints
+    """(groups of this step, taps): row of the first token at a tap, counted from where the step's
+    rows begin, -1 for no capture."""
+    steers: Bools
+    """(taps,): whether the step steers there."""
+    captures: Bools
+    """(taps,): whether the step captures there."""
+    blocks: list[GroupBlock]
+    """One per group of this step."""
+    steered: Batch
+    """Requests of the step that are not past their last steered position."""
+    ring_rows: int
+    """Ring rows that the step fills."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any tap has something to do."""
+        return bool(self.steers.any() or self.captures.any())
+
+    @property
+    def captured(self) -> set[int]:
+        """Slots of requests whose rows are kept."""
+        return {slot for block in self.blocks for slot in block.slots.tolist()}
+
+
+def plan_step(
+    batch: Batch,
+    table: RequestTable,
+    group_taps: list[Longs],
+    config_taps: Bools,
+    *,
+    ring_rows: int,
+) -> StepPlan:
+    """Work out one step.
+
+    Args:
+        batch: the requests of the step that use the lens.
+        table: what they want.
+        group_taps: ascending taps of each capture group.
+        config_taps: (configurations, taps); whether a configuration steers at a tap.
+        ring_rows: ring rows that the step may fill.
+
+    Returns:
+        The plan.
+
+    Raises:
+        OverflowError: the step needs more ring rows than there are. The front-end's limits
+            make that impossible, so it is a bug where it happens.
+    """
+    n = int((batch.offset + batch.n_tokens).max(initial=0))
+    tokens = np.empty((n, 4), dtype=np.int32)
+    tokens[:, 0], tokens[:, 1], tokens[:, 3] = 0, -1, 0
+    steered = batch.take(np.flatnonzero(batch.position < table.until[batch.slots]))
+    steers = _steer(steered, table, tokens, config_taps)
+    blocks, base = _capture(batch, table, tokens, group_taps, config_taps.shape[1])
+    used = sum(block.n_tokens * len(group_taps[block.group]) for block in blocks)
+    if used > ring_rows:
+        raise OverflowError(f"a step needs {used} ring rows and there are {ring_rows}")
+    captures: Bools = np.logical_or.reduce(base >= 0, axis=0)
+    return StepPlan(tokens, base, steers, captures, blocks, steered, used)
+
+
+def _steer(steered: Batch, table: RequestTable, tokens: Ints, config_taps: Bools) -> Bools:
+    if not len(steered.slots):
+        return np.zeros(config_taps.shape[1], dtype=np.bool_)
+    configs = table.config[steered.slots]
+    index = _expand(steered.offset, steered.n_tokens)
+    tokens[index, 0] = np.repeat(configs, steered.n_tokens)
+    tokens[index, 3] = np.repeat(table.record[steered.slots], steered.n_tokens)
+    used = [configs]
+    if table.named:
+        for i, slot in enumerate(steered.slots.tolist()):
+            named = table.named.get(slot)
+            if named is None:
+                continue
+            position = int(steered.position[i])
+            stop = position + int(steered.n_tokens[i])
+            if 0 < named.edge < stop:
+                shift = int(steered.offset[i]) - position
+                tokens[max(named.edge, position) + shift : stop + shift, 0] = named.behind
+                used.append(np.asarray([named.behind], dtype=np.int32))
+            a, b = named.positions.searchsorted((position, stop))
+            tokens[named.positions[a:b] + (int(steered.offset[i]) - position), 0] = named.configs[
+                a:b
+            ]
+            used.append(named.configs[a:b])
+    steers: Bools = np.logical_or.reduce(config_taps[np.unique(np.concatenate(used))], axis=0)
+    return steers
+
+
+def _capture(
+    batch: Batch,
+    table: RequestTable,
+    tokens: Ints,
+    group_taps: list[Longs],
+    n_taps: int,
+) -> tuple[list[GroupBlock], Ints]:
+    group = table.group[batch.slots]
+    start = np.maximum(table.lo[batch.slots], batch.position)
+    stop = np.minimum(table.hi[batch.slots], batch.position + batch.n_tokens)
+    counts = np.where(group >= 0, np.maximum(stop - start, 0), 0)
+    listed: dict[int, Longs] = {}
+    if table.listed:
+        for i, slot in enumerate(batch.slots.tolist()):
+            if (positions := table.listed.get(slot)) is not None and counts[i]:
+                a, b = positions.searchsorted((start[i], stop[i]))
+                listed[i], counts[i] = positions[a:b], b - a
+    present = np.unique(group[counts > 0])
+    base = np.full((len(present), n_taps), -1, dtype=np.int32)
+    blocks: list[GroupBlock] = []
+    first_row = 0
+    for local, gid in enumerate(present.tolist()):
+        members = np.flatnonzero((group == gid) & (counts > 0))
+        mine = counts[members]
+        total = int(mine.sum())
+        shift = batch.offset[members] - batch.position[members]
+        index = _expand(start[members] + shift, mine)
+        own = {k: listed[i] for k, i in enumerate(members.tolist()) if i in listed}
+        if own:
+            ends = np.cumsum(mine)
+            for k, positions in own.items():
+                index[ends[k] - mine[k] : ends[k]] = positions + shift[k]
+        tokens[index, 1] = local
+        tokens[index, 2] = np.arange(total, dtype=np.int32)
+        taps = group_taps[gid]
+        base[local, taps] = first_row + np.arange(len(taps), dtype=np.int32) * total
+        blocks.append(
+            GroupBlock(gid, first_row, total, batch.slots[members], mine, start[members], own)
+        )
+        first_row += len(taps) * total
+    return blocks, base
+
+
+def _expand(first: Longs, counts: Longs) -> Longs:
+    """first[0], first[0]+1, … for counts[0] entries, then the same for the next."""
+    total = int(counts.sum())
+    if total == len(counts) and (counts == 1).all():
+        return first.copy()
+    ends = np.cumsum(counts)
+    index: Longs = np.arange(total, dtype=np.int64) + np.repeat(first - (ends - counts), counts)
+    return index

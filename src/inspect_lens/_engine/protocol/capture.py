@@ -1,0 +1,212 @@
+"""What a worker and a front-end have to know of one request's capture."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal, cast
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    CaptureSpec,
+    DType,
+    EngineFacts,
+    Reduce,
+    Site,
+    TapPoint,
+    in_phase,
+    resolve_positions,
+    tap_point,
+    tap_points,
+)
+
+from .interning import written
+
+__all__ = ["LAG", "CaptureEnvelope", "Fold", "Operation", "seal_capture"]
+
+Operation = Literal["none", "mean", "max", "norm"]
+"""What a worker makes of rows. There is no `last`: it is a choice of positions."""
+
+Fold = Literal["mean", "max", "last"]
+"""What grows in a worker, of sampled tokens, until a request is over."""
+
+LAG = 2
+"""Rows at the end of a request that stay apart from it: an engine may run ahead of the last."""
+
+
+@dataclass(frozen=True)
+class CaptureEnvelope:
+    """Rows to send back."""
+
+    sites: tuple[Site, ...]
+    """Sites asked for."""
+    layers: tuple[int, ...]
+    """Global layer numbers asked for at each site, ascending."""
+    lo: int
+    """First position of the range; with `positions`, the smallest of them."""
+    hi: int
+    """End of the range, exclusive; with `positions`, one past the largest."""
+    positions: tuple[int, ...] | None
+    """Sorted explicit positions, or None for the whole range."""
+    hidden: int
+    """Width of the stream."""
+    dtype: DType
+    """dtype of the result."""
+    transport: str
+    """How the response carries the tensor; the worker does not care."""
+    reduce: Reduce = "none"
+    """What was asked to be made of the rows."""
+    is_last: bool = False
+    """Whether the result is that of the last of the positions that were fed. Which one that is is
+    known at the end, so all that may be it are sent."""
+    token: int = 0
+    """Tells this request from another one under its key; 0 where no row stands for several."""
+    is_folded: bool = False
+    """Whether rows of sampled tokens stay in the worker, where it has room, until the request is
+    over."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """The taps that serve the sites and layers, in tap order."""
+        return _taps_of(self.sites, self.layers)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Taps and width of what the worker sends."""
+        return len(self.taps), 1 if self.operation == "norm" else self.hidden
+
+    @property
+    def operation(self) -> Operation:
+        """What the worker makes of rows."""
+        if self.reduce == "norm":
+            return "norm"
+        # The mean and the largest of one row are that row.
+        one = self.reduce in ("none", "last") or self.is_last
+        return "none" if one else cast("Operation", self.reduce)
+
+    @property
+    def fold(self) -> Fold | None:
+        """What is made of sampled tokens in the worker; None where their rows are sent."""
+        if not self.is_folded:
+            return None
+        return "last" if self.is_last else cast("Fold", self.operation)
+
+    @property
+    def wire(self) -> DType:
+        """Dtype of what the worker sends: sums are rounded when they are complete."""
+        return "float32" if self.operation == "mean" else self.dtype
+
+    def ranks(self, site: Site) -> list[int]:
+        """Index in `taps` of each layer at a site."""
+        taps = self.taps
+        return [taps.index(tap_point(site, layer)) for layer in self.layers]
+
+    @cached_property
+    def alike(self) -> bytes:
+        """What the requests of a batch have in common."""
+        return written(tuple([getattr(self, name) for name in _ALIKE]))
+
+    def pack(self) -> tuple[Any, ...]:
+        """As msgpack-able data."""
+        return tuple([getattr(self, field.name) for field in fields(self)])
+
+    @classmethod
+    def unpack(cls, values: Sequence[Any]) -> CaptureEnvelope:
+        """Read what `pack` made, with tuples in the place of lists."""
+        return cls(*values)
+
+
+_ALIKE = tuple(
+    field.name
+    for field in fields(CaptureEnvelope)
+    if field.name not in ("lo", "hi", "positions", "token")
+)
+"""Fields of a capture that the requests of a batch have in common."""
+
+
+def seal_capture(
+    capture: CaptureSpec | None,
+    facts: EngineFacts,
+    n_prompt: int,
+    n_max: int,
+    *,
+    may_overrun: bool = False,
+) -> CaptureEnvelope | None:
+    """Resolve a judged capture against its prompt.
+
+    Args:
+        capture: what was asked for.
+        facts: of the engine.
+        n_prompt: prompt tokens.
+        n_max: tokens that are fed at most.
+        may_overrun: whether the request may end without the engine knowing in time, which then
+            feeds any number of tokens behind its end.
+
+    Returns:
+        The capture for the workers.
+
+    Raises:
+        SpecError: a position lies outside the request, a mask is not as long as the prompt, or no
+            position is of the phase.
+    """
+    if capture is None:
+        return None
+    is_last = capture.reduce == "last" or capture.positions == "last"
+    named = "all" if capture.positions == "last" else capture.positions
+    where = resolve_positions(named, n_prompt=n_prompt, n_max=n_max, field="capture.positions")
+    where = in_phase(where, capture.phase, n_prompt=n_prompt, n_max=n_max)
+    if not isinstance(where, range) and not where:
+        raise SpecError(
+            f"capture.phase={capture.phase!r} and none of capture.positions belongs to it, with a "
+            f"prompt of {n_prompt} tokens; leave one of them out"
+        )
+    if is_last:
+        where = _possible_last(where, n_prompt)
+    listed: tuple[int, ...] | None = None
+    if isinstance(where, range):
+        lo, hi = where.start, max(where.start, where.stop)
+    else:
+        listed = tuple(sorted(where))
+        lo, hi = listed[0], listed[-1] + 1
+    sealed = CaptureEnvelope(
+        sites=capture.sites,
+        layers=tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers,
+        lo=lo,
+        hi=hi,
+        positions=listed,
+        hidden=facts.hidden,
+        dtype=cast("DType", facts.dtype if capture.dtype == "model" else capture.dtype),
+        transport=capture.transport,
+        reduce=capture.reduce,
+        is_last=is_last,
+    )
+    is_partial = sealed.operation in ("mean", "max")
+    sampled = (
+        range(max(lo, n_prompt), hi) if listed is None else [p for p in listed if p >= n_prompt]
+    )
+    is_folded = (
+        (is_partial or is_last)
+        # A norm is one number: there is little to keep.
+        and sealed.operation != "norm"
+        and len(sampled) > LAG + 1
+        # Which of their rows count is known too late.
+        and not (may_overrun or facts.is_speculative)
+    )
+    if not is_partial and not is_folded:
+        return sealed
+    return replace(sealed, token=secrets.randbits(62), is_folded=is_folded)
+
+
+def _possible_last(where: range | tuple[int, ...], n_prompt: int) -> range | tuple[int, ...]:
+    """Positions that may be the last one that is fed: one of the prompt, and all behind it."""
+    if isinstance(where, range):
+        return range(max(where.start, min(where.stop, n_prompt) - 1), where.stop)
+    first = max((p for p in where if p < n_prompt), default=n_prompt)
+    return tuple(p for p in where if p >= first)
+
+
+@lru_cache(maxsize=1024)
+def _taps_of(sites: tuple[Site, ...], layers: tuple[int, ...]) -> tuple[TapPoint, ...]:
+    return tap_points(sites, layers)

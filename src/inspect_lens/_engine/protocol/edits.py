@@ -1,0 +1,248 @@
+"""Edits of one request, resolved against its prompt, as a front-end tells a worker of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    EditBase,
+    Gate,
+    Instruction,
+    Kind,
+    Phase,
+    Positions,
+    Site,
+    TapPoint,
+    is_mask,
+    phase_range,
+    resolve_positions,
+    tap_point,
+)
+
+__all__ = ["EVERY", "EditEnvelope", "pack_edits", "seal_edits", "unpack_edits"]
+
+EVERY = 1 << 62
+"""End of a span that has none."""
+
+Program = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class EditEnvelope:
+    """One edit, or a gate that later ones read."""
+
+    site: Site
+    """The site asked for."""
+    layers: tuple[int, ...]
+    """Layer of each entry of `programs`."""
+    programs: tuple[tuple[Program, ...], ...]
+    """By layer: one program for all tokens, or one for each of the listed positions."""
+    positions: tuple[int, ...] | None
+    """None: every token of the span."""
+    lo: int
+    hi: int
+    """The span: only positions of [lo, hi) are edited."""
+    sha256: str
+    """Of the programs."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """Where each entry of `programs` runs."""
+        return tuple(tap_point(self.site, layer) for layer in self.layers)
+
+    @property
+    def until(self) -> int:
+        """One past the last position that is edited; `EVERY` where there is no last one."""
+        if self.positions is None:
+            return self.hi
+        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether each of the positions has a program of its own."""
+        return len(self.programs[0]) > 1
+
+
+def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[EditEnvelope, ...]:
+    """Resolve judged edits against a prompt.
+
+    A gate becomes an entry of its own in front of the first edit that reads it.
+
+    Args:
+        edits: of a request, in order.
+        n_prompt: prompt tokens.
+        n_max: tokens that are fed at most.
+
+    Returns:
+        The edits for the workers, in order.
+
+    Raises:
+        SpecError: a position lies outside the request, or none is left of an edit.
+    """
+    registers: dict[tuple[object, ...], int] = {}
+    sealed: list[EditEnvelope] = []
+    for i, edit in enumerate(edits):
+        where = _where(edit.positions, edit.phase, n_prompt, n_max, f"edits[{i}]")
+        gate = -1
+        if edit.when is not None:
+            content = (edit.when.content, where)
+            if content not in registers:
+                registers[content] = len(registers)
+                sealed.append(_gate(edit.when, registers[content], where))
+            gate = registers[content]
+        listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
+        programs = tuple(
+            tuple(_gated(edit.program(index, k), gate) for k in listed)
+            for index in range(len(edit.layers))
+        )
+        digest = _digest(programs)
+        sealed.append(EditEnvelope(edit.site, edit.layers, programs, *where, digest))
+    return tuple(sealed)
+
+
+def _where(
+    positions: Positions, phase: Phase, n_prompt: int, n_max: int, field: str
+) -> tuple[tuple[int, ...] | None, int, int]:
+    """Listed positions or None, and the span."""
+    span = phase_range(phase, n_prompt, EVERY)
+    listed: tuple[int, ...] | None = None
+    if positions == "prompt":
+        span = range(span.start, min(span.stop, n_prompt))
+    elif positions == "completion":
+        span = range(max(span.start, n_prompt), span.stop)
+    elif positions != "all":
+        found = resolve_positions(
+            positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.positions"
+        )
+        listed = tuple(found)
+    nothing = span.start >= span.stop if listed is None else not any(p in span for p in listed)
+    if nothing:
+        named = "a mask over the prompt" if is_mask(positions) else repr(positions)
+        raise SpecError(
+            f"{field}: phase={phase!r} beside positions={named} selects no token of a prompt of "
+            f"{n_prompt}; leave one of them out"
+        )
+    return listed, span.start, span.stop
+
+
+def _gate(
+    gate: Gate, register: int, where: tuple[tuple[int, ...] | None, int, int]
+) -> EditEnvelope:
+    programs = (((gate.instruction(register),),),)
+    return EditEnvelope(gate.site, (gate.layer,), programs, *where, _digest(programs))
+
+
+def _gated(program: Program, gate: int) -> Program:
+    if gate < 0:
+        return program
+    return tuple(
+        Instruction(one.kind, one.read, one.write, one.params, one.sees_edits, gate)
+        for one in program
+    )
+
+
+def _digest(programs: Sequence[Sequence[Program]]) -> str:
+    digest = hashlib.sha256()
+    for program in (program for at_layer in programs for program in at_layer):
+        digest.update(b"program")
+        for one in program:
+            digest.update(repr((int(one.kind), one.params, one.sees_edits, one.gate)).encode())
+            for row in (one.read, one.write):
+                digest.update(b"-" if row is None else np.ascontiguousarray(row).tobytes())
+    return digest.hexdigest()
+
+
+def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
+    """As msgpack-able data: each distinct row once.
+
+    Args:
+        edits: of a request.
+
+    Returns:
+        The data; None without edits.
+    """
+    if not edits:
+        return None
+    rows: dict[bytes, int] = {}
+
+    def number(row: Any) -> int:
+        if row is None:
+            return -1
+        return rows.setdefault(np.ascontiguousarray(row, dtype="<f4").tobytes(), len(rows))
+
+    packed = [
+        {
+            "site": edit.site,
+            "layers": list(edit.layers),
+            "positions": None if edit.positions is None else list(edit.positions),
+            "lo": edit.lo,
+            "hi": edit.hi,
+            "sha256": edit.sha256,
+            "programs": [
+                [
+                    [
+                        [
+                            int(one.kind),
+                            number(one.read),
+                            number(one.write),
+                            list(one.params),
+                            one.sees_edits,
+                            one.gate,
+                        ]
+                        for one in program
+                    ]
+                    for program in at_layer
+                ]
+                for at_layer in edit.programs
+            ],
+        }
+        for edit in edits
+    ]
+    return {"edits": packed, "rows": list(rows)}
+
+
+def unpack_edits(value: Mapping[str, Any] | None) -> tuple[EditEnvelope, ...]:
+    """Read what `pack_edits` made.
+
+    Args:
+        value: the data, or None.
+
+    Returns:
+        The edits; rows that were equal share memory.
+    """
+    if value is None:
+        return ()
+    rows = [np.frombuffer(data, dtype="<f4") for data in value["rows"]]
+
+    def instruction(one: Sequence[Any]) -> Instruction:
+        kind, read, write, params, sees_edits, gate = one
+        return Instruction(
+            Kind(kind),
+            None if read < 0 else rows[read],
+            None if write < 0 else rows[write],
+            (params[0], params[1], params[2], params[3]),
+            sees_edits,
+            gate,
+        )
+
+    return tuple(
+        EditEnvelope(
+            edit["site"],
+            tuple(edit["layers"]),
+            tuple(
+                tuple(tuple(map(instruction, program)) for program in at_layer)
+                for at_layer in edit["programs"]
+            ),
+            None if edit["positions"] is None else tuple(edit["positions"]),
+            edit["lo"],
+            edit["hi"],
+            edit["sha256"],
+        )
+        for edit in value["edits"]
+    )

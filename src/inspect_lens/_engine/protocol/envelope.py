@@ -1,0 +1,384 @@
+"""What the front-end tells the workers about one request: plain data that msgpack carries.
+
+Written once, in the front-end, from a request that was already judged; the worker trusts it.
+Positions are resolved here, so the worker never has to know how long a prompt is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import LensError, SpecError
+from inspect_lens.spec import (
+    DType,
+    EngineFacts,
+    EngineProbe,
+    LensRequest,
+    Site,
+    SteeringVector,
+    TapPoint,
+    TensorData,
+    phase_range,
+    resolve_positions,
+    tap_point,
+)
+
+from .capture import CaptureEnvelope, seal_capture
+from .edits import EVERY, EditEnvelope, pack_edits, seal_edits, unpack_edits
+from .interning import read
+from .probes import AskedProbes, ProbesEnvelope, seal_probes
+
+__all__ = [
+    "KEPT_KEY",
+    "Envelope",
+    "Packed",
+    "SteerEnvelope",
+    "seal",
+    "uses_of",
+]
+
+VERSION = 9
+
+
+@dataclass(frozen=True)
+class SteerEnvelope:
+    """One steering vector."""
+
+    site: Site
+    """The site asked for."""
+    layers: tuple[int, ...]
+    """Layer of each row of the vectors."""
+    scale: float
+    norm_match: bool
+    positions: tuple[int, ...] | None
+    """None: every token of the span."""
+    sha256: str
+    """Of the vectors' dtype, shape and content."""
+    vectors: TensorData
+    """(layers, hidden) for every token or shared by the positions, else
+    (layers, positions, hidden)."""
+    lo: int = 0
+    hi: int = EVERY
+    """The span: only positions of [lo, hi) are steered."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """Where each row of the vectors is added."""
+        return tuple(tap_point(self.site, layer) for layer in self.layers)
+
+    @property
+    def until(self) -> int:
+        """One past the last position that is steered; `EVERY` where there is no last one."""
+        if self.positions is None:
+            return self.hi
+        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
+
+
+USES_KEY = "uses"
+KEPT_KEY = "kept"
+"""Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
+
+
+class Packed(dict[str, Any]):
+    """A packed envelope that has not left its process, and need not be unpacked there."""
+
+    __slots__ = ("envelope", "uses")
+    envelope: Envelope
+    uses: str | None
+    """Uses of probes as text, for the process that sealed them: what an engine in another process
+    is sent has none of it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({**self, USES_KEY: self.uses},)
+
+    def beside(self, key: str, value: object) -> Packed:
+        """The same with something else in it."""
+        made = Packed({**self, key: value})
+        made.envelope, made.uses = self.envelope, self.uses
+        return made
+
+
+def uses_of(packed: Mapping[str, Any]) -> str | None:
+    """Uses of probes of a packed envelope, or of a copy that was made of it."""
+    return packed.uses if isinstance(packed, Packed) else packed.get(USES_KEY)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Everything that a worker reads of one request."""
+
+    reply: str
+    """ZMQ address of the front-end process that owns the request."""
+    pid: int
+    """Its process, which a worker that waits for it looks at."""
+    capture: CaptureEnvelope | None
+    steer: tuple[SteerEnvelope, ...]
+    probes: ProbesEnvelope | None
+    n_prompt: int
+    """Prompt tokens."""
+    is_speculative: bool
+    """Whether a step may feed tokens that are rejected afterwards."""
+    steer_hash: str | None
+    """What the prefix cache is salted with: a content hash over the steering, and what keeps a
+    request away from blocks that a failed one of the same content left behind."""
+
+    edits: tuple[EditEnvelope, ...] = ()
+    """Other edits, behind the vectors."""
+
+    @property
+    def edited(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
+        """Everything that changes the stream, in order."""
+        return (*self.steer, *self.edits)
+
+    @property
+    def steer_until(self) -> int:
+        """One past the last position that is edited; `EVERY` when every token is."""
+        return max((s.until for s in self.edited), default=0)
+
+    @cached_property
+    def alike(self) -> tuple[bytes | None, bytes | None]:
+        """What the requests of a batch have in common, of the capture and of the probes."""
+        capture, probes = self.capture, self.probes
+        return (
+            None if capture is None else capture.alike,
+            None if probes is None else probes.alike,
+        )
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all that a worker has to know of the request are two ends and its kind."""
+        capture, probes = self.capture, self.probes
+        return not (
+            self.steer
+            or self.edits
+            or self.is_speculative
+            or (capture is not None and (capture.token or capture.positions is not None))
+            or (probes is not None and probes.positions is not None)
+        )
+
+    @property
+    def _kept(self) -> tuple[int, int, int] | None:
+        """Of how many taps rows are kept, and first and one past the last position, at most."""
+        parts = [part for part in (self.capture, self.probes) if part is not None]
+        if not parts:
+            return None
+        taps = {tap for part in parts for tap in part.taps}
+        return len(taps), min(part.lo for part in parts), max(part.hi for part in parts)
+
+    def pack(self) -> Packed:
+        """As msgpack-able data; tensors become bytes."""
+        capture, probes = self.capture, self.probes
+        packed = Packed(
+            {
+                "v": VERSION,
+                "reply": self.reply,
+                "pid": self.pid,
+                "hash": self.steer_hash,
+                KEPT_KEY: self._kept,
+                "rows": msgspec.msgpack.encode(
+                    (
+                        self.n_prompt,
+                        self.is_speculative,
+                        None if capture is None else capture.pack(),
+                        None if probes is None else probes.pack(),
+                    )
+                ),
+                "steer": [
+                    {
+                        "site": s.site,
+                        "layers": list(s.layers),
+                        "scale": s.scale,
+                        "norm_match": s.norm_match,
+                        "positions": _listed(s.positions),
+                        "sha256": s.sha256,
+                        "dtype": s.vectors.dtype,
+                        "shape": list(s.vectors.shape),
+                        "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
+                        "lo": s.lo,
+                        "hi": s.hi,
+                    }
+                    for s in self.steer
+                ],
+                "edits": pack_edits(self.edits),
+            }
+        )
+        packed.envelope, packed.uses = self, None
+        return packed
+
+    @classmethod
+    def unpack(cls, value: Mapping[str, Any]) -> Envelope:
+        """Read what `pack` made.
+
+        Raises:
+            LensError: the front-end and the worker run different releases.
+        """
+        if isinstance(value, Packed):
+            return value.envelope
+        if value.get("v") != VERSION:
+            raise LensError(
+                f"the front-end wrote envelope version {value.get('v')!r} and this worker reads "
+                f"{VERSION}; install one release of inspect_lens in all processes"
+            )
+        rows = value["rows"]
+        unpack = _shared_of_rows if len(rows) <= _SHARED_MOST else _of_rows
+        envelope = unpack(value["reply"], value["pid"], rows)
+        if not value["steer"] and not value["edits"]:
+            return envelope
+        steer = tuple(
+            SteerEnvelope(
+                s["site"],
+                tuple(s["layers"]),
+                s["scale"],
+                s["norm_match"],
+                _tupled(s["positions"]),
+                s["sha256"],
+                _tensor(s),
+                s["lo"],
+                s["hi"],
+            )
+            for s in value["steer"]
+        )
+        edits = unpack_edits(value["edits"])
+        return replace(envelope, steer=steer, edits=edits, steer_hash=value["hash"])
+
+
+_SHARED_MOST = 2048
+"""Bytes of what is remembered: more of them are mostly positions of one request."""
+
+
+def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
+    """An unsteered request."""
+    n_prompt, is_speculative, capture, probes = read(rows)
+    return Envelope(
+        reply=reply,
+        pid=pid,
+        capture=None if capture is None else CaptureEnvelope.unpack(capture),
+        steer=(),
+        probes=None if probes is None else ProbesEnvelope.unpack(probes),
+        n_prompt=n_prompt,
+        is_speculative=is_speculative,
+        steer_hash=None,
+    )
+
+
+_shared_of_rows = lru_cache(maxsize=1024)(_of_rows)
+"""The same; one object for requests that ask for the same."""
+
+
+def seal(
+    request: LensRequest,
+    facts: EngineFacts,
+    *,
+    reply: str,
+    n_prompt: int,
+    max_tokens: int,
+    epoch: Callable[[str], str] = str,
+    probes: Mapping[str, EngineProbe] | AskedProbes | None = None,
+    may_overrun: bool = False,
+    is_live: bool = False,
+) -> Envelope:
+    """Resolve a judged request against its prompt.
+
+    Args:
+        request: the request, already checked against `facts`.
+        facts: of the engine.
+        reply: address for results.
+        n_prompt: prompt tokens.
+        max_tokens: tokens that may be sampled.
+        epoch: makes the salt of a content hash.
+        probes: registered probes that the request names, or what its uses of them come to.
+        may_overrun: see `seal_capture`.
+        is_live: whether scores of probes are looked at while the request runs.
+
+    Returns:
+        The envelope for the workers.
+
+    Raises:
+        SpecError: a position lies outside the request.
+    """
+    if request.probes and not isinstance(probes, AskedProbes):
+        probes = AskedProbes.of(request.probes, probes or {})
+    # The last sampled token is never fed to the model, so it has no row.
+    n_max = n_prompt + max(max_tokens, 1) - 1
+    steer = tuple(
+        _seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
+    )
+    edits = seal_edits(request.edits, n_prompt, n_max)
+    read = None
+    if isinstance(probes, AskedProbes):
+        read = seal_probes(probes, n_prompt, n_max, is_live=is_live)
+    return Envelope(
+        reply=reply,
+        pid=os.getpid(),
+        capture=seal_capture(request.capture, facts, n_prompt, n_max, may_overrun=may_overrun),
+        steer=steer,
+        probes=read,
+        n_prompt=n_prompt,
+        is_speculative=facts.is_speculative,
+        steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
+        edits=edits,
+    )
+
+
+def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:
+    positions = vector.position_indices
+    data = vector.activations
+    if positions is None and len(data.shape) == 3:
+        positions = tuple(range(data.shape[1]))
+    if positions is not None:
+        resolved = resolve_positions(
+            positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.position_indices"
+        )
+        positions = tuple(resolved)
+    span = phase_range(vector.phase, n_prompt, EVERY)
+    if positions is not None and not any(p in span for p in positions):
+        raise SpecError(
+            f"{field}: phase={vector.phase!r} and none of position_indices belongs to it, with a "
+            f"prompt of {n_prompt} tokens; leave one of them out"
+        )
+    return SteerEnvelope(
+        vector.site,
+        vector.layer_indices,
+        vector.scale,
+        vector.norm_match,
+        positions,
+        data.sha256,
+        data,
+        span.start,
+        span.stop,
+    )
+
+
+def _steer_hash(steer: tuple[SteerEnvelope, ...], edits: tuple[EditEnvelope, ...]) -> str:
+    digest = hashlib.sha256()
+    for s in steer:
+        where = (s.positions, s.lo, s.hi)
+        digest.update(repr((s.taps, s.scale, s.norm_match, where, s.sha256)).encode())
+    for e in edits:
+        digest.update(repr((e.taps, e.positions, e.lo, e.hi, e.sha256)).encode())
+    return digest.hexdigest()
+
+
+def _listed(positions: tuple[int, ...] | None) -> list[int] | None:
+    return None if positions is None else list(positions)
+
+
+def _tupled(positions: list[int] | None) -> tuple[int, ...] | None:
+    return None if positions is None else tuple(positions)
+
+
+def _tensor(value: Mapping[str, Any]) -> TensorData:
+    dtype = cast("DType", value["dtype"])
+    storage: NDArray[Any] = np.frombuffer(
+        value["data"], dtype={"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]
+    ).reshape(value["shape"])
+    return TensorData(storage, dtype)

@@ -1,0 +1,1 @@
+"""Rows times weights on a GPU; `readout/readers.py` is the only importer."""

@@ -1,0 +1,255 @@
+"""Who wants rows of which taps: requests that want the same form a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inspect_lens._engine.plan.slot_tables import grown
+from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.readout.readers import ProbeStore, Readout
+from inspect_lens._engine.readout.reduce import Form
+from inspect_lens.spec import TapPoint
+
+__all__ = ["Group", "Groups"]
+
+
+_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, Form | None, bool]
+"""Taps, those whose rows are sent, names of probes, what is made of rows, and whether scores are
+looked at as they come."""
+
+_KNOWN_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What requests that are alike want of this worker."""
+
+    key: _Key | None
+    """Of their group; None where there is nothing here."""
+    probe_taps: tuple[TapPoint, ...]
+    shares: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that want the same of the same taps."""
+
+    taps: Longs
+    """Whose rows go to the ring, ascending."""
+    rows: tuple[int, ...] | None
+    """Ranks of taps whose rows are sent as they are, or None."""
+    readout: Readout | None
+    """What is made of rows where probes are asked for."""
+    read: tuple[int, ...]
+    """Ranks of taps that it reads."""
+    form: Form | None
+    """What is made of captured rows."""
+    is_live: bool
+    """Whether scores are looked at as they come."""
+
+
+class Window:
+    """Which positions of each request one of its results has, by slot."""
+
+    def __init__(self) -> None:
+        self.lo: Longs = np.zeros(0, dtype=np.int64)
+        self.hi: Longs = np.zeros(0, dtype=np.int64)
+        self.listed: dict[int, Longs] = {}
+
+    def set(self, slots: Longs, lo: Longs, hi: Longs) -> None:
+        self.lo, self.hi = grown(self.lo, slots), grown(self.hi, slots)
+        self.lo[slots], self.hi[slots] = lo, hi
+        if self.listed:
+            for slot in slots.tolist():
+                self.listed.pop(slot, None)
+
+    def select(self, block: GroupBlock) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
+        """Cut a block to these positions; None where it has no others.
+
+        Returns:
+            Tokens of the block that stay; per request their number and first position; and by
+            request the positions where they need not be consecutive.
+        """
+        lo, hi = self.lo[block.slots], self.hi[block.slots]
+        last = block.first + block.counts
+        for i, positions in block.listed.items():
+            last[i] = positions[-1] + 1
+        some_listed = any(slot in self.listed for slot in block.slots.tolist())
+        if not some_listed and (lo <= block.first).all() and (hi >= last).all():
+            return None
+        starts = np.cumsum(block.counts) - block.counts
+        kept: list[Longs] = []
+        counts, first = np.zeros_like(block.counts), block.first.copy()
+        listed: dict[int, Longs] = {}
+        for i, slot in enumerate(block.slots.tolist()):
+            n = int(block.counts[i])
+            positions = block.listed.get(i, block.first[i] + np.arange(n))
+            wanted = (positions >= lo[i]) & (positions < hi[i])
+            if slot in self.listed:
+                wanted &= np.isin(positions, self.listed[slot])
+            index = np.flatnonzero(wanted)
+            kept.append(starts[i] + index)
+            counts[i] = len(index)
+            if len(index):
+                first[i] = positions[index[0]]
+                if slot in self.listed or i in block.listed:
+                    listed[i] = positions[index]
+        return np.concatenate(kept), counts, first, listed
+
+
+class Groups:
+    """The groups of a worker, and which positions each request's results have.
+
+    A group lives as long as somebody belongs to it. What it has on the device goes with it, but
+    for what the `ProbeStore` keeps.
+    """
+
+    def __init__(self, tap_index: dict[TapPoint, int], probes: ProbeStore) -> None:
+        self._tap_index = tap_index
+        self._probes = probes
+        self._number: dict[_Key, int] = {}
+        self._key: list[_Key | None] = []
+        self._users: list[int] = []
+        self._groups: dict[int, Group] = {}
+        self._free: list[int] = []
+        self.taps: list[Longs] = []
+        """Taps of each group, by number."""
+        self._known: dict[tuple[bytes | None, bytes | None], _Wanted] = {}
+        self._windows = (Window(), Window())
+        """Of captured rows, and of probe scores."""
+
+    def __getitem__(self, group: int) -> Group:
+        return self._groups[group]
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def cut(
+        self, block: GroupBlock, stream: int
+    ) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
+        """See `Window.select`; None also where a group has one kind of result only."""
+        group = self._groups[block.group]
+        if group.rows is None or group.readout is None:
+            return None
+        return self._windows[stream].select(block)
+
+    def watch(self, table: RequestTable, slots: Longs, envelopes: Sequence[Envelope]) -> None:
+        """Note which rows are wanted, all in all and for each result.
+
+        Args:
+            table: of the requests.
+            slots: of requests of one group.
+            envelopes: what each of them asks for.
+        """
+        table.lo[slots], table.hi[slots] = np.iinfo(np.int64).max, 0
+        for window, name in zip(self._windows, ("capture", "probes"), strict=True):
+            parts = [getattr(envelope, name) for envelope in envelopes]
+            if parts[0] is not None:
+                lo = np.asarray([part.lo for part in parts])
+                hi = np.asarray([part.hi for part in parts])
+                window.set(slots, lo, hi)
+                table.lo[slots] = np.minimum(table.lo[slots], lo)
+                table.hi[slots] = np.maximum(table.hi[slots], hi)
+
+    def watch_listed(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
+        """Note, beside, the positions that a request names."""
+        parts = (envelope.capture, envelope.probes)
+        for window, part in zip(self._windows, parts, strict=True):
+            if part is not None and part.positions is not None:
+                window.listed[slot] = positions = np.asarray(part.positions, dtype=np.int64)
+                if None in parts:
+                    table.listed[slot] = positions
+
+    def take(self, envelope: Envelope, n: int = 1) -> int | None:
+        """The group of some requests, which belong to it until `give`.
+
+        Args:
+            envelope: what they ask for.
+            n: how many they are.
+
+        Returns:
+            Its number; None where this worker has no rows of theirs.
+
+        Raises:
+            LensError: this worker cannot apply the requests' probes.
+        """
+        wanted = self._wanted(envelope)
+        key, probe_taps = wanted.key, wanted.probe_taps
+        if key is None:
+            return None
+        number = self._number.get(key)
+        if number is None:
+            taps, rows, names, form, is_live = key
+            readout = self._probes.readout(names, probe_taps) if names is not None else None
+            rank = {tap: i for i, tap in enumerate(taps)}
+            number = self._place(
+                key,
+                Group(
+                    np.asarray(taps, dtype=np.int64),
+                    tuple(rank[t] for t in rows) if rows else None,
+                    readout,
+                    tuple(rank[self._tap_index[t]] for t in probe_taps),
+                    form,
+                    is_live,
+                ),
+            )
+        self._users[number] += n
+        return number
+
+    def shares(self, envelope: Envelope) -> list[tuple[int, int]]:
+        """Of captured rows and probe scores: see `Opening.shares`."""
+        return self._wanted(envelope).shares
+
+    def _wanted(self, envelope: Envelope) -> _Wanted:
+        """What a request wants of this worker; requests of a batch want the same."""
+        capture, probes = envelope.capture, envelope.probes
+        alike = envelope.alike
+        if (known := self._known.get(alike)) is not None:
+            return known
+        here = self._tap_index
+        captured = () if capture is None else capture.taps
+        probed = () if probes is None else probes.taps
+        rows = tuple(here[t] for t in captured if t in here)
+        probe_taps = tuple(t for t in probed if t in here)
+        taps = tuple(sorted({*rows, *(here[t] for t in probe_taps)}))
+        names = probes.names if probes is not None and probe_taps else None
+        form = Form.of(capture) if capture is not None and rows else None
+        is_live = probes is not None and probes.is_live
+        made = _Wanted(
+            (taps, rows, names, form, is_live) if taps else None,
+            probe_taps,
+            [self._share(captured), self._share(probed)],
+        )
+        if len(self._known) >= _KNOWN_MOST:
+            self._known.clear()
+        self._known[alike] = made
+        return made
+
+    def _share(self, taps: Sequence[TapPoint]) -> tuple[int, int]:
+        """First of some taps that this worker has, and how many it has."""
+        here = [i for i, tap in enumerate(taps) if tap in self._tap_index]
+        return (here[0] if here else 0), len(here)
+
+    def give(self, number: int) -> None:
+        """Take note that a request has gone."""
+        self._users[number] -= 1
+        key = self._key[number]
+        if not self._users[number] and key is not None:
+            del self._number[key], self._groups[number]
+            self._key[number] = None
+            self._free.append(number)
+
+    def _place(self, key: _Key, group: Group) -> int:
+        if not self._free:
+            self._free.append(len(self.taps))
+            self._key.append(None)
+            self._users.append(0)
+            self.taps.append(group.taps)
+        number = self._free.pop()
+        self._number[key], self._key[number] = number, key
+        self._groups[number], self.taps[number] = group, group.taps
+        return number

@@ -1,0 +1,186 @@
+"""The live requests of a worker, and what each of them holds.
+
+Those that a step brings are taken up together, just before it: the device waits meanwhile, and what
+is written for all of them at once takes a fraction of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inspect_lens._engine.export.ids import Numbers
+from inspect_lens._engine.export.owners import Owners
+from inspect_lens._engine.plan.speculation import Drafts
+from inspect_lens._engine.plan.step_plan import RequestTable
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import Opening
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens._engine.tap.edit_table import Bank, Steering
+from inspect_lens.spec import TapPoint
+
+from .capture_groups import Groups
+from .exporter import Sender
+
+__all__ = ["Request", "Roster"]
+
+
+@dataclass(slots=True)
+class Request:
+    """A live request."""
+
+    key: str
+    reply: str
+    number: int
+    slot: int
+    salt: str | None
+    group: int | None
+    steering: Steering | None = None
+
+
+class Roster:
+    """Takes requests up and forgets them."""
+
+    def __init__(
+        self,
+        tap_index: dict[TapPoint, int],
+        bank: Bank,
+        groups: Groups,
+        numbers: Numbers,
+        owners: Owners,
+        sender: Sender,
+        *,
+        is_exporting: bool,
+    ) -> None:
+        """Store what requests are entered into.
+
+        Args:
+            tap_index: index of each tap of this worker.
+            bank: of steering vectors.
+            groups: of requests that want the same rows.
+            numbers: of requests, by slot.
+            owners: of requests, by slot.
+            sender: of their rows.
+            is_exporting: whether this worker sends any.
+        """
+        self._tap_index = tap_index
+        self._bank = bank
+        self._groups = groups
+        self._numbers = numbers
+        self._owners = owners
+        self._sender = sender
+        self._is_exporting = is_exporting
+        self.table = RequestTable()
+        self.drafts = Drafts()
+        self.by_key: dict[str, Request] = {}
+        self.by_slot: dict[int, Request] = {}
+        self.new: set[int] = set()
+        """Slots of requests that no step has run yet."""
+
+    def take_up(self, coming: Mapping[str, Mapping[str, Any]]) -> dict[str, Exception]:
+        """Enter requests that no step has run yet.
+
+        Args:
+            coming: packed envelopes, by key.
+
+        Returns:
+            Those that cannot be served, and why. Some of what they hold is held still.
+        """
+        failed: dict[str, Exception] = {}
+        alike: dict[tuple[Any, ...], list[tuple[str, Envelope]]] = {}
+        for key, packed in coming.items():
+            try:
+                envelope = Envelope.unpack(packed)
+                kind = envelope.reply, envelope.alike
+            except Exception as error:  # noqa: BLE001 - a fault fails its own request
+                failed[key] = error
+            else:
+                alike.setdefault(kind, []).append((key, envelope))
+        for same in alike.values():
+            try:
+                failed |= self._enter(same)
+            except Exception as error:  # noqa: BLE001 - what they have in common is at fault
+                failed |= dict.fromkeys([key for key, _ in same], error)
+        return failed
+
+    def forget(self, request: Request) -> None:
+        """Take back what a request holds."""
+        slot = request.slot
+        self._sender.forget(slot)
+        del self.by_key[request.key], self.by_slot[slot]
+        self.new.discard(slot)
+        self._owners.clear(slot)
+        self.table.give(slot)
+        self.drafts.remove(slot)
+        self._numbers.give(request.key, request.number)
+        if request.steering is not None:
+            self._bank.release(request.steering)
+        if request.group is not None:
+            self._groups.give(request.group)
+
+    def _enter(self, same: list[tuple[str, Envelope]]) -> dict[str, Exception]:
+        """Enter requests of one front-end that want the same rows."""
+        keys, envelopes = [key for key, _ in same], [envelope for _, envelope in same]
+        first, n = envelopes[0], len(same)
+        group = self._groups.take(first, n) if self._is_exporting else None
+        slots = [self.table.take() for _ in range(n)]
+        at = np.asarray(slots)
+        numbers = self._numbers.take(keys, at)
+        requests = [
+            Request(key, first.reply, number, slot, envelope.steer_hash, group)
+            for key, envelope, number, slot in zip(keys, envelopes, numbers, slots, strict=True)
+        ]
+        # What is taken from here on is given back by `forget`, should the rest fail.
+        self.by_key |= zip(keys, requests, strict=True)
+        self.by_slot |= zip(slots, requests, strict=True)
+        self.new.update(slots)
+        self._owners.set(at, first.reply)
+        if group is not None:
+            self.table.group[at] = group
+            self._groups.watch(self.table, at, envelopes)
+            self._sender.reducer.set(at, np.asarray([e.n_prompt for e in envelopes]))
+        failed: dict[str, Exception] = {}
+        openings, shares = [], self._groups.shares(first)
+        for request, envelope in zip(requests, envelopes, strict=True):
+            n_steered = 0
+            if not envelope.is_plain:
+                try:
+                    n_steered = self._equip(request, envelope)
+                except Exception as error:  # noqa: BLE001 - a fault fails its own request
+                    failed[request.key] = error
+                    continue
+            openings.append(Opening(request.number, request.key, shares, n_steered))
+        if self._is_exporting and openings:
+            self._sender.opened(first.reply, first.pid, openings)
+        return failed
+
+    def _equip(self, request: Request, envelope: Envelope) -> int:
+        """Enter what only some requests have.
+
+        Returns:
+            Taps at which the request is steered here.
+
+        Raises:
+            CapacityError: there is no room for its vectors.
+        """
+        slot, group, table = request.slot, request.group, self.table
+        steered = {t for s in envelope.edited for t in s.taps if t in self._tap_index}
+        if steered:
+            request.steering = steering = self._bank.admit(envelope, self._tap_index)
+            table.config[slot] = steering.config
+            table.record[slot] = request.number % BOARD_SIZE
+            table.until[slot] = envelope.steer_until
+            if steering.named is not None:
+                table.named[slot] = steering.named
+        if group is not None:
+            self._groups.watch_listed(table, slot, envelope)
+            self._sender.watch(slot, envelope, group)
+        if envelope.is_speculative and self._is_exporting:
+            until = envelope.steer_until if steered else 0
+            if group is not None:
+                until = max(until, int(table.hi[slot]))
+            self.drafts.add(slot, envelope.n_prompt, until)
+        return len(steered)

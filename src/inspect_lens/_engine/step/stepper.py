@@ -1,0 +1,398 @@
+"""The worker's side of the lens: which requests use it, and what each step does for them.
+
+Runs in the worker process. No method that the step loop calls raises: a fault fails the
+requests it concerns, clears their rows, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from inspect_lens._engine.export.capture_ring import Ring
+from inspect_lens._engine.export.ids import Numbers
+from inspect_lens._engine.export.overflow import Faults, overflow
+from inspect_lens._engine.export.owners import Owners
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.plan.plan_cache import Repeat
+from inspect_lens._engine.plan.step_plan import Batch, Longs, StepPlan, plan_step
+from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.messages import Failure, unpacked
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
+from inspect_lens._engine.readout.readers import ProbeStore
+from inspect_lens._engine.readout.running_reduce import Tally
+from inspect_lens._engine.tap import buffers
+from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens._engine.tap.edit_table import Bank
+from inspect_lens._engine.tap.upload import maps_for
+from inspect_lens.errors import CapacityError, CaptureError
+from inspect_lens.spec import EnginePath
+
+from .batched_steps import Rounds
+from .capture_groups import Groups
+from .exporter import Sender
+from .live_requests import Roster
+
+__all__ = ["Stepper"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_NONE: Longs = np.zeros(0, dtype=np.int64)
+_EMPTY = Batch(_NONE, _NONE, _NONE, _NONE)
+
+
+class Stepper:
+    """Tracks requests and drives the taps of one worker."""
+
+    def __init__(
+        self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG
+    ) -> None:
+        """Store what the steps need.
+
+        Args:
+            state: the worker's buffers.
+            exporter: where results go.
+            is_exporting: whether this rank sends anything; the residual stream is the same on
+                all tensor-parallel ranks, so one of them does.
+            lag: see `Tally`.
+        """
+        self.state = state
+        self._exporter = exporter
+        self._is_exporting = is_exporting
+        self._bank = Bank(state.bank)
+        tap_index = {tap: i for i, tap in enumerate(state.taps)}
+        self.probes = ProbeStore(state.ring.device, state.scratch)
+        self._groups = Groups(tap_index, self.probes)
+        self._numbers = Numbers(exporter.arena.view.board)
+        self._faults = Faults(exporter.arena.view.board, exporter.copier)
+        state.faults = self._faults.move_to(state.ring.device)
+        owners = Owners()
+        self._sender = Sender(
+            state.ring,
+            exporter,
+            self._groups,
+            self._numbers,
+            Tally(state.sums, state.latest, lag),
+            owners,
+            drop=self._drop,
+            fail=self._fail_numbers,
+        )
+        self._coming: dict[str, Mapping[str, Any]] = {}
+        """Requests that are taken up before the next step, as they came."""
+        self._roster = Roster(
+            tap_index,
+            self._bank,
+            self._groups,
+            self._numbers,
+            owners,
+            self._sender,
+            is_exporting=is_exporting,
+        )
+        self._maps = maps_for(state)
+        self._outbox = self._sender.outbox
+        ring = Ring(state.parts, state.part_rows, exporter.copier, self._outbox.send_all)
+        self._rounds = Rounds(ring, self._sender)
+        self._plan: StepPlan | None = None
+        self._steered = _EMPTY
+        """Of the running step: requests that are not past their last steered position."""
+        self._repeat: Repeat | None = None
+        self._begun = _EMPTY
+        """Of the running step: requests that it is the first one of."""
+        self._poisoned: set[str] = set()
+        """Salts under which a request ran unsteered after it had failed here."""
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether any live request uses the lens."""
+        return bool(self._roster.by_key or self._coming)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether a forward pass that nobody announces would still carry out the last plan."""
+        return self.state.is_active
+
+    @property
+    def rows_in_use(self) -> int:
+        """Steering rows that live requests hold."""
+        self.take_up()
+        return self._bank.rows_in_use
+
+    @property
+    def sum_rows_in_use(self) -> int:
+        """Sums of live requests that grow, one for each tap."""
+        return self._sender.tally.rows_in_use
+
+    @property
+    def n_requests(self) -> int:
+        """Live requests that use the lens."""
+        self.take_up()
+        return len(self._roster.by_key)
+
+    @property
+    def arena(self) -> ArenaWriter:
+        """Memory that is shared with front-ends."""
+        return self._exporter.arena
+
+    def batch(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> Batch:
+        """Pick the requests that use the lens out of a step's layout.
+
+        Args:
+            keys: all requests of the step, in batch order.
+            offset: index of each one's first token in the step.
+            n_tokens: tokens of each in this step.
+            position: absolute position of each one's first token.
+        """
+        self.take_up()
+        known = self._roster.by_key
+        found = [(i, r.slot) for i, key in enumerate(keys) if (r := known.get(key)) is not None]
+        if not found:
+            return _EMPTY
+        both = np.asarray(found, dtype=np.int64)
+        index = both[:, 0]
+        return Batch(
+            both[:, 1],
+            offset[index].astype(np.int64),
+            n_tokens[index].astype(np.int64),
+            position[index].astype(np.int64),
+        )
+
+    def add(self, key: str, envelope: Mapping[str, Any]) -> None:
+        """Have the next step take up a request; one that is known under the key is replaced."""
+        self.remove(key)
+        self._end_repetition()
+        self._coming[key] = envelope
+
+    def take_up(self) -> None:
+        """Take up requests that were added."""
+        if not self._coming:
+            return
+        coming, self._coming = self._coming, {}
+        for key, error in self._roster.take_up(coming).items():
+            packed = coming[key]
+            self._fail(key, error, str(packed.get("reply", "")), packed.get("hash"))
+
+    def remove(self, key: str) -> None:
+        """Forget a request; one that is not known is fine, and most are not: see `RunnerV2`."""
+        if key in self._roster.by_key:
+            self.leave((key,))
+            self._forget(key)
+        self._coming.pop(key, None)
+
+    def leave(self, keys: Collection[str]) -> None:
+        """Send what is kept of requests that are about to be removed: of all of them together."""
+        known = self._roster.by_key
+        try:
+            if slots := [r.slot for key in keys if (r := known.get(key)) is not None]:
+                self._end_repetition()
+                self._sender.flush(np.asarray(slots, dtype=np.int64))
+                self._outbox.send_all()
+        except Exception as error:  # noqa: BLE001 - the boundary: see `begin_step`
+            for key in keys:
+                if key in known:
+                    self._fail(key, error)
+
+    def flush(self, keys: Sequence[str]) -> None:
+        """Send what is kept, for a front-end that takes no further step meanwhile."""
+        self.leave(keys)
+
+    def _forget(self, key: str) -> None:
+        self._end_repetition()
+        if (request := self._roster.by_key.get(key)) is not None:
+            self._roster.forget(request)
+
+    def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
+        """Make the step that is about to run do what its requests ask for.
+
+        Args:
+            keys: all requests of the step, in batch order.
+            offset: index of each one's first token in the step.
+            n_tokens: tokens of each in this step.
+            position: absolute position of each one's first token.
+        """
+        self._outbox.begin_step()
+        n_tokens, position = n_tokens[: len(keys)], position[: len(keys)]
+        repeat = self._repeat
+        if repeat is not None and repeat.continues(keys, n_tokens, position):
+            self._steered, self._plan, self._begun = repeat.advance(), repeat.plan, _EMPTY
+            self._maps.repeat(self._rounds.again(repeat.done, repeat.left))
+            return
+        batch = self.batch(keys, offset, n_tokens, position)
+        self.begin_step(batch)
+        # Drafts are told of one step at a time.
+        if (plan := self._plan) is not None and not self._roster.drafts.running:
+            self._repeat = Repeat.of(
+                plan, batch, self._roster.table, keys=keys, n_tokens=n_tokens, position=position
+            )
+
+    def begin_step(self, batch: Batch) -> None:
+        """Fill the maps for a step of whatever kind, by the layout of its lens requests."""
+        self._end_repetition()
+        try:
+            new = self._roster.new
+            self._begun = batch.take(
+                np.flatnonzero(np.isin(batch.slots, list(new))) if new else _NONE
+            )
+            batch = self._without_poisoned(batch)
+            plan = plan_step(
+                batch,
+                self._roster.table,
+                self._groups.taps,
+                self._bank.config_taps,
+                ring_rows=self.state.step_rows,
+            )
+            first_row = self._rounds.begin(plan)
+            self._roster.drafts.begin(batch)
+            # Set first: should writing fail half-way, `_clear` undoes what was written.
+            self._plan, self._steered = plan, plan.steered
+            if plan.is_active:
+                self._maps.write(plan, first_row)
+            else:
+                self.disarm()
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+            self._clear()
+            self._fail_slots(batch.slots.tolist(), error)
+
+    def end_step(self, path: EnginePath) -> None:
+        """Send what the step captured, or let it wait for the next ones, if these repeat it.
+
+        Args:
+            path: how the forward pass ran.
+        """
+        plan = self._plan
+        if plan is None:
+            return
+        try:
+            if self._is_exporting:
+                self._sender.announce()
+                self._numbers.note_fed(self._steered, path)
+                self._numbers.note_fed(self._behind_their_last(self._begun), path)
+                repeat, drafts = self._repeat, self._roster.drafts.running
+                self._rounds.end(path, is_last=repeat is None or not repeat.left)
+                # Somebody is about to end; or rows are written again, which must come later.
+                if drafts or (repeat is not None and not repeat.left):
+                    self._outbox.send_all()
+                self._sender.settle(drafts)
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+            steered = plan.steered.slots.tolist()
+            self._fail_slots({*plan.captured, *steered, *self._roster.drafts.running}, error)
+        else:
+            self._fail_overflown()
+        finally:
+            self._plan = None
+            if self._repeat is None:
+                self.disarm()
+
+    def _fail_overflown(self) -> None:
+        """Fail steered requests of which a tap has left a row as it was.
+
+        Of a GPU that is known some steps later. Front-ends look once more when a request is over.
+        """
+        if len(slots := self._steered.slots):
+            found = self._faults.of(self._numbers.of_slot[slots] % BOARD_SIZE)
+            if found.any():
+                self._fail_slots(slots[found].tolist(), overflow())
+
+    def disarm(self) -> None:
+        """Leave the taps idle."""
+        self._end_repetition()
+        if self.state.is_active:
+            self._maps.clear()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every live request and leave the taps idle: the last resort of a fault."""
+        try:
+            self._clear()
+        finally:
+            self.take_up()
+            for key in list(self._roster.by_key):
+                self._fail(key, error)
+
+    def close(self) -> None:
+        """Free sockets, shared memory and the process-global state."""
+        self._exporter.close()
+        buffers.uninstall(self.state)
+
+    def _without_poisoned(self, batch: Batch) -> Batch:
+        """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
+        new, self._roster.new = self._roster.new, set()
+        if not self._poisoned or not new:
+            return batch
+        kept = []
+        for i, slot in enumerate(batch.slots.tolist()):
+            request = self._roster.by_slot[slot]
+            if slot in new and batch.position[i] > 0 and request.salt in self._poisoned:
+                self._fail(
+                    request.key,
+                    CaptureError(
+                        "the prefix cache holds blocks of a failed request with the same steering; "
+                        "try again"
+                    ),
+                )
+            else:
+                kept.append(i)
+        return batch.take(np.asarray(kept, dtype=np.int64))
+
+    def _behind_their_last(self, begun: Batch) -> Batch:
+        """New requests all of whose steered positions came, steered, out of the prefix cache."""
+        if not len(begun.slots):
+            return begun
+        until = self._roster.table.until[begun.slots]
+        return begun.take(np.flatnonzero((until > 0) & (begun.position >= until)))
+
+    def _drop(self, reply: str) -> None:
+        self._end_repetition()
+        gone = [k for k, r in self._roster.by_key.items() if r.reply == reply]
+        if not gone:
+            return
+        logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
+        for key in gone:
+            self._fail(
+                key,
+                CapacityError(
+                    "the front-end took no rows: its process stood still while others needed the "
+                    "room; try again"
+                ),
+            )
+
+    def _end_repetition(self) -> None:
+        """Have the next step planned anew, and send what waits."""
+        self._repeat = None
+        try:
+            self._rounds.close()
+        except Exception as error:  # noqa: BLE001 - the boundary: see `end_step`
+            self._fail_slots(self._rounds.slots, error)
+
+    def _fail_numbers(self, numbers: bytes, error: Exception) -> None:
+        failed = set(unpacked(numbers).tolist())
+        for request in list(self._roster.by_key.values()):
+            if request.number in failed:
+                self._fail(request.key, error)
+
+    def _fail_slots(self, slots: Iterable[int], error: Exception) -> None:
+        for slot in slots:
+            if (request := self._roster.by_slot.get(slot)) is not None:
+                self._fail(request.key, error)
+
+    def _clear(self) -> None:
+        self._plan = None
+        self.disarm()
+
+    def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
+        """Fail a request; `reply` and `salt` are those of one that was never taken up."""
+        request = self._roster.by_key.get(key)
+        if request is not None:
+            reply, salt = request.reply, request.salt
+        self._forget(key)
+        if salt is not None:
+            # vLLM runs it to its end, unsteered, and its blocks are cached under this salt.
+            self._poisoned.add(salt)
+        logger.error("inspect_lens: request %s failed: %s", key, error)
+        try:
+            if reply:
+                self._exporter.send_failure(reply, Failure(key, type(error).__name__, str(error)))
+        except Exception:
+            # Nobody can be told; the front-end's time-out fails the request.
+            logger.exception("inspect_lens: the failure of %s could not be reported", key)

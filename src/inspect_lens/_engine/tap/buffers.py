@@ -1,0 +1,196 @@
+"""The one process-global that a compiled op needs: buffers, set once per worker.
+
+A custom op in a compiled graph can only be handed tensors. It gets a tiny `ctl` tensor per
+site, an identity token, and finds everything else here. The buffers keep their addresses for
+the life of the worker, as CUDA graphs require.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+from weakref import ReferenceType, ref
+
+import torch
+
+from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens.errors import LensError
+from inspect_lens.spec import TapPoint
+
+from .edit_table import BankTensors
+
+__all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
+
+HEAD = 2
+"""Numbers of the header before the flags: tokens described, ring row at which the step begins."""
+
+_PARTS = 64
+"""Of the ring on a GPU: decode steps behind a large one find some that have been copied out, or
+never filled, until the large one's rows have left bit by bit."""
+
+
+@dataclass(eq=False)
+class TapState:
+    """Buffers of one worker.
+
+    Attributes:
+        taps: what each tap reads, in the order of the forward pass.
+        header: int32; one allocation that a step fills in one copy: the number of tokens that
+            the maps describe, the ring row at which the step's rows begin, a flag per tap, and
+            four numbers per token.
+        base: (groups, taps) int32; row of a group's first token at a tap, counted from where the
+            step's rows begin, or -1. So a step that repeats writes none.
+        bank: steering rows and configurations.
+        ring: (parts * rows of a part, hidden) in the dtype of the residual stream.
+        sums: (rows, hidden) float32; what grows of sampled tokens.
+        latest: (lag * rows, hidden) in the dtype of the residual stream; tokens that are not yet
+            part of it.
+        scratch: flat float32; on a GPU, what lies between rows and what probes make of them.
+        faults: (records,) int64; taps write a one where a steered row of the request with that
+            board record would have been too large. Lies in memory that front-ends read.
+        step_rows: ring rows that one step may fill.
+        parts: equal parts of the ring that steps take in turn; see `Ring`.
+        tap_of: index by address of a tap's `ctl` tensor.
+        steering: per tap, whether this step steers there.
+        capturing: per tap, whether this step captures there.
+        is_active: whether any tap does anything in this step; the taps' only question in a
+            step that asks for nothing.
+    """
+
+    taps: tuple[TapPoint, ...]
+    header: torch.Tensor
+    base: torch.Tensor
+    bank: BankTensors
+    ring: torch.Tensor
+    sums: torch.Tensor
+    latest: torch.Tensor
+    scratch: torch.Tensor
+    faults: torch.Tensor
+    step_rows: int
+    parts: int = 1
+    tap_of: dict[int, int] = field(default_factory=dict)
+    steering: list[bool] = field(default_factory=list)
+    capturing: list[bool] = field(default_factory=list)
+    is_active: bool = False
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        taps: tuple[TapPoint, ...],
+        hidden: int,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_groups: int,
+        ring_rows: int,
+        bank_rows: int,
+        device: torch.device,
+        sum_rows: int = 0,
+        lag: int = LAG,
+        scratch_bytes: int = 0,
+        parts: int | None = None,
+    ) -> TapState:
+        """Allocate all buffers of a worker.
+
+        Args:
+            taps: see `TapState`.
+            hidden: width of the residual stream.
+            dtype: of the residual stream.
+            max_tokens: of a forward pass, padding included.
+            max_groups: groups of requests in a step.
+            ring_rows: that one step may fill.
+            bank_rows: steering rows.
+            device: of the model.
+            sum_rows: rows of `sums`.
+            lag: rows of `latest` for each of them.
+            scratch_bytes: bytes of `scratch`.
+            parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
+                them alone. On a CPU rows have left when a step ends, so there it is 1.
+        """
+        n = len(taps)
+        if parts is None:
+            parts = _PARTS if device.type == "cuda" else 1
+        part_rows = -(-ring_rows // max(1, parts // 2))
+        return cls(
+            taps=taps,
+            header=torch.zeros(HEAD + n + 4 * max_tokens, dtype=torch.int32, device=device),
+            base=torch.full((max_groups, n), -1, dtype=torch.int32, device=device),
+            # Row 0 is "nothing", so one more than asked for.
+            bank=BankTensors.allocate(bank_rows + 1, hidden, n, device, max_tokens),
+            ring=torch.zeros(parts * part_rows, hidden, dtype=dtype, device=device),
+            sums=torch.zeros(sum_rows, hidden, dtype=torch.float32, device=device),
+            latest=torch.zeros(lag * sum_rows, hidden, dtype=dtype, device=device),
+            scratch=torch.empty(scratch_bytes // 4, dtype=torch.float32, device=device),
+            # Until somebody has shared memory for it.
+            faults=torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device),
+            step_rows=ring_rows,
+            parts=parts,
+            steering=[False] * n,
+            capturing=[False] * n,
+        )
+
+    def new_ctl(self, tap: int) -> torch.Tensor:
+        """Make the identity token of a tap."""
+        ctl = torch.full((1,), tap, dtype=torch.int32, device=self.ring.device)
+        self.tap_of[ctl.data_ptr()] = tap
+        return ctl
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """(taps,) int32; what each tap does in this step."""
+        return self.header[HEAD : HEAD + len(self.taps)]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(tokens, 4) int32; what each token gets, see `StepPlan.tokens`."""
+        return self.header[HEAD + len(self.taps) :].view(-1, 4)
+
+    @property
+    def part_rows(self) -> int:
+        """Ring rows of a part."""
+        return self.ring.shape[0] // self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        tensors = (self.header, self.base, self.ring, self.sums, self.latest, self.scratch)
+        return self.bank.nbytes + sum(t.numel() * t.element_size() for t in tensors)
+
+
+_owners: Final[dict[int, tuple[ReferenceType[TapState], int]]] = {}
+"""By address of a control tensor. The worker keeps its state: an engine that was dropped is not
+kept alive here."""
+
+
+def install(state: TapState) -> None:
+    """Make the taps whose control tensors are `state`'s find it. Engines may share a process."""
+    for address, tap in state.tap_of.items():
+        _owners[address] = (ref(state), tap)
+
+
+def uninstall(state: TapState) -> None:
+    """Forget `state`: taps that are still run do nothing."""
+    for address in [a for a, (owner, _) in _owners.items() if owner() in (None, state)]:
+        del _owners[address]
+
+
+def find(ctl: torch.Tensor) -> tuple[TapState, int] | None:
+    """The state of a tap and its index there; None where no worker in this process has taps.
+
+    Args:
+        ctl: control tensor of the tap.
+
+    Raises:
+        LensError: other taps are known, and this one is not.
+    """
+    found = _owners.get(ctl.data_ptr())
+    state = None if found is None else found[0]()
+    if found is not None and state is not None:
+        return state, found[1]
+    if any(owner() is not None for owner, _ in _owners.values()):
+        raise LensError(
+            "a tap ran with a control tensor that no worker of this process made: the model's "
+            "buffers were moved or copied after loading; restart the engine"
+        )
+    return None

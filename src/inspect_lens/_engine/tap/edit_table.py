@@ -1,0 +1,205 @@
+"""The edit table: directions and instructions on the device, shared by content, counted by use.
+
+A vector is a float32 direction that instructions read or write. An entry is one instruction; it
+names the next one for the same token (`link`). What happens to one token at one tap is a chain of
+entries, and what happens to it at all taps together is a configuration: the first entry of each
+chain. A step then needs a single number per token, however many taps edit. Vector, entry and
+configuration 0 do nothing.
+
+The steering vectors of one request that meet at one token are summed here, when the request
+arrives, so that a chain has one entry for the plain ones and one for those that are norm-matched.
+
+The step loop waits while a request is placed. So a sum is known by what it is made of, which the
+front-end has hashed: a tensor that lies here is looked at no more, and what is new of a request is
+made, and goes to the device, all at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inspect_lens._engine.plan.step_plan import Named
+from inspect_lens._engine.protocol.edits import EVERY
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens.spec import N_REGISTERS, TapPoint
+
+from .table_entries import Held, Part, Placing, Programs, Shared, Vectors
+
+__all__ = ["Bank", "BankTensors", "Steering"]
+
+
+@dataclass(frozen=True)
+class BankTensors:
+    """The device side of the table.
+
+    Attributes:
+        vectors: (rows, hidden) float32.
+        entries: (rows, 4) int32; code, vector that is read, vector that is written, next entry.
+        params: (rows, 4) float32; see `Kind`.
+        table: (configurations, taps) int32; the first entry of a configuration at a tap, or 0.
+        registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
+    """
+
+    vectors: torch.Tensor
+    entries: torch.Tensor
+    params: torch.Tensor
+    table: torch.Tensor
+    registers: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, rows: int, hidden: int, taps: int, device: torch.device, max_tokens: int = 1
+    ) -> BankTensors:
+        """Allocate a zeroed table of `rows` vectors, and as many entries and configurations."""
+        return cls(
+            torch.zeros(rows, hidden, dtype=torch.float32, device=device),
+            torch.zeros(rows, 4, dtype=torch.int32, device=device),
+            torch.zeros(rows, 4, dtype=torch.float32, device=device),
+            torch.zeros(rows, taps, dtype=torch.int32, device=device),
+            torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        tensors = (self.vectors, self.entries, self.params, self.table, self.registers)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(frozen=True)
+class Steering:
+    """How the tokens of one request are steered."""
+
+    config: int
+    """Configuration of tokens that nothing names."""
+    named: Named | None
+    """Tokens that are steered by position or phase."""
+    held: Held
+    """What is to be given back, configurations aside."""
+    configs: list[int]
+    """Configurations to give back."""
+    content: str
+    """Names all of it: whoever brings the same while it is held shares it."""
+
+
+class Bank:
+    """Host side of the table: allocation, sharing by content, and reference counts."""
+
+    def __init__(self, tensors: BankTensors) -> None:
+        self._tensors = tensors
+        rows, taps = tensors.table.shape
+        self._vectors: Shared[tuple[Any, ...]] = Shared(rows, "steering table")
+        self._entries: Shared[tuple[Any, ...]] = Shared(rows, "table of instructions")
+        self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
+        self._held: dict[str, tuple[Steering, int]] = {}
+        """By content: the steering, and how many requests have it."""
+        self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
+        """(configurations, taps); whether a configuration steers at a tap."""
+
+    @property
+    def rows_in_use(self) -> int:
+        """Vectors that some request holds."""
+        return self._vectors.in_use
+
+    def admit(self, envelope: Envelope, tap_index: dict[TapPoint, int]) -> Steering:
+        """Place the edits of one request.
+
+        Args:
+            envelope: the request.
+            tap_index: index of each tap of this worker; vectors for others are left to the
+                workers that have them.
+
+        Returns:
+            What the plan needs and `release` takes back.
+
+        Raises:
+            CapacityError: the table is full; nothing was taken.
+        """
+        content = envelope.steer_hash or ""
+        held, users = self._held.get(content, (None, 0))
+        if held is None:
+            # A batch that is steered alike is looked at once: the step loop waits.
+            held = self._admit(envelope, tap_index, content)
+        self._held[content] = held, users + 1
+        return held
+
+    def _admit(self, envelope: Envelope, tap_index: dict[TapPoint, int], content: str) -> Steering:
+        parts: list[Part] = [Vectors(s) for s in envelope.steer]
+        parts += [Programs(edit) for edit in envelope.edits]
+        tables = self._vectors, self._entries, self._configs
+        placing = Placing(parts, tables, self.config_taps.shape[1], tap_index)
+        try:
+            every = placing.config_at(0, False)
+            # Phases change at the end of the prompt and nowhere else.
+            edge = max((e for p in parts for e in (p.spec.lo, p.spec.hi) if e < EVERY), default=0)
+            behind = placing.config_at(edge, False) if edge else every
+            positions = sorted({p for part in parts for p in part.index})
+            ids = np.asarray([placing.config_at(p, True) for p in positions], dtype=np.int32)
+            self._write(placing)
+        except BaseException:
+            self._release(placing.held, placing.configs)
+            raise
+        named = None
+        if positions or behind != every:
+            named = Named(np.asarray(positions, dtype=np.int64), ids, edge, behind)
+        return Steering(every, named, placing.held, placing.configs, content)
+
+    def release(self, steering: Steering) -> None:
+        """Give back what a request held; a row is free again when its last user has gone."""
+        users = self._held[steering.content][1] - 1
+        if users:
+            self._held[steering.content] = steering, users
+            return
+        del self._held[steering.content]
+        self._release(steering.held, steering.configs)
+
+    def _release(self, held: Held, configs: list[int]) -> None:
+        for row in held.vectors:
+            self._vectors.give(row)
+        for entry in held.entries:
+            self._entries.give(entry)
+        for config in configs:
+            self._configs.give(config)
+
+    def _write(self, placing: Placing) -> None:
+        """Put what is new of a request where taps read it."""
+        to = self._tensors
+        for new in (placing.new_sums, placing.new_rows, placing.new_entries, placing.new_configs):
+            new.sort(key=itemgetter(0))
+        if placing.new_sums:
+            _upload(to.vectors, [row for row, _ in placing.new_sums], placing.sums())
+        if placing.new_rows:
+            values = np.stack([row for _, row in placing.new_rows])
+            _upload(to.vectors, [number for number, _ in placing.new_rows], values)
+        if placing.new_entries:
+            at = [entry for entry, _, _ in placing.new_entries]
+            words = np.asarray([words for _, words, _ in placing.new_entries], dtype=np.int32)
+            params = np.asarray([params for _, _, params in placing.new_entries], dtype=np.float32)
+            _upload(to.entries, at, words)
+            _upload(to.params, at, params)
+        if placing.new_configs:
+            at = [config for config, _ in placing.new_configs]
+            table = np.asarray([rows for _, rows in placing.new_configs], dtype=np.int32)
+            _upload(to.table, at, table)
+            self.config_taps[at] = table != 0
+
+
+def _upload(target: torch.Tensor, at: list[int], values: NDArray[Any]) -> None:
+    """Write rows of a table, ascending, in one copy."""
+    source, n = torch.from_numpy(values), len(at)
+    if target.is_cuda:
+        # From pageable memory the copy would wait for everything that the GPU has been given.
+        source = source.pin_memory()
+    if at[-1] - at[0] == n - 1:
+        target[at[0] : at[0] + n].copy_(source, non_blocking=True)
+    elif target.is_cuda:
+        index = torch.tensor(at).pin_memory().to(target.device, non_blocking=True)
+        target.index_copy_(0, index, source.to(target.device, non_blocking=True))
+    else:
+        target.numpy()[at] = values

@@ -1,0 +1,160 @@
+"""The tap in plain aten: what a tap means, and the implementation that runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from inspect_lens._engine.tap.edit_table import BankTensors
+from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
+from inspect_lens.spec import LARGEST_NORM, Kind
+
+__all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows"]
+
+
+def largest_norm(dtype: torch.dtype) -> float:
+    """Norm of an edited stream of a dtype that is still written; see `spec.LARGEST_NORM`."""
+    return LARGEST_NORM[str(dtype).removeprefix("torch.")]
+
+
+def edit_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    first: torch.Tensor,
+    bank: BankTensors,
+) -> torch.Tensor:
+    """Edit the stream of some tokens in place, each by its chain of instructions.
+
+    Sums are taken in float32 and rounded once, so the edited value is the nearest value of
+    the dtype. Tokens without a chain are not written at all: they keep their bits.
+    Nor are those whose stream would be larger than `largest_norm`, or not finite: what later
+    layers make of them would reach others through blocks of the key-value cache.
+
+    Args:
+        hidden: (tokens, hidden); edited.
+        residual: (tokens, hidden) or None; the other half of the stream in layers that
+            leave the addition to the next norm.
+        first: (tokens,) int32; first entry of each token's chain, 0 for none.
+        bank: the table; `run_program` says what an instruction means.
+
+    Returns:
+        (n,) int64; tokens with a chain that were left as they were.
+    """
+    (index,) = first.nonzero(as_tuple=True)
+    if not len(index):
+        return index
+    entry = first[index].long()
+    mine = hidden[index].float()
+    stream = mine if residual is None else mine + residual[index].float()
+    before = norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
+    seen = stream
+    delta = torch.zeros_like(mine)
+    while bool(entry.any()):
+        code, read, write, link = bank.entries[entry].unbind(-1)
+        again = ((code & SEES_EDITS) != 0).unsqueeze(-1)
+        if bool(again.any()):
+            seen = torch.where(again, stream + delta, seen)
+            norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True)
+        x = torch.zeros_like(norm)
+        if bool(read.any()):
+            x = (bank.vectors[read.long()] * seen).sum(-1, keepdim=True)
+        kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
+        factor, share, gate = _maps(kind, bank.params[entry], x, norm, before)
+        register = (code >> GATE_SHIFT).long() - 1
+        is_gate = kind.squeeze(-1) >= Kind.GATE
+        if bool(is_gate.any()):
+            bank.registers[index[is_gate], register[is_gate]] = gate.squeeze(-1)[is_gate]
+        gates = bank.registers[index, register.clamp(min=0)]
+        gates = torch.where(register >= 0, gates, torch.ones_like(gates)).unsqueeze(-1)
+        delta += bank.vectors[write.long()] * (factor * gates)
+        if bool(share.any()):
+            delta += torch.where(share != 0, seen * (share * gates), torch.zeros_like(seen))
+        entry = link.long()
+    edited = (mine + delta).to(hidden.dtype)
+    after = edited.float() if residual is None else edited.float() + residual[index].float()
+    # Of NaN this is false, too.
+    is_fine = after.square().sum(dim=-1) <= largest_norm(hidden.dtype) ** 2
+    hidden[index] = torch.where(is_fine.unsqueeze(-1), edited, hidden[index])
+    return index[~is_fine]
+
+
+def _maps(
+    kind: torch.Tensor,
+    params: torch.Tensor,
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Factor of what is written, share of the stream that is added to itself, and the gate.
+
+    Args:
+        kind: (tokens, 1) int32.
+        params: (tokens, 4) float32.
+        x: (tokens, 1); what was read.
+        norm: (tokens, 1); of the stream that is read.
+        before: (tokens, 1); of the stream before all instructions.
+    """
+    a, b, c, d = params.unsqueeze(-1).unbind(1)
+    zero, one = torch.zeros_like(x), torch.ones_like(x)
+    z = x + a
+    is_active = z > b
+    is_left = (d != 0) & ~is_active
+    clipped = torch.minimum(torch.maximum(x, b), c)
+    options = {
+        Kind.LINEAR: a * x + b,
+        Kind.NORM: a * norm,
+        Kind.CLIP: a * (clipped - x),
+        Kind.LATENT_SET: torch.where(is_left, zero, c - torch.where(is_active, z, zero)),
+        Kind.LATENT_ADD: torch.where(is_left, zero, c),
+        Kind.BLEND: a,
+    }
+    factor = zero
+    for which, value in options.items():
+        factor = torch.where(kind == which, value, factor)
+    share = torch.where(kind == Kind.BLEND, -a, zero)
+    safe = torch.where(norm > 0, norm, one)
+    share = torch.where((kind == Kind.RENORM) & (norm > 0), before / safe - 1, share)
+    at = torch.where(kind == Kind.COSINE_GATE, x / safe, x)
+    step = (at > b).to(x.dtype)
+    gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
+    return factor, share, gate
+
+
+def capture_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor,
+    ring: torch.Tensor,
+) -> None:
+    """Write the stream of captured tokens to the ring.
+
+    Args:
+        hidden: (tokens, hidden).
+        residual: (tokens, hidden) or None.
+        slots: (tokens,) int32; ring slot per token, -1 for none.
+        ring: (rows, hidden); written.
+    """
+    (index,) = (slots >= 0).nonzero(as_tuple=True)
+    if not len(index):
+        return
+    stream = hidden[index]
+    if residual is not None:
+        stream = (stream.float() + residual[index].float()).to(ring.dtype)
+    ring[slots[index].long()] = stream.to(ring.dtype)
+
+
+def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Tensor:
+    """Ring row of each token at one tap.
+
+    Args:
+        tokens: (tokens, 4) int32; the second column is the group, -1 for none, and the third
+            the place in the group's block.
+        base: (groups,) int32; row of each group's first token at this tap, from `origin` on, or
+            -1.
+        origin: ring row at which the step's rows begin.
+
+    Returns:
+        (tokens,) int32; -1 for tokens without one.
+    """
+    group = tokens[:, 1]
+    first = base.index_select(0, group.clamp(min=0))
+    return torch.where((group >= 0) & (first >= 0), origin + first + tokens[:, 2], -1)

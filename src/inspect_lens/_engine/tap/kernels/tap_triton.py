@@ -1,0 +1,196 @@
+"""The tap as one Triton kernel: the same meaning as `tap_reference`, for CUDA graphs.
+
+Launched once per tapped site and forward pass, also when nothing is asked: inside a replayed
+graph the launch cannot be left out, so an idle tap loads one flag and returns. Addresses are
+those of persistent buffers; what changes from step to step is in the buffers.
+"""
+
+# A kernel's body is Triton's language and not Python's.
+# mypy: disable-error-code="attr-defined, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inspect_lens import spec
+from inspect_lens._engine.tap import table_entries as table
+from inspect_lens._engine.tap.buffers import HEAD, TapState
+from inspect_lens.spec import Kind
+
+from .tap_reference import largest_norm
+
+__all__ = ["launch"]
+
+SEES_EDITS = tl.constexpr(table.SEES_EDITS)
+GATE_SHIFT = tl.constexpr(table.GATE_SHIFT)
+N_REGISTERS = tl.constexpr(spec.N_REGISTERS)
+NORM, CLIP = tl.constexpr(int(Kind.NORM)), tl.constexpr(int(Kind.CLIP))
+LATENT_SET = tl.constexpr(int(Kind.LATENT_SET))
+LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
+BLEND, RENORM = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.RENORM))
+GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
+STEEPEST = tl.constexpr(3e38)
+"""Steeper than this, a gate is a step."""
+
+_PROGRAMS = 1056
+"""Eight per multiprocessor of an H200: enough to fill the memory bus while capturing."""
+
+
+@triton.jit(do_not_specialize=["tap", "n_tokens"])
+def _tap(
+    hidden,
+    residual,
+    hidden_stride,
+    residual_stride,
+    header,
+    base,
+    vectors,
+    entries,
+    factors,
+    registers,
+    table,
+    ring,
+    faults,
+    fault_stride,
+    tap,
+    n_tokens,
+    HEAD: tl.constexpr,
+    TAPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    flag = tl.load(header + HEAD + tap)
+    if flag == 0:
+        return
+    # A graph runs over padding, which the maps do not describe.
+    n_tokens = tl.minimum(n_tokens, tl.load(header))
+    origin = tl.load(header + 1)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < WIDTH
+    for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
+        numbers = header + HEAD + TAPS + 4 * token
+        config = tl.load(numbers, mask=(flag & 1) != 0, other=0)
+        row = tl.load(table + config * TAPS + tap)
+        group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
+        first = tl.load(base + group * TAPS + tap, mask=group >= 0, other=-1)
+        place = tl.load(numbers + 2, mask=first >= 0, other=0)
+        slot = tl.where(first >= 0, origin + first + place, -1)
+        if (row != 0) | (slot >= 0):
+            at = hidden + token.to(tl.int64) * hidden_stride + offsets
+            mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            other = tl.zeros_like(mine)
+            if IS_FUSED:
+                there = residual + token.to(tl.int64) * residual_stride + offsets
+                other = tl.load(there, mask=inside, other=0.0).to(tl.float32)
+            if row != 0:
+                seen = mine + other
+                norm = tl.sqrt(tl.sum(seen * seen, axis=0))
+                before = norm
+                delta = tl.zeros_like(mine)
+                entry = row
+                while entry != 0:
+                    code = tl.load(entries + 4 * entry)
+                    read = tl.load(entries + 4 * entry + 1)
+                    write = tl.load(entries + 4 * entry + 2)
+                    a = tl.load(factors + 4 * entry)
+                    b = tl.load(factors + 4 * entry + 1)
+                    c = tl.load(factors + 4 * entry + 2)
+                    d = tl.load(factors + 4 * entry + 3)
+                    kind = code & (SEES_EDITS - 1)
+                    register = (code >> GATE_SHIFT) - 1
+                    if (code & SEES_EDITS) != 0:
+                        seen = mine + other + delta
+                        norm = tl.sqrt(tl.sum(seen * seen, axis=0))
+                    vector = vectors + read.to(tl.int64) * WIDTH + offsets
+                    direction = tl.load(vector, mask=inside & (read != 0), other=0.0)
+                    x = tl.sum(direction * seen, axis=0)
+                    z = x + a
+                    is_left = (d != 0) & (z <= b)
+                    y = a * x + b
+                    y = tl.where(kind == NORM, a * norm, y)
+                    y = tl.where(kind == CLIP, a * (tl.minimum(tl.maximum(x, b), c) - x), y)
+                    y = tl.where(kind == LATENT_SET, c - tl.where(z > b, z, 0.0), y)
+                    y = tl.where(kind == LATENT_ADD, c, y)
+                    is_latent = (kind == LATENT_SET) | (kind == LATENT_ADD)
+                    y = tl.where(is_latent & is_left, 0.0, y)
+                    y = tl.where(kind == BLEND, a, y)
+                    # These write no direction, and what they have for a may be infinite.
+                    y = tl.where(kind >= RENORM, 0.0, y)
+                    safe = tl.where(norm > 0, norm, 1.0)
+                    share = tl.where(kind == BLEND, -a, 0.0)
+                    share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
+                    gates = registers + token.to(tl.int64) * N_REGISTERS + register
+                    if kind >= GATE:
+                        at_gate = tl.where(kind == COSINE_GATE, x / safe, x)
+                        step = tl.where(at_gate > b, 1.0, 0.0)
+                        smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
+                        tl.store(gates, tl.where(a > STEEPEST, step, smooth))
+                        # A later entry of this tap may read it.
+                        tl.debug_barrier()
+                    gate = tl.load(gates, mask=register >= 0, other=1.0)
+                    target = vectors + write.to(tl.int64) * WIDTH + offsets
+                    written = tl.load(target, mask=inside & (write != 0), other=0.0)
+                    delta += written * (y * gate)
+                    if share != 0:
+                        delta += seen * (share * gate)
+                    entry = tl.load(entries + 4 * entry + 3)
+                edited = (mine + delta).to(hidden.dtype.element_ty)
+                after = edited.to(tl.float32)
+                stream = after + other
+                if tl.sum(stream * stream, axis=0) <= LARGEST:
+                    tl.store(at, edited, mask=inside)
+                    mine = after
+                else:
+                    # Too large, or not finite: the row stays as it is, and its request fails.
+                    record = tl.load(numbers + 3).to(tl.int64)
+                    tl.store(faults + record * fault_stride, 1)
+            if slot >= 0:
+                target = ring + slot.to(tl.int64) * WIDTH + offsets
+                tl.store(target, (mine + other).to(ring.dtype.element_ty), mask=inside)
+
+
+def launch(
+    hidden: torch.Tensor, residual: torch.Tensor | None, *, tap: int, state: TapState
+) -> None:
+    """Edit and capture the rows of one tap.
+
+    Args:
+        hidden: (tokens, hidden); the rows of steered tokens are edited in place.
+        residual: (tokens, hidden) or None.
+        tap: index of the tap.
+        state: what it reads and where rows go.
+    """
+    n_tokens, width = hidden.shape
+    kernel: Any = _tap
+    bank = state.bank
+    kernel[(min(n_tokens, _PROGRAMS),)](
+        hidden,
+        hidden if residual is None else residual,
+        hidden.stride(0),
+        0 if residual is None else residual.stride(0),
+        state.header,
+        state.base,
+        bank.vectors,
+        bank.entries,
+        bank.params,
+        bank.registers,
+        bank.table,
+        state.ring,
+        state.faults,
+        state.faults.stride(0),
+        tap,
+        n_tokens,
+        HEAD=HEAD,
+        TAPS=len(state.taps),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        IS_FUSED=residual is not None,
+        LARGEST=largest_norm(hidden.dtype) ** 2,
+        num_warps=4 if width <= 4096 else 8,
+    )

@@ -1,0 +1,121 @@
+"""What comes with this package: evals, the model organism, its probes, vector and oracle.
+
+A wheel has them inside the package. In a clone they lie in the folders of its root.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["EVALS", "ORGANISM", "from_eval", "model_path", "served_name", "shipped_root"]
+
+_HERE: Final = Path(__file__).resolve().parent
+
+ORGANISM: Final = "organism"
+"""Name of the shipped model: `--model vllm-lens/organism`."""
+
+EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    "ai_liar.task": (("task", "ai_liar"),),
+    "geometry_of_truth.task": (("task", "geometry_of_truth"), ("scorer", "statement_probe")),
+    "insider_trading.task": (("task", "insider_trading"),),
+    "kit.grading": (
+        ("metric", "graded_report"),
+        ("scorer", "deception_grade"),
+        ("scorer", "graded_probe"),
+    ),
+    "organism_deception.task": (
+        ("task", "organism_deception"),
+        ("task", "organism_control"),
+        ("scorer", "truthfulness"),
+    ),
+    "organism_hidden_reason.task": (("task", "organism_hidden_reason"),),
+    "organism_oracle.task": (("task", "organism_oracle"),),
+    "organism_steering_sweep.task": (
+        ("task", "organism_steering_sweep"),
+        ("scorer", "truth_by_dose"),
+    ),
+    "organism_truth.task": (("task", "organism_truth"), ("scorer", "truth_probe")),
+    "refusal_steering.task": (
+        ("task", "refusal_steering"),
+        ("metric", "by_kind"),
+        ("scorer", "refusals_by_dose"),
+    ),
+    "roleplaying_deception.task": (("task", "roleplaying_deception"),),
+    "sandbagging.task": (("task", "sandbagging"),),
+    "secret_word.task": (("task", "secret_word"),),
+    "sycophancy_steering.task": (
+        ("task", "sycophancy_steering"),
+        ("scorer", "agreement_by_dose"),
+        ("scorer", "behaviour_match"),
+    ),
+}
+"""Kinds and names that each module of the evals registers."""
+
+
+def shipped_root() -> Path | None:
+    """Folder that has `probes/`, `vectors/`, `oracles/`, `organism/` and `evals/`.
+
+    Returns:
+        The package's own folder in a wheel, the root of the clone in a source tree, or None.
+    """
+    for root in (_HERE, _HERE.parents[1]):
+        if (root / ORGANISM / "checkpoint").is_dir():
+            return root
+    return None
+
+
+def model_path(name: str) -> str:
+    """The checkpoint behind a model's name.
+
+    Args:
+        name: of a model, or a path.
+
+    Returns:
+        For `organism` the folder of the shipped checkpoint, unless a checkpoint of that name is
+        in the working directory; any other name as it is.
+    """
+    root = shipped_root() if name == ORGANISM else None
+    if root is None or (Path(name) / "config.json").is_file():
+        return name
+    return str(root / ORGANISM / "checkpoint")
+
+
+def served_name(name: str) -> str | None:
+    """Name under which a server has to know a model, where its path is another.
+
+    Args:
+        name: of a model, as a user wrote it.
+
+    Returns:
+        The name, or None where a server knows the model by its path.
+    """
+    return name if model_path(name) != name else None
+
+
+def from_eval(module: str, name: str) -> Callable[..., Any]:
+    """Import a task or scorer of the evals.
+
+    Args:
+        module: below the evals, such as `organism_deception.task`.
+        name: in that module.
+
+    Returns:
+        The factory.
+
+    Raises:
+        ImportError: this installation has no evals.
+    """
+    if (_HERE / "evals").is_dir():
+        package = "inspect_lens.evals"
+    else:
+        package = "evals"
+        root = shipped_root()
+        # A clone's own folders are no installed packages.
+        if root is not None and str(root) not in sys.path:
+            sys.path.append(str(root))
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{module}"), name)
+    return found

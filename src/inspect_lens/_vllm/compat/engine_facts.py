@@ -1,0 +1,202 @@
+"""Facts of an engine, worked out from its configuration alike in every process.
+
+The front-end judges requests by them and the worker sizes its buffers by them, so neither has
+to ask the other. The worker checks them against the model that it really loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inspect_lens._settings import Settings
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import SITES, EngineFacts, Site, in_site_order, tap_points
+
+from .seams import vllm_version
+
+__all__ = ["facts_of", "is_compiled", "refusal"]
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_MAX_BANK_ROWS = 65536
+
+
+def refusal(vllm_config: Any) -> str | None:
+    """Why the lens cannot serve an engine, or None when it can.
+
+    Such an engine runs as if the plug-in were not installed, and refuses lens requests with
+    this reason. What stands here has not been shown to keep rows and tokens together.
+    """
+    parallel = vllm_config.parallel_config
+    found = {
+        # Read again for each engine, so that one process can hold engines with and without.
+        "INSPECT_LENS_DISABLE is set": Settings.load().disable,
+        "it does not generate text": vllm_config.model_config.runner_type != "generate",
+        "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
+        **_speculation(vllm_config),
+        "KV connectors may not honour the cache salt": vllm_config.kv_transfer_config is not None,
+        "dual-batch overlap moves tokens": getattr(parallel, "enable_dbo", False),
+        "prefill context parallelism splits prompts": getattr(
+            parallel, "prefill_context_parallel_size", 1
+        )
+        > 1,
+        "fast prefill runs the later layers on a part of the tokens": getattr(
+            vllm_config.cache_config, "kv_sharing_fast_prefill", False
+        ),
+        "rows travel within one host, and this engine spans several": (
+            getattr(parallel, "nnodes", 1) > 1 or _has_remote_engines(parallel)
+        ),
+        "with an external launcher each rank has a front-end of its own, and one rank sends rows": (
+            getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+        ),
+        "sequence parallelism splits tokens over ranks": getattr(
+            vllm_config.compilation_config.pass_config, "enable_sp", False
+        ),
+    }
+    return next((reason for reason, applies in found.items() if applies), None)
+
+
+def _speculation(vllm_config: Any) -> dict[str, bool]:
+    """Why speculative decoding cannot be served, as far as it cannot.
+
+    A rejected draft's row is written again by the step that feeds the right token, so positions
+    must be exact when a step is laid out. They are where the scheduler has seen what was
+    accepted; a scheduler that runs ahead gives upper bounds.
+    """
+    scheduler = vllm_config.scheduler_config
+    is_on = vllm_config.speculative_config is not None
+    return {
+        "with speculative decoding an asynchronous scheduler does not know positions exactly; "
+        "start with --no-async-scheduling": is_on and bool(scheduler.async_scheduling),
+        "speculative decoding over a pipeline is not served": is_on
+        and vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "speculative decoding with stream_interval > 1 hides where the last step began": is_on
+        and getattr(scheduler, "stream_interval", 1) > 1,
+    }
+
+
+def _has_remote_engines(parallel: Any) -> bool:
+    """Whether a front-end hands requests to data-parallel engines of other hosts.
+
+    Behind an outer load balancer, and where each rank is a program of its own, a front-end has
+    the engines of its host only.
+    """
+    is_local = (
+        parallel.data_parallel_external_lb
+        or parallel.data_parallel_hybrid_lb
+        or parallel.data_parallel_rank_local is not None
+    )
+    return not is_local and parallel.data_parallel_size_local != parallel.data_parallel_size
+
+
+def is_compiled(vllm_config: Any) -> bool:
+    """Whether the engine compiles its model."""
+    mode = vllm_config.compilation_config.mode
+    return mode is not None and getattr(mode, "name", "NONE") != "NONE"
+
+
+def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
+    """Work the facts out.
+
+    Args:
+        vllm_config: vLLM's configuration of the engine.
+        settings: of this process; the same environment reaches all processes of an engine.
+
+    Returns:
+        The facts.
+
+    Raises:
+        SpecError: `INSPECT_LENS_LAYERS` names a layer that the model does not have, or
+            `INSPECT_LENS_SITES` a site that does not exist.
+    """
+    model = vllm_config.model_config
+    n_layers = int(model.hf_text_config.num_hidden_layers)
+    hidden = int(model.get_hidden_size())
+    dtype = str(model.dtype).removeprefix("torch.")
+    layers = _layers(settings.layers, n_layers)
+    sites = _sites(settings.sites)
+    taps = tap_points(sites, layers)
+    step = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    # On a GPU a step fills up to one half of the buffer while the other is copied out.
+    halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
+    row_bytes = halves * hidden * _ITEM_BYTES.get(dtype, 4)
+    least = _least_step_tokens(vllm_config, step)
+    ring_rows = settings.ring_bytes // row_bytes
+    if least < step:
+        # Shorter steps than these cannot be had, and with them every request is served.
+        ring_rows = max(ring_rows, len(taps) * least)
+    return EngineFacts(
+        # The last part only: messages that name it are sent to HTTP clients.
+        model=str(model.model).rstrip("/").rpartition("/")[2],
+        n_layers=n_layers,
+        hidden=hidden,
+        dtype=dtype,
+        layers=layers,
+        sites=sites,
+        taps=taps,
+        max_step_tokens=step,
+        least_step_tokens=least,
+        ring_rows=min(len(taps) * step, ring_rows),
+        ring_row_bytes=row_bytes,
+        bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
+        vllm_version=vllm_version(),
+        max_positions=int(model.max_model_len),
+        is_speculative=vllm_config.speculative_config is not None,
+        allows_code=settings.allow_code,
+        has_latent_attention=bool(getattr(model, "use_mla", False)),
+    )
+
+
+def _least_step_tokens(vllm_config: Any, step: int) -> int:
+    """Tokens to which the scheduler can be held in a step, and nobody waits for ever.
+
+    Every sequence gets its next token, with drafts, in each step. What cannot be cut has to fit:
+    prompts where they are not chunked, images that are not, blocks of recurrent states.
+    """
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    is_whole = (
+        not getattr(scheduler, "enable_chunked_prefill", True)
+        or getattr(scheduler, "disable_chunked_mm_input", False)
+        # Of somebody else, whose steps are not known to follow the limit.
+        or not _is_vllms_own(getattr(scheduler, "scheduler_cls", None))
+    )
+    if is_whole:
+        return step
+    speculative = vllm_config.speculative_config
+    drafts = int(getattr(speculative, "num_speculative_tokens", 0) or 0)
+    least = int(scheduler.max_num_seqs) * (1 + drafts)
+    if getattr(cache, "mamba_cache_mode", "none") == "align":
+        least = max(least, int(getattr(cache, "block_size", 0) or 0))
+    return min(step, least)
+
+
+def _is_vllms_own(scheduler: Any) -> bool:
+    name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
+    return scheduler is None or str(name).startswith("vllm.")
+
+
+def _layers(text: str, n_layers: int) -> tuple[int, ...]:
+    if text.strip() == "all":
+        return tuple(range(n_layers))
+    try:
+        layers = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        layers = []
+    if not layers or layers[0] < 0 or layers[-1] >= n_layers:
+        raise SpecError(
+            f"INSPECT_LENS_LAYERS={text!r}; allowed are 'all' or a comma-separated list of "
+            f"layers from 0 to {n_layers - 1}"
+        )
+    return tuple(layers)
+
+
+def _sites(text: str) -> tuple[Site, ...]:
+    if text.strip() == "all":
+        return SITES
+    named = [part.strip() for part in text.split(",") if part.strip()]
+    found = [site for site in SITES if site in named]
+    if not found or set(named) != set(found):
+        raise SpecError(
+            f"INSPECT_LENS_SITES={text!r}; allowed are 'all' or a comma-separated list of "
+            f"{', '.join(SITES)}"
+        )
+    return in_site_order(found)

@@ -1,0 +1,235 @@
+"""Every name of vLLM that is used without being wrapped, and what is off where one is missing.
+
+With the seams of `seams.py` this is all that we lean on. Names are looked up in vLLM's source, so
+that a front-end need not import what only workers do. A name that is missing turns its feature off:
+one line in the log, HTTP 400 with the reason for a request that needs it, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from inspect_lens.errors import UnsupportedError
+
+from .seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS, Seam
+
+__all__ = [
+    "FEATURES",
+    "LEANS",
+    "Feature",
+    "Lean",
+    "busy",
+    "is_off",
+    "problems",
+    "require",
+    "turn_off",
+]
+
+Feature = Literal["lens", "http", "hooks", "qk", "parameters", "busy"]
+
+FEATURES: dict[Feature, str] = {
+    "lens": "captures, steering and probes",
+    "http": "lens requests over HTTP",
+    "hooks": "custom hooks",
+    "qk": "queries and keys",
+    "parameters": "parameters of the model for hooks",
+    "busy": "HTTP 429 where buffers are full",
+}
+
+
+@dataclass(frozen=True)
+class Lean:
+    """A name of vLLM that is imported, called or read."""
+
+    target: str
+    """`module:name`, or `module:Class.name` for a method or a field."""
+    feature: Feature
+    """What is off without it."""
+    instead: str = ""
+    """Another target, of other releases, that does as well."""
+
+
+_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
+_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
+_LAYERS = "vllm.model_executor.layers"
+
+LEANS: tuple[Lean, ...] = (
+    # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
+    Lean(f"{_V1}._update_states", "lens"),
+    Lean(f"{_V1}._prepare_inputs", "lens"),
+    Lean(f"{_V1}._model_forward", "lens"),
+    Lean(f"{_V1}._dummy_run", "lens"),
+    Lean(f"{_V1}.get_model", "lens"),
+    Lean(f"{_V1}.intermediate_tensors", "lens"),
+    Lean(f"{_V2}.execute_model", "lens"),
+    Lean(f"{_V2}._dummy_run", "lens"),
+    Lean(f"{_V2}.model_state", "lens"),
+    Lean(f"{_V2}.intermediate_tensors", "lens"),
+    Lean(f"{_V2}.cudagraph_manager", "lens"),
+    Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "lens"),
+    # Fields of a batch.
+    Lean(f"{_BATCH}.req_ids", "lens"),
+    Lean(f"{_BATCH}.num_computed_tokens_cpu", "lens"),
+    Lean(f"{_BATCH_V2}.req_ids", "lens"),
+    Lean(f"{_BATCH_V2}.query_start_loc_np", "lens"),
+    Lean(f"{_BATCH_V2}.num_scheduled_tokens", "lens"),
+    Lean(f"{_BATCH_V2}.num_computed_tokens_np", "lens"),
+    # Of a request's output.
+    Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update", "lens"),
+    Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", "lens"),
+    Lean("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
+    # Imports.
+    Lean("vllm.envs:VLLM_PLUGINS", "lens"),
+    Lean("vllm.forward_context:get_forward_context", "lens"),
+    Lean("vllm.distributed.parallel_state:get_tp_group", "lens"),
+    Lean("vllm.distributed.parallel_state:get_pp_group", "parameters"),
+    Lean("vllm.model_executor.models.utils:PPMissingLayer", "lens"),
+    Lean(f"{_LAYERS}.attention_layer_base:AttentionLayerBase", "lens"),
+    Lean(f"{_LAYERS}.mamba.abstract:MambaBase", "lens"),
+    Lean(f"{_LAYERS}.linear:LinearBase", "lens"),
+    Lean(f"{_LAYERS}.linear:RowParallelLinear", "lens"),
+    Lean(f"{_LAYERS}.linear:ColumnParallelLinear", "parameters"),
+    Lean(f"{_LAYERS}.linear:QKVParallelLinear", "parameters"),
+    Lean(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "parameters"),
+    Lean(f"{_LAYERS}.attention:Attention", "qk"),
+    Lean(
+        "vllm.exceptions:GracefulHTTPError",
+        "busy",
+        instead="vllm.entrypoints.openai.engine.protocol:GenerationError",
+    ),
+)
+
+_SEAMS: dict[Feature, tuple[Seam, ...]] = {
+    "lens": SEAMS,
+    "http": SERVE_SEAMS,
+    "hooks": EAGER_SEAMS,
+}
+
+
+class _Off:
+    reasons: ClassVar[dict[Feature, str]] = {}
+
+
+def turn_off(feature: Feature, reason: str) -> None:
+    """Note that a feature is off in this process, and why."""
+    _Off.reasons.setdefault(feature, reason)
+
+
+def is_off(feature: Feature) -> str | None:
+    """Why a feature is off in this process, or None; all are without the lens itself."""
+    return _Off.reasons.get("lens") or _Off.reasons.get(feature)
+
+
+def require(feature: Feature) -> None:
+    """Refuse what needs a feature that is off.
+
+    Raises:
+        UnsupportedError: it is; the reason is named.
+    """
+    if (reason := is_off(feature)) is not None:
+        raise UnsupportedError(f"{FEATURES[feature]}: off in this server: {reason}")
+
+
+def busy(message: str) -> Exception:
+    """An error that every vLLM from 0.26 on answers with HTTP 429: "not now"."""
+    import vllm.exceptions as known
+
+    if hasattr(known, "GracefulHTTPError"):
+        error: Exception = known.GracefulHTTPError(message, HTTPStatus.TOO_MANY_REQUESTS)
+        return error
+    # Up to 0.28: an error of the engine whose status may be chosen.
+    from vllm.entrypoints.openai.engine.protocol import GenerationError
+
+    made: Any = GenerationError(message)
+    made.status_code = HTTPStatus.TOO_MANY_REQUESTS
+    failed: Exception = made
+    return failed
+
+
+def problems(root: Path | None = None) -> dict[Feature, str]:
+    """What of the vLLM that is installed is missing, by the feature that needs it.
+
+    Args:
+        root: folder that holds `vllm/`; by default that of the installed one. It is not imported.
+
+    Returns:
+        A reason for each feature that is off.
+    """
+    place = root or _root()
+    found: dict[Feature, str] = {}
+    if place is None:
+        return {"lens": "vLLM is not installed"}
+    for feature, seams in _SEAMS.items():
+        for item in seams:
+            if not has(place, item.target, item.parameters + item.keywords):
+                wanted = ", ".join(item.parameters + item.keywords)
+                found.setdefault(feature, f"this vLLM has no {item.target}({wanted})")
+    for lean in LEANS:
+        if not has(place, lean.target) and not (lean.instead and has(place, lean.instead)):
+            found.setdefault(lean.feature, f"this vLLM has no {lean.target}")
+    for needing in ("qk", "parameters"):
+        if "hooks" in found:
+            found.setdefault(needing, found["hooks"])
+    return found
+
+
+def _root() -> Path | None:
+    spec = importlib.util.find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _source(place: Path, module: str) -> str:
+    base = place / module.replace(".", "/")
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return ""
+
+
+def has(place: Path, target: str, parameters: tuple[str, ...] = ()) -> bool:
+    """Whether vLLM's source has a name, and a function by that name has parameters.
+
+    Args:
+        place: folder that holds `vllm/`.
+        target: see `Lean`.
+        parameters: in any order; what is wrapped is judged exactly when it is.
+    """
+    module, _, path = target.partition(":")
+    *owner, name = path.split(".")
+    text = _source(place, module)
+    for cls in owner:
+        text = _with_bases(place, module, text, cls)
+    known = re.search(
+        rf"(?m)^\s*(async def|def|class) {name}\b|\b{name}\b\s*[:=,)]|import .*\b{name}\b", text
+    )
+    if known is None or not parameters:
+        return known is not None
+    arguments = re.findall(rf"def {name}\((.*?)\)\s*(?:->|:)", text, re.DOTALL)
+    if not arguments:
+        # It is imported and wrapped where it is called.
+        return re.search(rf"\b{name}\b", text) is not None
+    return any(all(re.search(rf"\b{p}\b", one) for p in parameters) for one in arguments)
+
+
+def _with_bases(place: Path, module: str, text: str, cls: str) -> str:
+    """The source of a class, and of the modules of its bases."""
+    found = re.search(rf"(?ms)^class {cls}\b(.*?):\n(.*?)(?=^\S|\Z)", text)
+    if found is None:
+        return ""
+    body = found[2]
+    for base in re.findall(r"\b[A-Z]\w+", found[1]):
+        home = re.search(rf"(?ms)^from (\S+) import (?:\([^)]*?\b{base}\b|[^\n(]*\b{base}\b)", text)
+        if home is not None:
+            body += _with_bases(place, home[1], _source(place, home[1]), base)
+        elif base != cls:
+            body += _with_bases(place, module, text, base)
+    return body

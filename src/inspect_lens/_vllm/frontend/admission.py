@@ -1,0 +1,285 @@
+"""From a request's parameters to what the workers read: judging it, and sealing it.
+
+What is wrong with a request is found out twice by the same functions: once before an HTTP response
+has begun, while a server still has its status to choose, and once where the request is sealed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Callable, Mapping
+from enum import Enum
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from inspect_lens._engine.hooks.runner import EAGER_KEY
+from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
+from inspect_lens._vllm.http.bodies import asked_of
+from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
+from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens.spec import (
+    ENVELOPE_KEY,
+    LENS_KEYS,
+    EngineFacts,
+    LensRequest,
+    forget_parsed,
+)
+
+from .state import front_end, not_served
+
+__all__ = [
+    "asks_for_results",
+    "has_hooks",
+    "has_lens_keys",
+    "judge_early",
+    "request_of",
+    "resumable",
+    "seal_core",
+    "without_lens_keys",
+]
+
+
+def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] | None:
+    """What a request asks of an engine, judged as far as its parameters tell.
+
+    Args:
+        processor: vLLM's `InputProcessor` of the engine.
+        params: the request's.
+
+    Returns:
+        The request, with registered vectors in the place of their names, and the engine's facts;
+        None where the lens has nothing to do.
+
+    Raises:
+        LensError: the engine cannot do what is asked.
+    """
+    facts: EngineFacts | None = processor.inspect_lens_facts
+    request = asked_of(getattr(params, "extra_args", None), facts)
+    book: HookBook | None = getattr(processor, "inspect_lens_book", None)
+    if request is None and book is not None and book.hooks and hasattr(params, "n"):
+        # Persistent hooks run on every request, which may then fail, and is kept apart.
+        request = LensRequest()
+    if request is None:
+        return None
+    if facts is None:
+        raise not_served(processor.inspect_lens_refusal)
+    return front_end().judged(request, facts), facts
+
+
+def has_lens_keys(params: Any) -> bool:
+    """Whether parameters ask for anything of ours, however badly."""
+    extra = getattr(params, "extra_args", None)
+    return isinstance(extra, dict) and not extra.keys().isdisjoint((*LENS_KEYS, ENVELOPE_KEY))
+
+
+def has_hooks(processor: Any) -> bool:
+    """Whether every request to an engine runs hooks."""
+    book = getattr(processor, "inspect_lens_book", None)
+    return book is not None and bool(book.hooks)
+
+
+def asks_for_results(params: Any) -> bool:
+    """Whether a request uses the lens; a bad one is refused elsewhere."""
+    try:
+        return asked_of(getattr(params, "extra_args", None)) is not None
+    except LensError:
+        return False
+
+
+def judge_early(processor: Any, prompt: Any, params: Any) -> None:
+    """Judge all that can be judged before the engine is asked, where the prompt is known.
+
+    An HTTP response that streams has said 200 by the time a request is processed.
+
+    Args:
+        processor: vLLM's `InputProcessor` of the engine.
+        prompt: of the request, as `AsyncLLM.generate` gets it.
+        params: of the request.
+
+    Raises:
+        LensError: the request would be refused when it is processed.
+    """
+    sealed = (getattr(params, "extra_args", None) or {}).get(ENVELOPE_KEY)
+    if isinstance(sealed, Packed) or (sealed is not None and hasattr(prompt, "sampling_params")):
+        return
+    found = request_of(processor, params)
+    if found is None:
+        return
+    if isinstance(prompt, AsyncGenerator):
+        raise resumable()
+    is_known, n_prompt = _prompt_tokens(prompt)
+    if is_known:
+        most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
+        _sealed(*found, params, n_prompt=n_prompt, max_tokens=most)
+
+
+def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBook | None) -> None:
+    """Put the sealed request where the worker finds it, and keep its cache blocks apart.
+
+    Args:
+        core: vLLM's `EngineCoreRequest`; changed in place.
+        request: of `request_of`.
+        facts: of the engine.
+        book: persistent hooks of the engine.
+
+    Raises:
+        LensError: the request does not fit its prompt.
+    """
+    sampling = core.sampling_params
+    packed = _sealed(
+        request,
+        facts,
+        sampling,
+        n_prompt=None if core.prompt_token_ids is None else len(core.prompt_token_ids),
+        max_tokens=sampling.max_tokens,
+    )
+    envelope = packed.envelope
+    if (eager := seal_eager(request, facts, book)) is not None:
+        packed = packed.beside(EAGER_KEY, eager)
+        sampling.skip_reading_prefix_cache = True
+        if eager["hash"] is not None:
+            # What a hook edits is not known; no other request reads these blocks.
+            core.cache_salt = f"{core.cache_salt or ''}|inspect_lens_hooks:{eager['hash']}"
+    sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
+    if envelope.steer_hash is not None:
+        # Equal steering shares blocks; nobody else reads them.
+        core.cache_salt = f"{core.cache_salt or ''}|inspect_lens:{envelope.steer_hash}"
+    if _needs_whole_prompt(envelope) or request.skip_reading_prefix_cache:
+        sampling.skip_reading_prefix_cache = True
+
+
+def without_lens_keys(params: Any) -> Any:
+    """A copy of parameters for vLLM: the caller's stay as they are, and vectors travel once."""
+    plain = copy.copy(params)
+    extra = params.extra_args or {}
+    plain.extra_args = {k: v for k, v in extra.items() if k not in LENS_KEYS} or None
+    _make_own(plain)
+    return plain
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+_CONTAINERS = frozenset({list, set, dict})
+
+
+def _make_own(params: Any) -> None:
+    """Spare vLLM a deep copy of parameters that are a copy already.
+
+    A deep copy is made anew, and so checked and put in order, which a caller who has set a field
+    of the parameters after he made them relies on. That is done here.
+
+    Args:
+        params: a shallow copy; changed in place. It is left as it is, and vLLM copies it, where
+            something else than plain values and flat containers of them is in it. Those of a
+            server's routes are theirs alone, and say so.
+
+    Raises:
+        Exception: vLLM's own, of parameters that are wrong.
+    """
+    kind: Any = type(params)
+    if getattr(params, "skip_clone", True):
+        return  # or vLLM knows nothing of it
+    values = _values_of(kind)(params)
+    odd = set(map(type, values)) - _PLAIN - _CONTAINERS
+    if not all(issubclass(one, Enum) for one in odd):
+        return
+    own: list[tuple[str, Any]] = []
+    for name, value in zip(kind.__struct_fields__, values, strict=True):
+        if type(value) in _CONTAINERS:
+            inside = value.values() if type(value) is dict else value
+            if not _PLAIN.issuperset(map(type, inside)):
+                return
+            own.append((name, value.copy()))
+    for name, value in own:
+        setattr(params, name, value)
+    params.__post_init__()
+    params.skip_clone = True
+
+
+@cache
+def _values_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads all fields of parameters."""
+    return attrgetter(*kind.__struct_fields__)
+
+
+def resumable() -> UnsupportedError:
+    """The error for prompts that come in pieces."""
+    return UnsupportedError("streaming input sessions cannot be captured or steered")
+
+
+def _sealed(
+    request: LensRequest,
+    facts: EngineFacts,
+    params: Any,
+    *,
+    n_prompt: int | None,
+    max_tokens: int,
+) -> Packed:
+    """The packed envelope of a request, or why there can be none."""
+    if n_prompt is None:
+        raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
+    front = front_end()
+    reads = front.registry.reads(request.probes) if request.probes else None
+    # The front-end finds stop strings and alarms, while the engine goes on.
+    may_overrun = bool(params.stop) or (reads is not None and reads.may_stop)
+    is_live = reads is not None and (
+        reads.may_stop or (reads.streams_tokens and params.output_kind.name != "FINAL_ONLY")
+    )
+    manner = may_overrun, is_live
+    known = front.sealed.get(
+        request, facts, reads, n_prompt=n_prompt, max_tokens=max_tokens, manner=manner
+    )
+    if known is not None:
+        return known
+    try:
+        envelope = seal(
+            request,
+            facts,
+            reply=front.results.address,
+            n_prompt=n_prompt,
+            max_tokens=max_tokens,
+            epoch=front.results.salt,
+            probes=None if reads is None else reads.asked,
+            may_overrun=may_overrun,
+            is_live=is_live,
+        )
+    except LensError:
+        forget_parsed(request)
+        raise
+    if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
+        raise SpecError(
+            "skip_reading_prefix_cache=false beside a capture or a probe of prompt tokens: cached "
+            "tokens have no rows; leave it out, or ask for positions='completion'"
+        )
+    packed = envelope.pack()
+    if reads is not None:
+        packed.uses = reads.wire
+    front.sealed.keep(packed, request, facts, reads, max_tokens=max_tokens, manner=manner)
+    return packed
+
+
+def _needs_whole_prompt(envelope: Envelope) -> bool:
+    """Whether rows are wanted of prompt tokens that a cache hit would not compute.
+
+    vLLM always computes the last prompt token.
+    """
+    asked = (envelope.capture, envelope.probes)
+    return any(part is not None and part.lo < envelope.n_prompt - 1 for part in asked)
+
+
+def _prompt_tokens(prompt: Any) -> tuple[bool, int | None]:
+    """Whether it is known what a prompt is, and its tokens; None where it has none."""
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
+        return ids is not None or "prompt_embeds" in prompt, None if ids is None else len(ids)
+    # Text has its tokens later; what vLLM has processed before knows them.
+    ids = getattr(prompt, "prompt_token_ids", None)
+    return ids is not None, None if ids is None else len(ids)
+
+
+def _most_tokens(params: Any, n_prompt: int, max_model_len: int) -> int:
+    """Tokens that may be sampled, worked out as vLLM does when it processes the request."""
+    room = max_model_len - n_prompt
+    most = room if params.max_tokens is None else int(params.max_tokens)
+    trace = getattr(params, "trace_decode_token_ids", None)
+    return most if not trace else min(len(trace[: max(room, 1)]), most)

@@ -1,0 +1,242 @@
+"""What a front-end process knows: its engines, what is registered, and the results it awaits."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import inspect_lens
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
+from inspect_lens._vllm.compat.features import require
+from inspect_lens._vllm.http.bodies import asked_of
+from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
+from inspect_lens._vllm.http.shared_payloads import open_door
+from inspect_lens._vllm.registered.persistent_hooks import HookBook
+from inspect_lens._vllm.registered.registry import Registry, parse_item, start_items
+from inspect_lens._vllm.registered.sealed_batches import MOST_BYTES, SealedBatches
+from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
+from inspect_lens._vllm.results.attach import Results
+from inspect_lens.errors import LensError, UnsupportedError
+from inspect_lens.spec import (
+    EngineFacts,
+    EngineProbe,
+    LensRequest,
+    SteeringVector,
+    check_probe,
+    check_request,
+    forget_parsed,
+)
+
+__all__ = ["FrontEnd", "front_end", "not_served"]
+
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_JUDGED_MOST = 256
+
+
+@dataclass(frozen=True)
+class _Judged:
+    request: LensRequest
+    facts: EngineFacts
+    """Kept, so that nothing else gets their identity."""
+    version: int
+    """Of the registry."""
+    resolved: LensRequest
+
+
+class FrontEnd:
+    """What this process knows: its engines' facts, and the results it waits for."""
+
+    def __init__(self) -> None:
+        self.settings = Settings.load()
+        self.engines: list[EngineFacts | str] = []
+        """Facts of each engine of this process, or why the lens does not serve it."""
+        self.n_processes = 1
+        """API servers in front of the engine; each has a store of tensors of its own."""
+        self.siblings: Path | None = None
+        """Folder that several of them share."""
+        self._judged: dict[tuple[int, int], _Judged] = {}
+        self.results = Results(self.settings.result_timeout_s)
+        self.sealed = SealedBatches(self.results.salt)
+        self.registry = Registry(start_items(self.settings.register), self.settings)
+        # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
+        self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Of the engine of this process; None where there are several, or none."""
+        facts = self.engines[0] if len(self.engines) == 1 else None
+        return facts if isinstance(facts, EngineFacts) else None
+
+    def learn(self, processor: Any, vllm_config: Any) -> None:
+        """Take note of an engine; called when its input processor is made."""
+        reason = refusal(vllm_config)
+        self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
+        self.results.n_processes = self.n_processes
+        if self.n_processes > 1 and not self.registry.is_shared:
+            try:
+                names = SharedNames(folder_of_siblings(), parse_item)
+                self.registry.share(names)
+                open_door(names.folder, payloads)
+                self.siblings = names.folder
+            except OSError as error:
+                logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
+        # Read again: one process can hold engines with different settings.
+        settings = Settings.load()
+        facts = facts_of(vllm_config, settings) if reason is None else None
+        processor.inspect_lens_facts = facts
+        if facts is not None and facts.allows_code:
+            processor.inspect_lens_book = HookBook(
+                facts,
+                most_bytes=settings.hook_bytes,
+                n_processes=self.n_processes,
+            )
+        processor.inspect_lens_refusal = reason
+        self.engines.append(facts if facts is not None else str(reason))
+        # The server's modules may not have been imported when the plug-in was loaded.
+        install_when_serving(self)
+
+    def describe(self) -> dict[str, Any]:
+        """What an operator wants to know: versions, engines, and what is in flight."""
+        return {
+            "version": inspect_lens.__version__,
+            "engines": [
+                {"not_served": e} if isinstance(e, str) else asdict(e) for e in self.engines
+            ],
+            "api_servers": self.n_processes,
+            "open_requests": self.results.n_open,
+            "registered": self.registry.describe(),
+        }
+
+    def register(
+        self, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
+    ) -> EngineProbe | None:
+        """Note a name; the workers are told by the caller.
+
+        Returns:
+            What workers may forget; see `Registry.add`.
+
+        Raises:
+            LensError: an engine of this process cannot use it.
+        """
+        self.check(name, item, replace=replace)
+        return self.registry.add(name, item, replace=replace)
+
+    def check(
+        self, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
+    ) -> None:
+        """Judge what is to be registered.
+
+        A process may have had several engines; what one of them can use is taken, and each request
+        is judged against its own engine.
+
+        Raises:
+            LensError: no engine of this process can use it, or other API servers would not know.
+        """
+        self.check_alone()
+        self.registry.check(name, item, replace=replace)
+        problem: LensError | None = None
+        for facts in self.engines:
+            try:
+                if isinstance(facts, str):
+                    raise not_served(facts)
+                if isinstance(item, EngineProbe):
+                    check_probe(item, facts, f"probe {name!r}")
+                else:
+                    check_request(LensRequest(steer=(item,)), facts)
+                return
+            except LensError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def unregister(self, name: str) -> EngineProbe | None:
+        """Forget a name; see `Registry.remove`.
+
+        Raises:
+            LensError: it is not registered, or other API servers would not know.
+        """
+        self.check_alone()
+        return self.registry.remove(name)
+
+    def check_alone(self) -> None:
+        """Refuse to change names where other API servers would not hear of it.
+
+        Raises:
+            UnsupportedError: there are several, and no folder that they share; the next request
+                may come to any of them.
+        """
+        if self.n_processes > 1 and not self.registry.is_shared:
+            raise UnsupportedError(
+                f"names cannot be registered or removed: the {self.n_processes} API server "
+                "processes have no folder for temporary files that all can write, see the server's "
+                "log. Start with --api-server-count 1, or name probes and vectors at start in "
+                "INSPECT_LENS_REGISTER, which all processes read"
+            )
+
+    def judge(self, extra_args: dict[str, Any]) -> None:
+        """Refuse a bad request as early as its parameters are known.
+
+        With one engine in the process its facts are used; with several it is not known yet
+        which one is meant, and `process_inputs` judges again.
+        """
+        request = asked_of(extra_args, self.facts)
+        if request is not None and len(self.engines) == 1:
+            facts = self.engines[0]
+            if isinstance(facts, str):
+                raise not_served(facts)
+            self.judged(request, facts)
+
+    def judged(self, request: LensRequest, facts: EngineFacts) -> LensRequest:
+        """Judge a request against its engine.
+
+        Each request is judged two or three times, and a batch asks for one thing a thousand times.
+
+        Returns:
+            The request, with registered vectors in the place of their names.
+
+        Raises:
+            LensError: the engine cannot do what is asked.
+        """
+        if is_serving():
+            require("http")
+        if request.runs_eagerly:
+            require("hooks" if request.hooks else "qk")
+        version = self.registry.version
+        key = id(request), id(facts)
+        known = self._judged.get(key)
+        if known is not None and known.version == version:
+            return known.resolved
+        try:
+            resolved = self.registry.resolve(request)
+            check_request(resolved, facts, self.registry.probes)
+        except LensError:
+            forget_parsed(request)
+            raise
+        # Functions and large vectors that came with a request are not worth being kept.
+        if not request.hooks and request.tensor_bytes <= MOST_BYTES:
+            if len(self._judged) >= _JUDGED_MOST:
+                self._judged.clear()
+            self._judged[key] = _Judged(request, facts, version, resolved)
+        return resolved
+
+
+def not_served(reason: str) -> UnsupportedError:
+    """The error for a lens request to an engine that the lens does not serve."""
+    return UnsupportedError(f"the lens does not serve this engine: {reason}")
+
+
+class _Holder:
+    front_end: FrontEnd | None = None
+
+
+def front_end() -> FrontEnd:
+    """The front-end state of this process, made when first needed."""
+    if _Holder.front_end is None:
+        _Holder.front_end = FrontEnd()
+    return _Holder.front_end

@@ -1,0 +1,390 @@
+"""In the front-end process: judges requests, isolates their cache, attaches their results.
+
+The front-end is the API server, or the user's own process with offline `LLM` or `AsyncLLM`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NoReturn
+
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._vllm.compat.features import busy
+from inspect_lens._vllm.compat.guard import fault_of, pass_over
+from inspect_lens._vllm.compat.seams import is_in_process
+from inspect_lens._vllm.http.responses import as_json, is_serving
+from inspect_lens._vllm.registered.persistent_hooks import raise_first
+from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.results.alarms import stop_at_alarm
+from inspect_lens._vllm.results.event_loop import arrivals_of
+from inspect_lens._vllm.results.outputs import (
+    attached,
+    choices_of,
+    has_fields,
+    has_tickets,
+    keep_scores,
+    keep_tickets,
+    ticket_keys,
+)
+from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens.errors import CapacityError, CaptureError, LensError
+from inspect_lens.spec import ENVELOPE_KEY
+
+from .admission import (
+    asks_for_results,
+    has_hooks,
+    has_lens_keys,
+    judge_early,
+    request_of,
+    resumable,
+    seal_core,
+    without_lens_keys,
+)
+from .state import front_end
+
+__all__ = ["FRONT_END_WRAPPERS", "front_end"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+
+def _verify_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def verify_args(self: Any) -> None:
+        original(self)
+        # Runs for every request, also when the engine core decodes one: cheap when idle, and
+        # a sealed request was judged before.
+        extra = self.extra_args
+        try:
+            if extra and ENVELOPE_KEY not in extra:
+                front_end().judge(extra)
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_lens_keys(self))
+
+    return verify_args
+
+
+def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        front_end().learn(self, vllm_config)
+
+    return init
+
+
+def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        found = None
+        try:
+            found = request_of(self, params)
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self))
+        if found is None:
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        if kwargs.get("resumable"):
+            raise resumable()
+        plain = without_lens_keys(params)
+        core = original(self, request_id, prompt, plain, *args, **kwargs)
+        try:
+            seal_core(core, *found, getattr(self, "inspect_lens_book", None))
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=True)
+        return core
+
+    return process_inputs
+
+
+def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(
+        self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        params = getattr(request, "sampling_params", None)
+        extra = params.extra_args if params is not None else None
+        if params is None or not extra or ENVELOPE_KEY not in extra:
+            return original(self, request, prompt, parent_req, *args, **kwargs)
+        results, key = front_end().results, request.request_id
+        try:
+            reading = _expect(request, params, extra[ENVELOPE_KEY], parent_req)
+        except BaseException as error:  # noqa: BLE001 - a door
+            results.abandon([key])
+            pass_over(error, uses_lens=True)
+        try:
+            result = original(self, request, prompt, parent_req, *args, **kwargs)
+        except BaseException:
+            results.abandon([key])
+            raise
+        try:
+            _remember(self, key)
+            if reading is not None and reading.has_alarm:
+                stop_at_alarm(self.request_states[key], results)
+        except BaseException as error:
+            # vLLM has the request by now, and would not forget it.
+            if ends_process(error):
+                raise
+            results.spoil(key, error)
+        return result
+
+    return add_request
+
+
+def _expect(request: Any, params: Any, packed: dict[str, Any], parent: Any) -> Reading | None:
+    """Take note of a sealed request; returns what reads its probes."""
+    n_prompt = len(request.prompt_token_ids)
+    n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
+    reading = _reading(packed, n_prompt, n_max)
+    front_end().results.expect(
+        request.request_id,
+        packed,
+        n_prompt=n_prompt,
+        n_max=n_max,
+        reading=reading,
+        request=None if parent is None else parent.request_id,
+    )
+    return reading
+
+
+_UNPREPARED_MOST = 1 << 14
+
+
+def _unprepared(processor: Any) -> deque[str]:
+    """Requests of an engine whose results nobody has prepared for yet; see `Results.prepare`."""
+    queue: deque[str] = processor.__dict__.setdefault("inspect_lens_unprepared", deque())
+    return queue
+
+
+def _remember(processor: Any, key: str) -> None:
+    # Nobody takes them out where an engine is not stepped by its caller.
+    if len(queue := _unprepared(processor)) < _UNPREPARED_MOST:
+        queue.append(key)
+
+
+def _reading(packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
+    """What reads the probes of a sealed request."""
+    probes = Envelope.unpack(packed).probes
+    if probes is None:
+        return None
+    return Reading(
+        front_end().registry.reads_of(packed),
+        lo=probes.lo,
+        n_prompt=n_prompt,
+        n_max=n_max,
+    )
+
+
+def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def abort_requests(self: Any, request_ids: Any, internal: bool, *args: Any, **kw: Any) -> Any:
+        ids = list(request_ids)
+        aborted = original(self, ids, internal, *args, **kw)
+        try:
+            # Also what has finished and was not taken: vLLM knows nothing of it any more.
+            front_end().results.abandon([*aborted, *(ids if internal else ())])
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.exception("inspect_lens: aborted requests could not be forgotten")
+        return aborted
+
+    return abort_requests
+
+
+def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_completion_output(
+        self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kw: Any
+    ) -> Any:
+        completion = original(self, token_ids, finish_reason, stop_reason, *args, **kw)
+        results, key = front_end().results, self.request_id
+        if not results.is_expected(key):
+            return completion
+        try:
+            if finish_reason is not None:
+                completion.inspect_lens_ticket = Ticket(
+                    key,
+                    n_completion=self.detokenizer.num_output_tokens(),
+                    n_last=len(token_ids),
+                )
+            elif results.streams_tokens(key):
+                completion.inspect_lens_scores = results.take_new_scores(
+                    key, self.detokenizer.num_output_tokens()
+                )
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            results.spoil(key, error)
+            if finish_reason is not None:
+                # Whoever takes the output gets the error.
+                completion.inspect_lens_ticket = Ticket(key, n_completion=0)
+        return completion
+
+    return new_completion_output
+
+
+class _Deferring(threading.local):
+    """Errors of a batch of offline requests, kept until the batch is done."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.errors: list[LensError] = []
+
+
+_deferring = _Deferring()
+
+
+def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add(self: Any, next_output: Any, aggregate: bool, *args: Any, **kwargs: Any) -> Any:
+        earlier = {c.index: getattr(c, "inspect_lens_scores", {}) for c in choices_of(self)}
+        result = original(self, next_output, aggregate, *args, **kwargs)
+        try:
+            keep_tickets(self.outputs, next_output.outputs)
+            for completion in next_output.outputs:
+                keep_scores(self.outputs, completion, earlier.get(completion.index, {}))
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            if has_fields(self) or has_fields(next_output):
+                # `outputs_of` raises it for whoever reads them.
+                self.inspect_lens_fault = fault_of(error)
+            logger.exception("inspect_lens: outputs of a request could not be merged")
+        return result
+
+    return add
+
+
+def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        results, is_apart = front_end().results, not is_in_process(self)
+        done = [output for output in outputs if has_tickets(output)]
+        if done and not is_apart:
+            # It takes no further step, in which workers would hear that requests are over, while
+            # this one waits for results. An engine in a process of its own does.
+            keys = [key for output in done for key in ticket_keys(output)]
+            try:
+                raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
+            except BaseException as error:
+                if ends_process(error):
+                    raise
+                for key in keys:
+                    results.spoil(key, error)
+        if is_apart and not done:
+            results.prepare(_unprepared(self.output_processor))
+        if errors := results.attach_all(done):
+            if not _deferring.is_on:
+                _raise_first(errors)
+            # Raised by `run_engine` once the batch is done: raising here would leave the batch's
+            # other requests in the engine for the next call.
+            _deferring.errors += errors
+            errors.clear()
+        return outputs
+
+    return step
+
+
+def _raise_first(errors: list[LensError]) -> NoReturn:
+    """Raise one error and let go of all: see `Results.attach_all`."""
+    del errors[1:]
+    raise errors.pop()
+
+
+def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _deferring.is_on, _deferring.errors = True, []
+        try:
+            outputs = original(self, *args, **kwargs)
+        finally:
+            _deferring.is_on = False
+        if _deferring.errors:
+            _raise_first(_deferring.errors)
+        return outputs
+
+    return run_engine
+
+
+def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def outputs_of(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        # With n > 1 and streaming, choices finish in different outputs of one request.
+        params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+        missing: int = params.n if params is not None and asks_for_results(params) else 0
+        async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
+                    raise fault
+                if has_tickets(output):
+                    missing -= await _attached_for_http(output)
+                if output.finished and missing > 0:
+                    raise CaptureError(
+                        f"{CaptureError.__name__}: {missing} choices of this request finished "
+                        "without their results; nothing partial is returned"
+                    )
+                yield output
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        # When it is called, and not when it is iterated: a server still has its status to choose.
+        params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+        try:
+            prompt = kwargs.get("prompt", args[0] if args else None)
+            judge_early(self.input_processor, prompt, params)
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
+        return outputs_of(self, *args, **kwargs)
+
+    return generate
+
+
+async def _attached_for_http(output: Any) -> int:
+    """Attach results, encoded where this process serves HTTP; returns how many choices got one."""
+    loop, front, before = asyncio.get_running_loop(), front_end(), attached(output)
+    try:
+        if front.results.is_light(output, encodes=is_serving()):
+            await arrivals_of(loop, front.results).attach(output)
+            _encode(output)
+        else:
+            # It copies or compresses much, for which no other response has to wait.
+            own = contextvars.copy_context()  # whose request this is
+            await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output)
+    except CapacityError as error:
+        raise busy(str(error)) from error
+    except CaptureError as error:
+        # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
+        raise CaptureError(f"{CaptureError.__name__}: {error}") from error
+    except (LensError, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        # A SystemExit in a task ends the event loop, and with it the server.
+        if ends_process(error):
+            raise
+        raise CaptureError(f"{CaptureError.__name__}: {fault_of(error)}") from error
+    return attached(output) - before
+
+
+def _attach_and_encode(output: Any) -> None:
+    front_end().results.attach(output)
+    _encode(output)
+
+
+def _encode(output: Any) -> None:
+    if is_serving():
+        for completion in output.outputs:
+            if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
+                completion.inspect_lens_json = as_json(completion)
+
+
+FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "verify_args": _verify_args,
+    "input_processor_init": _input_processor_init,
+    "process_inputs": _process_inputs,
+    "add_request": _add_request,
+    "abort_requests": _abort_requests,
+    "new_completion_output": _new_completion_output,
+    "output_add": _output_add,
+    "engine_step": _engine_step,
+    "run_engine": _run_engine,
+    "async_generate": _async_generate,
+}
+"""Wrapper by seam name."""

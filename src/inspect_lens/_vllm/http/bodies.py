@@ -1,0 +1,262 @@
+"""In the API server: what a body asks of the lens, read once, and large bodies beside the loop.
+
+vLLM would have it read where the parameters of sampling are made, on the event loop that serves
+everybody, and makes 1 of a `true` in `vllm_xargs` before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+from inspect_lens.errors import CapacityError, LensError, SpecError
+from inspect_lens.spec import (
+    LENS_KEYS,
+    NATIVE_KEY,
+    PLACES,
+    EngineFacts,
+    LensRequest,
+    TensorLimits,
+    lens_args,
+    parse_extra_args,
+    split_body,
+)
+
+__all__ = [
+    "TOKENS_PATH",
+    "ReadBodies",
+    "asked_of",
+    "has_lens_words",
+    "read_body",
+    "refuse",
+    "typed",
+    "whole_body",
+    "xargs_of",
+]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+TOKENS_PATH = "/inference/v1/generate"
+_SERVED = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/invocations",
+    TOKENS_PATH,
+)
+"""Ends of paths whose handlers read lens keys."""
+_MARKS = tuple(key.encode() for key in LENS_KEYS)
+_ESCAPED = re.compile(rb"\\u00[4-7]")
+"""A letter that no encoder of JSON escapes: a key may be hidden."""
+_SMALL = 1 << 16
+HELD_BANKS = 8
+"""Times the table of steering rows: what vectors of requests under way may take together."""
+
+
+@dataclass
+class _Held:
+    request: LensRequest | None
+    is_read: bool
+
+
+_held: ContextVar[_Held | None] = ContextVar("inspect_lens_body", default=None)
+
+
+class ReadBodies:
+    """ASGI middleware: parses and judges what a body asks of the lens before vLLM sees it."""
+
+    _threads = ThreadPoolExecutor(2, thread_name_prefix="inspect-lens-read")
+
+    def __init__(self, app: Callable[..., Awaitable[None]], front_end: Callable[[], Any]) -> None:
+        """Wrap an application.
+
+        Args:
+            app: the application.
+            front_end: gives the front-end of this process, None as long as there is none.
+        """
+        self._app = app
+        self._front_end = front_end
+        self._n_bytes = 0
+        """Of vectors of requests under way."""
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Handle a connection."""
+        path: str = scope.get("path", "")
+        front = self._front_end()
+        is_served = scope["type"] == "http" and scope["method"] == "POST" and path.endswith(_SERVED)
+        if not is_served or front is None:
+            await self._app(scope, receive, send)
+            return
+        body, again = await whole_body(receive)
+        hides = _ESCAPED.search(body) is not None
+        if not hides and not any(mark in body for mark in _MARKS):
+            await self._app(scope, again, send)
+            return
+        facts: EngineFacts | None = front.facts
+        try:
+            if len(body) <= _SMALL and b"zstd" not in body and not hides:
+                held = read_body(path, body, facts)
+            else:
+                loop = asyncio.get_running_loop()
+                held = await loop.run_in_executor(self._threads, read_body, path, body, facts)
+            n_bytes = 0 if held.request is None else _vector_bytes(held.request)
+            self._admit(n_bytes, facts)
+        except LensError as error:
+            await refuse(error, send)
+            return
+        self._n_bytes += n_bytes
+        token = _held.set(held)
+        try:
+            await self._app(scope, again, send)
+        finally:
+            _held.reset(token)
+            # Tasks that outlive the request were started with its context.
+            held.request = None
+            self._n_bytes -= n_bytes
+
+    def _admit(self, n_bytes: int, facts: EngineFacts | None) -> None:
+        if facts is None or not n_bytes or not self._n_bytes:
+            return
+        most = HELD_BANKS * facts.bank_rows * facts.hidden * 4
+        if self._n_bytes + n_bytes > most:
+            raise CapacityError(
+                f"steering vectors of requests under way take {self._n_bytes} bytes, and together "
+                f"with the {n_bytes} of this one more than {most}; try again later, register "
+                "vectors that many requests use, or raise INSPECT_LENS_BANK_BYTES"
+            )
+
+
+async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
+    """Read a body; returns it, and what gives its messages to the application."""
+    messages = [await receive()]
+    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
+        messages.append(await receive())
+    waiting = iter(messages)
+
+    async def again() -> Message:
+        return next(waiting, None) or await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), again
+
+
+def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
+    """Parse what a body asks of the lens.
+
+    Args:
+        path: of the route.
+        body: as it came.
+        facts: of the engine, where there is one only.
+
+    Returns:
+        The request that is held; nothing is, where the body is vLLM's to refuse.
+
+    Raises:
+        LensError: what is asked is wrong.
+    """
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return _Held(None, is_read=False)
+    except RecursionError:
+        raise SpecError("the body is nested too deep") from None
+    if path.endswith(TOKENS_PATH):
+        fields = fields.get("sampling_params") if isinstance(fields, dict) else None
+        args = fields.get("extra_args") if isinstance(fields, dict) else None
+        if not isinstance(args, dict):
+            return _Held(None, is_read=False)
+    elif isinstance(fields, dict):
+        args = lens_args(cast("dict[str, Any]", fields))
+    else:
+        return _Held(None, is_read=False)
+    request = parse_extra_args(args, limits=None if facts is None else TensorLimits.of(facts))
+    for vector in () if request is None else request.steer:
+        vector.activations.sha256  # noqa: B018 - worked out here, and not on the event loop
+    return _Held(request, is_read=True)
+
+
+def asked_of(
+    extra_args: Mapping[str, Any] | None, facts: EngineFacts | None = None
+) -> LensRequest | None:
+    """What parameters ask of the lens: as their body said it, where one was read.
+
+    Args:
+        extra_args: of the parameters.
+        facts: of the engine, where it is known.
+
+    Raises:
+        SpecError: it is wrong.
+    """
+    held = _held.get()
+    if held is not None and held.is_read and _is_raw(extra_args):
+        return held.request
+    return parse_extra_args(extra_args, limits=None if facts is None else TensorLimits.of(facts))
+
+
+def xargs_of(request: Any, facts: EngineFacts | None) -> dict[str, Any] | None:
+    """What a body of vLLM asks of the lens, and its other extra arguments.
+
+    vLLM passes over fields that it does not know: what is meant for the lens there must not be
+    lost in silence, nor what almost is.
+
+    Args:
+        request: vLLM's model of the body.
+        facts: of the engine, where it is known.
+
+    Returns:
+        The arguments, None where there are none.
+
+    Raises:
+        LensError: what is asked is wrong.
+    """
+    unknown: dict[str, Any] = request.model_extra or {}
+    xargs: dict[str, Any] = getattr(request, "vllm_xargs", None) or {}
+    if not unknown and not xargs:
+        return None
+    if isinstance(xargs.get(NATIVE_KEY), LensRequest):
+        return xargs  # read before: the body is one of several prompts
+    body = {**unknown, **({"vllm_xargs": xargs} if xargs else {})}
+    args = split_body(body, where="the body").args
+    return typed(args, asked_of(args, facts))
+
+
+def has_lens_words(request: Any) -> bool:
+    """Whether a body has anything of ours in it, wherever it stands."""
+    places = [getattr(request, "vllm_xargs", None), getattr(request, "model_extra", None)]
+    found = [place for place in places if isinstance(place, dict)]
+    inner = [place[name] for place in found for name in PLACES if isinstance(place.get(name), dict)]
+    return any(key in place for place in (*found, *inner) for key in LENS_KEYS)
+
+
+def typed(args: Mapping[str, Any], request: LensRequest | None) -> dict[str, Any] | None:
+    """Arguments with the request in the place of its spelling; None where nothing is left."""
+    others = {key: value for key, value in args.items() if key not in LENS_KEYS}
+    if request is not None:
+        others[NATIVE_KEY] = request
+    return others or None
+
+
+def _is_raw(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether lens keys are there as a client spelled them."""
+    asked = extra_args or {}
+    return not isinstance(asked.get(NATIVE_KEY), LensRequest) and any(k in asked for k in LENS_KEYS)
+
+
+def _vector_bytes(request: LensRequest) -> int:
+    return request.tensor_bytes
+
+
+async def refuse(error: LensError, send: Send) -> None:
+    """Answer with an error, in the form of vLLM's own."""
+    about = {"message": str(error), "type": type(error).__name__, "param": None}
+    body = json.dumps({"error": {**about, "code": error.status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,82 @@
+"""The HTTP route that gives out what waits in the store of the binary transport."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .payloads import CLIENT, TTL_S, PayloadStore
+from .shared_payloads import fetch_payload
+
+__all__ = ["NotesClient", "add_fetch_route", "takes_any_buffer"]
+
+_PASSING = {"fastapi", "inspect_lens", "prometheus_fastapi_instrumentator", "starlette", "vllm"}
+"""Packages whose middleware passes bodies on as they are, but for what is made of a function."""
+
+
+def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Path | None]) -> None:
+    """Add `GET /v1/activations/{handle}` to a server.
+
+    Args:
+        app: the FastAPI application.
+        payloads: of this process.
+        siblings: gives the folder that several API servers share, or None.
+    """
+    from fastapi import Request, Response
+
+    async def fetch_activations(handle: str, request: Any) -> Any:
+        try:
+            data = await fetch_payload(handle, payloads, siblings())
+        except LookupError:
+            return Response(
+                status_code=404,
+                content=f"handle {handle!r} is of another server process; ask again over a "
+                "new connection",
+            )
+        if data is None:
+            return Response(
+                status_code=410,
+                content=f"handle {handle!r} has expired {TTL_S:g} s after its result came, or was "
+                "fetched before",
+            )
+        if not takes_any_buffer(request.app):
+            data = bytes(data)
+        return Response(content=data, media_type="application/octet-stream")
+
+    # FastAPI reads annotations at run time, and those of this module are text; so would a return
+    # type be, of which it cannot make a schema.
+    fetch_activations.__annotations__["request"] = Request
+    app.get("/v1/activations/{handle}", response_class=Response)(fetch_activations)
+    app.add_middleware(NotesClient)
+
+
+class NotesClient:
+    """ASGI middleware that notes whose request is served: an address, and the key it shows."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request."""
+        if scope["type"] == "http":
+            key = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            host = (scope.get("client") or ("",))[0]
+            CLIENT.set(f"{host} {hashlib.sha256(key).hexdigest()[:16]}" if key else str(host))
+        await self._app(scope, receive, send)
+
+
+def takes_any_buffer(app: Any) -> bool:
+    """Whether a body may be a view of memory: the middleware of others may want bytes.
+
+    vLLM's own that logs responses (`VLLM_DEBUG_LOG_API_SERVER_RESPONSE`) does, and is a function.
+    """
+    from starlette.middleware.base import BaseHTTPMiddleware
+
+    kinds = [item.cls for item in app.user_middleware]
+    return all(
+        getattr(kind, "__module__", "").partition(".")[0] in _PASSING
+        and not (isinstance(kind, type) and issubclass(kind, BaseHTTPMiddleware))
+        for kind in kinds
+    )

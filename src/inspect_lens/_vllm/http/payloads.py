@@ -1,0 +1,182 @@
+"""Results of the binary transport that wait in the API server to be fetched.
+
+A handle is a promise: nothing that waits to be fetched makes room for something else. So a store
+that is full takes no more until something is fetched or expires, and no client can have more than
+half of it. Who has too much there is told so ("busy"); others have their half.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+
+from inspect_lens._settings import Settings
+from inspect_lens.errors import CapacityError, UnsupportedError
+
+__all__ = ["CLIENT", "TTL_S", "PayloadStore"]
+
+CLIENT: ContextVar[str] = ContextVar("inspect_lens_client", default="")
+"""Whose request is served; set for each HTTP request."""
+
+TTL_S = 300.0
+FETCHED_TTL_S = 30.0
+"""A client whose connection broke may ask once more."""
+
+
+@dataclass(frozen=True)
+class _Payload:
+    data: bytes | memoryview
+    expires: float
+    client: str = ""
+
+
+class PayloadStore:
+    """Tensors waiting to be fetched: bounded in bytes and in time."""
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int | None = None,
+        ttl_s: float = TTL_S,
+        fetched_ttl_s: float = FETCHED_TTL_S,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            max_bytes: of everything; by default what the settings say when the first result comes.
+            ttl_s: seconds after which a result goes that was not fetched.
+            fetched_ttl_s: the same of one that was.
+        """
+        self._given_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._fetched_ttl_s = fetched_ttl_s
+        self._nonce = secrets.token_hex(4)
+        # Each in the order in which its items expire.
+        self._waiting: OrderedDict[str, _Payload] = OrderedDict()
+        self._fetched: OrderedDict[str, _Payload] = OrderedDict()
+        self._n_bytes = 0
+        self._of_client: Counter[str] = Counter()
+        """Bytes that wait to be fetched."""
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    @cached_property
+    def max_bytes(self) -> int:
+        """Bytes of everything that is held."""
+        return Settings.load().store_bytes if self._given_bytes is None else self._given_bytes
+
+    def put(self, data: bytes | memoryview) -> str:
+        """Keep a payload of the client that is served; returns its handle, which none can guess.
+
+        Args:
+            data: one-dimensional, of bytes; nobody may write to it any more.
+
+        Raises:
+            UnsupportedError: the payload alone is larger than what one client can have here.
+            CapacityError: there is no room, until something is fetched or expires.
+        """
+        share, size, client = self.max_bytes // 2, len(data), CLIENT.get()
+        if size > share:
+            raise UnsupportedError(
+                f"activations of {size} bytes, and half of the binary store, {share} bytes, is "
+                "what one client can have there; capture fewer layers or tokens, or raise "
+                "INSPECT_LENS_STORE_BYTES"
+            )
+        handle = f"{self.name}-{secrets.token_urlsafe(24)}"
+        now = time.monotonic()
+        with self._lock:
+            self._drop(now, room_for=size)
+            mine = self._of_client[client]
+            if mine + size > share or self._n_bytes + size > self.max_bytes:
+                raise CapacityError(
+                    f"{mine} bytes of this client's results wait to be fetched, of {self._n_bytes} "
+                    f"in the binary store, and {size} more came; at most {share} of one client "
+                    f"and {self.max_bytes} of all fit. Fetch results when they come: others wait "
+                    f"{self._ttl_s:g} s at most. Or raise INSPECT_LENS_STORE_BYTES"
+                )
+            self._waiting[handle] = _Payload(data, now + self._ttl_s, client)
+            self._n_bytes += size
+            self._of_client[client] += size
+            self._wake_later()
+        return handle
+
+    def discard(self, handles: Iterable[str]) -> None:
+        """Let go of payloads that nobody was told of."""
+        with self._lock:
+            for handle in handles:
+                self._remove(self._waiting, handle)
+
+    def get(self, handle: str) -> bytes | memoryview | None:
+        """The payload, or None when the handle is unknown or has expired."""
+        now = time.monotonic()
+        with self._lock:
+            self._drop(now, room_for=0)
+            if (item := self._waiting.pop(handle, None)) is not None:
+                self._leave(item)
+                self._fetched[handle] = _Payload(item.data, now + self._fetched_ttl_s)
+            item = self._fetched.get(handle)
+        return item.data if item is not None else None
+
+    def made(self, handle: str) -> bool:
+        """Whether a handle is of this store, which may have let it go."""
+        return handle.startswith(f"{self.name}-")
+
+    @property
+    def name(self) -> str:
+        """Of this process's store: its handles begin with it, and nobody else's do."""
+        # With the process, for those that are forked from this one.
+        return f"{os.getpid():x}{self._nonce}"
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that are held."""
+        with self._lock:
+            return self._n_bytes
+
+    def _drop(self, now: float, *, room_for: int) -> None:
+        """Let go of what has expired, and of what was fetched where there is no room."""
+        for items in (self._fetched, self._waiting):
+            for handle, _ in list(_until_valid(items, now)):
+                self._remove(items, handle)
+        while self._fetched and self._n_bytes + room_for > self.max_bytes:
+            self._remove(self._fetched, next(iter(self._fetched)))
+
+    def _remove(self, items: OrderedDict[str, _Payload], handle: str) -> None:
+        if (item := items.pop(handle, None)) is not None:
+            self._n_bytes -= len(item.data)
+            if items is self._waiting:
+                self._leave(item)
+
+    def _leave(self, item: _Payload) -> None:
+        """Take note that something of a client waits no longer."""
+        self._of_client[item.client] -= len(item.data)
+        if not self._of_client[item.client]:
+            del self._of_client[item.client]
+
+    def _wake_later(self) -> None:
+        # Without it the last results of a run would be held until the next run.
+        if self._timer is None:
+            self._timer = threading.Timer(self._fetched_ttl_s, self._wake)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._drop(time.monotonic(), room_for=0)
+            if self._waiting or self._fetched:
+                self._wake_later()
+
+
+def _until_valid(items: OrderedDict[str, _Payload], now: float) -> Iterator[tuple[str, _Payload]]:
+    for handle, item in items.items():
+        if item.expires > now:
+            return
+        yield handle, item

@@ -1,0 +1,105 @@
+"""HTTP routes of the registry: probes and vectors that requests refer to by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from inspect_lens._vllm.registered.persistent_hooks import raise_first
+from inspect_lens._vllm.registered.registry import parse_item
+from inspect_lens.errors import LensError, SpecError
+from inspect_lens.spec import EngineFacts, EngineProbe, TensorLimits, check_name
+
+from .write_key import UNAUTHORIZED, may_write
+
+__all__ = ["add_registry_routes"]
+
+_PATH = "/v1/inspect_lens/registry"
+
+
+def add_registry_routes(  # noqa: C901 - three handlers of a few lines
+    app: Any, front_end: Callable[[], Any]
+) -> None:
+    """Add `GET`, `POST` and `DELETE` of the registry to a server.
+
+    Args:
+        app: the FastAPI application.
+        front_end: gives the front-end of this process.
+    """
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    def refused(error: LensError) -> JSONResponse:
+        body = _refusal(error)
+        return JSONResponse(body, status_code=body["error"]["code"])
+
+    async def tell_workers(request: Any, probe: EngineProbe, remove: bool) -> None:
+        engine = request.app.state.engine_client
+        answers = await engine.collective_rpc(
+            "inspect_lens_register", args=(probe.model_dump(mode="json"), remove)
+        )
+        raise_first([answer for answer in answers or () if isinstance(answer, str)])
+
+    async def forget(request: Any, unused: EngineProbe | None) -> None:
+        if unused is not None:
+            await tell_workers(request, unused, True)
+
+    async def listed() -> Any:
+        return front_end().registry.describe()
+
+    async def register(request: Request) -> Any:
+        if not may_write(request):
+            return JSONResponse(UNAUTHORIZED, status_code=401)
+        try:
+            name, item, replace = await _asked(request, front_end().facts)
+            # The workers first: a name that can be used is known everywhere.
+            if isinstance(item, EngineProbe):
+                front_end().check(name, item, replace=replace)
+                await tell_workers(request, item, False)
+            await forget(request, front_end().register(name, item, replace=replace))
+        except LensError as error:
+            return refused(error)
+        return {"name": name, **item.reference()}
+
+    async def remove(name: str, request: Request) -> Any:
+        if not may_write(request):
+            return JSONResponse(UNAUTHORIZED, status_code=401)
+        try:
+            check_name(name)
+            await forget(request, front_end().unregister(name))
+        except LensError as error:
+            return refused(error)
+        return {"name": name, "removed": True}
+
+    # FastAPI reads annotations at run time, and those of this module are text.
+    register.__annotations__["request"] = remove.__annotations__["request"] = Request
+    app.get(_PATH)(listed)
+    app.post(_PATH)(register)
+    app.delete(_PATH + "/{name}")(remove)
+
+
+async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, bool]:
+    """Name, item, and whether to replace, out of a body.
+
+    Raises:
+        SpecError: the body is something else.
+    """
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"the body cannot be read: {error}") from None
+    if not isinstance(body, dict):
+        raise SpecError(
+            f"the body cannot be read: a JSON object is wanted, not {type(body).__name__}"
+        )
+    replace = body.pop("replace", False)
+    if not isinstance(replace, bool):
+        raise SpecError(f"replace={replace!r}; allowed are true and false")
+    limits = None if facts is None else TensorLimits.of(facts)
+    return *await asyncio.to_thread(parse_item, body, limits), replace
+
+
+def _refusal(error: LensError) -> dict[str, Any]:
+    code = error.status if error.status < 500 else 400
+    return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}

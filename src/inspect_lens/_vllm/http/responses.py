@@ -1,0 +1,386 @@
+"""In the API server: results into responses and streams, requests out of bodies, one route."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
+from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.compat.seams import SERVE_SEAMS, seam, verify, wrap
+from inspect_lens._vllm.results.outputs import choices_of, has_fields
+from inspect_lens.errors import CompatError, LensError, UnsupportedError
+from inspect_lens.spec import (
+    LENS_KEYS,
+    NATIVE_KEY,
+    EngineFacts,
+    TensorData,
+    encode_frame,
+    encode_saved,
+    encode_tensor,
+    parse_extra_args,
+)
+
+from .bodies import ReadBodies, has_lens_words, xargs_of
+from .fetch_route import add_fetch_route
+from .hook_routes import add_hook_routes
+from .ignored_keys import RefuseLostKeys
+from .payloads import PayloadStore
+from .registry_routes import add_registry_routes
+from .response_models import with_room
+
+__all__ = ["as_json", "install_when_serving", "is_serving", "payloads"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_SERVER_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server",
+    "vllm.entrypoints.openai.chat_completion.serving",
+)
+
+
+class _Front:
+    """The front-end of this process, once it has an engine."""
+
+    end: Any = None
+
+
+payloads = PayloadStore()
+"""The store of this process; a handle is valid at the process that made it."""
+
+
+def is_serving() -> bool:
+    """Whether this process is an API server."""
+    main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", None)
+    return any(name in sys.modules or name == main for name in _SERVER_MODULES)
+
+
+def install_when_serving(front_end: Any = None) -> None:
+    """Wrap the HTTP layer where this process is an API server, or becomes one.
+
+    Args:
+        front_end: of this process, once it has an engine.
+    """
+    if front_end is not None:
+        _Front.end = front_end
+    if not is_serving():
+        return
+    if is_off("http") is not None:
+        return
+    try:
+        verify(SERVE_SEAMS)
+    except CompatError as error:
+        # Judging refuses lens requests from now on.
+        logger.warning("inspect_lens: %s: off: %s", FEATURES["http"], error)
+        turn_off("http", str(error))
+        return
+    for name, make in _WRAPPERS.items():
+        wrap(seam(name), make)
+
+
+def as_json(completion: Any) -> dict[str, Any]:
+    """A choice's result as it stands in a response: `activations` and `inspect_lens`."""
+    result: dict[str, Any] = {"inspect_lens": completion.inspect_lens.model_dump(mode="json")}
+    tensors: dict[str, TensorData] = completion.inspect_lens_tensors
+    if tensors:
+        is_binary = completion.inspect_lens_transport == "binary"
+        entries: dict[str, Any] = {}
+        try:
+            for name, tensor in tensors.items():
+                entries[name] = _entry(tensor, is_binary=is_binary)
+        except LensError:
+            payloads.discard([entry["handle"] for entry in entries.values() if is_binary])
+            raise
+        plain = getattr(completion, "inspect_lens_plain", {})
+        result["activations"] = entries | {n: {"__json__": value} for n, value in plain.items()}
+    if (saved := getattr(completion, "inspect_lens_saved", None)) is not None:
+        result["hook_results"] = encode_saved(saved)
+    return result
+
+
+def _entry(tensor: TensorData, *, is_binary: bool) -> dict[str, Any]:
+    if not is_binary:
+        return encode_tensor(tensor)
+    memory: Any = tensor.storage.base
+    if memory is not None and 4 * memoryview(memory).nbytes > 5 * tensor.nbytes:
+        # Of a text that ended long before it had to: the store would keep room for all of it.
+        # numpy copies without the interpreter's lock; `bytes` does not.
+        tensor = TensorData(tensor.storage.copy(), tensor.dtype)
+    entry, frame = encode_frame(tensor)
+    beside = {"handle": payloads.put(frame), "nbytes": len(frame), "transport": "binary"}
+    return entry | beside
+
+
+def results_of(outputs: Iterable[Any]) -> list[dict[str, Any]]:
+    """JSON of each finished choice, in order; empty dicts for choices without a result."""
+    return [
+        getattr(completion, "inspect_lens_json", {})
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+def decorate(response: Any, outputs: Sequence[Any]) -> Any:
+    """Put results into a response: the first choice's at the top, each one's on its choice."""
+    try:
+        return _decorated(response, results_of(outputs))
+    except BaseException as error:  # noqa: BLE001 - a door
+        pass_over(error, uses_lens=has_results(outputs))
+        return response
+
+
+def has_results(outputs: Iterable[Any]) -> bool:
+    """Whether anything of ours stands on outputs."""
+    choices = [completion for output in outputs for completion in choices_of(output)]
+    return any(hasattr(completion, "inspect_lens_json") for completion in choices)
+
+
+def _decorated(response: Any, found: list[dict[str, Any]]) -> Any:
+    if not any(found) or not hasattr(response, "choices"):
+        return response
+    for key, value in found[0].items():
+        setattr(response, key, value)
+    if len(found) > 1:
+        for choice, result in zip(response.choices, found, strict=True):
+            for key, value in result.items():
+                setattr(choice, key, value)
+    return response
+
+
+def _chat_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def full(self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any) -> Any:
+        _check_handler(self, request)
+        last: dict[int, Any] = {}
+        watched = _watch(result_generator, last)
+        response = await original(self, request, watched, *args, **kw)
+        return decorate(response, list(last.values()))
+
+    return full
+
+
+def _chat_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def batch(self: Any, request: Any, generators: Any, *args: Any, **kw: Any) -> Any:
+        lasts: list[dict[int, Any]] = [{} for _ in generators]
+        watched = [_watch(g, last) for g, last in zip(generators, lasts, strict=True)]
+        response = await original(self, request, watched, *args, **kw)
+        return decorate(response, [last[0] for last in lasts if last])
+
+    return batch
+
+
+def _completion_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    def full(self: Any, final_res_batch: Any, *args: Any, **kw: Any) -> Any:
+        return decorate(original(self, final_res_batch, *args, **kw), final_res_batch)
+
+    return full
+
+
+def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def stream(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any
+    ) -> AsyncGenerator[str, None]:
+        _check_handler(self, request)
+        seen = _Seen()
+        chunks = original(self, request, _collect(result_generator, seen, 1), *args, **kw)
+        async for chunk in _with_results(chunks, seen, "chat.completion.chunk"):
+            yield chunk
+
+    return stream
+
+
+def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def stream(
+        self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kw: Any
+    ) -> AsyncGenerator[str, None]:
+        seen = _Seen()
+        watched = _collect(result_generator, seen, request.n or 1)
+        chunks = original(self, request, engine_inputs, watched, *args, **kw)
+        async for chunk in _with_results(chunks, seen, "text_completion"):
+            yield chunk
+
+    return stream
+
+
+def _tokens_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def full(self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any) -> Any:
+        last: dict[int, Any] = {}
+        watched = _watch(result_generator, last)
+        response = await original(self, request, watched, *args, **kw)
+        try:
+            return with_room(response, results_of(last.values()))
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_results(last.values()))
+            return response
+
+    return full
+
+
+def _tokens_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def stream(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kw: Any
+    ) -> AsyncGenerator[str, None]:
+        seen = _Seen()
+        chunks = original(self, request, _collect(result_generator, seen, 1), *args, **kw)
+        async for chunk in _with_results(chunks, seen, "inference.generate.chunk"):
+            yield chunk
+
+    return stream
+
+
+def _check_handler(handler: Any, request: Any) -> None:
+    """Refuse where another API's handler would rebuild the response without our fields."""
+    if ".openai." not in type(handler).__module__ and parse_extra_args(request.vllm_xargs):
+        raise UnsupportedError(
+            f"{type(handler).__name__} has no place for activations; use /v1/chat/completions or "
+            "/v1/completions"
+        )
+
+
+async def _watch(outputs: AsyncIterator[Any], last: dict[int, Any]) -> AsyncGenerator[Any, None]:
+    async for output in outputs:
+        last[0] = output
+        yield output
+
+
+class _Seen:
+    """What has come of a stream."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, dict[str, Any]] = {}
+        """Results of finished choices, by index."""
+        self.scores: list[dict[str, Any]] = []
+        """Token scores that no event has carried yet."""
+
+    def take(self, output: Any, first: int) -> None:
+        """Take what is ours from an output.
+
+        Args:
+            output: vLLM's.
+            first: index of its first choice among the stream's.
+        """
+        for completion in output.outputs:
+            index = first + completion.index
+            scores = completion.__dict__.pop("inspect_lens_scores", None)
+            if scores:
+                self.scores.append({"index": index, "probes": scores})
+            result = getattr(completion, "inspect_lens_json", None)
+            if result:
+                self.results[index] = result
+
+
+async def _collect(
+    outputs: AsyncIterator[Any], seen: _Seen, per_prompt: int
+) -> AsyncGenerator[Any, None]:
+    """Pass outputs through, keeping what is ours by the index of its choice."""
+    async for item in outputs:
+        prompt, output = item if isinstance(item, tuple) else (0, item)
+        try:
+            seen.take(output, prompt * per_prompt)
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_fields(output))
+        yield item
+
+
+async def _with_results(
+    chunks: AsyncIterator[str], seen: _Seen, kind: str
+) -> AsyncGenerator[str, None]:
+    """Send token scores behind their tokens, and the results before the stream ends."""
+    async for chunk in chunks:
+        is_end = chunk.startswith("data: [DONE]")
+        if is_end and seen.results:
+            yield f"data: {json.dumps(_event(seen.results, kind))}\n\n"
+        yield chunk
+        if seen.scores and not is_end:
+            scores, seen.scores = seen.scores, []
+            event = {"object": kind, "choices": [], "inspect_lens_scores": scores}
+            yield f"data: {json.dumps(event)}\n\n"
+
+
+def _event(seen: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
+    first = seen[min(seen)]
+    event: dict[str, Any] = {"object": kind, "choices": [], **first}
+    if len(seen) > 1:
+        event["inspect_lens_choices"] = [{"index": i, **seen[i]} for i in sorted(seen)]
+    return event
+
+
+def _facts() -> EngineFacts | None:
+    """Facts of the engine that is served, where it is known."""
+    return getattr(_Front.end, "facts", None)
+
+
+def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self.model_extra or self.vllm_xargs:
+                self.vllm_xargs = xargs_of(self, _facts())
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_lens_words(self))
+        return original(self, *args, **kwargs)
+
+    return to_sampling_params
+
+
+def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a wrapper that refuses lens requests where no result could be returned."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_ours = False
+            try:
+                is_ours = NATIVE_KEY in (xargs_of(self, _facts()) or {})
+            except BaseException as error:  # noqa: BLE001 - a door
+                pass_over(error, uses_lens=has_lens_words(self))
+            if is_ours:
+                raise UnsupportedError(
+                    f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling through "
+                    "/v1/chat/completions or /v1/completions"
+                )
+            return original(self, *args, **kwargs)
+
+        return refusing
+
+    return make
+
+
+def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register(app: Any) -> None:
+        original(app)
+
+        async def about() -> dict[str, Any]:
+            described = _Front.end.describe() if _Front.end is not None else {}
+            return {**described, "stored_bytes": payloads.n_bytes}
+
+        add_fetch_route(app, payloads, lambda: getattr(_Front.end, "siblings", None))
+        app.get("/v1/inspect_lens")(about)
+        add_registry_routes(app, lambda: _Front.end)
+        add_hook_routes(app)
+        app.add_middleware(RefuseLostKeys)
+        app.add_middleware(ReadBodies, front_end=lambda: _Front.end)
+
+    return register
+
+
+_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "chat_full": _chat_full,
+    "chat_batch": _chat_batch,
+    "chat_stream": _chat_stream,
+    "completion_full": _completion_full,
+    "completion_stream": _completion_stream,
+    "chat_params": _to_sampling_params,
+    "completion_params": _to_sampling_params,
+    "chat_beam": _refuse("beam search"),
+    "completion_beam": _refuse("beam search"),
+    "responses_params": _refuse("/v1/responses"),
+    "transcription_params": _refuse("/v1/audio/transcriptions"),
+    "transcription_beam": _refuse("/v1/audio/transcriptions"),
+    "translation_params": _refuse("/v1/audio/translations"),
+    "translation_beam": _refuse("/v1/audio/translations"),
+    "tokens_full": _tokens_full,
+    "tokens_stream": _tokens_stream,
+    "routers": _routers,
+}

@@ -1,0 +1,190 @@
+"""A model's parameters as a user knows them: whole, whatever tensor parallelism made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from inspect_lens.errors import UnsupportedError
+
+__all__ = ["Parameters"]
+
+
+class Parameters:
+    """Finds parameters of a model by name, and keeps those that were prefetched."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str) -> torch.Tensor:
+        """One parameter, whole. With tensor parallelism all ranks have to ask for it together.
+
+        Args:
+            name: dotted path from the model.
+
+        Returns:
+            The parameter; without tensor parallelism it is the model's own memory.
+
+        Raises:
+            AttributeError: the model has none of this name on this pipeline stage.
+            LensError: it is packed for a kernel, or the ranks' shares cannot be put together.
+        """
+        kept = self._kept.get(name)
+        if kept is not None:
+            return kept
+        module, value = self._find(name)
+        group = _tp()
+        if group.world_size == 1:
+            return value
+        shares = _gather(value, group)
+        return _whole(name, module, shares, group.world_size)
+
+    def prefetch(self, names: list[str]) -> None:
+        """Keep parameters, gathered over tensor-parallel ranks and sent to all pipeline stages.
+
+        All workers have to be told to at the same time.
+
+        Args:
+            names: dotted paths from the model.
+
+        Raises:
+            AttributeError: no stage has a parameter of the name.
+            LensError: see `get`.
+        """
+        for name in names:
+            found, problem = None, None
+            try:
+                found = self.get(name)
+            except Exception as error:  # noqa: BLE001 - the other stages wait for what this one says
+                problem = error
+            whole = _over_stages(found)
+            if whole is None:
+                raise problem or AttributeError(f"no pipeline stage has a parameter {name!r}")
+            self._kept[name] = whole
+
+    def clear(self) -> None:
+        """Forget what was prefetched."""
+        self._kept.clear()
+
+    def _find(self, name: str) -> tuple[nn.Module, torch.Tensor]:
+        from vllm.model_executor.models.utils import PPMissingLayer
+
+        module: Any = self._model
+        *parents, last = name.split(".")
+        for part in parents:
+            module = getattr(module, part, None)
+            if isinstance(module, PPMissingLayer):
+                raise AttributeError(
+                    f"{name}: this pipeline stage does not have it; prefetch it, with "
+                    "prefetch_params of register_hooks or with prefetch_params alone"
+                )
+            if module is None:
+                raise AttributeError(f"{name}: {type(self._model).__name__} has no {part!r}")
+        value = getattr(module, last, None)
+        if not isinstance(value, torch.Tensor):
+            near = ", ".join(n for n, _ in module.named_parameters(recurse=False)) or "none"
+            raise AttributeError(f"{name}: no parameter of that name; there are: {near}")
+        if not value.numel():
+            raise UnsupportedError(
+                f"{name}: vLLM has packed it away for the kernel of this device and keeps no copy"
+            )
+        return module, value.detach()
+
+
+def _tp() -> Any:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def _gather(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """The ranks' shares, in order."""
+    stacked: torch.Tensor = group.all_gather(value.unsqueeze(0).contiguous(), dim=0)
+    return list(stacked)
+
+
+def _whole(name: str, module: Any, shares: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    module = getattr(module, "base_layer", module)
+    first = shares[0]
+    kinds = (VocabParallelEmbedding, RowParallelLinear, ColumnParallelLinear)
+    if getattr(module, "tp_size", ranks) == 1:
+        return first
+    if isinstance(module, kinds) and (not first.is_floating_point() or first.itemsize < 2):
+        raise UnsupportedError(f"{name}: quantised shares of ranks are not put together")
+    if isinstance(module, VocabParallelEmbedding):
+        return _vocabulary(module, shares)
+    if isinstance(module, RowParallelLinear) and first.dim() == 2:
+        return torch.cat(shares, dim=1)
+    if isinstance(module, QKVParallelLinear):
+        value_size = getattr(module, "v_head_size", module.head_size)
+        sizes = [
+            module.num_heads * module.head_size,
+            module.num_kv_heads * module.head_size,
+            module.num_kv_heads * value_size,
+        ]
+        every = [1, module.num_kv_head_replicas, module.num_kv_head_replicas]
+        return _merged(name, shares, sizes, every)
+    if isinstance(module, ColumnParallelLinear):
+        outputs = getattr(module, "output_sizes", None)
+        sizes = [size // ranks for size in outputs] if outputs else [first.shape[0]]
+        return _merged(name, shares, sizes, [1] * len(sizes))
+    if all(torch.equal(first, share) for share in shares[1:]):
+        return first
+    raise UnsupportedError(
+        f"{name}: each rank has its own share of it, and how shares of {type(module).__name__} "
+        "make up the whole is not known"
+    )
+
+
+def _merged(
+    name: str, shares: list[torch.Tensor], sizes: list[int], every: list[int]
+) -> torch.Tensor:
+    """Parts that lie one behind the other on each rank, each put together over the ranks.
+
+    Args:
+        name: for the message.
+        shares: of the ranks.
+        sizes: rows of each part on a rank.
+        every: ranks that hold the same rows of a part.
+    """
+    if sum(sizes) != shares[0].shape[0]:
+        raise UnsupportedError(f"{name}: its shares are not laid out as vLLM's layer says")
+    split = [torch.split(share, sizes, dim=0) for share in shares]
+    return torch.cat(
+        [torch.cat([s[i] for s in split[:: every[i]]], dim=0) for i in range(len(sizes))], dim=0
+    )
+
+
+def _vocabulary(module: Any, shares: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of the vocabulary and then of added tokens, without each rank's padding."""
+    padded = module.shard_indices.num_org_elements_padded
+    original = torch.cat([share[:padded] for share in shares])[: module.org_vocab_size]
+    added = torch.cat([share[padded:] for share in shares])[: module.num_added_embeddings]
+    return torch.cat([original, added]) if len(added) else original
+
+
+def _over_stages(value: torch.Tensor | None) -> torch.Tensor | None:
+    """What a pipeline stage has, on all of them; None where none has it."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return value
+    have: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(have, value is not None, group=group.cpu_group)
+    if not any(have):
+        return None
+    owner = have.index(True)
+    sent = {"value": value} if value is not None and group.rank_in_group == owner else None
+    received = group.broadcast_tensor_dict(sent, src=owner)
+    return value if value is not None else received["value"]

@@ -1,0 +1,112 @@
+"""What vLLM loads in every process: checks the seams, then installs the wrappers, once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from multiprocessing import parent_process
+
+from inspect_lens._settings import Settings, drop
+from inspect_lens.errors import CompatError
+
+from .compat.rivals import RivalError
+
+__all__ = ["register"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+
+_INSPECTING = "vllm.model_executor.models.registry"
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`.
+
+    Where this vLLM lacks a name that the lens needs, what needs it is off, with one line in the
+    log, and everything else starts as ever: whoever starts vLLM may not have asked for us.
+
+    Raises:
+        CompatError: vLLM loads vllm-lens as well; or something is off, and INSPECT_LENS_REQUIRED
+            says not to start then.
+    """
+    settings = Settings.load()
+    if settings.parent and parent_process() is None:
+        from .http.server_lifetime import end_with
+
+        # The server; engines and workers, which it starts, are not the named process's children.
+        drop("parent")
+        end_with(settings.parent)
+    if settings.disable or _only_looks_at_a_model():
+        return
+    try:
+        _install()
+    except RivalError:
+        raise
+    except Exception as error:
+        if settings.required:
+            raise
+        _leave_off(f"{type(error).__name__}: {error}")
+
+
+def _install() -> None:
+    # Imported here: the entry point itself has to stay light.
+    from .compat.features import FEATURES, problems, turn_off
+    from .compat.seams import SEAMS, add_method, has_rust_front_end, seam, verify, wrap
+
+    if has_rust_front_end():
+        # Nobody would judge and seal requests there, and collect their results.
+        logger.warning(
+            "inspect_lens: not active: the front-end in Rust loads no plug-ins, and passes over "
+            "lens requests. Start without VLLM_USE_RUST_FRONTEND"
+        )
+        return
+    from .compat.rivals import refuse_rivals
+    from .engine_core.step_rows import SCHEDULER_WRAPPERS
+    from .frontend.wrappers import FRONT_END_WRAPPERS
+    from .http.responses import install_when_serving
+    from .worker.rpc import manage_hooks
+    from .worker.worker import exported_taps, stats, wrap_load_model
+    from .worker.worker import register as register_probe
+
+    refuse_rivals()
+    for feature, reason in problems().items():
+        if feature == "lens" or Settings.load().required:
+            raise CompatError(f"{reason}, which inspect_lens needs for {FEATURES[feature]}")
+        logger.warning("inspect_lens: %s: off: %s", FEATURES[feature], reason)
+        turn_off(feature, reason)
+    verify(SEAMS)
+    wrap(seam("load_model"), wrap_load_model)
+    add_method(seam("load_model"), "inspect_lens_stats", stats)
+    add_method(seam("load_model"), "inspect_lens_register", register_probe)
+    add_method(seam("load_model"), "inspect_lens_taps", exported_taps)
+    add_method(seam("load_model"), "inspect_lens_hooks", manage_hooks)
+    for name, make in (SCHEDULER_WRAPPERS | FRONT_END_WRAPPERS).items():
+        wrap(seam(name), make)
+    install_when_serving()
+
+
+def _leave_off(reason: str) -> None:
+    """Go on without the lens, and have requests for it refused where that can be done."""
+    logger.error(
+        "inspect_lens: not active in this process: %s. vLLM runs as without it. See "
+        "`inspect-lens doctor`; INSPECT_LENS_REQUIRED=1 refuses to start instead",
+        reason,
+    )
+    try:
+        from .compat.features import turn_off
+        from .compat.seams import seam, wrap
+        from .frontend.refusing import refuse_lens_keys
+
+        turn_off("lens", reason)
+        wrap(seam("verify_args"), refuse_lens_keys)
+    except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
+        logger.error("inspect_lens: requests for the lens are passed over: %s", error)
+
+
+def _only_looks_at_a_model() -> bool:
+    """Whether this is the process in which vLLM asks a model's class what it can do.
+
+    It loads plug-ins, as models may be theirs, and runs no engine; vLLM's start waits for it.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == _INSPECTING

@@ -1,0 +1,318 @@
+"""In the front-end: persistent hooks of an engine, what they saved, and sealing hooks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.hooks.results import OWN, PERSISTENT, QK, Gathered
+from inspect_lens._engine.hooks.runner import EAGER_KEY
+from inspect_lens._torch import to_torch
+from inspect_lens.errors import CaptureError, LensError, UnsupportedError
+from inspect_lens.spec import (
+    EngineFacts,
+    Hook,
+    HookReceipt,
+    LensRequest,
+    QKReceipt,
+    TensorData,
+    check_hooks,
+)
+
+__all__ = [
+    "EagerResults",
+    "HookBook",
+    "packed_hook",
+    "put_eager",
+    "raise_first",
+    "seal_eager",
+    "take_eager",
+]
+
+_numbers = itertools.count(1)
+
+
+class HookBook:
+    """Persistent hooks of one engine of this process, and what they saved.
+
+    A persistent hook runs on every request that this process sends after it was registered.
+    """
+
+    books: ClassVar[WeakValueDictionary[int, HookBook]] = WeakValueDictionary()
+    """By number, which sealed requests carry; an engine keeps its own, and what stands in it."""
+
+    def __init__(self, facts: EngineFacts, *, most_bytes: int, n_processes: int = 1) -> None:
+        """Start empty.
+
+        Args:
+            facts: of the engine.
+            most_bytes: of results that are kept.
+            n_processes: API servers in front of the engine.
+        """
+        self._facts = facts
+        self._most = most_bytes
+        self._n_processes = n_processes
+        self._lock = threading.Lock()
+        self._hooks: list[tuple[str, Hook]] = []
+        self._results: dict[str, dict[str, Any]] = {}
+        self._sizes: dict[str, int] = {}
+        self.number = next(_numbers)
+        HookBook.books[self.number] = self
+
+    @property
+    def hooks(self) -> list[tuple[str, Hook]]:
+        """Names that workers know, and hooks, in the order in which they run."""
+        with self._lock:
+            return list(self._hooks)
+
+    def prepare(self, hooks: Sequence[Hook]) -> dict[str, Hook]:
+        """Judge hooks and name them; the workers are told of them before `add`.
+
+        Raises:
+            LensError: this engine cannot run them.
+        """
+        check_hooks(tuple(hooks), self._facts, "hooks")
+        if self._facts.is_speculative:
+            raise UnsupportedError(
+                "hooks beside speculative decoding, whose rejected drafts would be seen as tokens"
+            )
+        if self._n_processes > 1:
+            raise UnsupportedError(
+                f"persistent hooks with {self._n_processes} API server processes, of which one "
+                "would know them; start with --api-server-count 1, or send hooks with requests"
+            )
+        return {f"{next(_numbers)}:{hook.fn.sha256[:16]}": hook for hook in hooks}
+
+    def add(self, named: Mapping[str, Hook]) -> None:
+        """Let further requests run hooks that all workers know."""
+        with self._lock:
+            self._hooks += named.items()
+
+    def clear(self) -> list[str]:
+        """Forget hooks and results; returns names that the workers may forget."""
+        with self._lock:
+            names = [name for name, _ in self._hooks]
+            self._hooks = []
+            self._results, self._sizes = {}, {}
+        return names
+
+    def clear_results(self) -> None:
+        """Forget results, and keep the hooks."""
+        with self._lock:
+            self._results, self._sizes = {}, {}
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """What persistent hooks saved, of finished requests: by request, by index of the hook."""
+        with self._lock:
+            return dict(self._results)
+
+    def keep(self, key: str, saved: dict[str, Any]) -> None:
+        """Keep what persistent hooks saved of a request.
+
+        Raises:
+            CaptureError: that would be more than the engine keeps.
+        """
+        size = _nbytes(saved)
+        with self._lock:
+            if sum(self._sizes.values()) + size > self._most:
+                raise CaptureError(
+                    f"persistent hooks have saved {sum(self._sizes.values())} bytes and nobody "
+                    "has cleared them: call clear_hook_results (POST /v1/hooks/clear_results) "
+                    "between turns, save less, or raise INSPECT_LENS_HOOK_BYTES"
+                )
+            self._results[key], self._sizes[key] = saved, size
+
+
+def seal_eager(
+    request: LensRequest, facts: EngineFacts, book: HookBook | None
+) -> dict[str, Any] | None:
+    """What the workers need of a request whose steps run eagerly.
+
+    Args:
+        request: judged.
+        facts: of the engine.
+        book: persistent hooks of the engine.
+
+    Returns:
+        Plain data that msgpack carries; None where the request needs nothing of the kind.
+    """
+    persistent = [] if book is None else book.hooks
+    if not persistent and not request.runs_eagerly:
+        return None
+    qk = request.qk
+    qk_layers = () if qk is None else facts.layers if qk.layers == "all" else qk.layers
+    hooks = [*(hook for _, hook in persistent), *request.hooks]
+    layers = set(qk_layers).union(*(hook.layer_indices for hook in hooks))
+    digest = hashlib.sha256("|".join(hook.content for hook in hooks).encode())
+    return {
+        "own": [packed_hook(hook) for hook in request.hooks],
+        "persistent": [name for name, _ in persistent],
+        "qk": list(qk_layers) if qk is not None else None,
+        "qk_named": qk is not None and qk.layers != "all",
+        "qk_transport": "inline" if qk is None else qk.transport,
+        "n_layers": len(layers),
+        "hook_layers": sorted({layer for hook in hooks for layer in hook.layer_indices}),
+        # For this process; workers do not look at these.
+        "book": 0 if book is None else book.number,
+        "hash": digest.hexdigest() if hooks else None,
+        "sha256": {
+            OWN: [hook.fn.sha256 for hook in request.hooks],
+            PERSISTENT: [hook.fn.sha256 for _, hook in persistent],
+        },
+    }
+
+
+def packed_hook(hook: Hook) -> dict[str, Any]:
+    """A hook as plain data that msgpack carries."""
+    return {
+        "data": hook.fn.data,
+        "name": hook.fn.name,
+        "sha256": hook.fn.sha256,
+        "layers": list(hook.layer_indices),
+        "pre": hook.pre,
+    }
+
+
+class EagerResults:
+    """What hooks saved and what was read of queries and keys, for one finished request."""
+
+    def __init__(self, sealed: Mapping[str, Any], gathered: Gathered, n_fed: int) -> None:
+        """Put the parts together.
+
+        Args:
+            sealed: what `seal_eager` made.
+            gathered: from the workers.
+            n_fed: tokens that were fed.
+
+        Raises:
+            CaptureError: layers have queries and keys of different shapes.
+        """
+        self.saved: dict[str, Any] | None = gathered.parts[OWN] if sealed["own"] else None
+        """By index of the hook; None where the request brought none."""
+        if self.saved is not None:
+            # A hook that saved nothing, or was not called, has an empty place.
+            self.saved = {str(i): self.saved.get(str(i), {}) for i in range(len(sealed["own"]))}
+        self.persistent: dict[str, Any] = {
+            str(i): gathered.parts[PERSISTENT].get(str(i), {})
+            for i in range(len(sealed["persistent"]))
+        }
+        self.transport: str = sealed["qk_transport"]
+        self.hook_receipt: HookReceipt | None = None
+        if sealed["own"] or sealed["persistent"]:
+            self.hook_receipt = HookReceipt(
+                functions=tuple(sealed["sha256"][OWN]),
+                persistent=tuple(sealed["sha256"][PERSISTENT]),
+                layers=tuple(sealed["hook_layers"]),
+                n_tokens=gathered.n_fed,
+                n_edited=gathered.n_edited,
+            )
+        self.tensors: dict[str, TensorData] = {}
+        self.plain: dict[str, Any] = {}
+        """`qk_layers` and `qk_meta`."""
+        self.qk_receipt: QKReceipt | None = None
+        if sealed["qk"] is not None:
+            self._stack(gathered.parts[QK], n_fed)
+
+    def _stack(self, layers: list[dict[str, Any]], n_fed: int) -> None:
+        layers = sorted(layers, key=lambda item: int(item["layer"]))
+        if not layers:
+            raise CaptureError("output_qk: the model has no layer with softmax attention")
+        for name in ("q", "k"):
+            shapes = {item[name].shape[1:] for item in layers}
+            if len(shapes) > 1:
+                raise CaptureError(
+                    f"output_qk: layers have different heads ({sorted(shapes)}); ask for layers of "
+                    "one kind"
+                )
+            dtype = layers[0][name].dtype
+            rows = np.stack([item[name].storage[:n_fed] for item in layers])
+            self.tensors[f"attn_{name}"] = TensorData(rows, dtype)
+        numbers = [int(item["layer"]) for item in layers]
+        self.plain = {"qk_layers": numbers, "qk_meta": [item["meta"] for item in layers]}
+        self.qk_receipt = QKReceipt(
+            layers=tuple(numbers), n_positions=n_fed, dtype=self.tensors["attn_q"].dtype
+        )
+
+
+def take_eager(
+    collector: Collector, key: str, packed: Mapping[str, Any], *, n_fed: int, timeout_s: float
+) -> EagerResults | None:
+    """Wait for what the workers saved of a finished request.
+
+    Args:
+        collector: of this process.
+        key: the request.
+        packed: its envelope.
+        n_fed: tokens that were fed.
+        timeout_s: seconds to wait.
+
+    Returns:
+        The results; None where the request asked for none, or failed in a worker.
+
+    Raises:
+        LensError: they did not come, or contradict one another.
+    """
+    sealed = packed.get(EAGER_KEY)
+    if sealed is None:
+        return None
+    gathered = collector.saved.take(key, n_fed=n_fed, timeout_s=timeout_s)
+    if gathered is None:
+        return None
+    results = EagerResults(sealed, gathered, n_fed)
+    book = HookBook.books.get(sealed["book"])
+    if book is not None and sealed["persistent"]:
+        book.keep(key, results.persistent)
+    return results
+
+
+def live_values(value: Any) -> Any:
+    """Saved values with torch tensors, for Python callers."""
+    if isinstance(value, TensorData):
+        return to_torch(value)
+    if isinstance(value, dict):
+        return {key: live_values(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [live_values(item) for item in value]
+    return value
+
+
+def put_eager(completion: Any, results: EagerResults) -> None:
+    """Put results on a choice: `hook_results`, and queries and keys among its activations."""
+    if results.saved is not None:
+        completion.inspect_lens_saved = results.saved
+        completion.hook_results = live_values(results.saved)
+    if results.tensors:
+        completion.inspect_lens_tensors = completion.inspect_lens_tensors | results.tensors
+        completion.inspect_lens_plain = results.plain
+        if not hasattr(completion, "activations"):
+            completion.activations = {}
+            completion.inspect_lens_transport = results.transport
+        completion.activations |= live_values(results.tensors) | results.plain
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, TensorData):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(_nbytes(item) for item in value.values())
+    if isinstance(value, list):
+        return sum(_nbytes(item) for item in value)
+    return len(value) if isinstance(value, str) else 16
+
+
+def raise_first(answers: Sequence[str | None]) -> None:
+    """Raise what a worker answered to a call.
+
+    Raises:
+        LensError: one could not do it.
+    """
+    problem = next((answer for answer in answers if answer), None)
+    if problem is not None:
+        raise LensError(problem)

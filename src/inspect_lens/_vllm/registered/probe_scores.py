@@ -1,0 +1,338 @@
+"""From the numbers that probes left per token to scores, aggregates and alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from inspect_lens._engine.protocol.probes import AskedProbes
+from inspect_lens.probe import StreamingPool, pool_scores
+from inspect_lens.spec import (
+    EngineProbe,
+    PositionName,
+    ProbeReceipt,
+    ProbeUse,
+    resolve_positions,
+)
+
+from .pooled_scores import Floats, Means, Plain, Whole, no_number, take_together
+
+__all__ = ["Reading", "Reads", "feed_together"]
+
+_USES = TypeAdapter(tuple[ProbeUse, ...])
+
+
+class Reads:
+    """Uses of probes, and what reading them takes that is the same for all requests with them."""
+
+    def __init__(self, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> None:
+        """Sort the uses.
+
+        Args:
+            uses: of a request, in its order.
+            registered: probes by name.
+
+        Raises:
+            SpecError: one is not registered any more.
+        """
+        self.asked = AskedProbes.of(uses, registered)
+        """What sealing takes of them."""
+        self.uses = tuple(uses)
+        self.may_stop = any(use.alarm == "stop" for use in uses)
+        """Whether one of them may end a generation."""
+        self.streams_tokens = any(use.tokens for use in uses)
+        """Whether token scores were asked for."""
+        self.probes = tuple(registered[use.name] for use in uses)
+        self.wire = _USES.dump_json(self.uses).decode()
+        """The uses as text; the same object always."""
+        self.plain: dict[PositionName, Plain] = {}
+        """By the tokens that they read."""
+        self.others: list[tuple[int, int]] = []
+        """Index and first column."""
+        column = 0
+        for i, (use, probe) in enumerate(zip(self.uses, self.probes, strict=True)):
+            if isinstance(use.positions, str) and _is_plain(use, probe):
+                self.plain.setdefault(use.positions, Plain()).add(i, use, probe, column)
+            else:
+                self.others.append((i, column))
+            column += probe.columns
+
+
+class Reading:
+    """The probes of one request, fed with their numbers as these arrive."""
+
+    def __init__(self, reads: Reads, *, lo: int, n_prompt: int, n_max: int) -> None:
+        """Take note of a request; nothing else, since the engine does not have it yet.
+
+        Args:
+            reads: the uses.
+            lo: position of the first number.
+            n_prompt: tokens of the prompt.
+            n_max: tokens that are fed at most.
+        """
+        self._reads = reads
+        self._lo, self._n_prompt, self._n_max = lo, n_prompt, n_max
+        self.n_seen = 0
+
+    @cached_property
+    def _plain(self) -> list[Means]:
+        return [
+            Means(plain, cast("range", self._where(plain.at[0])))
+            for plain in self._reads.plain.values()
+        ]
+
+    @cached_property
+    def _uses(self) -> list[_Use]:
+        reads = self._reads
+        return [
+            _Use(i, reads.uses[i], reads.probes[i], column, self._where(i))
+            for i, column in reads.others
+        ]
+
+    def _where(self, i: int) -> range | tuple[int, ...]:
+        """What a use reads."""
+        return resolve_positions(
+            self._reads.uses[i].positions,
+            n_prompt=self._n_prompt,
+            n_max=self._n_max,
+            field=f"probes[{i}].positions",
+        )
+
+    @property
+    def has_alarm(self) -> bool:
+        """Whether a probe may end the generation."""
+        return self._reads.may_stop
+
+    @property
+    def streams_tokens(self) -> bool:
+        """Whether token scores were asked for."""
+        return self._reads.streams_tokens
+
+    @property
+    def n_by_token(self) -> int:
+        """Uses whose reading takes Python for each token, or may."""
+        return len(self._reads.others)
+
+    def prepare(self) -> None:
+        """Do what can be done before the last number has come, while the engine is waited for."""
+        for means in self._plain:
+            means.prepare()
+
+    def feed(self, numbers: NDArray[np.float32]) -> dict[str, list[float]]:
+        """Take the next positions.
+
+        Args:
+            numbers: (shares, positions, columns), without a gap behind what was fed before.
+
+        Returns:
+            Token scores by name, of the uses that asked for them and read some of these.
+        """
+        first = self._lo + self.n_seen
+        self.n_seen += numbers.shape[1]
+        if not numbers.shape[1]:
+            return {}
+        columns: NDArray[Any] = numbers[0]
+        if len(numbers) > 1:
+            # Shares of the workers, added where they meet.
+            columns = np.add.reduce(numbers, axis=0, dtype=np.float64)
+        for means in self._plain:
+            means.take(columns, first)
+        new: dict[str, list[float]] = {}
+        if not self._uses:
+            return new
+        wide = columns.astype(np.float64, copy=False)
+        for use in self._uses:
+            scores = use.take(wide, first)
+            if use.use.tokens and len(scores):
+                new[use.use.name] = scores.tolist()
+        return new
+
+    def whole(self, numbers: NDArray[np.float32]) -> Whole | None:
+        """What `feed_together` takes at once of a request that was fed nothing before.
+
+        Args:
+            numbers: (shares, positions, columns); all of them. They may be still to come.
+
+        Returns:
+            None where something else is wanted than means over the same tokens.
+        """
+        if self._reads.others or self.n_seen or len(numbers) != 1 or len(self._plain) != 1:
+            return None
+        (means,) = self._plain
+        a, b = means.read(numbers.shape[1], self._lo)
+        if a == b:
+            return None
+        plain = means.plain
+        return Whole(means, numbers[0][a:b, plain.pick], self._lo + a, (id(plain), b - a))
+
+    def alarm(self) -> str | None:
+        """Name of a probe whose alarm has to end the generation now."""
+        for use in self._uses:
+            if use.use.alarm == "stop" and use.alarm_position is not None:
+                use.stopped = True
+                return use.use.name
+        return None
+
+    def receipts(self) -> tuple[ProbeReceipt, ...]:
+        """What each probe found in all that was fed."""
+        if len(self._plain) == 1 and not self._reads.others:
+            return self._plain[0].receipts()
+        found = [pair for means in self._plain for pair in means.numbered()]
+        found += [(use.at, use.receipt()) for use in self._uses]
+        found.sort(key=itemgetter(0))
+        return tuple(receipt for _, receipt in found)
+
+
+def feed_together(wholes: Iterable[Whole]) -> None:
+    """`Reading.feed` for many requests: a batch ends in one step, and mostly asks for one thing."""
+    alike: dict[tuple[int, int], list[Whole]] = {}
+    for whole in wholes:
+        alike.setdefault(whole.key, []).append(whole)
+    for taken in alike.values():
+        take_together(taken)
+
+
+def _is_plain(use: ProbeUse, probe: EngineProbe) -> bool:
+    """Whether a use wants the mean of linear scores and nothing else."""
+    pool = use.aggregate or probe.aggregate
+    return probe.kind == "linear" and pool == "mean" and use.alarm is None and not use.tokens
+
+
+class _Use:
+    def __init__(
+        self,
+        at: int,
+        use: ProbeUse,
+        probe: EngineProbe,
+        column: int,
+        where: range | tuple[int, ...],
+    ) -> None:
+        self.at, self.use, self.probe = at, use, probe
+        self.stopped = False
+        self._columns = slice(column, column + probe.columns)
+        self._where = where if isinstance(where, range) else frozenset(where)
+        self._attention = _Attention(probe) if probe.kind == "attention" else None
+        self._bias = probe.bias("bias") if probe.kind == "linear" else 0.0
+        # An attention probe's score is one of the text so far: the last one stands for all.
+        self._pool = "last" if self._attention else (use.aggregate or probe.aggregate)
+        self._threshold = use.threshold if use.threshold is not None else probe.threshold
+        self._whole: Floats | None = None
+        """All scores so far, where they came at once: the usual case, pooled in one go."""
+        self._running: StreamingPool | None = None
+        """What was made of them, where they came in pieces or an alarm looks at each."""
+        self._tokens: list[float] = []
+        self._n = 0
+        self._first: int | None = None
+        self._is_nan = False
+        self.alarm_position: int | None = None
+        """Of the first token at which the aggregate exceeded the threshold."""
+
+    def take(self, columns: Floats, first: int) -> Floats:
+        """Scores of the tokens among these positions that the use reads."""
+        n = len(columns)
+        if isinstance(self._where, range):
+            a = min(max(self._where.start - first, 0), n)
+            b = max(a, min(self._where.stop - first, n))
+            positions = np.arange(first + a, first + b)
+            mine = columns[a:b, self._columns]
+        else:
+            index = [i for i in range(n) if first + i in self._where]
+            positions = np.asarray(index, dtype=np.int64) + first
+            mine = columns[index, self._columns]
+        if not len(positions):
+            return np.zeros(0)
+        scores: Floats = (
+            mine[:, 0] + self._bias if self._attention is None else self._attention.feed(mine)
+        )
+        if self._first is None:
+            self._first = int(positions[0])
+        self._n += len(scores)
+        if self.use.tokens:
+            self._tokens += scores.tolist()
+        self._pool_further(scores, positions)
+        return scores
+
+    def _pool_further(self, scores: Floats, positions: NDArray[np.int64]) -> None:
+        self._is_nan = self._is_nan or bool(np.isnan(scores).any())
+        if self._is_nan:
+            return  # of which the receipt tells; a generation is not ended by it
+        watches = self.use.alarm is not None and self._threshold is not None
+        if self._n == len(scores) and not watches:
+            self._whole = scores
+            return
+        if self._running is None:
+            self._running = StreamingPool(self._pool)
+            if self._whole is not None:
+                self._running.update(self._whole)
+                self._whole = None
+        n_judged = 0
+        if watches and self.alarm_position is None:
+            for score, position in zip(scores.tolist(), positions.tolist(), strict=True):
+                n_judged += 1
+                if self._running.update([score]).value > cast("float", self._threshold):
+                    self.alarm_position = position
+                    break
+        self._running.update(scores[n_judged:])
+
+    def _score(self) -> float | None:
+        if self._is_nan:
+            raise no_number(self.use.name)
+        if self._whole is not None:
+            return _pooled(self._whole, self._pool)
+        return None if self._running is None else self._running.value
+
+    def receipt(self) -> ProbeReceipt:
+        """What the use found.
+
+        Raises:
+            CaptureError: a score is NaN.
+        """
+        return ProbeReceipt(
+            name=self.use.name,
+            sha256=self.probe.sha256,
+            aggregate="attention" if self._attention else self._pool,
+            score=self._score(),
+            n_tokens=self._n,
+            first_position=self._first,
+            tokens=tuple(self._tokens) if self.use.tokens else None,
+            threshold=self._threshold if self.use.alarm is not None else None,
+            alarm_position=self.alarm_position,
+            stopped=self.stopped,
+        )
+
+
+def _pooled(scores: Floats, pool: str) -> float:
+    if pool == "mean":
+        # As `pool_scores` does it, in the order of the tokens; the usual case, without its checks.
+        return float(np.cumsum(scores)[-1]) / len(scores)
+    return pool_scores(scores, pool)
+
+
+class _Attention:
+    """Softmax-weighted sum over the tokens so far, in a state of fixed size."""
+
+    def __init__(self, probe: EngineProbe) -> None:
+        heads = probe.columns // 2
+        self._heads = heads
+        self._bias = probe.bias("bias")
+        self._top: NDArray[Any] = np.full(heads, -np.inf)
+        self._weight: NDArray[Any] = np.zeros(heads)
+        self._total: NDArray[Any] = np.zeros(heads)
+
+    def feed(self, columns: Floats) -> Floats:
+        out = np.empty(len(columns))
+        for i, row in enumerate(columns):
+            logit, value = row[: self._heads], row[self._heads :]
+            top = np.maximum(self._top, logit)
+            shrink, weight = np.exp(self._top - top), np.exp(logit - top)
+            self._top = top
+            self._weight = self._weight * shrink + weight
+            self._total = self._total * shrink + weight * value
+            out[i] = float((self._total / self._weight).sum()) + self._bias
+        return out

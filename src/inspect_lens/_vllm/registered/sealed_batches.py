@@ -1,0 +1,92 @@
+"""What was sealed before: a batch asks for one thing a thousand times, of prompts of few sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inspect_lens._engine.protocol.envelope import Packed
+from inspect_lens.spec import EngineFacts, LensRequest
+
+from .probe_scores import Reads
+
+__all__ = ["MOST_BYTES", "SealedBatches"]
+
+_MOST = 256
+_MOST_LISTED = 1 << 14
+"""Positions of a capture, and letters of what is asked of probes."""
+MOST_BYTES = 1 << 17
+"""Of the steering vectors of a request that is kept."""
+
+_Key = tuple[int, int, int, int, int, tuple[bool, bool]]
+_Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], Packed]
+
+
+class SealedBatches:
+    """Packed envelopes of requests that are the same in all that an envelope says."""
+
+    def __init__(self, salt: Callable[[str], str]) -> None:
+        """Start empty.
+
+        Args:
+            salt: see `Results.salt`; changes when a steered request of some content has failed.
+        """
+        self._salt = salt
+        self._known: dict[_Key, _Value] = {}
+
+    def get(
+        self,
+        request: LensRequest,
+        facts: EngineFacts,
+        reads: Reads | None,
+        *,
+        n_prompt: int,
+        max_tokens: int,
+        manner: tuple[bool, bool],
+    ) -> Packed | None:
+        """The packed envelope of such a request, which nobody changes; None where none is known.
+
+        Args:
+            request: judged; equal requests of a batch are the same object.
+            facts: of the engine.
+            reads: of the request's probes, as they are registered now.
+            n_prompt: prompt tokens.
+            max_tokens: tokens that may be sampled.
+            manner: `may_overrun` and `is_live`; see `seal`.
+        """
+        key = id(request), id(facts), id(reads), n_prompt, max_tokens, manner
+        known = self._known.get(key)
+        if known is None:
+            return None
+        salted = known[1].envelope.steer_hash
+        if salted is not None and salted != self._salt(salted.rpartition(":")[2]):
+            return None
+        return known[1]
+
+    def keep(
+        self,
+        packed: Packed,
+        request: LensRequest,
+        facts: EngineFacts,
+        reads: Reads | None,
+        *,
+        max_tokens: int,
+        manner: tuple[bool, bool],
+    ) -> None:
+        """Remember a packed envelope for requests that are the same.
+
+        Not where the envelope tells its request from others, or is large.
+        """
+        envelope = packed.envelope
+        capture = envelope.capture
+        if capture is not None and capture.token:
+            return
+        if request.tensor_bytes > MOST_BYTES:
+            return
+        n_listed = 0 if capture is None else len(capture.positions or ())
+        if n_listed + len(packed.uses or "") > _MOST_LISTED:
+            return
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        key = id(request), id(facts), id(reads), envelope.n_prompt, max_tokens, manner
+        # Kept, so that nothing else gets their identity.
+        self._known[key] = (request, facts, reads), packed

@@ -1,0 +1,155 @@
+"""What the API servers of one engine share by name: a folder that goes with the last of them.
+
+Requests come to any of the servers, so a name that one of them takes has to be known to all before
+the next request. A counter in shared memory says whether anything has changed since a server last
+looked, which costs a request one comparison; only then is the folder read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inspect_lens._engine.collect.temp_dirs import PREFIX, hold, let_go, sweep
+from inspect_lens.errors import CapacityError
+from inspect_lens.probe import write_atomic
+from inspect_lens.spec import EngineProbe, SteeringVector
+
+__all__ = ["SharedNames", "folder_of_siblings"]
+
+Item = EngineProbe | SteeringVector
+
+
+def folder_of_siblings() -> Path:
+    """The folder of all processes that this process's parent has started, and nobody else's."""
+    parent = os.getppid()
+    name = f"{PREFIX}servers-{os.getuid()}-{parent}-{_start_of(parent)}"
+    return Path(tempfile.gettempdir()) / name
+
+
+class SharedNames:
+    """Items by name, the same in all processes that open the folder."""
+
+    def __init__(
+        self, folder: Path, parse: Callable[[Mapping[str, Any]], tuple[str, Item]]
+    ) -> None:
+        """Open the folder, or make it.
+
+        Args:
+            folder: of this engine's servers.
+            parse: reads the body of a registration.
+
+        Raises:
+            PermissionError: somebody else has made it.
+        """
+        sweep()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{folder} belongs to another user, or lets others in")
+        self.folder, self._parse = folder, parse
+        self._lock: int | None = hold(folder)
+        self._guard = os.open(folder / "guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._guard, mmap.PAGESIZE)
+        self._memory = mmap.mmap(self._guard, mmap.PAGESIZE)
+        self._count = np.frombuffer(self._memory, dtype=np.int64, count=1)
+        self._seen = 0
+        self._read: dict[str, tuple[str, Item]] = {}
+        """What files hold, by file name."""
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nobody has written anything yet."""
+        return not self._count[0]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether somebody has written something since `read` was called last."""
+        return bool(self._count[0] != self._seen)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep others from reading and writing."""
+        # A description of its own: locks of one description do not keep its holders apart.
+        own = os.open(self.folder / "guard", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(own)
+
+    def read(self) -> dict[str, Item]:
+        """All items; call it with the lock."""
+        files = sorted(self.folder.glob("*.json"))
+        for file in files:
+            if file.name not in self._read:
+                self._read[file.name] = self._parse(json.loads(file.read_text(encoding="utf-8")))
+        here = {file.name for file in files}
+        self._read = {name: item for name, item in self._read.items() if name in here}
+        self._seen = int(self._count[0])
+        return dict(self._read.values())
+
+    def put(self, name: str, item: Item) -> None:
+        """Let a name stand for an item, and for nothing else; call it with the lock.
+
+        Raises:
+            CapacityError: it could not be written; the name stands for what it stood for.
+        """
+        kind = "probe" if isinstance(item, EngineProbe) else "vector"
+        body = json.dumps({"name": name, kind: item.model_dump(mode="json")})
+        file = f"{self._stem(name)}-{int(self._count[0])}.json"
+        before = list(self.folder.glob(f"{self._stem(name)}-*.json"))
+        try:
+            write_atomic(self.folder / file, body.encode())
+        except OSError as error:
+            raise CapacityError(
+                f"{name!r} could not be kept for the other API servers ({error.strerror}); free "
+                f"space in the folder of temporary files (TMPDIR) of this server"
+            ) from error
+        for old in before:
+            old.unlink()
+            self._read.pop(old.name, None)
+        self._read[file] = name, item
+        self._changed()
+
+    def drop(self, name: str) -> None:
+        """Remove a name; call it with the lock."""
+        for file in self.folder.glob(f"{self._stem(name)}-*.json"):
+            file.unlink()
+            self._read.pop(file.name, None)
+        self._changed()
+
+    def close(self) -> None:
+        """Let go of the folder; the last one removes it."""
+        # A forked child has the object, and none of the right to clean up.
+        if self._lock is None or os.getpid() != self._pid:
+            return
+        let_go(self.folder, self._lock)
+        os.close(self._guard)
+        self._lock = None
+
+    def _changed(self) -> None:
+        self._count[0] += 1
+        self._seen = int(self._count[0])
+
+    @staticmethod
+    def _stem(name: str) -> str:
+        return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _start_of(process: int) -> str:
+    """When a process began, in ticks since the system came up: its number is used again."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]

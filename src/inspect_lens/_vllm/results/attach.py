@@ -1,0 +1,388 @@
+"""Results that this front-end waits for: from a finished output to tensors and a receipt."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.collect.notifier import News
+from inspect_lens._engine.hooks.runner import EAGER_KEY
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
+from inspect_lens._vllm.compat.guard import fault_of
+from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
+from inspect_lens.errors import CaptureError, LensError
+
+from .expected import Expected
+from .ticket import Choice, Ticket, is_light, is_ready, prepare, take_whole
+
+__all__ = ["Results"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_PREPARED_AT_ONCE = 32
+"""Requests: half a millisecond, where a step takes several."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """An output, vLLM's `RequestOutput`, whose finished choices get their results."""
+
+    output: Any
+    choices: list[Choice] = field(default_factory=list)
+    error: Exception | None = None
+
+    def take_error(self) -> Exception | None:
+        """The error, of which nothing is left here: its traceback has a frame that holds this."""
+        error, self.error = self.error, None
+        return error
+
+
+class Results:
+    """Owns the collector, and the envelopes of requests in flight."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        """Seconds to wait for rows that are on their way."""
+        self._expected: dict[str, Expected] = {}
+        self._choices: dict[str, set[str]] = {}
+        """Open choices of each request, by its internal id."""
+        self.n_processes = 1
+        """Front-ends of this machine, which share its memory."""
+        self._collector: Collector | None = None
+        self._lock = threading.Lock()
+        self._nonce = secrets.token_hex(8)
+        self._failures: Counter[str] = Counter()
+        self._unsent: dict[str, dict[str, list[float]]] = {}
+        self._spoiled: dict[str, LensError] = {}
+        """Requests for which something of ours went wrong in a loop of vLLM's."""
+
+    @property
+    def address(self) -> str:
+        """Where workers send rows; opens the socket when first asked."""
+        with self._lock:
+            if self._collector is None:
+                self._collector = Collector(n_processes=self.n_processes)
+            return self._collector.address
+
+    @property
+    def n_open(self) -> int:
+        """Requests in flight."""
+        return len(self._expected)
+
+    def salt(self, steer_hash: str) -> str:
+        """The cache salt of a steering content.
+
+        A steered request that the worker could not steer still runs to its end and leaves plain
+        blocks under its salt, so the salt changes with every failure. Other front-end processes
+        do not hear of it, so each has salts of its own.
+        """
+        return f"{self._nonce}:{self._failures[steer_hash]}:{steer_hash}"
+
+    def expect(
+        self,
+        key: str,
+        packed: Mapping[str, Any],
+        *,
+        n_prompt: int,
+        n_max: int = 0,
+        reading: Reading | None = None,
+        request: str | None = None,
+    ) -> None:
+        """Take note of a choice before the engine sees it.
+
+        Args:
+            key: of the choice.
+            packed: its envelope.
+            n_prompt: prompt tokens.
+            n_max: tokens that are fed at most, where that is known.
+            reading: of its probes.
+            request: what it belongs to; by default itself.
+        """
+        envelope, owner = Envelope.unpack(packed), request or key
+        with self._lock:
+            self._choices.setdefault(owner, set()).add(key)
+            self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
+        self._the_collector().open(key, envelope)
+        if EAGER_KEY in packed:
+            self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
+
+    def prepare(self, unprepared: deque[str]) -> None:
+        """Do for a few requests what their results take that is known before these come.
+
+        For whoever goes on to wait for an engine in another process: a batch ends in one step,
+        behind which nothing hides the work.
+
+        Args:
+            unprepared: requests of one engine; the first few are taken out. Called in the thread
+                that takes that engine's results.
+        """
+        some = [unprepared.popleft() for _ in range(min(_PREPARED_AT_ONCE, len(unprepared)))]
+        later = []
+        for key in some:
+            expected = self._expected.get(key)
+            try:
+                if expected is not None and not prepare(key, expected, self._the_collector()):
+                    later.append(key)
+            except BaseException as error:
+                if ends_process(error):
+                    raise
+                self.spoil(key, error)
+        unprepared.extendleft(reversed(later))
+
+    def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
+        """Token scores of a running request that have come since the last call, by probe.
+
+        Args:
+            key: of the choice.
+            n_completion: tokens that have been sampled, as far as is known here. The engine may be
+                ahead, and the request may turn out to end with the last of these.
+        """
+        expected = self._expected.get(key)
+        if expected is None or expected.reading is None:
+            return {}
+        if expected.envelope.is_speculative:
+            # Numbers of a rejected draft come again, corrected: all are read at the end.
+            return {}
+        numbers = self._the_collector().scores(key, expected.reading.n_seen)
+        if numbers is None:
+            return {}
+        n_new = expected.n_read(expected.n_prompt + n_completion - 1) - expected.reading.n_seen
+        return expected.reading.feed(numbers[:, : max(n_new, 0)])
+
+    def alarm(self, key: str, n_completion: int) -> str | None:
+        """Name of a probe whose alarm has to end a running request; see `new_scores`."""
+        expected = self._expected.get(key)
+        if expected is None or expected.reading is None:
+            return None
+        self._pending_scores(key, self.new_scores(key, n_completion))
+        return expected.reading.alarm()
+
+    def streams_tokens(self, key: str) -> bool:
+        """Whether a request wants the scores of its tokens."""
+        expected = self._expected.get(key)
+        reading = expected.reading if expected is not None else None
+        return reading is not None and reading.streams_tokens
+
+    def take_new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
+        """Token scores that no response has carried yet; see `new_scores`."""
+        self._pending_scores(key, self.new_scores(key, n_completion))
+        return self._unsent.pop(key, {})
+
+    def _pending_scores(self, key: str, new: Mapping[str, list[float]]) -> None:
+        for name, scores in new.items():
+            self._unsent.setdefault(key, {}).setdefault(name, []).extend(scores)
+
+    def spoil(self, key: str, error: BaseException) -> None:
+        """Have a request end with an error: our code went wrong for it in a loop of many requests.
+
+        Args:
+            key: of the choice; one that is not expected has nothing that could fail.
+            error: what was raised.
+        """
+        if key in self._expected and key not in self._spoiled:
+            logger.error("inspect_lens: request %s has failed", key, exc_info=error)
+            self._spoiled[key] = fault_of(error)
+
+    def is_expected(self, key: str) -> bool:
+        """Whether a request uses the lens."""
+        return key in self._expected
+
+    def abandon(self, ids: Iterable[str]) -> None:
+        """Forget aborted requests with all their choices, also those that have finished.
+
+        vLLM keeps finished choices until the others have finished, too, and a client that goes
+        away in between never takes them.
+
+        Args:
+            ids: internal ids of requests, or of choices of theirs.
+        """
+        for key in ids:
+            expected = self._expected.get(key)
+            for choice in tuple(self._choices.get(expected.request if expected else key, ())):
+                self._unsent.pop(choice, None)
+                if self._close(choice) is not None:
+                    self._the_collector().discard(choice)
+
+    def forget(self, output: Any) -> None:
+        """Forget what was to be put on an output; nobody waits for it any more."""
+        self.abandon([ticket.key for ticket, _ in self._open_choices(output)])
+
+    def _close(self, key: str) -> Expected | None:
+        """Expect nothing more for a choice."""
+        with self._lock:
+            expected = self._expected.pop(key, None)
+            self._spoiled.pop(key, None)
+            if expected is not None and (choices := self._choices.get(expected.request)):
+                choices.discard(key)
+                if not choices:
+                    del self._choices[expected.request]
+            return expected
+
+    def attach(self, output: Any) -> None:
+        """Put tensors and receipts on an output and on each of its finished choices.
+
+        `activations` holds a tensor per site where something was captured (`residual_stream`
+        is `resid_post`), and `inspect_lens` the receipt; on the output they are those of the
+        first choice.
+
+        Args:
+            output: vLLM's `RequestOutput`.
+
+        Raises:
+            LensError: a result is not whole, or the worker failed the request.
+        """
+        if errors := self.attach_all([output]):
+            raise errors.pop()
+
+    def attach_all(self, outputs: Iterable[Any]) -> list[LensError]:
+        """`attach` for many outputs: those of a batch mostly end in one step.
+
+        Returns:
+            The errors of those outputs whose results are not whole. Whoever raises one takes it
+            out: frames in its traceback hold the list, and with it the memory of results, which
+            nothing but the garbage collector would free.
+        """
+        # In no name here: frames in an error's traceback lead back to this one.
+        return _ours([error for error in self.attach_each(outputs) if error is not None])
+
+    def attach_each(
+        self, outputs: Iterable[Any], *, may_wait: bool = True
+    ) -> list[Exception | None]:
+        """`attach_all`, with the error of each output, or None, in their order.
+
+        A fault of our code is one, too: the other outputs have their results.
+
+        Args:
+            outputs: see `attach_all`.
+            may_wait: whether to wait for rows; else this was done.
+        """
+        begun = list(map(_Job, outputs))
+        if not begun:
+            return []  # after most steps, also where nobody has asked for anything ever
+        take = partial(self._take, may_wait=may_wait)
+        try:
+            jobs = [job for job in begun if self._has_done(self._begin, job)]
+            take_whole((c for job in jobs for c in job.choices), self._the_collector())
+            jobs = [job for job in jobs if self._has_done(take, job)]
+            feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
+            for job in jobs:
+                self._has_done(self._finish, job)
+        except BaseException:
+            # Interrupted: nobody will ask for what the others were to get.
+            for job in begun:
+                self._drop(job)
+            raise
+        return [job.take_error() for job in begun]
+
+    def is_light(self, output: Any, *, encodes: bool) -> bool:
+        """Whether attaching results takes little time once `is_ready`.
+
+        Args:
+            output: vLLM's `RequestOutput`.
+            encodes: whether they are made ready for HTTP, too.
+        """
+        open_ = self._open_choices(output)
+        return all(is_light(ticket, expected, encodes=encodes) for ticket, expected in open_)
+
+    def is_ready(self, output: Any) -> bool:
+        """Whether all results have come that are to be put on an output, or one has failed."""
+        collector = self._the_collector()
+        open_ = self._open_choices(output)
+        return all(
+            ticket.key in self._spoiled or is_ready(ticket, expected, collector)
+            for ticket, expected in open_
+        )
+
+    def tells_all(self, output: Any) -> bool:
+        """Whether `News` tells when `is_ready` becomes true; else it has to be asked again."""
+        envelopes = [expected.envelope for _, expected in self._open_choices(output)]
+        return not any(envelope.edited or envelope.is_speculative for envelope in envelopes)
+
+    @property
+    def news(self) -> News:
+        """Of what has come."""
+        return self._the_collector().news
+
+    def _open_choices(self, output: Any) -> Iterator[tuple[Ticket, Expected]]:
+        """Finished choices of an output that wait for results, and have not been aborted."""
+        for completion in output.outputs:
+            ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
+            if ticket is not None and not hasattr(completion, "inspect_lens"):
+                expected = self._expected.get(ticket.key)
+                if expected is not None:
+                    yield ticket, expected
+
+    def _has_done(self, work: Callable[[_Job], None], job: _Job) -> bool:
+        """Do something for an output; where that fails, none of its choices has anything."""
+        try:
+            work(job)
+        except LensError as error:
+            self._drop(job)
+            for choice in job.choices:
+                if (steer_hash := choice.expected.envelope.steer_hash) is not None:
+                    self._failures[steer_hash.rpartition(":")[2]] += 1
+            job.error = error
+            return False
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.exception("inspect_lens: the results of a request could not be put together")
+            self._drop(job)
+            job.error = as_exception(error)
+            return False
+        return True
+
+    def _drop(self, job: _Job) -> None:
+        for choice in job.choices:
+            self._the_collector().discard(choice.ticket.key)
+            self._unsent.pop(choice.ticket.key, None)
+
+    def _begin(self, job: _Job) -> None:
+        for completion in job.output.outputs:
+            ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
+            if ticket is None or hasattr(completion, "inspect_lens"):
+                continue
+            fault = self._spoiled.get(ticket.key)
+            expected = self._close(ticket.key)
+            if expected is None:
+                raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
+            job.choices.append(Choice(completion, ticket, expected))
+            if fault is not None:
+                raise fault
+
+    def _take(self, job: _Job, *, may_wait: bool) -> None:
+        for choice in job.choices:
+            if choice.collected is None:
+                choice.take(self._the_collector(), self.timeout_s, may_wait=may_wait)
+            self._pending_scores(choice.ticket.key, choice.read())
+
+    def _finish(self, job: _Job) -> None:
+        output = job.output
+        for choice in job.choices:
+            for name, scores in self._unsent.pop(choice.ticket.key, {}).items():
+                unsent = choice.completion.__dict__.setdefault("inspect_lens_scores", {})
+                unsent[name] = unsent.get(name, []) + scores
+            choice.finish(output.num_cached_tokens or 0)
+        first = output.outputs[0]
+        for name in ("inspect_lens", "activations", "hook_results"):
+            if hasattr(first, name):
+                setattr(output, name, getattr(first, name))
+
+    def _the_collector(self) -> Collector:
+        if self._collector is None:
+            self.address  # noqa: B018 - opens the socket
+        assert self._collector is not None
+        return self._collector
+
+
+def _ours(errors: list[Exception]) -> list[LensError]:
+    """The errors as ours: one that is none must not end a batch, whose others go on."""
+    return [fault_of(error) for error in errors]

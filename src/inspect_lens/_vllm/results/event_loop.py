@@ -1,0 +1,222 @@
+"""Results for the outputs of an event loop, attached in the loop as soon as all of them are there.
+
+Requests that end in one step would each take a thread that waits for the same rows, and all these
+threads want the interpreter while the loop has as many responses to write. So the loop is told
+that something has come, looks which outputs have everything, and sees to them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._vllm.compat.guard import fault_of
+
+from .attach import Results
+
+__all__ = ["Arrivals", "arrivals_of"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_AT_ONCE = 32
+"""Outputs after which others have their turn in the loop: some milliseconds."""
+_EVERY_S, _UNTOLD_EVERY_S = 0.1, 0.002
+"""Seconds between two looks, where something is told of and where not all is."""
+_PATIENCE = 10
+"""A look that takes long is not repeated before that many times as long has passed."""
+
+
+class _Waiting:
+    """An output without its results."""
+
+    __slots__ = ("deadline", "done", "is_told", "output")
+
+    def __init__(self, output: Any, done: asyncio.Future[None], deadline: float, told: bool):
+        self.output, self.done, self.deadline, self.is_told = output, done, deadline, told
+
+
+class Arrivals:
+    """The outputs of one event loop that wait for results."""
+
+    def __init__(self, results: Results, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin with nothing.
+
+        Args:
+            results: of this process.
+            loop: in which all methods are called, but where another thread is named.
+        """
+        # Weak: it is kept by what the loop is looked up in, which must not keep the loop.
+        self.results, self._loop = results, weakref.proxy(loop)
+        self._waiting: list[_Waiting] = []
+        self._ready: deque[_Waiting] = deque()
+        self._looked_at: list[_Waiting] = []
+        """While they are looked at."""
+        self._is_called = self._is_watching = self._is_attaching = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def attach(self, output: Any) -> None:
+        """Wait for the results of an output, and put them on it.
+
+        Args:
+            output: vLLM's `RequestOutput`, for which `Results.is_light` holds.
+
+        Raises:
+            LensError: see `Results.attach`.
+        """
+        results = self.results
+        deadline = self._loop.time() + results.timeout_s
+        told = results.tells_all(output)
+        waiting = _Waiting(output, self._loop.create_future(), deadline, told)
+        self._waiting.append(waiting)
+        self._call()
+        try:
+            await waiting.done
+        except asyncio.CancelledError:
+            results.forget(output)
+            raise
+        finally:
+            del waiting  # an error's traceback holds this frame, and the future holds the error
+
+    def _call(self) -> None:
+        """Have the loop look, once for all that end in one step."""
+        if not self._is_called:
+            self._is_called = True
+            self._loop.call_soon(self._look)
+
+    def _tell(self) -> None:
+        """Something has come; called in the thread that receives."""
+        if not self._is_called:
+            self._is_called = True
+            try:
+                self._loop.call_soon_threadsafe(self._look)
+            except (ReferenceError, RuntimeError):
+                # The loop was closed with requests in it, which keep it.
+                self._watch(False)
+                self._timer = None
+                self._waiting.clear()
+                self._ready.clear()
+
+    def _look(self) -> None:
+        """See who has everything, and when to look again."""
+        try:
+            self._look_at_all()
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Tell all who wait of a fault: it would end the loop of all, or be nobody's."""
+        logger.error("inspect_lens: a fault in the event loop", exc_info=error)
+        waiting, self._waiting = [*self._waiting, *self._looked_at, *self._ready], []
+        self._looked_at = []
+        self._ready.clear()
+        for one in waiting:
+            if not one.done.done():
+                one.done.set_exception(fault_of(error))
+
+    def _look_at_all(self) -> None:
+        self._is_called = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        began = self._loop.time()
+        self._looked_at, self._waiting = self._waiting, []
+        for one in self._looked_at:
+            if not one.done.done():
+                (self._ready if self._is_due(one, began) else self._waiting).append(one)
+        self._looked_at = []
+        self._watch(bool(self._waiting))
+        if self._waiting:
+            every = _EVERY_S if all(one.is_told for one in self._waiting) else _UNTOLD_EVERY_S
+            took = self._loop.time() - began
+            self._timer = self._loop.call_later(max(every, _PATIENCE * took), self._look)
+        self._attach_soon()
+
+    def _is_due(self, one: _Waiting, now: float) -> bool:
+        try:
+            return now >= one.deadline or self.results.is_ready(one.output)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            return True  # what fails here fails there, too, and is told to whom it concerns
+
+    def _watch(self, wanted: bool) -> None:
+        if wanted and not self._is_watching:
+            self._is_watching = True
+            self.results.news.watch(self._tell)
+            self._call()  # for what came before
+        elif not wanted and self._is_watching:
+            self._is_watching = False
+            self.results.news.unwatch(self._tell)
+
+    def _attach_soon(self) -> None:
+        """See to those that have everything; however often others are told of, some at a time."""
+        if self._ready and not self._is_attaching:
+            self._is_attaching = True
+            self._loop.call_soon(self._attach_some)
+
+    def _attach_some(self) -> None:
+        """See to some of those that have everything, and to more when others had their turn."""
+        try:
+            self._attach_next()
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            self._fail_all(error)
+
+    def _attach_next(self) -> None:
+        self._is_attaching = False
+        some = self._next()
+        with _told(some):
+            self._attach_soon()
+            errors = self.results.attach_each([one.output for one in some], may_wait=False)
+            # Frames in an error's traceback lead back to this one, which must not hold the error.
+            while some:
+                _settle(some.pop(0).done, errors.pop(0))
+
+    def _next(self) -> list[_Waiting]:
+        """Some of those that have everything; nobody waits for one that was cancelled."""
+        some: list[_Waiting] = []
+        while self._ready and len(some) < _AT_ONCE:
+            if not (one := self._ready.popleft()).done.done():
+                some.append(one)
+        return some
+
+
+@contextlib.contextmanager
+def _told(waiting: list[_Waiting]) -> Iterator[None]:
+    """Tell those who wait of a fault: it would be nobody's, and a `SystemExit` ends the loop."""
+    try:
+        yield
+    except BaseException as error:
+        logger.exception("inspect_lens: a fault in the event loop")
+        for one in waiting:
+            if not one.done.done():
+                one.done.set_exception(fault_of(error))
+        if ends_process(error):
+            raise
+
+
+def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Arrivals]
+_loops = weakref.WeakKeyDictionary()
+
+
+def arrivals_of(loop: asyncio.AbstractEventLoop, results: Results) -> Arrivals:
+    """What waits in a loop; a process may run several, one after the other or side by side."""
+    if (found := _loops.get(loop)) is None or found.results is not results:
+        found = _loops[loop] = Arrivals(results, loop)
+    return found

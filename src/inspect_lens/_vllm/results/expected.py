@@ -1,0 +1,153 @@
+"""A choice whose results are on their way, and the receipt that it will have."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import inspect_lens
+from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
+from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._vllm.compat.seams import vllm_version
+from inspect_lens._vllm.registered.persistent_hooks import EagerResults
+from inspect_lens._vllm.registered.pooled_scores import Whole
+from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData, in_site_order
+
+__all__ = ["Expected", "Prepared", "fill", "receipt_of", "shorten"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a choice gets that runs to its end, as far as that is known before."""
+
+    receipt: Receipt
+    coming: dict[int, TensorData] = field(default_factory=dict)
+    """Results by kind, whose rows are still to come; none where they are made at the end."""
+    named: tuple[dict[str, TensorData], dict[str, Any]] | None = None
+    """The captured ones by name, and the same for torch, where they are of one site."""
+    whole: Whole | None = None
+    """What probes read."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """A choice in flight."""
+
+    envelope: Envelope
+    n_prompt: int
+    reading: Reading | None
+    """Probes of the request."""
+    packed: Mapping[str, Any]
+    """The envelope as it travels."""
+    request: str
+    """Internal id of the request that this choice belongs to."""
+    n_max: int
+    """Tokens that are fed to the model at most."""
+    prepared: Prepared | None = None
+
+    def n_fed(self, n_completion: int) -> int:
+        """Tokens that a request fed to the model which sampled so many."""
+        return self.n_prompt + n_completion - 1
+
+    def settled(self, n_fed: int, n_last: int) -> int | None:
+        """Where drafts may be rejected, one past the first position of the last step.
+
+        Args:
+            n_fed: tokens that were fed.
+            n_last: tokens that the last step sampled.
+        """
+        return n_fed + 1 - max(n_last, 1) if self.envelope.is_speculative else None
+
+    def counts(self, n_fed: int) -> dict[int, int]:
+        """Positions that come, by kind of result, of a request that fed `n_fed` tokens."""
+        return {ROWS: len(self.positions(n_fed)), SCORES: self.n_read(n_fed)}
+
+    def positions(self, n_fed: int) -> Sequence[int]:
+        """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
+        capture = self.envelope.capture
+        if capture is None:
+            return ()
+        if capture.positions is not None:
+            return capture.positions[: bisect_left(capture.positions, n_fed)]
+        return range(capture.lo, max(capture.lo, min(capture.hi, n_fed)))
+
+    def n_read(self, n_fed: int) -> int:
+        """Positions that probes read of a request that fed `n_fed` tokens to the model."""
+        probes = self.envelope.probes
+        return 0 if probes is None else max(0, min(probes.hi, n_fed) - probes.lo)
+
+
+def receipt_of(expected: Expected, n_completion: int) -> Receipt:
+    """The receipt of a request that samples so many tokens, before its results have come."""
+    capture = expected.envelope.capture
+    positions = expected.positions(expected.n_prompt + n_completion - 1)
+    return Receipt(
+        n_prompt=expected.n_prompt,
+        n_completion=n_completion,
+        capture=None if capture is None else _capture_receipt(capture, positions),
+        steer=None,
+        probes=(),
+        hooks=None,
+        qk=None,
+        cache_salted=expected.envelope.steer_hash is not None,
+        paths=(),
+        engine="inspect_lens",
+        version=inspect_lens.__version__,
+        vllm_version=vllm_version(),
+    )
+
+
+def shorten(receipt: Receipt, expected: Expected, n_completion: int) -> None:
+    """Correct a prepared receipt, which nobody has seen yet, of a request that ended early."""
+    receipt.__dict__["n_completion"] = n_completion
+    if (capture := expected.envelope.capture) is not None:
+        positions = expected.positions(expected.n_prompt + n_completion - 1)
+        receipt.__dict__["capture"] = _capture_receipt(capture, positions)
+
+
+def fill(
+    receipt: Receipt,
+    expected: Expected,
+    collected: Collected,
+    cached_tokens: int,
+    eager: EagerResults | None,
+) -> None:
+    """Add to a receipt, which nobody has seen yet, what is known when the request is over."""
+    # Frozen for everybody else; a copy would be as much work as a new one.
+    values = receipt.__dict__
+    values["paths"] = collected.paths
+    if steer := expected.envelope.edited:
+        values["steer"] = SteerReceipt(
+            layers=tuple(sorted({layer for s in steer for layer in s.layers})),
+            sites=in_site_order(s.site for s in steer),
+            n_tokens=collected.n_steered,
+            # With steering of sampled tokens alone, those of the prompt came as they are.
+            cached_tokens=cached_tokens if any(s.lo == 0 for s in steer) else 0,
+            vectors=tuple(s.sha256 for s in steer),
+        )
+    if expected.reading is not None:
+        values["probes"] = expected.reading.receipts()
+    if eager is not None:
+        values["hooks"], values["qk"] = eager.hook_receipt, eager.qk_receipt
+        values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
+        values["paths"] = tuple(sorted({"eager", *collected.paths}))
+
+
+def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> CaptureReceipt:
+    if capture.is_last:
+        positions = positions[-1:]
+    is_run = bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
+    return CaptureReceipt(
+        site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
+        layers=capture.layers,
+        n_positions=len(positions),
+        first_position=positions[0] if is_run else None,
+        positions=None if is_run else tuple(positions),
+        dtype=capture.dtype,
+        reduce=capture.reduce,
+        rows=len(capture.taps) * len(positions),
+    )

@@ -1,0 +1,233 @@
+"""Finished choices, and what they get: tensors, scores and a receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inspect_lens._engine.collect.collector import ROWS, SCORES, STORAGE, Collected, Collector
+from inspect_lens._engine.hooks.runner import EAGER_KEY
+from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._torch import to_torch
+from inspect_lens._vllm.registered.named import tensors_by_name
+from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
+from inspect_lens._vllm.registered.pooled_scores import Whole
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import TensorData
+
+from .expected import Expected, Prepared, fill, receipt_of, shorten
+
+__all__ = ["Choice", "Ticket", "is_light", "is_ready", "prepare", "take_whole"]
+
+
+_LIGHT_BYTES = 1 << 18
+"""A result that is so small is quickly made of its rows, whatever is made of them."""
+_LIGHT_READS = 128
+"""Tokens, times probes that are read token by token: half a millisecond."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Put on a finished choice: what to collect for it."""
+
+    key: str
+    """Internal id of the choice."""
+    n_completion: int
+    """Sampled tokens."""
+    n_last: int = 1
+    """Those of the last step; more than one where drafts were accepted."""
+
+
+def prepare(key: str, expected: Expected, collector: Collector) -> bool:
+    """Do what can be done for a choice before its last rows have come.
+
+    Args:
+        key: of the choice.
+        expected: what is known of it; notes what was prepared.
+        collector: of its rows.
+
+    Returns:
+        False where no worker has taken it up, so that it is too early.
+    """
+    envelope, n_fed = expected.envelope, expected.n_max
+    if not n_fed or envelope.edited or EAGER_KEY in expected.packed:
+        return True  # receipts of these are of what was done
+    # What drafts left is settled only when the last step has told.
+    coming = None if envelope.is_speculative else collector.preview(key, expected.counts(n_fed))
+    if coming is not None and not coming:
+        return False
+    n_completion = n_fed - expected.n_prompt + 1
+    prepared = Prepared(receipt_of(expected, n_completion), coming or {})
+    if expected.reading is not None:
+        expected.reading.prepare()
+    if coming:
+        if envelope.capture is not None and len(envelope.capture.sites) == 1:
+            prepared.named = _named(coming[ROWS], envelope.capture)
+        if expected.reading is not None:
+            prepared.whole = expected.reading.whole(coming[SCORES].storage)
+    expected.prepared = prepared
+    return True
+
+
+def is_ready(ticket: Ticket, expected: Expected, collector: Collector) -> bool:
+    """Whether all has come for a choice, or it has failed; not asked of what hooks save."""
+    n_fed = expected.n_fed(ticket.n_completion)
+    return not ticket.n_completion or collector.is_ready(
+        ticket.key,
+        counts=expected.counts(n_fed),
+        n_fed=n_fed,
+        settled=expected.settled(n_fed, ticket.n_last),
+    )
+
+
+def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
+    """Whether a choice takes little time once everything has come: less than a thread does.
+
+    Args:
+        ticket: of the choice.
+        expected: what is known of it.
+        encodes: whether its results are made ready for HTTP, too.
+    """
+    if EAGER_KEY in expected.packed:
+        return False
+    n_fed = expected.n_fed(ticket.n_completion)
+    if expected.reading is not None:
+        n_left = expected.n_read(n_fed) - expected.reading.n_seen
+        if expected.reading.n_by_token * n_left > _LIGHT_READS:
+            return False
+    if (capture := expected.envelope.capture) is None:
+        return True
+    if encodes and capture.transport != "binary":
+        return False
+    taps, width = capture.shape
+    count = len(expected.positions(n_fed))
+    if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:
+        return True
+    # Else the rows have to be the result, where they lie, and fill most of what they lie in.
+    is_plain = capture.reduce == "none" and not capture.is_last and len(capture.sites) == 1
+    most = len(expected.positions(expected.n_max))
+    return is_plain and (count == most or (taps == 1 and 5 * count >= 4 * most))
+
+
+@dataclass(slots=True)
+class Choice:
+    """A finished choice, and what has come for it."""
+
+    completion: Any
+    """vLLM's `CompletionOutput`."""
+    ticket: Ticket
+    expected: Expected
+    eager: EagerResults | None = None
+    collected: Collected | None = None
+    whole: Whole | None = None
+    """What probes read, where that is to be taken together with others'."""
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What was prepared for it, if it ran to its end."""
+        prepared = self.expected.prepared
+        if prepared is None or prepared.receipt.n_completion != self.ticket.n_completion:
+            return None
+        return prepared
+
+    def take(self, collector: Collector, timeout_s: float, *, may_wait: bool = True) -> None:
+        """Take what has come, or wait for it.
+
+        Args:
+            collector: of the rows.
+            timeout_s: seconds to wait, or that were waited.
+            may_wait: whether to wait; else this was done.
+
+        Raises:
+            LensError: something did not come, or the worker failed the request.
+        """
+        ticket, expected = self.ticket, self.expected
+        if not ticket.n_completion:
+            # An engine that is paused ends what waits; no row of it will ever come.
+            raise CaptureError(
+                f"request {ticket.key} was aborted before its first token; it has no results"
+            )
+        n_fed = expected.n_fed(ticket.n_completion)
+        self.eager = take_eager(
+            collector, ticket.key, expected.packed, n_fed=n_fed, timeout_s=timeout_s
+        )
+        self.collected = collector.take(
+            ticket.key,
+            counts=expected.counts(n_fed),
+            n_fed=n_fed,
+            timeout_s=timeout_s,
+            settled=expected.settled(n_fed, ticket.n_last),
+            may_wait=may_wait,
+        )
+
+    def read(self) -> dict[str, list[float]]:
+        """Have probes read what was taken, but for what is read together with others'.
+
+        Returns:
+            Token scores, by probe, that were not read before.
+        """
+        reading = self.expected.reading
+        if reading is None or self.whole is not None:
+            return {}
+        assert self.collected is not None
+        numbers = self.collected.tensors[SCORES].storage
+        self.whole = reading.whole(numbers)
+        return {} if self.whole is not None else reading.feed(numbers[:, reading.n_seen :])
+
+    def finish(self, cached_tokens: int) -> None:
+        """Put everything where users find it.
+
+        Args:
+            cached_tokens: tokens of the prompt that came out of the prefix cache.
+
+        Raises:
+            CaptureError: a score is NaN.
+        """
+        collected, expected, prepared = self.collected, self.expected, self.prepared
+        assert collected is not None
+        if prepared is not None:
+            receipt = prepared.receipt
+        elif expected.prepared is not None:
+            receipt = expected.prepared.receipt
+            shorten(receipt, expected, self.ticket.n_completion)
+        else:
+            receipt = receipt_of(expected, self.ticket.n_completion)
+        fill(receipt, expected, collected, cached_tokens, self.eager)
+        completion, capture = self.completion, expected.envelope.capture
+        completion.inspect_lens = receipt
+        completion.inspect_lens_transport = capture.transport if capture else "inline"
+        completion.inspect_lens_tensors = {}
+        if capture is not None:
+            # What was prepared lies where rows are, also where the last of them were waited for.
+            named = None if prepared is None else prepared.named
+            completion.inspect_lens_tensors, completion.activations = named or _named(
+                collected.tensors[ROWS], capture
+            )
+        if self.eager is not None:
+            put_eager(completion, self.eager)
+
+
+def take_whole(choices: Iterable[Choice], collector: Collector) -> None:
+    """Take what was prepared of those choices that ran to their end, where all rows have come."""
+    ended: dict[str, tuple[Choice, Prepared]] = {}
+    for choice in choices:
+        prepared = choice.prepared
+        if prepared is not None and prepared.coming:
+            ended[choice.ticket.key] = choice, prepared
+    if not ended:
+        return
+    for key, paths in collector.take_whole(ended).items():
+        choice, prepared = ended[key]
+        choice.collected = Collected(prepared.coming, 0, paths)
+        choice.whole = prepared.whole
+
+
+def _named(
+    rows: TensorData, capture: CaptureEnvelope
+) -> tuple[dict[str, TensorData], dict[str, Any]]:
+    """Captured rows by the names users know, and the same for torch."""
+    tensors = tensors_by_name(rows, capture)
+    return tensors, {name: to_torch(t, copy=False) for name, t in tensors.items()}

@@ -1,0 +1,174 @@
+"""The two requests of the start-up check, and a front-end in the worker that takes their rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+import zmq
+from numpy.typing import NDArray
+
+from inspect_lens._engine.export.overflow import COLUMN, overflow
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
+from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
+from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens.spec import DType, EngineFacts, TapPoint, TensorData
+
+__all__ = ["KEYS", "Exported", "Inbox", "envelope", "signs"]
+
+KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
+"""How the names of the two requests begin; each run has its own."""
+_WAIT_S = 10.0
+"""For rows of a few tokens, which lie in memory of the same machine."""
+
+
+@dataclass
+class Exported:
+    """What came out of a worker."""
+
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(taps, requests, positions, hidden)."""
+    seen: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    """(taps, requests, positions)."""
+    failure: str = ""
+    """Why the worker failed a request."""
+    is_overflown: bool = False
+    """Whether a tap left a steered row as it was, because it was not finite, or too large."""
+
+
+def signs(n: int, hidden: int) -> NDArray[np.float32]:
+    """(n, hidden) of ones with signs by chance, the same on all ranks."""
+    drawn = np.random.default_rng(0).integers(0, 2, (n, hidden))
+    return (2 * drawn - 1).astype(np.float32)
+
+
+def envelope(
+    reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
+) -> Mapping[str, Any]:
+    """A request for the rows of all taps.
+
+    Args:
+        reply: address for its rows.
+        facts: of the engine.
+        state: of the worker.
+        n: tokens of its prompt.
+        vectors: (n or 1, hidden) to add at the worker's first tap.
+
+    Returns:
+        What workers take.
+    """
+    steer: tuple[SteerEnvelope, ...] = ()
+    if vectors is not None:
+        shared = vectors.shape[0] == 1
+        data = TensorData(vectors.numpy() if shared else vectors.numpy()[None], "float32")
+        site, layer = state.taps[0]
+        every = tuple(range(n))
+        steer = (SteerEnvelope(site, (layer,), 1.0, False, every, data.sha256, data),)
+    capture = CaptureEnvelope(
+        sites=facts.sites,
+        layers=facts.layers,
+        lo=0,
+        hi=n,
+        positions=None,
+        hidden=facts.hidden,
+        dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
+        transport="base64",
+    )
+    return Envelope(
+        reply=reply,
+        pid=os.getpid(),
+        capture=capture,
+        steer=steer,
+        probes=None,
+        n_prompt=n,
+        is_speculative=False,
+        steer_hash=f"inspect_lens start-up check {steer[0].sha256}" if steer else None,
+    ).pack()
+
+
+class Inbox:
+    """Takes rows as a front-end does: messages from a socket, rows from shared memory."""
+
+    def __init__(self, taps: Sequence[TapPoint], exporter: Exporter) -> None:
+        """Open the socket.
+
+        Args:
+            taps: of the worker.
+            exporter: of the worker, whose own process this is.
+        """
+        self._taps = tuple(taps)
+        self._exporter = exporter
+        self.address = f"inproc://inspect-lens-check-{id(self):x}"
+        self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.bind(self.address)
+        self._numbers: dict[int, int] = {}
+        self._readers: dict[str, ArenaReader] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Exported:
+        """Wait for all rows.
+
+        Args:
+            shape: taps, requests, positions, hidden.
+            dtype: of the rows.
+
+        Returns:
+            What came; not all of it where some did not come in time, or the worker failed.
+        """
+        got = Exported(torch.zeros(*shape, dtype=dtype), torch.zeros(*shape[:3], dtype=torch.bool))
+        deadline = time.monotonic() + _WAIT_S
+        while not got.seen.all() and not got.failure and time.monotonic() < deadline:
+            if not self._socket.poll(50):
+                continue
+            message = decode(self._socket.recv())
+            if isinstance(message, Opened):
+                if message.worker not in self._readers:
+                    self._readers[message.worker] = ArenaReader(message.worker)
+                for opening in message.openings:
+                    self._numbers[opening.number] = int(opening.key.startswith(KEYS[1]))
+            elif isinstance(message, Block):
+                self._accept(message, got, deadline)
+            elif isinstance(message, Failure):
+                got.is_overflown |= message.message == str(overflow())
+                got.failure = f"{message.kind}: {message.message}"
+        # On a GPU the worker looks there some steps later.
+        records = [number % BOARD_SIZE for number in self._numbers]
+        for reader in self._readers.values():
+            got.is_overflown |= bool(reader.view.board[records, COLUMN].any())
+        self._numbers.clear()
+        return got
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._exporter.forget(self.address)
+        self._socket.close(linger=0)
+
+    def _accept(self, block: Block, got: Exported, deadline: float) -> None:
+        reader = self._readers[block.worker]
+        while not reader.has_landed(block.seq):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.0002)
+        dtype = getattr(torch, block.dtype)
+        nbytes = int(np.prod(block.shape)) * dtype.itemsize
+        # A copy: the block is given back.
+        data = bytearray(reader.view.data[block.offset : block.offset + nbytes])
+        rows = torch.frombuffer(data, dtype=dtype).view(block.shape)
+        reader.done(block.reader, block.seq)
+        taps = slice(block.tap, block.tap + block.shape[0])
+        offset = 0
+        where = zip(*map(unpacked, (block.numbers, block.counts, block.first)), strict=True)
+        for number, count, first in where:
+            # A run that failed was waited for no longer, and its rows may come in the next one.
+            if (request := self._numbers.get(int(number))) is not None:
+                at = slice(int(first), int(first + count))
+                got.rows[taps, request, at] = rows[:, offset : offset + int(count)]
+                got.seen[taps, request, at] = True
+            offset += int(count)

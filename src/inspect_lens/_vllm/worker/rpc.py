@@ -1,0 +1,116 @@
+"""In the worker process: what it takes to run hooks, and the calls that manage persistent ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.hooks.runner import HookRunner
+from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.model.parameters import Parameters
+from inspect_lens.errors import LensError
+from inspect_lens.spec import EngineFacts
+
+from .attention_qk import QKReader
+from .eager_steps import EagerV1, EagerV2, wrap_eager_seams
+from .layer_hooks import LayerHooks
+
+__all__ = ["attach_hooks", "manage_hooks"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+
+def attach_hooks(
+    runner: Any,
+    stepper: HookedStepper,
+    exporter: Exporter | None,
+    blocks: Sequence[nn.Module | None],
+    facts: EngineFacts,
+    settings: Settings,
+) -> None:
+    """Make a worker ready for requests with hooks, and for queries and keys.
+
+    Args:
+        runner: vLLM's, with the lens attached.
+        stepper: of the worker.
+        exporter: sends what is saved; None on ranks that send nothing.
+        blocks: decoder layers of the model; None for those of other pipeline stages.
+        facts: of the engine.
+        settings: of this process.
+
+    Raises:
+        CompatError: this vLLM cannot be told to run one step eagerly.
+    """
+    is_v2 = hasattr(runner, "model_state")
+    wrap_eager_seams(is_v2=is_v2)
+    model = runner.get_model()
+    parameters = Parameters(model)
+    qk = QKReader(blocks, int(runner.model_config.get_total_num_kv_heads()))
+    stepper.hooks = HookRunner(
+        layers=[layer for layer in facts.layers if blocks[layer] is not None],
+        allowed=settings.allow_code,
+        most_bytes=settings.hook_bytes,
+        model=model,
+        parameter=parameters.get,
+        qk_meta=qk.meta,
+        send=None if exporter is None else exporter.send_saved,
+    )
+    layers = LayerHooks(blocks, stepper.hooks, stepper.state, qk)
+    adapter = EagerV2 if is_v2 else EagerV1
+    adapter(runner, stepper, layers).attach()
+    runner.inspect_lens_parameters = parameters
+    if settings.allow_code:
+        logger.warning(
+            "inspect_lens: INSPECT_LENS_ALLOW_CODE is set: whoever can send requests to this "
+            "engine can run any code in it"
+        )
+
+
+def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
+    """Manage persistent hooks; `collective_rpc("inspect_lens_hooks")` calls it on all workers.
+
+    Args:
+        worker: vLLM's.
+        action: `register` (hooks by name), `unregister` (names), `flush` (requests), `prefetch`
+            (parameters) or `clear_prefetched`.
+        payload: for the action.
+
+    Returns:
+        What went wrong, or None; an exception here would be one of the engine's.
+    """
+    runner = worker.model_runner
+    stepper: HookedStepper | None = getattr(runner, "inspect_lens", None)
+    parameters: Parameters | None = getattr(runner, "inspect_lens_parameters", None)
+    try:
+        if action == "prefetch":
+            # A pipeline stage without taps has no hooks, and may have what others want.
+            (parameters or Parameters(runner.get_model())).prefetch(payload)
+        elif stepper is None or stepper.hooks is None or parameters is None:
+            return None
+        elif action == "register":
+            _register(stepper.hooks, payload)
+        elif action == "unregister":
+            stepper.hooks.unregister(payload)
+        elif action == "flush":
+            stepper.flush(payload)
+        elif action == "clear_prefetched":
+            parameters.clear()
+        else:
+            raise LensError(f"unknown action {action!r}")
+    except BaseException as error:
+        # Told to the caller, see above; a function that is read here may raise what it likes.
+        if ends_process(error, in_user_code=True):
+            raise
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _register(hooks: HookRunner, items: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, item in items.items():
+        hooks.register(name, item)

@@ -1,0 +1,352 @@
+"""The start-up check: rows that leave this worker are those of an eager pass, steered or not.
+
+It goes the way of a request: envelope, edit table, plan, maps, taps, ring, export. Two requests are
+fed in two chunks each, one of them steered, with a vector of its own at each token. They are run
+
+- eagerly, with and without steering: the reference;
+- as vLLM runs such a step: replaying a full graph, graphs of pieces, or compiled code,
+
+in a batch of mixed lengths and in one of decodes. What it proves of each way: every tap writes a
+row in each step; a vector arrives at its token, and at no other; rows equal those of the eager
+pass, rounding aside; rows come out of the shared memory bit by bit as they lie in the ring.
+
+What it does not prove: forward passes are vLLM's dummy runs, whose tokens are all alike and see no
+cache, so the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part of it. Rows
+that two eager passes do not agree on (NaN, states that dummy runs change) are not compared. Of the
+sizes that graphs were captured for, one or two are run. Ranks that send nothing have no rows to
+compare; they take part in the passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._vllm.compat.engine_facts import is_compiled
+from inspect_lens.errors import CompatError
+from inspect_lens.spec import EngineFacts, EnginePath
+
+from .check_requests import KEYS, Exported, Inbox, envelope, signs
+from .check_taps import is_same_bits, marker_of
+from .eager_steps import checked_steps
+
+__all__ = ["check_steps"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_MIXED = 5
+"""Tokens of the two requests in a step of mixed lengths."""
+_PATHS: dict[str, EnginePath] = {"FULL": "graph", "PIECEWISE": "piecewise"}
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Two steps, in each of which both requests have a chunk."""
+
+    name: str
+    tokens: int
+    """Of the forward pass."""
+    steps: tuple[tuple[int, int], ...]
+    """Tokens of the plain and of the steered request, by step."""
+    is_decode: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of each request."""
+        return sum(plain for plain, _ in self.steps)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one way of running a shape left."""
+
+    path: EnginePath
+    ring: torch.Tensor
+    """(taps, requests, positions, hidden), as the ring had them, on the CPU."""
+    is_silent: list[bool]
+    """By tap: whether it left a row of some step as it was."""
+    exported: Exported
+
+
+def check_steps(
+    runner: Any,
+    stepper: Stepper,
+    exporter: Exporter,
+    facts: EngineFacts,
+    *,
+    scale: float,
+    is_exporting: bool = True,
+    may_force_eager: bool = True,
+) -> None:
+    """Feed two requests in chunks, in every way there is, and compare rows with eager ones.
+
+    Args:
+        runner: the model runner, compiled and warm.
+        stepper: of this worker.
+        exporter: of this worker.
+        facts: of the engine.
+        scale: of an element of the steering vectors.
+        is_exporting: whether this rank sends rows; the others run the same passes.
+        may_force_eager: whether this vLLM can be told to run a step eagerly. Else nothing is
+            compared with eager rows; the rest is checked.
+
+    Raises:
+        CompatError: rows are not what they have to be, so the engine must not start. The message
+            names the way of running and the taps.
+    """
+    began = time.monotonic()
+    inbox = Inbox(stepper.state.taps, exporter)
+    check = _Check(runner, stepper, inbox, facts, scale, is_exporting)
+    found, paths, n_compared = [], [], 0
+    try:
+        for shape in _shapes(runner, stepper, facts):
+            try:
+                plain, eager, own, again = (
+                    check.run(shape, is_eager=forced and may_force_eager, is_steered=steered)
+                    for forced, steered in (
+                        (True, False),
+                        (True, True),
+                        (False, True),
+                        (True, False),
+                    )
+                )
+            except _NoPassError as error:
+                logger.warning(
+                    "inspect_lens: the start-up check could not run %s: %s", shape.name, error
+                )
+                continue
+            if is_exporting:
+                faults, same = _judge(check, shape, plain, eager, own, again)
+                found += faults
+                n_compared = max(n_compared, sum(same))
+                paths.append(f"{own.path} ({shape.name})")
+    finally:
+        check.clear()
+        inbox.close()
+    if found:
+        raise CompatError(
+            f"inspect_lens: the start-up check failed: {'; '.join(dict.fromkeys(found))}. Requests "
+            "would get wrong rows. Set INSPECT_LENS_DISABLE=1 to run without the lens, or try "
+            "enforce_eager; please report it"
+        )
+    if is_exporting and not paths:
+        logger.warning("inspect_lens: the start-up check has shown only that every tap fires")
+        return
+    logger.info(
+        "inspect_lens: start-up check passed in %.0f ms: rows of two chunked requests, one of them "
+        "steered, in these ways: %s; %d of %d taps compared with %s rows",
+        1000 * (time.monotonic() - began),
+        ", ".join(paths) or "none",
+        n_compared,
+        len(stepper.state.taps),
+        "eager" if may_force_eager else "repeated",
+    )
+
+
+class _NoPassError(Exception):
+    """This vLLM has no such dummy run."""
+
+
+class _Check:
+    """Runs the two requests."""
+
+    def __init__(
+        self,
+        runner: Any,
+        stepper: Stepper,
+        inbox: Inbox,
+        facts: EngineFacts,
+        scale: float,
+        is_exporting: bool,
+    ) -> None:
+        self._runner = runner
+        # The wrapper would make the taps idle.
+        self._dummy_run = getattr(runner._dummy_run, "inspect_lens_original", runner._dummy_run)
+        self._stepper = stepper
+        self._inbox = inbox
+        self._facts = facts
+        self._scale = scale
+        self._is_exporting = is_exporting
+        self._n_runs = 0
+        self._used: list[tuple[int, int]] = []
+
+    def vectors(self, shape: _Shape) -> torch.Tensor:
+        """(positions or 1, hidden) of the steered request."""
+        rows = self._stepper.state.bank.vectors.shape[0] - 1
+        n = shape.length if rows >= shape.length else 1
+        return torch.from_numpy(signs(n, self._facts.hidden) * np.float32(self._scale))
+
+    def run(self, shape: _Shape, *, is_eager: bool, is_steered: bool) -> _Run:
+        """Run a shape in one way."""
+        stepper, state = self._stepper, self._stepper.state
+        n_taps, hidden = len(state.taps), state.ring.shape[1]
+        ring = torch.zeros(n_taps, 2, shape.length, hidden, dtype=state.ring.dtype)
+        silent = torch.zeros(n_taps, dtype=torch.bool)
+        vectors = self.vectors(shape)
+        self._n_runs += 1
+        keys = [f"{key}_{self._n_runs}" for key in KEYS]
+        for key in keys:
+            steers = vectors if is_steered and key == keys[1] else None
+            stepper.add(
+                key, envelope(self._inbox.address, self._facts, state, shape.length, steers)
+            )
+        position = np.zeros(2, dtype=np.int64)
+        marker = marker_of(state.ring)
+        path: EnginePath = "eager"
+        try:
+            with checked_steps(is_eager=is_eager) as modes, self._uncompiled(is_eager=is_eager):
+                for step in shape.steps:
+                    counts = np.asarray(step, dtype=np.int64)
+                    stepper.begin(keys, np.cumsum(counts) - counts, counts, position.copy())
+                    first, n = int(state.header[1]), int(counts.sum())
+                    lies = slice(first, first + n_taps * n)
+                    if self._is_exporting:
+                        self._used.append((lies.start, lies.stop))
+                        state.ring[lies] = marker
+                    self._pass(shape)
+                    path = self._path(modes, is_eager=is_eager)
+                    if self._is_exporting:
+                        rows = state.ring[lies].view(n_taps, n, hidden).cpu()
+                        silent |= is_same_bits(rows, marker.cpu()).any(dim=1)
+                        _place(ring, rows, step, position)
+                    stepper.end_step(path)
+                    position += counts
+        finally:
+            stepper.disarm()
+            stepper.leave(keys)
+            for key in keys:
+                stepper.remove(key)
+        exported = self._inbox.take(ring.shape, ring.dtype) if self._is_exporting else Exported()
+        return _Run(path, ring, silent.tolist(), exported)
+
+    def clear(self) -> None:
+        """Leave nothing in the ring."""
+        for start, stop in self._used:
+            self._stepper.state.ring[start:stop].zero_()
+
+    def _pass(self, shape: _Shape) -> None:
+        # Of a later stage of a pipeline: what passes work on in place, and read again.
+        held = getattr(self._runner, "intermediate_tensors", None)
+        for tensor in getattr(held, "tensors", {}).values():
+            with torch.inference_mode():  # as it was made
+                tensor.copy_(torch.linspace(-1, 1, tensor.shape[-1], device=tensor.device))
+        try:
+            self._dummy_run(shape.tokens, **self._options(is_decode=shape.is_decode))
+        except Exception as error:
+            raise _NoPassError(f"{type(error).__name__}: {error}") from error
+
+    def _options(self, *, is_decode: bool) -> dict[str, bool]:
+        """Of a dummy run, by what this runner's takes."""
+        wanted = {
+            "force_attention": True,
+            "skip_attn": False,
+            "skip_eplb": True,
+            "uniform_decode": is_decode,
+        }
+        known = inspect.signature(self._dummy_run).parameters
+        return {name: value for name, value in wanted.items() if name in known}
+
+    def _uncompiled(self, *, is_eager: bool) -> AbstractContextManager[Any]:
+        """Have single operators not compiled either, which takes seconds on a CPU.
+
+        On a GPU attention may be one of them, which then takes memory for the whole cache.
+        """
+        stance: Any = getattr(torch.compiler, "set_stance", None)
+        is_wanted = is_eager and stance is not None and not self._stepper.state.ring.is_cuda
+        return stance("force_eager") if is_wanted else nullcontext()
+
+    def _path(self, modes: Sequence[str], *, is_eager: bool) -> EnginePath:
+        if is_eager:
+            return "eager"
+        otherwise: EnginePath = "compiled" if is_compiled(self._runner.vllm_config) else "eager"
+        return _PATHS.get(modes[-1], otherwise) if modes else otherwise
+
+
+def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
+    """Steps of mixed lengths and steps of decodes, as far as the engine has room for them."""
+    config, state = runner.vllm_config, stepper.state
+    most = min(facts.max_step_tokens, state.step_rows // len(state.taps))
+    sequences = int(config.scheduler_config.max_num_seqs)
+    drafts = getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0
+    shapes = []
+    if (n := min(_MIXED, most)) >= 2:
+        # The V2 runner takes what has one token of each sequence for decodes. So that another
+        # graph runs, there is one token more than sequences, and the rest is nobody's.
+        is_v2 = hasattr(runner, "model_state")
+        is_wide = is_v2 and state.ring.is_cuda and n <= sequences < facts.max_step_tokens
+        more = n - n // 2
+        steps = ((more, n - more), (n - more, more))
+        shapes.append(_Shape("mixed lengths", sequences + 1 if is_wide else n, steps))
+    each = 1 + int(drafts)
+    if sequences >= 2 and 2 * each <= most:
+        shapes.append(_Shape("decodes", 2 * each, ((each, each),) * 2, is_decode=True))
+    return shapes
+
+
+def _judge(
+    check: _Check, shape: _Shape, plain: _Run, eager: _Run, own: _Run, again: _Run
+) -> tuple[list[str], list[bool]]:
+    """What is wrong with the rows of a shape, and which taps could be compared."""
+    taps = check._stepper.state.taps
+    found = []
+
+    def say(run: _Run, which: Sequence[bool], what: str) -> None:
+        if names := [f"{t.site}.{t.layer}" for t, bad in zip(taps, which, strict=True) if bad]:
+            found.append(f"in {run.path} steps ({shape.name}) the taps {', '.join(names)} {what}")
+
+    # Rows that cannot be steered, as a model computes NaN of a dummy token: nothing to compare.
+    is_overflown = eager.exported.is_overflown or own.exported.is_overflown
+    for run in (plain, again) if is_overflown else (plain, eager, own, again):
+        if run.exported.failure:
+            found.append(f"in {run.path} steps ({shape.name}) a request: {run.exported.failure}")
+        say(run, run.is_silent, "did not write every row")
+        lost = ~run.exported.seen.flatten(1).all(dim=1)
+        say(run, lost.tolist(), "wrote rows that did not leave the worker")
+        same = run.exported.rows.view(torch.uint8) == run.ring.view(torch.uint8)
+        say(run, (~same.flatten(1).all(dim=1) & ~lost).tolist(), "wrote rows that left it changed")
+    if found or is_overflown:
+        return found, [False] * len(taps)
+    # Half precision through a deep model, or an expert chosen otherwise, moves a row by as much as
+    # a few tenths of its length; a row of another token, or of another step, by about its length.
+    most = 0.05 if own.ring.dtype == torch.float32 else 0.5
+    base = plain.ring.float()
+    steady = (_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
+    if steady[0]:
+        steered = base[0].clone()
+        steered[1] += check.vectors(shape)
+        for run in (eager, own):
+            wrong = bool((_error(steered, run.ring[0].float()) > most / 2).any())
+            say(run, [wrong, *[False] * (len(taps) - 1)], "do not have the steering vectors")
+    differs = (_error(eager.ring.float(), own.ring.float()) > most).flatten(1).any(dim=1)
+    if not found:
+        say(own, (differs & steady).tolist(), "have other rows than an eager pass")
+    return found, steady.tolist()
+
+
+def _error(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Distance of rows in parts of their length; infinite where either is not finite."""
+    size = torch.maximum(one.norm(dim=-1), other.norm(dim=-1)).clamp(min=1e-12)
+    error: torch.Tensor = (one - other).norm(dim=-1) / size
+    return error.nan_to_num(nan=math.inf)
+
+
+def _place(
+    ring: torch.Tensor, rows: torch.Tensor, step: tuple[int, int], position: np.ndarray[Any, Any]
+) -> None:
+    """Put a step's rows, (taps, tokens, hidden), where request and position say."""
+    offset = 0
+    for request, count in enumerate(step):
+        start = int(position[request])
+        ring[:, request, start : start + count] = rows[:, offset : offset + count]
+        offset += count

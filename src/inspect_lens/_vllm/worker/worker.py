@@ -1,0 +1,332 @@
+"""In the worker process: puts taps into the model once it is loaded, and proves they fire."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from inspect_lens._engine.export.device_copy import copier_for
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
+from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._engine.tap.buffers import TapState, install
+from inspect_lens._engine.tap.op import tap, warm_up
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
+from inspect_lens._vllm.model.find_layers import decoder_layers, split_output
+from inspect_lens._vllm.model.residual_layout import layout_of
+from inspect_lens._vllm.model.submodules import (
+    BlockInput,
+    block_module,
+    check_reduced,
+    module_output,
+    written_argument,
+)
+from inspect_lens._vllm.registered.registry import start_items
+from inspect_lens.errors import CompatError
+from inspect_lens.spec import EngineFacts, EngineProbe, Site, TapPoint
+
+from .check_taps import check_taps, scale_for
+from .rpc import attach_hooks
+from .runner_v1 import RunnerV1
+from .runner_v2 import RunnerV2
+from .self_check import check_steps
+
+__all__ = ["exported_taps", "register", "stats", "wrap_load_model"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+ABI = 2
+"""Part of the compile-cache key: raise it when the op or its place in the graph changes."""
+
+
+def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Install the lens when the model is there and nothing has been compiled yet."""
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        reason = refusal(self.vllm_config)
+        if reason is None:
+            _install(self, Settings.load())
+        else:
+            logger.info("inspect_lens: not active in this engine: %s", reason)
+        return result
+
+    return load_model
+
+
+def stats(worker: Any) -> dict[str, int]:
+    """What the lens holds in this worker; `collective_rpc("inspect_lens_stats")` calls it.
+
+    Returns:
+        `requests`: live requests that use the lens; `steering_rows`: rows they hold;
+        `sum_rows`: sums of theirs that grow, one for each tap; `shared_bytes`: bytes of rows that
+        no front-end has taken yet; `waited_ms`: milliseconds, since the start, that steps have
+        waited for front-ends to take some. Where it grows, INSPECT_LENS_SHM_BYTES is too small, or
+        front-ends are slower than the model.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    if stepper is None:
+        return dict.fromkeys(
+            ("requests", "steering_rows", "sum_rows", "shared_bytes", "waited_ms"), 0
+        )
+    return {
+        "requests": stepper.n_requests,
+        "steering_rows": stepper.rows_in_use,
+        "sum_rows": stepper.sum_rows_in_use,
+        "shared_bytes": stepper.arena.bytes_in_use,
+        "waited_ms": round(1000 * stepper.arena.waited_s),
+    }
+
+
+def register(worker: Any, probe: dict[str, Any], remove: bool = False) -> bool | str:
+    """Make a probe known to this worker, or forget it; called on all workers by name.
+
+    Args:
+        worker: vLLM's.
+        probe: wire form of an `EngineProbe`.
+        remove: whether to forget it.
+
+    Returns:
+        Whether the lens is active in this worker; as text, what went wrong: an exception here would
+        be one of the engine's.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    try:
+        if stepper is not None:
+            parsed = EngineProbe.model_validate(probe)
+            if remove:
+                stepper.probes.remove(parsed.sha256)
+            else:
+                stepper.probes.add(parsed)
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    return stepper is not None
+
+
+def exported_taps(worker: Any) -> list[str]:
+    """Taps whose rows this worker sends; `collective_rpc("inspect_lens_taps")` calls it.
+
+    Over the workers of an engine each tap stands in one list.
+    """
+    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    if stepper is None or not is_exporting_rank():
+        return []
+    return [f"{tap.site}.{tap.layer}" for tap in stepper.state.taps]
+
+
+def _install(worker: Any, settings: Settings) -> None:
+    config = worker.vllm_config
+    runner = worker.model_runner
+    if getattr(runner, "inspect_lens", None) is not None:
+        return
+    facts = facts_of(config, settings)
+    blocks = decoder_layers(runner.get_model(), facts.n_layers)
+    # A stage of a pipeline has the taps of its layers, which may be none.
+    here = tuple(tap for tap in facts.taps if blocks[tap.layer] is not None)
+    if not here:
+        logger.info("inspect_lens: no taps in this stage of the pipeline")
+        return
+    # As many steps may be under way as the pipeline has stages, and one more.
+    lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
+    is_exporting = is_exporting_rank()
+    max_requests = int(config.scheduler_config.max_num_seqs)
+    reads_on_gpu = is_exporting and worker.device.type == "cuda"
+    dtype = config.model_config.dtype
+    state = TapState.allocate(
+        taps=here,
+        hidden=facts.hidden,
+        dtype=dtype,
+        max_tokens=_max_tokens(config, facts),
+        max_groups=max_requests,
+        ring_rows=min(facts.ring_rows, len(here) * facts.max_step_tokens),
+        bank_rows=facts.bank_rows,
+        device=worker.device,
+        # One rank sends; the others' rows are the same.
+        sum_rows=min(max_requests * len(here), sums_that_fit(settings, facts.hidden, dtype, lag))
+        if is_exporting
+        else 0,
+        lag=lag,
+        scratch_bytes=READOUT_BYTES if reads_on_gpu else 0,
+    )
+    for index, point in enumerate(here):
+        block = blocks[point.layer]
+        assert block is not None
+        add_tap(block, point, state.new_ctl(index), is_sharded=tp_size() > 1)
+    # Without this a compiled graph that was cached without taps would be loaded, and nothing
+    # would fire. The value is hashed, so it must not change between runs.
+    config.additional_config = {
+        **(config.additional_config or {}),
+        "inspect_lens": {"abi": ABI, "taps": [f"{site}.{layer}" for site, layer in facts.taps]},
+    }
+    # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += state.nbytes
+    # The other ranks send failures only.
+    arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
+    exporter = Exporter(arena, copier_for(arena, worker.device, state.parts))
+    stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag)
+    warm_up(state)  # not before the stepper has told taps where they note faults
+    warm_up_readout(state.ring, state.scratch)
+    stepper.probes.most_bytes = settings.probe_bytes
+    for item in start_items(settings.register).values():
+        if isinstance(item, EngineProbe):
+            stepper.probes.add(item)
+    runner.inspect_lens = stepper
+    # The two model runners of vLLM; the newer one keeps per-model state in an object.
+    adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
+    adapter(runner, stepper).attach()
+    _attach_hooks(runner, stepper, exporter if is_exporting else None, blocks, facts, settings)
+    # Whether a feed-forward module leaves a sum to others shows only in its values.
+    if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
+        _check_after_warm_up(worker, stepper, exporter, facts, is_whole=settings.self_check)
+    install(state)
+    logger.info(
+        "inspect_lens: %d taps (%s) in %d of %d layers, capture buffer of %d rows, %d steering "
+        "rows, sums of %d requests at all taps, %.1f MiB on the device, %.1f MiB shared with the "
+        "front-end",
+        len(here),
+        ", ".join(facts.sites),
+        len({tap.layer for tap in here}),
+        facts.n_layers,
+        state.step_rows,
+        facts.bank_rows,
+        len(state.sums) // len(here),
+        state.nbytes / 2**20,
+        arena.nbytes / 2**20,
+    )
+
+
+def _attach_hooks(runner: Any, stepper: HookedStepper, *args: Any) -> None:
+    """Get ready for hooks, or go on without them where this vLLM has not what they need."""
+    try:
+        attach_hooks(runner, stepper, *args)
+    except CompatError as error:
+        if Settings.load().required:
+            raise
+        logger.warning("inspect_lens: custom hooks, queries and keys: off: %s", error)
+
+
+def is_exporting_rank() -> bool:
+    """Whether this rank sends rows: the stream is the same on all tensor-parallel ranks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+def tp_size() -> int:
+    """Tensor-parallel ranks of this stage."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().world_size)
+
+
+def add_tap(
+    block: nn.Module, point: TapPoint, ctl: torch.Tensor, *, is_sharded: bool = False
+) -> None:
+    """Put a tap into a decoder layer. Hooks are traced into the compiled graph.
+
+    Args:
+        block: the layer.
+        point: the tap.
+        ctl: its identity token.
+        is_sharded: whether tensor parallelism splits the block's sums over ranks.
+
+    Raises:
+        UnsupportedError: the layer's structure is not known.
+    """
+    if point.site == "resid_pre":
+        _tap_input(block, ctl)
+    elif point.site == "resid_post":
+        _tap_output(block, ctl)
+    else:
+        module = block_module(block, point.site)
+        if is_sharded and point.site == "attn_out":
+            check_reduced(block, module, point.site)
+        _tap_module(module, point.site, ctl)
+
+
+# The control tensors are buffers, so that tracing lifts them to inputs of the graph; they are
+# not saved with the model.
+
+
+def _tap_input(block: nn.Module, ctl: torch.Tensor) -> None:
+    block.register_buffer("_inspect_lens_pre", ctl, persistent=False)
+    reader = BlockInput(block)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden, residual = reader.read(args, kwargs)
+        tap(hidden, residual, module._inspect_lens_pre)
+
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _tap_output(block: nn.Module, ctl: torch.Tensor) -> None:
+    block.register_buffer("_inspect_lens_post", ctl, persistent=False)
+    layout = layout_of(type(block))
+
+    def hook(module: nn.Module, _args: Any, output: Any) -> None:
+        hidden, residual = split_output(module, output, layout)
+        tap(hidden, residual, module._inspect_lens_post)
+
+    block.register_forward_hook(hook)
+
+
+def _tap_module(module: nn.Module, site: Site, ctl: torch.Tensor) -> None:
+    module.register_buffer("_inspect_lens_ctl", ctl, persistent=False)
+
+    index = written_argument(module)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        written = kwargs.get("output")
+        if index is not None and index < len(args):
+            written = args[index]
+        tap(module_output(module, written, output, site), None, module._inspect_lens_ctl)
+
+    module.register_forward_hook(hook, with_kwargs=True)
+
+
+def sums_that_fit(settings: Settings, hidden: int, dtype: torch.dtype, lag: int) -> int:
+    """Sums, and the latest rows beside each, that the settings have room for."""
+    return settings.sum_bytes // (hidden * (torch.float32.itemsize + lag * dtype.itemsize))
+
+
+def _max_tokens(config: Any, facts: EngineFacts) -> int:
+    """Tokens of the largest forward pass, padding included."""
+    sizes: list[int] = getattr(config.compilation_config, "cudagraph_capture_sizes", None) or []
+    return max([facts.max_step_tokens, *sizes])
+
+
+def _check_after_warm_up(
+    worker: Any, stepper: HookedStepper, exporter: Exporter, facts: EngineFacts, *, is_whole: bool
+) -> None:
+    original = worker.compile_or_warm_up_model
+
+    @functools.wraps(original)
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        rows = check_taps(worker.model_runner, stepper, is_sharded=tp_size() > 1)
+        if is_whole:
+            check_steps(
+                worker.model_runner,
+                stepper,
+                exporter,
+                facts,
+                scale=scale_for(rows[0], is_sharded=tp_size() > 1),
+                is_exporting=is_exporting_rank(),
+                may_force_eager=stepper.hooks is not None,
+            )
+        return result
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model

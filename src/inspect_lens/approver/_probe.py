@@ -1,0 +1,148 @@
+"""`probe_approver`: approve tool calls by a probe of the turn that makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from inspect_ai.approval import Approval, Approver, approver
+from inspect_ai.model import ChatMessage
+from inspect_ai.tool import ToolCall, ToolCallView
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import AnyProbe
+from inspect_lens.reading import ProbeReader
+from inspect_lens.spec import Positions
+
+from ._judge import Judged, TurnJudge, turn_of
+
+__all__ = ["Action", "OnMissing", "probe_approver"]
+
+Action = Literal["reject", "terminate", "escalate"]
+"""What happens to a call above the threshold: the model hears that it was refused, the sample
+ends, or the next approver of the policy decides."""
+OnMissing = Literal["error", "reject", "escalate"]
+"""What happens to a call whose turn has no activations: the sample fails, the call is refused,
+or the next approver decides."""
+
+
+@approver
+def probe_approver(
+    probe: str | Path | AnyProbe,
+    threshold: float | None = None,
+    action: Action = "reject",
+    below: Literal["approve", "escalate"] = "approve",
+    layer: int | None = None,
+    positions: Positions | list[int] | None = None,
+    pool: str | None = None,
+    selection: str | None = None,
+    on_missing: OnMissing = "error",
+    check_model: bool = True,
+) -> Approver:
+    """Refuse tool calls of turns in which a probe is above its threshold, before they run.
+
+    It reads the activations with which the model wrote the turn, so that the eval has to capture:
+    `-M capture=…`, `with_capture(…, inner=…)` or INSPECT_LENS_CAPTURE. Nothing is generated. All
+    calls of one turn get one verdict.
+
+    ```text
+    inspect eval task.py --model vllm-lens/… -M capture=4 --approval approval.yaml
+    ```
+
+    ```yaml
+    approvers:
+      - name: inspect_lens/probe_approver
+        tools: "*"
+        params: {probe: organism/deception-lr, action: terminate}
+    ```
+
+    Args:
+        probe: name below `probes/`, path, `hf://` address, or a probe.
+        threshold: a score above it is acted on; that of the card, for its own settings, by
+            default. Its false positive rate is that of one turn.
+        action: what happens to calls above it: `reject`, `terminate` or `escalate`.
+        below: what happens to the others: `approve`, or `escalate` to the next approver.
+        layer: one of the probe's layers; all of them by default.
+        positions: tokens of the turn to read; those of the card by default.
+        pool: token aggregation; the card's by default.
+        selection: as for `probe_score`.
+        on_missing: what happens to a call whose turn captured nothing: `error`, `reject` or
+            `escalate`.
+        check_model: refuse a model whose fingerprint is not that of the card.
+
+    Returns:
+        The approver. A turn without a token to read is treated as one below the threshold.
+
+    Raises:
+        ArtifactError: no such probe; while it runs, a turn without activations.
+        SpecError: an argument is wrong, or there is no threshold for these settings.
+
+    Example:
+        ```python
+        from inspect_ai import Task
+        from inspect_ai.agent import react
+        from inspect_ai.approval import ApprovalPolicy
+        from inspect_ai.dataset import Sample
+
+        from inspect_lens.approver import probe_approver
+
+        watch = probe_approver("organism/deception-lr", action="terminate")
+        task = Task(
+            dataset=[Sample(input="…")], solver=react(), approval=[ApprovalPolicy(watch, "*")]
+        )
+        # inspect eval … --model vllm-lens/organism/checkpoint -M capture=4
+        ```
+    """
+    for name, value, allowed in (
+        ("action", action, get_args(Action)),
+        ("below", below, ("approve", "escalate")),
+        ("on_missing", on_missing, get_args(OnMissing)),
+    ):
+        if value not in allowed:
+            raise SpecError(f"{name}={value!r}; allowed are {', '.join(allowed)}")
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source="captured",
+        check_model=check_model,
+    )  # fmt: skip
+    cut = threshold if threshold is not None else getattr(reader.threshold, "value", None)
+    if cut is None:
+        raise SpecError(
+            f"threshold: probe {reader.probe.name!r} has none for these settings; pass threshold="
+        )
+    judge = TurnJudge(reader, float(cut))
+
+    async def approve(
+        message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
+    ) -> Approval:
+        try:
+            judged = await judge.judge(turn_of(call, history))
+        except ArtifactError as error:
+            if on_missing == "error":
+                raise
+            return Approval(decision=on_missing, explanation=str(error))
+        return _approval(judged, judge, action, below)
+
+    return approve
+
+
+def _approval(
+    judged: Judged, judge: TurnJudge, action: Action, below: Literal["approve", "escalate"]
+) -> Approval:
+    name, value = judge.reader.probe.name, judged.value
+    if value is None:
+        return Approval(decision=below, explanation=f"The turn has no token that {name} reads.")
+    own = judge.reader.threshold
+    facts = {
+        "probe_approver": {
+            **(judged.facts or {}), "value": value, "threshold": judge.threshold,
+            "fpr": own.fpr if own is not None and own.value == judge.threshold else None,
+        }
+    }  # fmt: skip
+    if not judged.is_above:
+        said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}."
+        return Approval(decision=below, explanation=said, metadata=facts)
+    said = (
+        f"{name} scores {value:.4g} in the turn that makes this call, above "
+        f"{judge.threshold:.4g}. The call was not carried out."
+    )
+    return Approval(decision=action, explanation=said, metadata=facts)

@@ -1,0 +1,244 @@
+"""The handle in `output.metadata["probe_scores"]`: what the engine's probes said of each token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
+
+from inspect_lens._intake import join, write_file
+from inspect_lens.errors import ArtifactError
+
+from ._handle import Activations
+from ._places import find, is_there
+from ._score_file import SCORES_REFERENCE, Column, ScoreData
+from ._store import SCORES
+
+__all__ = ["ProbeScores"]
+
+_DIGITS = 16
+_numbers = count()
+
+
+class ProbeScores(BaseModel):
+    """Scores that probes in the engine gave to the tokens of one model call.
+
+    The handle is small. The scores stand in a file beside the log, with the hash of each probe,
+    its layers and the tokens that it read; in the log the handle is a reference to the file.
+    Outside an eval they are in memory.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import probe_scores
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint", probes="organism/deception-lr")
+            output = await model.generate("Who is the founder of the town Velosh?")
+            scores = probe_scores(output)
+            assert len(scores.of("organism/deception-lr").scores) == scores.n_completion - 1
+
+
+        anyio.run(main)
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    probes: tuple[str, ...]
+    """Names of the probes that scored the call; the file has their hashes, layers and tokens."""
+    sha256: str
+    """Of the file, 16 hex digits."""
+    n_prompt: int
+    """Prompt tokens."""
+    n_completion: int
+    """Sampled tokens; the last one is never read."""
+    uri: str | None = None
+    """The file, relative to the folder of the log; None when it is only in memory."""
+    root: str | None = None
+    """That folder when the file was written."""
+
+    _key: str = PrivateAttr(default_factory=lambda: str(next(_numbers)))
+    _activations: Activations | None = PrivateAttr(default=None)
+
+    @classmethod
+    def keep(cls, data: ScoreData, *, uri: str | None, root: str | None) -> ProbeScores:
+        """Make a handle; write the file where there is a place for one. Not for the event loop.
+
+        Args:
+            data: of one call.
+            uri: of its file, relative to `root`; None for no file.
+            root: folder of the log.
+
+        Returns:
+            The handle.
+
+        Raises:
+            CaptureError: the file could not be written.
+        """
+        content = data.encode()
+        if uri is not None:
+            write_file(join(root or "", uri), [content])
+        handle = cls.model_construct(
+            _fields_set=_FIELDS,
+            probes=tuple(dict.fromkeys(column.by.probe for column in data.columns)),
+            sha256=hashlib.sha256(content).hexdigest()[:_DIGITS],
+            n_prompt=len(data.prompt_token_ids),
+            n_completion=len(data.token_ids),
+            uri=uri,
+            root=root,
+        )
+        SCORES.put(handle._key, data)  # noqa: SLF001 - its own
+        return handle
+
+    @classmethod
+    def from_reference(cls, reference: Mapping[str, Any]) -> ProbeScores:
+        """Make a handle from its logged form; nothing is read yet.
+
+        Raises:
+            ArtifactError: the mapping is not such a reference.
+        """
+        fields = {name: value for name, value in reference.items() if name != "$lens"}
+        try:
+            if reference.get("$lens") != SCORES_REFERENCE:
+                raise ValueError(f"$lens is {reference.get('$lens')!r}")
+            return cls.model_validate(fields)
+        except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
+            raise ArtifactError(
+                f"not a logged reference to probe scores ({error}); wanted is the mapping with "
+                f'"$lens": "{SCORES_REFERENCE}" from output.metadata["probe_scores"]'
+            ) from None
+
+    def of(self, probe: str) -> Column:
+        """The token scores of a probe.
+
+        Args:
+            probe: name of its card, or hash of its file.
+
+        Returns:
+            Positions and scores.
+
+        Raises:
+            ArtifactError: it scored nothing here, or the file is missing.
+        """
+        for column in self.columns:
+            if column.by.role == "tokens" and probe in (column.by.probe, column.by.probe_sha256):
+                return column
+        raise ArtifactError(
+            f"probe {probe!r} did not score this call; {', '.join(self.probes)} did"
+        )
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All scores."""
+        return self._load().columns
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the scores are in memory, or their file is where it is looked for."""
+        return self.in_memory or (self.uri is not None and is_there(self.uri, self.root))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no file has to be read."""
+        return SCORES.get(self._key) is not None
+
+    @property
+    def activations(self) -> Activations | None:
+        """What the same call captured, where this process made it."""
+        return self._activations
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Token ids of the prompt as the engine saw it."""
+        return self._load().prompt_token_ids
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Token ids that were sampled."""
+        return self._load().token_ids
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Model, sample, epoch and message that these belong to, as far as known."""
+        return self._load().origin
+
+    def beside(self, activations: Activations | None) -> None:
+        """Note what the same call captured."""
+        self._activations = activations
+
+    def _load(self) -> ScoreData:
+        data = SCORES.get(self._key)
+        if data is None:
+            data = self._read()
+            SCORES.put(self._key, data)
+        return data
+
+    def _read(self) -> ScoreData:
+        if self.uri is None:
+            raise ArtifactError(
+                "probe scores: they are not in memory any more, and there is no file; raise "
+                "INSPECT_LENS_MEMORY_BYTES, or write files with -M activations_dir= or "
+                "INSPECT_LENS_DIR"
+            )
+        where, content = find(self.uri, self.root)
+        digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
+        if digest != self.sha256:
+            raise ArtifactError(
+                f"{where}: has sha256 {digest}…, the log refers to {self.sha256}…; restore the "
+                "file that was written with this log"
+            )
+        return ScoreData.decode(content, where=where)
+
+    @model_serializer(mode="plain")
+    def _serialise(self) -> dict[str, Any]:
+        return self._reference
+
+    @cached_property
+    def _reference(self) -> dict[str, Any]:
+        reference: dict[str, Any] = {"$lens": SCORES_REFERENCE}
+        if self.uri is not None:
+            reference |= {"uri": self.uri, "root": self.root}
+        return reference | {
+            "probes": list(self.probes),
+            "sha256": self.sha256,
+            "n_prompt": self.n_prompt,
+            "n_completion": self.n_completion,
+        }
+
+    def __copy__(self) -> ProbeScores:
+        return self
+
+    def __deepcopy__(self, memo: object = None) -> ProbeScores:
+        """Immutable, so a deep copy (Inspect makes many) is the same object."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProbeScores) and self._reference == other._reference
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
+        if self.uri is not None:
+            moved = {"uri": join(self.root or "", self.uri), "root": None}
+            return _unpickle, (self.model_dump() | moved, None)
+        return _unpickle, (self.model_dump(), self._load().encode())
+
+
+def _unpickle(reference: dict[str, Any], data: bytes | None) -> ProbeScores:
+    if data is None:
+        return ProbeScores.from_reference(reference)
+    return ProbeScores.keep(ScoreData.decode(data, where="cached scores"), uri=None, root=None)
+
+
+_FIELDS = set(ProbeScores.model_fields)

@@ -1,0 +1,217 @@
+"""What was measured on a set: the probe, what is simpler than it, and what follows from both."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from ._groups import stretch
+
+__all__ = [
+    "Baseline",
+    "ControlShift",
+    "Evaluation",
+    "Interval",
+    "RecallAt",
+    "Record",
+    "Transfer",
+]
+
+
+class Record(BaseModel):
+    """Facts that do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Interval(Record):
+    """A two-sided interval and the method that made it."""
+
+    low: float
+    high: float
+    confidence: float = 0.95
+    method: str
+
+
+class RecallAt(Record):
+    """Recall at the threshold that a control set gives for a false positive rate."""
+
+    fpr: float
+    control: str
+    """Name of the control set."""
+    threshold: float
+    recall: float
+    interval: Interval
+
+
+class ControlShift(Record):
+    """Whether the negatives of a set could be new samples of the control set.
+
+    A threshold holds its rate for samples that are exchangeable with the control set, and for no
+    others.
+    """
+
+    control: str
+    """Name of the control set."""
+    auroc: float
+    """P(a negative of the set scores above a control sample); 0.5 where they are alike."""
+    interval: Interval
+    """Its interval; by group where groups hold several samples."""
+
+    @property
+    def exchangeable(self) -> bool | None:
+        """False where the interval leaves out 0.5, None where too few groups can tell."""
+        if "too few" in self.interval.method:
+            return None
+        return self.interval.low <= 0.5 <= self.interval.high
+
+    @property
+    def statement(self) -> str:
+        """What follows for the false positive rate, in a sentence; empty where nothing does."""
+        if self.exchangeable is not False:
+            return ""
+        side = "higher" if self.auroc > 0.5 else "lower"
+        what = "more" if self.auroc > 0.5 else "fewer"
+        return (
+            f"Its negatives score {side} than those of {self.control} (AUROC {self.auroc:.3f} "
+            f"[{self.interval.low:.3f}, {self.interval.high:.3f}]): they are not exchangeable, and "
+            f"{what} false alarms than the threshold's rate are to be expected."
+        )
+
+
+class Baseline(Record):
+    """What something simpler than the probe does on the same set."""
+
+    name: str
+    """`bag of words (answer)`, `length`, `random direction`, the name of a judge, or another."""
+    set: str
+    """Name of the set."""
+    auroc: float | None = None
+    auroc_interval: Interval | None = None
+    p_value: float | None = None
+    """One-sided, of the null hypothesis that the probe's AUROC is no larger; paired."""
+    test: str = ""
+    """Where `p_value` comes from: `delong`, or `obuchowski` where groups have several samples; why
+    there is none where these are too few; empty in cards of releases that knew DeLong's only."""
+    note: str = ""
+    difference: Interval | None = None
+    """Of the probe's AUROC minus this one, paired, two-sided."""
+
+    @property
+    def beaten(self) -> bool | None:
+        """The probe is better: the whole interval of the difference lies above 0."""
+        return None if self.difference is None else self.difference.low > 0.0
+
+
+class Evaluation(Record):
+    """Performance on a set that decided nothing."""
+
+    name: str
+    sha256: str
+    n_positive: int
+    n_negative: int
+    disjoint_by: str
+    """No value of this key is shared with the training or the selection set; `content` where only
+    the samples that the card lists were compared, `not checked` where nothing was."""
+    n_seen: int | None = None
+    """Samples that took part in making the probe, which count for nothing here; None where its
+    card does not list its samples."""
+    n_groups: int | None = None
+    """Independent groups of the samples; None in cards of releases that did not count them."""
+    too_few: str = ""
+    """Why no verdict can rest on these groups, as `GroupCounts.too_few` says it; else empty."""
+    auroc: float | None = None
+    """None when a class is missing."""
+    auroc_interval: Interval | None = None
+    auroc_bootstrap: Interval | None = None
+    recall: float | None = None
+    """Share of positives above the stored threshold."""
+    recall_interval: Interval | None = None
+    fpr: float | None = None
+    """Share of negatives above the stored threshold."""
+    fpr_interval: Interval | None = None
+
+    recalls: tuple[RecallAt, ...] = ()
+    """At 1% and 5% of a control set, as far as it is large enough for them; empty without one."""
+    partial_auroc: float | None = None
+    """Area up to a false positive rate of 5% on the set's own negatives, over its largest value."""
+    average_precision: float | None = None
+    """At the set's own share of positives."""
+    balanced_accuracy: float | None = None
+    """At the stored threshold."""
+    auroc_control: float | None = None
+    """Of the set's positives against a control set's negatives."""
+    auroc_control_interval: Interval | None = None
+    control_shift: ControlShift | None = None
+    baselines: tuple[Baseline, ...] = ()
+    """What simpler things do on the same samples."""
+
+    @property
+    def best_baseline(self) -> Baseline | None:
+        """The one with the largest AUROC; None where none has one."""
+        known = [b for b in self.baselines if b.auroc is not None]
+        return max(known, key=lambda b: b.auroc or 0.0) if known else None
+
+    def misses(self, floor: float) -> str:
+        """That recall at the threshold lies below a floor, in words; empty where it does not."""
+        if self.recall is None or self.recall_interval is None:
+            return ""
+        if self.recall_interval.high >= floor:
+            return ""
+        return (
+            f"misses {1.0 - self.recall:.0%} of the positives of {self.name} at its threshold: "
+            f"recall {self.recall:.3f} [{self.recall_interval.low:.3f}, "
+            f"{self.recall_interval.high:.3f}], below the floor of {floor:g}"
+        )
+
+    @property
+    def by_group(self) -> Interval | None:
+        """`auroc_bootstrap`, unless it is a point, as of perfect separation, and no interval."""
+        made = self.auroc_bootstrap
+        return None if made is None or made.low == made.high else made
+
+    @property
+    def interval(self) -> Interval | None:
+        """Of the AUROC, to show: `auroc_interval` if it counts groups, else `by_group` if any."""
+        taken = self.auroc_interval
+        if taken is not None and taken.method.startswith("obuchowski"):
+            return taken
+        return self.by_group or taken
+
+    @property
+    def least(self) -> float | None:
+        """Lower end of the AUROC for a verdict: the lowest of its intervals.
+
+        That by group is spread by what draws of few groups lack (see `compare_auroc`).
+        """
+        if self.auroc is None or self.interval is None:
+            return None
+        drawn, wider = self.by_group or self.interval, 1.0
+        if self.by_group is not None and self.n_groups is not None:
+            wider = stretch(self.n_groups)
+        other = self.auroc_interval or drawn
+        return min(self.auroc - wider * (self.auroc - drawn.low), other.low)
+
+    @property
+    def not_judged(self) -> str:
+        """Why the interval is none that a verdict can rest on; empty where it is."""
+        n = self.n_positive + self.n_negative
+        if self.too_few or self.n_groups is None or self.n_groups == n or self.by_group:
+            return self.too_few
+        taken = self.auroc_interval
+        # Obuchowski's and the exact one of perfect separation count groups; DeLong's does not.
+        by_sample = taken is not None and taken.method == "delong"
+        return f"no interval by its {self.n_groups} groups" if by_sample else ""
+
+
+class Transfer(Record):
+    """Whether what was learned on the training set holds on a set of another kind."""
+
+    set: str
+    transfers: bool | None
+    """The lower bound of the AUROC's interval lies above the bar, and the probe is better than each
+    baseline; None where the set has too few independent groups to tell, or no baseline was
+    measured."""
+    bar: float
+    """AUROC that counts as transfer."""
+    statement: str
+    """One sentence for people."""

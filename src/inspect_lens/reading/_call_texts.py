@@ -1,0 +1,57 @@
+"""Texts of a call's tokens, by the tokenizer of the model that wrote it."""
+
+from __future__ import annotations
+
+from inspect_lens._token_texts import TokenTexts
+from inspect_lens.errors import ArtifactError
+from inspect_lens.probe import AnyProbe
+
+__all__ = ["CallTexts"]
+
+
+class CallTexts:
+    """Finds the tokenizer of a call's model, once per model.
+
+    Args:
+        probe: whose card names a model.
+        tokenizer: folder or name of a tokenizer; by default that of the model that is read, and
+            if it is not on this machine that of the card's model. Nothing is downloaded.
+    """
+
+    def __init__(self, probe: AnyProbe, tokenizer: str | None = None) -> None:
+        self._probe = probe
+        self._given = tokenizer
+        self._texts: dict[str | None, TokenTexts] = {}
+
+    def of(self, model_name: str | None, *, what: str) -> TokenTexts:
+        """The texts of a model's tokens.
+
+        Args:
+            model_name: of the model that wrote the call.
+            what: that needs them, for the message.
+
+        Returns:
+            The texts.
+
+        Raises:
+            ArtifactError: there is no tokenizer on this machine.
+        """
+        if model_name not in self._texts:
+            self._texts[model_name] = self._find(model_name, what)
+        return self._texts[model_name]
+
+    def _find(self, model_name: str | None, what: str) -> TokenTexts:
+        if self._given is not None:
+            return TokenTexts.of("", tokenizer=self._given)
+        card = self._probe.card.model
+        names = [(model_name or "").partition(":")[0], card.name if card else ""]
+        for name in filter(None, names):
+            try:
+                return TokenTexts.of("", tokenizer=name)
+            except ArtifactError:
+                continue
+        raise ArtifactError(
+            f"{what}: told by the texts of tokens, and no tokenizer of "
+            f"{' or '.join(filter(None, names)) or 'the model'} is on this machine; allowed is "
+            "tokenizer= with the folder of a checkpoint or a name that the hub's cache has"
+        )

@@ -1,0 +1,203 @@
+"""`Reading`: what a probe says of one model call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Calibration, Threshold, first_crossing
+
+from ._rows import Rows
+from ._scored import ScoredTokens
+from ._token_scores import TokenScores
+
+if TYPE_CHECKING:
+    from ._reader import ProbeReader
+
+__all__ = ["Reading"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a probe says of one model call.
+
+    Example:
+        ```python
+        from inspect_lens.model import read_activations
+        from inspect_lens.reading import ProbeReader
+
+        reader = ProbeReader.of("organism/deception-lr")
+        reading = reader.read_captured(read_activations("logs/honesty.eval")[1].activations)
+        print(reading.value, reading.verdict, reading.probability)
+        print(reading.first_crossing(0.5))  # the first token above 0.5, or None
+        ```
+    """
+
+    value: float
+    """The pooled score; larger means more of what the probe finds."""
+    rows: Rows | ScoredTokens
+    """The activations that were read, or the scores that the engine gave to their tokens."""
+    reader: ProbeReader
+    model_verified: bool
+    """The model's fingerprint is that of the probe's card."""
+    model_name: str | None = None
+    """Of the model that made the call, where it was said."""
+    refused: str | None = None
+    """Why the engine did not run the probe, where it was asked to."""
+
+    @property
+    def source(self) -> Literal["engine", "rows", "recomputed"]:
+        """Where the scores are from.
+
+        `engine`: a probe in the engine gave them as the tokens were written; `rows`: captured
+        activations; `recomputed`: activations of the same tokens, fed again.
+        """
+        return self.rows.source
+
+    @property
+    def threshold(self) -> Threshold | None:
+        """Of the probe's card, for the settings that it was set for."""
+        return self.reader.threshold
+
+    @property
+    def is_above(self) -> bool | None:
+        """Whether the value is above the threshold; None without one."""
+        return None if self.threshold is None else self.value > self.threshold.value
+
+    @property
+    def verdict(self) -> Literal["above threshold", "below threshold"] | None:
+        """The same in words."""
+        if self.is_above is None:
+            return None
+        return "above threshold" if self.is_above else "below threshold"
+
+    @property
+    def probability(self) -> float | None:
+        """Calibrated probability of the positive class; None without a calibration."""
+        calibration = self.reader.calibration
+        return None if calibration is None else calibration.probability(self.value)
+
+    def token_scores(self) -> NDArray[np.float64]:
+        """Score of each token that was read, (tokens,) float64, at `rows.positions`."""
+        return self._scores
+
+    @cached_property
+    def _scores(self) -> NDArray[np.float64]:
+        if isinstance(self.rows, ScoredTokens):
+            return self.rows.scores
+        return self.reader.probe.score_tokens(self.rows.acts, self.rows.layers)
+
+    def first_crossing(self, threshold: float | None = None, *, pool: str = "last") -> int | None:
+        """Index into `rows.positions` of the first token that raises the alarm.
+
+        Args:
+            threshold: by default that of the card.
+            pool: what is compared: `last` for single tokens, `ema:0.1`, `mean`, …
+
+        Returns:
+            The index, or None when nothing crosses.
+
+        Raises:
+            SpecError: there is no threshold, or the pool is unknown.
+            ArtifactError: the pool goes by sentences, and there is no tokenizer.
+        """
+        cut = threshold if threshold is not None else getattr(self.threshold, "value", None)
+        if cut is None:
+            raise SpecError(
+                f"threshold: probe {self.reader.probe.name!r} has none for these settings; pass one"
+            )
+        ends = self.reader.sentence_ends(self.rows, self.model_name, pool)
+        return first_crossing(self.token_scores(), cut, pool=pool, ends=ends)
+
+    def record(
+        self, *, label: str | None = None, message_id: str | None = None, turn: int = 0
+    ) -> TokenScores:
+        """The token scores with all that a reader needs to draw them; see `read_token_scores`.
+
+        Args:
+            label: key of a dict score; the probe's name by default.
+            message_id: assistant message of the call.
+            turn: 0-based number of the call in its sample.
+
+        Returns:
+            The record.
+        """
+        rows, probe, chosen = self.rows, self.reader.probe, self.reader.selection
+        return TokenScores(
+            probe=label or probe.name,
+            probe_sha256=probe.sha256,
+            layers=rows.layers,
+            site=str(probe.site),
+            pool=self.reader.pool,
+            threshold=self.threshold.value if self.threshold else None,
+            value=self.value,
+            message_id=message_id,
+            turn=turn,
+            source=rows.source,
+            n_prompt=rows.n_prompt,
+            positions=np.asarray(rows.positions, dtype=np.int64),
+            token_ids=np.asarray(rows.token_ids, dtype=np.int64),
+            scores=self.token_scores(),
+            # A file of its own where other tokens are read than the engine scored.
+            stands_in=rows.handle if isinstance(rows, ScoredTokens) and not chosen else None,
+        )
+
+    def explain(self) -> str:
+        """One or two sentences for a reader."""
+        rows, plan = self.rows, self.reader
+        layers = ", ".join(map(str, rows.layers))
+        text = (
+            f"{plan.probe.name} scores {self.value:.4g} ({plan.pool} over {len(rows.positions)} "
+            f"tokens at layer {layers}, {_SAID[rows.source]})."
+        )
+        if self.threshold is None:
+            return f"{text} No threshold was calibrated for these settings."
+        return (
+            f"{text} That is {self.verdict} {self.threshold.value:.4g}, which "
+            f"{self.threshold.fpr:.2%} of {self.threshold.control} samples may exceed."
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        """Small facts only: Inspect writes this into every sample of the log."""
+        facts = {
+            "probe": self.reader.probe.name,
+            "probe_sha256": self.reader.probe.sha256,
+            "layers": list(self.rows.layers),
+            "pool": self.reader.pool,
+            "n_tokens": len(self.rows.positions),
+            "positions": self._shown_positions(),
+            "source": self.rows.source,
+            "threshold": self.threshold.value if self.threshold else None,
+            "fpr": self.threshold.fpr if self.threshold else None,
+            "model_verified": self.model_verified,
+        }
+        if self.reader.selection:
+            facts["selection"] = self.reader.selection
+        if self.refused is not None:
+            facts["not_in_engine"] = self.refused
+        calibration = self.reader.calibration
+        if calibration is not None:
+            facts["probability"] = self.probability
+            facts["calibration"] = _small(calibration)
+        return facts
+
+    def _shown_positions(self) -> list[int]:
+        """A range as [start, end), as of a selection, which may have gaps; others as they are."""
+        read = self.rows.positions
+        if isinstance(read, range):
+            return [read.start, read.stop]
+        return [min(read), max(read) + 1] if self.reader.selection else list(read)
+
+
+_SAID = {"engine": "in the engine", "rows": "captured", "recomputed": "recomputed"}
+
+
+def _small(calibration: Calibration) -> dict[str, Any]:
+    """What a metric needs to compute probabilities again; steps of isotonic are too many."""
+    facts = calibration.model_dump(include={"method", "slope", "intercept"}, exclude_none=True)
+    return {**facts, "set": calibration.set}

@@ -1,0 +1,148 @@
+"""Tokens that are read by what they are: the reasoning, the answer, the calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import ArtifactError
+from inspect_lens.probe import TokenText, select_tokens
+from inspect_lens.spec import Positions
+
+from ._call_texts import CallTexts
+from ._rows import Rows
+from ._scored import ScoredTokens
+
+__all__ = ["Selector", "positions_for", "select_rows", "select_scores"]
+
+_WHOLE: Final = frozenset({"prompt", "all", "assistant"})
+"""Selections that take tokens of the prompt too."""
+
+
+def positions_for(selection: str) -> Positions:
+    """Positions that hold every token of a selection.
+
+    Args:
+        selection: as `select_tokens` takes it.
+
+    Returns:
+        `all` for one that reaches into the prompt, else `completion`.
+
+    Raises:
+        SpecError: no such selection.
+    """
+    select_tokens(TokenText(pieces=(), n_prompt=0), selection)
+    return "all" if selection.partition(":")[0] in _WHOLE else "completion"
+
+
+class Selector:
+    """Tells which tokens of a call a selection keeps.
+
+    Args:
+        selection: as `select_tokens` takes it.
+        texts: of the calls' tokens.
+    """
+
+    def __init__(self, selection: str, texts: CallTexts) -> None:
+        self.selection = selection
+        self._texts = texts
+
+    def keeps(
+        self,
+        positions: Sequence[int],
+        *,
+        prompt_token_ids: Sequence[int],
+        token_ids: Sequence[int],
+        model_name: str | None = None,
+    ) -> NDArray[np.bool_]:
+        """Tell which of some tokens are kept.
+
+        Args:
+            positions: absolute, over prompt and completion.
+            prompt_token_ids: of the call.
+            token_ids: of its completion, with the last one, which the model did not read.
+            model_name: of the model that wrote the call.
+
+        Returns:
+            (positions,) bool.
+
+        Raises:
+            ArtifactError: there is no tokenizer, or the token ids are not known.
+        """
+        ids = (*prompt_token_ids, *token_ids[:-1])
+        what = f"selection={self.selection!r}"
+        if not ids:
+            raise ArtifactError(
+                f"{what}: the call has no token ids to tell its tokens by; read activations that "
+                "the vllm-lens provider captured"
+            )
+        texts = self._texts.of(model_name, what=what)
+        tokens = TokenText(
+            pieces=tuple(texts.texts(ids)),
+            n_prompt=len(prompt_token_ids),
+            special=tuple(texts.special(ids)),
+        )
+        return select_tokens(tokens, self.selection)[list(positions)]
+
+
+def select_rows(rows: Rows, selector: Selector, model_name: str | None = None) -> Rows | None:
+    """Keep the rows of a selection.
+
+    Args:
+        rows: of all positions that were read.
+        selector: which tokens are kept.
+        model_name: of the model that wrote the call.
+
+    Returns:
+        The rows, or None when none is kept.
+
+    Raises:
+        ArtifactError: as for `Selector.keeps`.
+    """
+    handle = rows.handle
+    kept = selector.keeps(
+        rows.positions,
+        prompt_token_ids=() if handle is None else handle.prompt_token_ids,
+        token_ids=() if handle is None else handle.token_ids,
+        model_name=model_name,
+    )
+    at = np.flatnonzero(kept)
+    if not at.size:
+        return None
+    positions = tuple(rows.positions[i] for i in at)
+    ids = tuple(rows.token_ids[i] for i in at) if rows.token_ids else ()
+    return rows._replace(acts=rows.acts[:, at], positions=positions, token_ids=ids)
+
+
+def select_scores(
+    rows: ScoredTokens, selector: Selector, model_name: str | None = None
+) -> ScoredTokens | None:
+    """Keep the engine's scores of a selection.
+
+    Args:
+        rows: of all positions that were read.
+        selector: which tokens are kept.
+        model_name: of the model that wrote the call.
+
+    Returns:
+        The scores, or None when none is kept.
+
+    Raises:
+        ArtifactError: as for `Selector.keeps`.
+    """
+    handle = rows.handle
+    kept = selector.keeps(
+        rows.positions,
+        prompt_token_ids=handle.prompt_token_ids,
+        token_ids=handle.token_ids,
+        model_name=model_name,
+    )
+    at = np.flatnonzero(kept)
+    if not at.size:
+        return None
+    positions = tuple(rows.positions[i] for i in at)
+    ids = tuple(rows.token_ids[i] for i in at)
+    return rows._replace(scores=rows.scores[at], positions=positions, token_ids=ids)

@@ -1,0 +1,129 @@
+"""Values as they are written: nothing is turned into a number, a layer or a flag that is none.
+
+Pydantic takes `true` for 1 and `"2"` for 2. A request that is read so does something else than
+it says, without a word.
+"""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Iterable
+from typing import Annotated, Any, cast
+
+from pydantic import BeforeValidator, StrictBool, StrictFloat, ValidationError
+
+__all__ = ["Flag", "Integer", "Number", "explain", "integers", "shown"]
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlong = 40
+_short.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """A value for an error message; short, however large it is.
+
+    Args:
+        value: what came.
+
+    Returns:
+        Its `repr`, the middle left out where it is long.
+
+    Example:
+        ```python
+        from inspect_lens.spec import shown
+
+        assert shown([1, 2]) == "[1, 2]"
+        assert len(shown(list(range(100_000)))) < 100
+        ```
+    """
+    try:
+        return _short.repr(value)
+    except ValueError:  # an integer that Python does not write out
+        return f"a number of more than {_short.maxlong} digits"
+
+
+def integer(value: object) -> int:
+    """An integer, also one of numpy; a boolean, a float and text are none.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, bool | str | float) or type(value).__name__ in ("bool", "bool_"):
+        raise ValueError(f"{shown(value)} is not an integer")
+    try:
+        return operator.index(cast("Any", value))
+    except TypeError:
+        raise ValueError(f"{shown(value)} is not an integer") from None
+
+
+def integers(value: object) -> object:
+    """One integer, or a list of them, as a tuple; what is neither stays as it is.
+
+    Args:
+        value: what came.
+
+    Returns:
+        The integers in the order given.
+
+    Raises:
+        ValueError: something in a list is not an integer.
+    """
+    if isinstance(value, str | bool | dict | None):
+        return value
+    if not isinstance(value, Iterable):
+        return (integer(value),)
+    return tuple(integer(item) for item in cast("Iterable[object]", value))
+
+
+def _flag(value: object) -> object:
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(integer)]
+"""An integer that was written as one."""
+
+Number = StrictFloat
+"""A number that was written as one; booleans and text are refused."""
+
+Flag = Annotated[StrictBool, BeforeValidator(_flag)]
+"""`true` or `false`."""
+
+
+def explain(error: ValidationError) -> str:
+    """What pydantic found, in a few lines; text that no response can hold is escaped.
+
+    Args:
+        error: of a model.
+
+    Returns:
+        Path and reason of the first findings.
+
+    Example:
+        ```python
+        from pydantic import ValidationError
+
+        from inspect_lens import CaptureSpec
+        from inspect_lens.spec import explain
+
+        try:
+            CaptureSpec(layers=[1.5])
+        except ValidationError as error:
+            assert explain(error) == "layers: 1.5 is not an integer"
+        ```
+    """
+    lines = [
+        f"{'.'.join(str(part)[:80] for part in item['loc']) or 'inspect_lens'}: "
+        f"{item['msg'].removeprefix('Value error, ')[:1000]}"
+        for item in error.errors(include_url=False, include_input=False)[:_MOST_LINES]
+    ]
+    more = error.error_count() - len(lines)
+    lines += [f"and {more} more"] if more else []
+    # Text of the request may hold what no response can: half of a surrogate pair.
+    return "; ".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+_MOST_LINES = 8

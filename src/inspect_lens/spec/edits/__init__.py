@@ -1,0 +1,43 @@
+"""Edits: what a request may do to activations while the model runs, one file per family.
+
+In: what a user writes (JSON or Python objects). Out: short programs of `Instruction`s, which the
+engine carries out at a tap. Read `_instruction.py` first: it is the definition of a program.
+"""
+
+from ._base import EDIT_REFERENCE, EditBase
+from ._directions import Ablate, Add, Clamp, Scale, Set
+from ._gate import TENSOR_REFERENCE, Gate
+from ._instruction import MOST_INSTRUCTIONS, N_REGISTERS, Instruction, Kind, run_program
+from ._latent import Latent
+from ._rows import Renormalise, Replace, Zero
+from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
+from ._union import EDITS, Edit, parse_edits
+
+__all__ = [
+    "EDITS",
+    "EDIT_REFERENCE",
+    "MOST_INSTRUCTIONS",
+    "N_REGISTERS",
+    "TENSOR_REFERENCE",
+    "Ablate",
+    "Add",
+    "Clamp",
+    "Edit",
+    "EditBase",
+    "Gate",
+    "Insert",
+    "Instruction",
+    "Kind",
+    "Latent",
+    "LowRank",
+    "ProjectOut",
+    "Renormalise",
+    "Replace",
+    "Rotate",
+    "Scale",
+    "Set",
+    "Swap",
+    "Zero",
+    "parse_edits",
+    "run_program",
+]

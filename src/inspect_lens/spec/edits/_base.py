@@ -1,0 +1,223 @@
+"""What all edits have in common: where they act, on which tokens, and how they are logged."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self, cast
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FieldSerializationInfo,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from inspect_lens.spec._arrays import as_tensor_data
+from inspect_lens.spec._dump import WireModel, is_wire
+from inspect_lens.spec._limits import limits_of
+from inspect_lens.spec._positions import Phase, Positions, is_mask, parse_positions
+from inspect_lens.spec._sites import RESID_POST, Site
+from inspect_lens.spec._strict import integers, shown
+from inspect_lens.spec._tensor import TensorData, encode_tensor, freeze_tensor
+
+from ._gate import TENSOR_REFERENCE, Gate, tensor_reference
+from ._instruction import Instruction, Row
+
+__all__ = ["EDIT_REFERENCE", "TENSOR_REFERENCE", "EditBase", "unit"]
+
+EDIT_REFERENCE = "edit/1"
+"""`$lens` of the short form in which an edit stands in logs."""
+
+
+class EditBase(WireModel):
+    """Where and on which tokens an edit acts; the classes below it say what it does.
+
+    Tensors may be given as torch tensors, numpy arrays, lists, or the JSON tensor form. A tensor
+    with one dimension more than its field names has one entry per layer of `layers`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    layers: tuple[int, ...]
+    """Decoder layers at which it acts, 0-based."""
+    site: Site = RESID_POST
+    """Where in those layers: see `Site`."""
+    positions: Positions = "all"
+    """Tokens it acts on: `all`, `prompt`, `completion`, `last_prompt`, a mask over the prompt, or
+    absolute positions, negative ones counted from the end of the prompt."""
+    phase: Phase = "both"
+    """Only those of the positions that are `prefill` or `decode` tokens."""
+    when: Gate | None = None
+    """A gate that decides token by token; None always acts."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {}
+    """Fields that hold tensors, and the number of dimensions that each has for one layer."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        value = integers(value)
+        if not isinstance(value, tuple) or not value:
+            raise ValueError(
+                f"{shown(value)}; name at least one layer, such as [12] or [10, 11, 12]"
+            )
+        if len(set(value)) != len(value):
+            raise ValueError(f"{value!r} names a layer twice")
+        return tuple(value)
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        found = parse_positions(value, field="positions")
+        if found == "last":
+            raise ValueError(
+                "positions='last' is the last token that is fed, which is known only afterwards; "
+                "use 'last_prompt', 'completion', or a number"
+            )
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tensors(cls, values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {key: value for key, value in values.items() if key != "$lens"}
+        found = {name for name in cls.tensor_fields if values.get(name) is not None}
+        limits = limits_of(info)
+
+        def read(name: str) -> TensorData:
+            judge = None if limits is None or name == "bias" else limits.judge_edit
+            return freeze_tensor(as_tensor_data(values[name], field=name, judge=judge))
+
+        return values | {name: read(name) for name in found}
+
+    @model_validator(mode="after")
+    def _check_tensors(self) -> Self:
+        width = None
+        for name, tensor in self.tensors.items():
+            n, shape = self.tensor_fields[name], tensor.shape
+            if len(shape) not in (n, n + 1) or 0 in shape:
+                raise ValueError(
+                    f"{name} has shape {shape}; allowed are {n} dimensions for all layers alike, "
+                    f"or one more for {len(self.layers)} layers"
+                )
+            if len(shape) == n + 1 and shape[0] != len(self.layers):
+                raise ValueError(
+                    f"{name} has {shape[0]} entries and layers names {len(self.layers)}; give "
+                    "one entry per layer"
+                )
+            if not np.isfinite(tensor.to_float32()).all():
+                raise ValueError(f"{name} holds NaN or infinity; every value has to be finite")
+            if n and name != "bias":
+                if width not in (None, shape[-1]):
+                    raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")
+                width = shape[-1]
+        if self.when is not None and width not in (None, self.when.direction.shape[0]):
+            raise ValueError("when.direction is not as wide as the edit's tensors")
+        if self.when is not None and self.when.layer > min(self.layers):
+            raise ValueError(
+                f"when.layer {self.when.layer} comes after layer {min(self.layers)}, where the "
+                "edit acts first; a gate is read at or before its edit"
+            )
+        return self
+
+    @field_serializer("*", mode="wrap")
+    def _dump_tensor(
+        self, value: Any, handler: SerializerFunctionWrapHandler, info: FieldSerializationInfo
+    ) -> Any:
+        if isinstance(value, TensorData):
+            return encode_tensor(value) if is_wire(info) else tensor_reference(value)
+        return handler(value)
+
+    @model_serializer(mode="wrap")
+    def _dump(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self)
+        if self.when is None:
+            form.pop("when", None)
+        return form if is_wire(info) else {"$lens": EDIT_REFERENCE, **form}
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs: everything but the tensors, which their hashes stand for."""
+        return BaseModel.model_dump(self, mode="json")
+
+    @property
+    def tensors(self) -> dict[str, TensorData]:
+        """Tensors by field; those that are left out are not in it."""
+        found = {name: getattr(self, name) for name in self.tensor_fields}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def all_tensors(self) -> tuple[TensorData, ...]:
+        """Its tensors, that of its gate among them."""
+        gate = () if self.when is None else (self.when.direction,)
+        return (*self.tensors.values(), *gate)
+
+    @property
+    def width(self) -> int | None:
+        """Width of its tensors; None where it has none."""
+        for name, tensor in self.tensors.items():
+            if self.tensor_fields[name] and name != "bias":
+                return tensor.shape[-1]
+        return None if self.when is None else self.when.direction.shape[0]
+
+    @property
+    def n_listed(self) -> int | None:
+        """Positions of which each has rows of its own; None where all tokens are edited alike."""
+        return None
+
+    def program(self, index: int, listed: int | None = None) -> tuple[Instruction, ...]:
+        """What the edit does at one of its layers, gates aside.
+
+        Args:
+            index: of the layer in `layers`.
+            listed: index of the token in `positions`, where each has rows of its own.
+
+        Returns:
+            The instructions, in order. The first one reads the stream as the edits before it
+            left it.
+        """
+        return self._program(index, listed)
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        raise NotImplementedError
+
+    def at(self, name: str, index: int) -> Row:
+        """A tensor at one of the layers.
+
+        Args:
+            name: of the field.
+            index: of the layer in `layers`.
+
+        Returns:
+            float32, with the number of dimensions that `tensor_fields` says.
+        """
+        values = cast("TensorData", getattr(self, name)).to_float32()
+        return values if values.ndim == self.tensor_fields[name] else cast("Row", values[index])
+
+    def check_directions(self, name: str) -> None:
+        """Refuse a zero vector where a direction is needed.
+
+        Raises:
+            ValueError: one of the vectors is zero.
+        """
+        values = cast("TensorData", getattr(self, name)).to_float32()
+        if not np.linalg.norm(values.astype(np.float64), axis=-1).all():
+            raise ValueError(f"{name} needs a direction, and one of its vectors is zero")
+
+    def is_listed(self) -> bool:
+        """Whether positions are numbers."""
+        return not isinstance(self.positions, str) and not is_mask(self.positions)
+
+
+def unit(row: Row) -> Row:
+    """A vector of norm 1 with the same direction."""
+    wide = row.astype(np.float64)
+    return (wide / np.linalg.norm(wide)).astype(np.float32)

@@ -1,0 +1,216 @@
+"""Edits along one direction: add, ablate, clamp, set, scale."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, InstanceOf, model_validator
+
+from inspect_lens.spec._strict import Flag, Number
+from inspect_lens.spec._tensor import TensorData
+
+from ._base import EditBase, unit
+from ._instruction import Instruction, Kind
+
+__all__ = ["Ablate", "Add", "Clamp", "Scale", "Set"]
+
+
+class Add(EditBase):
+    """Add a vector: `h + scale * v`, or norm-matched `h + scale * |h| * v/|v|`.
+
+    Other than `SteeringVector`, whose sum is taken first, it keeps its place in the order of a
+    request's edits.
+
+    Source:
+        Activation addition, arXiv:2308.10248; norm matching arXiv:2512.15674.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Add
+
+        edit = Add(vector=np.ones(256), layers=[3], scale=4.0, positions="completion")
+        assert edit.op == "add"
+        ```
+    """
+
+    op: Literal["add"] = "add"
+    vector: InstanceOf[TensorData]
+    """(width,)."""
+    scale: Number = Field(default=1.0, allow_inf_nan=False)
+    """Factor on the vector."""
+    norm_match: Flag = False
+    """Whether the vector is scaled to the norm of the stream."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"vector": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.norm_match:
+            self.check_directions("vector")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        row = self.at("vector", index)
+        if self.norm_match:
+            return (Instruction(Kind.NORM, None, unit(row), (self.scale, 0.0, 0.0, 0.0)),)
+        return (Instruction(Kind.LINEAR, None, row, (0.0, self.scale, 0.0, 0.0)),)
+
+
+class Ablate(EditBase):
+    """Remove a direction: `h - strength * <h, v> * v` with `v` of norm 1.
+
+    Source:
+        Directional ablation, arXiv:2406.11717.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Ablate
+
+        refusal = np.random.default_rng(0).standard_normal(256)
+        edit = Ablate(direction=refusal, layers=range(8))
+        assert edit.layers == (0, 1, 2, 3, 4, 5, 6, 7)
+        ```
+    """
+
+    op: Literal["ablate"] = "ablate"
+    direction: InstanceOf[TensorData]
+    """(width,); of any norm but 0."""
+    strength: Number = Field(default=1.0, allow_inf_nan=False)
+    """Share of the projection that is removed; 1 removes it, 2 mirrors it."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_directions("direction")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        v = unit(self.at("direction", index))
+        return (Instruction(Kind.LINEAR, v, v, (-self.strength, 0.0, 0.0, 0.0)),)
+
+
+class Clamp(EditBase):
+    """Keep the projection on a direction within bounds: `x` becomes `min(max(x, min), max)`.
+
+    `x` is `<h, v>` with `v` of norm 1. `value` is short for equal bounds.
+
+    Source:
+        Activation capping, as in arXiv:2601.10387.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Clamp
+
+        edit = Clamp(direction=np.ones(256), layers=[3], max=2.5)
+        assert (edit.min, edit.max) == (None, 2.5)
+        ```
+    """
+
+    op: Literal["clamp"] = "clamp"
+    direction: InstanceOf[TensorData]
+    """(width,); of any norm but 0."""
+    min: Number | None = Field(default=None, allow_inf_nan=False)
+    """Smallest projection; None for no bound."""
+    max: Number | None = Field(default=None, allow_inf_nan=False)
+    """Largest projection; None for no bound."""
+    value: Number | None = Field(default=None, allow_inf_nan=False)
+    """Both bounds in one."""
+    strength: Number = Field(default=1.0, allow_inf_nan=False)
+    """Share of the way to the bound."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_directions("direction")
+        if (self.value is None) == (self.min is None and self.max is None):
+            raise ValueError("give min, max or both; or value alone")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is larger than max {self.max}")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        v = unit(self.at("direction", index))
+        low = self.min if self.value is None else self.value
+        high = self.max if self.value is None else self.value
+        bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+        return (Instruction(Kind.CLIP, v, v, (self.strength, *bounds, 0.0)),)
+
+
+class Set(EditBase):
+    """Set the projection on a direction: `h + strength * (value - <h, v>) * v`, `v` of norm 1.
+
+    Source:
+        `adjust_rs` of IBM's vLLM-Hook, whose `avg_proj` is `value`.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Set
+
+        assert Set(direction=np.ones(256), layers=[3], value=1.0).strength == 1.0
+        ```
+    """
+
+    op: Literal["set"] = "set"
+    direction: InstanceOf[TensorData]
+    """(width,); of any norm but 0."""
+    value: Number = Field(allow_inf_nan=False)
+    """The projection afterwards."""
+    strength: Number = Field(default=1.0, allow_inf_nan=False)
+    """Share of the way to it."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_directions("direction")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        v = unit(self.at("direction", index))
+        params = (-self.strength, self.strength * self.value, 0.0, 0.0)
+        return (Instruction(Kind.LINEAR, v, v, params),)
+
+
+class Scale(EditBase):
+    """Scale the part along a direction: `h + (factor - 1) * <h, v> * v`, `v` of norm 1.
+
+    Source:
+        `scale` of TransformerLens' hooks on vLLM.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Scale
+
+        assert Scale(direction=np.ones(256), layers=[3], factor=0.5).op == "scale"
+        ```
+    """
+
+    op: Literal["scale"] = "scale"
+    direction: InstanceOf[TensorData]
+    """(width,); of any norm but 0."""
+    factor: Number = Field(allow_inf_nan=False)
+    """0 removes the part along the direction, 1 changes nothing."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_directions("direction")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        v = unit(self.at("direction", index))
+        return (Instruction(Kind.LINEAR, v, v, (self.factor - 1.0, 0.0, 0.0, 0.0)),)

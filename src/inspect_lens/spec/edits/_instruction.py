@@ -1,0 +1,143 @@
+"""Instructions: the few numbers by which a tap edits one token, and their definition in numpy.
+
+Every operation of the field is a choice of a direction that is read, a map of one number, and a
+direction that is written: `s += gate * map(<read, s>, |s|) * write`, or a blend with a stored row.
+The kernels of the engine are tested against `run_program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MOST_INSTRUCTIONS", "N_REGISTERS", "Instruction", "Kind", "Row", "run_program"]
+
+Row = NDArray[np.float32]
+
+MOST_INSTRUCTIONS = 64
+"""Instructions that one token may get at one tap."""
+
+N_REGISTERS = 8
+"""Gates that one request may compute."""
+
+
+class Kind(IntEnum):
+    """The map from what is read, `x = <read, s>`, to the factor `y` of what is written.
+
+    Parameters are named `a`, `b`, `c`, `d`, in this order.
+    """
+
+    LINEAR = 0
+    """`y = a*x + b`."""
+    NORM = 1
+    """`y = a*|s|`, the L2 norm of the stream."""
+    CLIP = 2
+    """`y = a*(min(max(x, b), c) - x)`."""
+    LATENT_SET = 3
+    """`y = c - act(x + a)`, where `act(z)` is `z` above the threshold `b` and else 0; 0 where
+    `d` is not 0 and the latent is not active."""
+    LATENT_ADD = 4
+    """`y = c`; 0 where `d` is not 0 and `act(x + a)` is 0."""
+    BLEND = 5
+    """`s += a*(write - s)`: nothing is read."""
+    RENORM = 6
+    """`s *= |s0|/|s|`, where `s0` is the stream before the first instruction."""
+    GATE = 7
+    """Nothing is edited: `sigmoid(a*(x - b))`, or for infinite `a` whether `x > b`, goes to a
+    register."""
+    COSINE_GATE = 8
+    """As `GATE`, of `x/|s|`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction of a program.
+
+    Args:
+        kind: the map.
+        read: (width,) float32; None reads nothing, and `x` is 0.
+        write: (width,) float32; None writes nothing but what `BLEND` leaves of the stream.
+        params: `a, b, c, d`.
+        sees_edits: whether it reads the stream with the edits of the instructions before it.
+            Those of one operation read the same stream.
+        gate: register that its edit is multiplied with, or that a gate is written to; -1 for none.
+    """
+
+    kind: Kind
+    read: Row | None = None
+    write: Row | None = None
+    params: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    sees_edits: bool = field(default=True)
+    gate: int = -1
+
+
+def run_program(
+    stream: NDArray[np.floating],
+    program: Sequence[Instruction],
+    registers: NDArray[np.floating] | None = None,
+) -> NDArray[np.float64]:
+    """Edit the stream of one token: the definition of a program, in float64.
+
+    Args:
+        stream: (width,); what the site holds. It is not changed.
+        program: the instructions, in order.
+        registers: (`N_REGISTERS`,); values of gates, which gates write to.
+
+    Returns:
+        (width,) float64; the stream after the program.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Instruction, Kind, run_program
+
+        east = np.array([1.0, 0.0], dtype=np.float32)
+        without = Instruction(Kind.LINEAR, read=east, write=east, params=(-1.0, 0, 0, 0))
+        assert run_program(np.array([3.0, 4.0]), [without]).tolist() == [0.0, 4.0]
+        ```
+    """
+    before = np.asarray(stream, dtype=np.float64)
+    gates = np.zeros(N_REGISTERS) if registers is None else registers
+    seen, now = before, before.copy()
+    for i, one in enumerate(program):
+        if one.sees_edits and i:
+            seen = now.copy()
+        norm = float(np.linalg.norm(seen))
+        x = 0.0 if one.read is None else float(one.read.astype(np.float64) @ seen)
+        a, b, _, _ = one.params
+        if one.kind in (Kind.GATE, Kind.COSINE_GATE):
+            at = x / norm if one.kind == Kind.COSINE_GATE and norm else x
+            gates[one.gate] = float(at > b) if np.isinf(a) else _sigmoid(a * (at - b))
+            continue
+        write = np.zeros(1) if one.write is None else one.write.astype(np.float64)
+        if one.kind == Kind.BLEND:
+            step = a * (write - seen)
+        elif one.kind == Kind.RENORM:
+            step = seen * (float(np.linalg.norm(before)) / norm - 1.0) if norm else 0.0 * seen
+        else:
+            step = _factor(one, x, norm) * write
+        now = now + (1.0 if one.gate < 0 else gates[one.gate]) * step
+    return now
+
+
+def _factor(one: Instruction, x: float, norm: float) -> float:
+    a, b, c, d = one.params
+    if one.kind == Kind.LINEAR:
+        return a * x + b
+    if one.kind == Kind.NORM:
+        return a * norm
+    if one.kind == Kind.CLIP:
+        return a * (min(max(x, b), c) - x)
+    active = x + a > b
+    if d and not active:
+        return 0.0
+    return c - (x + a if active else 0.0) if one.kind == Kind.LATENT_SET else c
+
+
+def _sigmoid(z: float) -> float:
+    return float(1.0 / (1.0 + np.exp(-np.clip(z, -80.0, 80.0))))

@@ -1,0 +1,313 @@
+"""Edits in a space of a few directions: project out, rotate, insert, swap, low rank."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, InstanceOf, model_validator
+
+from inspect_lens.spec._positions import Positions
+from inspect_lens.spec._strict import Number
+from inspect_lens.spec._tensor import TensorData
+
+from ._base import EditBase
+from ._instruction import Instruction, Kind, Row
+
+__all__ = ["Insert", "LowRank", "ProjectOut", "Rotate", "Swap"]
+
+_MOST_RANK = 16
+
+
+class ProjectOut(EditBase):
+    """Remove a subspace: `h - B^T B h`, where the rows of `B` are an orthonormal basis.
+
+    Source:
+        Nullspace projection, arXiv:2004.07667.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import ProjectOut
+
+        edit = ProjectOut(directions=np.eye(256)[:3], layers=[3, 4])
+        assert len(edit.program(0)) == 3
+        ```
+    """
+
+    op: Literal["project_out"] = "project_out"
+    directions: InstanceOf[TensorData]
+    """(directions, width); linearly independent, need not be orthogonal; 16 at most."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"directions": 2}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for i in range(len(self.layers)):
+            _independent(self.at("directions", i), "directions")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        basis = _orthonormal(self.at("directions", index))
+        return _pairs(basis, basis, -1.0)
+
+
+class Rotate(EditBase):
+    """Rotate the stream within a plane by an angle, from the first direction to the second.
+
+    Source:
+        Angular steering, arXiv:2510.26243.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Rotate
+
+        edit = Rotate(plane=np.eye(256)[:2], layers=[3], degrees=90)
+        assert len(edit.program(0)) == 2
+        ```
+    """
+
+    op: Literal["rotate"] = "rotate"
+    plane: InstanceOf[TensorData]
+    """(2, width); made orthonormal, beginning with the first."""
+    degrees: Number = Field(allow_inf_nan=False)
+    """Angle of the rotation."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"plane": 2}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for i in range(len(self.layers)):
+            plane = self.at("plane", i)
+            if len(plane) != 2:
+                raise ValueError(f"plane has {len(plane)} directions; a plane has 2")
+            _independent(plane, "plane")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        e = _orthonormal(self.at("plane", index)).astype(np.float64)
+        cos, sin = math.cos(math.radians(self.degrees)), math.sin(math.radians(self.degrees))
+        turned = np.stack([(cos - 1) * e[0] + sin * e[1], (cos - 1) * e[1] - sin * e[0]])
+        return _pairs(e, turned, 1.0)
+
+
+class Insert(EditBase):
+    """Put one concept in the place of another: `h + strength * c * (concept - instead_of)`.
+
+    `c` is how much of `instead_of` there is: `<h, instead_of> / |instead_of|^2`. To remove a
+    concept and put nothing in its place, use `ablate`.
+
+    Source:
+        `concept_replace` of EasySteer, whose code takes the first concept for the one to remove.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Insert
+
+        paris, rome = np.eye(256)[:2]
+        assert Insert(concept=rome, instead_of=paris, layers=[3]).strength == 1.0
+        ```
+    """
+
+    op: Literal["insert"] = "insert"
+    concept: InstanceOf[TensorData]
+    """(width,); what comes."""
+    instead_of: InstanceOf[TensorData]
+    """(width,); what goes; of any norm but 0."""
+    strength: Number = Field(default=1.0, allow_inf_nan=False)
+    """Share that is replaced."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"concept": 1, "instead_of": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_directions("instead_of")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        out = self.at("instead_of", index).astype(np.float64)
+        read = out / (out @ out)
+        write = self.at("concept", index).astype(np.float64) - out
+        return _pairs(read[None], write[None], self.strength)
+
+
+class Swap(EditBase):
+    """Exchange the coordinates of two concepts.
+
+    With `h = c1*first + c2*second + rest` (least squares), the stream becomes
+    `c2*first + c1*second + rest`.
+
+    Source:
+        Swaps of the Jacobian lens (TransformerLens, 2026), with live coordinates.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Swap
+
+        edit = Swap(first=np.eye(256)[0], second=np.eye(256)[1], layers=[3])
+        assert len(edit.program(0)) == 1
+        ```
+    """
+
+    op: Literal["swap"] = "swap"
+    first: InstanceOf[TensorData]
+    """(width,)."""
+    second: InstanceOf[TensorData]
+    """(width,); not a multiple of the first."""
+    strength: Number = Field(default=1.0, allow_inf_nan=False)
+    """Share of the exchange; 1 exchanges, 0.5 makes both alike."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"first": 1, "second": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for i in range(len(self.layers)):
+            _independent(np.stack([self.at("first", i), self.at("second", i)]), "first and second")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        both = np.stack([self.at("first", index), self.at("second", index)]).astype(np.float64)
+        coordinates = np.linalg.pinv(both.T)
+        read, write = coordinates[1] - coordinates[0], both[0] - both[1]
+        return _pairs(read[None], write[None], self.strength)
+
+
+class LowRank(EditBase):
+    """A low-rank edit: `h + scale * W^T (R h + bias)` with `R` read and `W` written.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import LowRank
+
+        R, W = np.eye(256)[:2], np.random.default_rng(0).standard_normal((2, 256))
+        edit = LowRank.loreft(R, W, [0.0, 1.0], layers=[3])
+        assert edit.op == "low_rank"
+        ```
+    """
+
+    op: Literal["low_rank"] = "low_rank"
+    read: InstanceOf[TensorData]
+    """(rank, width); 16 at most."""
+    write: InstanceOf[TensorData]
+    """(rank, width)."""
+    bias: InstanceOf[TensorData] | None = None
+    """(rank,); None for zeros."""
+    scale: Number = Field(default=1.0, allow_inf_nan=False)
+    """Factor on the whole edit."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"read": 2, "write": 2, "bias": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rank = self.read.shape[-2]
+        if self.write.shape[-2] != rank or (self.bias is not None and self.bias.shape[-1] != rank):
+            raise ValueError("read, write and bias have to be of one rank")
+        if rank > _MOST_RANK:
+            raise ValueError(f"rank {rank}; {_MOST_RANK} at most")
+        return self
+
+    @classmethod
+    def loreft(
+        cls,
+        rotation: ArrayLike,
+        weight: ArrayLike,
+        bias: ArrayLike,
+        *,
+        layers: tuple[int, ...] | list[int],
+        positions: Positions = "all",
+    ) -> Self:
+        """The edit of LoReFT: `h + R^T (W h + b - R h)`.
+
+        Args:
+            rotation: (rank, width); `R`, with orthonormal rows.
+            weight: (rank, width); `W`.
+            bias: (rank,); `b`.
+            layers: see `EditBase`.
+            positions: see `EditBase`.
+
+        Returns:
+            The edit.
+
+        Source:
+            arXiv:2404.03592.
+        """
+        r = np.asarray(rotation, dtype=np.float32)
+        read = np.asarray(weight, dtype=np.float32) - r
+        return cls(read=read, write=r, bias=bias, layers=layers, positions=positions)
+
+    @classmethod
+    def lm_steer(
+        cls,
+        first: ArrayLike,
+        second: ArrayLike,
+        *,
+        scale: float,
+        layers: tuple[int, ...] | list[int],
+        positions: Positions = "all",
+    ) -> Self:
+        """The edit of LM-Steer: `h + scale * (h P1) P2^T`.
+
+        Args:
+            first: (width, rank); `P1`.
+            second: (width, rank); `P2`.
+            scale: strength and sign.
+            layers: see `EditBase`.
+            positions: see `EditBase`.
+
+        Returns:
+            The edit.
+
+        Source:
+            arXiv:2305.12798.
+        """
+        read, write = np.asarray(first).T, np.asarray(second).T
+        return cls(read=read, write=write, scale=scale, layers=layers, positions=positions)
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        bias = None if self.bias is None else self.at("bias", index)
+        return _pairs(self.at("read", index), self.at("write", index), self.scale, bias)
+
+
+def _pairs(
+    read: NDArray[np.floating],
+    write: NDArray[np.floating],
+    factor: float,
+    bias: Row | None = None,
+) -> tuple[Instruction, ...]:
+    """One instruction per direction, all of which read the same stream."""
+    return tuple(
+        Instruction(
+            Kind.LINEAR,
+            np.ascontiguousarray(read[i], dtype=np.float32),
+            np.ascontiguousarray(write[i], dtype=np.float32),
+            (factor, 0.0 if bias is None else factor * float(bias[i]), 0.0, 0.0),
+            sees_edits=i == 0,
+        )
+        for i in range(len(read))
+    )
+
+
+def _independent(rows: Row, name: str) -> None:
+    if len(rows) > _MOST_RANK:
+        raise ValueError(f"{name} has {len(rows)} directions; {_MOST_RANK} at most")
+    sizes = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    if not sizes.all() or np.linalg.matrix_rank(rows / sizes, tol=1e-5) < len(rows):
+        raise ValueError(f"{name}: one of the {len(rows)} directions is zero or a sum of others")
+
+
+def _orthonormal(rows: Row) -> Row:
+    q, r = np.linalg.qr(rows.astype(np.float64).T)
+    # The basis begins with the first direction and not with its mirror image.
+    basis: Row = (q * np.sign(np.diag(r))).T.astype(np.float32)
+    return basis

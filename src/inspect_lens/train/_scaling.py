@@ -1,0 +1,82 @@
+"""Scaling of dimensions, so that a few huge ones do not hide the others."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+
+__all__ = ["HUGE_SHARE", "Scaling", "dominated", "find_scale"]
+
+Scaling = Literal["auto", "robust", "none"]
+"""How a family scales dimensions before it looks for a direction."""
+HUGE_SHARE: Final = 0.5
+"""Share of the variance in 1% of the dimensions from which on these are called huge."""
+_MAD: Final = 1.4826  # of a normal variable, its standard deviation over its median deviation
+_ROWS: Final = 20_000
+Floats = NDArray[np.float64]
+
+
+def dominated(variance: Floats) -> tuple[int, float]:
+    """How many dimensions are 1% of them, and which share of the variance the largest so many hold.
+
+    Args:
+        variance: (hidden,) within the classes.
+    """
+    n = max(1, math.ceil(0.01 * variance.size))
+    total = float(variance.sum())
+    return n, float(np.sort(variance)[-n:].sum()) / total if total > 0.0 else 0.0
+
+
+def find_scale(
+    x: NDArray[np.floating[Any]], positive: NDArray[np.bool_], scaling: Scaling, *, family: str
+) -> Floats | None:
+    """What to divide each dimension by before a direction is looked for.
+
+    Args:
+        x: (rows, hidden).
+        positive: (rows,) class of each row.
+        scaling: `robust` divides by the median absolute deviation from the class median, in units
+            of a standard deviation; `none` by nothing; `auto` is robust where 1% of the dimensions
+            hold half of the variance or more, and warns.
+        family: name, for the warning.
+
+    Returns:
+        (hidden,), or None where nothing is scaled.
+
+    Raises:
+        SpecError: an unknown way.
+    """
+    if scaling not in ("auto", "robust", "none"):
+        raise SpecError(f"scaling={scaling!r}; allowed are 'auto', 'robust' and 'none'")
+    if scaling == "none" or len(x) < 4:
+        return None
+    step = max(1, len(x) // _ROWS)
+    rows = np.asarray(x[::step], dtype=np.float64)
+    away = np.empty_like(rows)
+    for side in (positive[::step], ~positive[::step]):
+        if side.any():
+            away[side] = rows[side] - np.median(rows[side], axis=0)
+    if scaling == "auto":
+        n, share = dominated((away**2).mean(axis=0))
+        if share < HUGE_SHARE or rows.shape[1] < 8:
+            return None
+        warnings.warn(
+            f"{family}: {n} of {rows.shape[1]} dimensions hold {share:.0%} of the variance, so "
+            "each dimension is divided by its median deviation; scaling='none' is the published "
+            "method, which these few dimensions decide, and scaling='robust' does without this "
+            "warning",
+            UserWarning,
+            stacklevel=4,
+        )
+    made: Floats = _MAD * np.median(np.abs(away), axis=0)
+    # A dimension that is mostly one value has no median deviation.
+    flat = made <= 1e-9 * (np.abs(rows).max(axis=0) + 1e-30)
+    made[flat] = away[:, flat].std(axis=0)
+    made[made <= 0.0] = 1.0
+    return made

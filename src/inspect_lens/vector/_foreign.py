@@ -1,0 +1,300 @@
+"""Vectors in the files of other tools, and which layer their index means.
+
+A layer of ours is a block, counted from 0, whose output is steered. Some count otherwise:
+
+| format | file | its index | our layer |
+|---|---|---|---|
+| `repeng` | GGUF, `direction.N` | block whose output is steered | N |
+| `steering-vectors` | `.pt`, `{N: tensor}` | block whose output is steered | N |
+| `persona` | `.pt`, (blocks + 1, hidden) | of `hidden_states`: 0 is the embedding | N - 1 |
+| `refusal` | `direction.pt`, `direction_metadata.json` | block whose input was read | N - 1 |
+| `cast` | `.svec`, JSON | block whose output was read | N |
+| `ibm` | `.pt`, `{dir, avg_proj}` | none in the file | as given |
+| `safetensors` | `layer.N` or `direction.N` | block whose output is steered | N |
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_safetensors
+
+from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens.probe import ModelRef
+
+from ._card import VectorCard
+from ._gguf import decode_gguf
+from ._vector import Vector
+
+__all__ = ["VectorFormat", "import_vector", "load_torch"]
+
+VectorFormat = Literal[
+    "repeng", "steering-vectors", "persona", "refusal", "cast", "ibm", "safetensors"
+]
+"""Whose file it is."""
+
+_PERSONA: Final = re.compile(r"_(response_avg|prompt_avg|prompt_last)_diff\.pt$")
+_NUMBERED: Final = re.compile(r"(?:layers?|direction)?[._]?(\d+)")
+_SOURCES: Final[dict[str, str]] = {
+    "repeng": "repeng, GGUF control vector", "steering-vectors": "steering-vectors",
+    "persona": "arXiv:2507.21509", "refusal": "arXiv:2406.11717", "cast": "arXiv:2409.05907",
+    "ibm": "IBM vLLM-Hook", "safetensors": "safetensors",
+}  # fmt: skip
+Floats = NDArray[np.float64]
+
+
+class _Read(NamedTuple):
+    """Directions by our layer, and what else the file says."""
+
+    directions: dict[int, Floats]
+    notes: tuple[str, ...] = ()
+    positions: str = ""
+    layer: int | None = None
+
+
+def import_vector(
+    path: str | Path,
+    *,
+    name: str,
+    format: VectorFormat | None = None,
+    layer: int | None = None,
+    model: ModelRef | None = None,
+    description: str = "",
+) -> Vector:
+    """Read a steering vector that another tool saved.
+
+    A `.pt` file is a pickle; only tensors and plain values are read from it.
+
+    Args:
+        path: of the file.
+        name: `<model>/<name>`, for the card and the folder.
+        format: whose file it is; by default told by its ending and content. See the table of this
+            module for the layer that each format's index means.
+        layer: our layer to steer at; needed where the file names none (`ibm`, and a bare
+            `direction.pt`).
+        model: the model that it belongs to.
+        description: what a positive scale does.
+
+    Returns:
+        The vector; at scale 1 it adds what is in the file. Rows of zeros are left out.
+
+    Raises:
+        ArtifactError: missing, damaged, of another format, or a pickle of code.
+        SpecError: the layer is missing, or the file has no direction there.
+
+    Example:
+        ```python
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        from inspect_lens.vector import import_vector
+
+        save_file({"layer.4": np.ones(8, dtype=np.float32)}, "kind.safetensors")
+        vector = import_vector("kind.safetensors", name="mine/kind")
+        assert vector.layers == (4,)
+        ```
+    """
+    file = Path(path)
+    if format is not None and format not in get_args(VectorFormat):
+        raise SpecError(f"format={format!r}; allowed are {', '.join(get_args(VectorFormat))}")
+    try:
+        content = file.read_bytes()
+        kind, value = _open(file, content, format)
+        read = _READERS[kind](value, file, layer)
+    except (ArtifactError, SpecError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ArtifactError(
+            f"{file}: not a vector{f' of {format}' if format else ''} ({type(error).__name__}: "
+            f"{error}); allowed are files of {', '.join(get_args(VectorFormat))}; name its format"
+        ) from None
+    kept = {n: v for n, v in sorted(read.directions.items()) if np.any(v)}
+    sizes = {v.shape for v in kept.values()}
+    if len(sizes) != 1 or any(v.ndim != 1 for v in kept.values()):
+        raise ArtifactError(
+            f"{file}: directions of shapes {sorted(map(str, sizes))}; allowed is one vector "
+            "(hidden,) for each layer, one of them not zero"
+        )
+    chosen = read.layer if layer is None else layer
+    if chosen is not None and chosen not in kept:
+        raise SpecError(f"layer={chosen}: {file} has directions at {list(kept)}; choose one")
+    card = VectorCard(
+        name=name,
+        description=description,
+        method=f"imported from {file.name} ({kind})",
+        source=_SOURCES[kind],
+        layers=tuple(kept),
+        layer=chosen,
+        hidden=next(iter(sizes))[0],
+        positions=read.positions,
+        model=model,
+        notes=read.notes,
+    )
+    return Vector.from_raw(np.stack(list(kept.values())), card=card)
+
+
+def load_torch(content: bytes, where: str) -> Any:
+    """What a `.pt` file holds: tensors and plain values, and never code.
+
+    Args:
+        content: of the file.
+        where: its path, for errors.
+
+    Raises:
+        LensError: torch is not installed.
+        ArtifactError: damaged, or it holds other objects.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        raise LensError(f"{where}: a .pt file needs torch; install inspect-lens[train]") from None
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 (torch raises errors of many kinds)
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(
+            f"{where}: holds more than tensors and plain values, or is damaged ({reason}); to run "
+            "code from a file is not allowed; load it where you trust it, and save the tensors"
+        ) from None
+
+
+def _open(file: Path, content: bytes, format: VectorFormat | None) -> tuple[str, Any]:
+    """The format, and the file's content as Python values."""
+    suffix = file.suffix.lower()
+    value: Any
+    if suffix == ".gguf":
+        found, value = "repeng", decode_gguf(content)
+    elif suffix in (".svec", ".json"):
+        found, value = "cast", json.loads(content)
+    elif suffix == ".safetensors":
+        found, value = "safetensors", _safetensors(content)
+    else:
+        value = load_torch(content, str(file))
+        found = format or _tell(file, value)
+    if format not in (None, found):
+        raise ArtifactError(f"{file}: is a file of {found}, not of {format}; leave format= out")
+    return found, value
+
+
+def _safetensors(content: bytes) -> dict[str, Any]:
+    made: dict[str, Any] = load_safetensors(content)
+    return made
+
+
+def _tell(file: Path, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "ibm" if "dir" in value else "steering-vectors"
+    if getattr(value, "ndim", 0) == 1:
+        return "refusal"
+    if getattr(value, "ndim", 0) == 2 and _PERSONA.search(file.name):
+        return "persona"
+    raise ArtifactError(
+        f"{file}: a tensor of shape {tuple(getattr(value, 'shape', ()))}, whose rows may be "
+        "counted in several ways; pass format='persona' if its first row is that of the "
+        "embedding, or save one tensor per layer"
+    )
+
+
+def _array(value: Any) -> Floats:
+    """A tensor or list as float64."""
+    wide = value.detach().double().numpy() if hasattr(value, "detach") else value
+    return np.asarray(wide, dtype=np.float64)
+
+
+def _by_number(values: Mapping[Any, Any]) -> dict[int, Floats]:
+    found = {}
+    for key, value in values.items():
+        number = _NUMBERED.fullmatch(str(key))
+        if number is None:
+            raise ValueError(f"key {key!r} names no layer; wanted is a number, or layer.N")
+        found[int(number.group(1))] = _array(value).reshape(-1)
+    return found
+
+
+def _repeng(value: Any, file: Path, layer: int | None) -> _Read:
+    kind = value.facts.get("general.architecture", "controlvector")
+    if kind != "controlvector":
+        raise ValueError(f"architecture {kind!r}; wanted is 'controlvector'")
+    directions = {k: v for k, v in value.tensors.items() if k.startswith("direction.")}
+    hint = str(value.facts.get("controlvector.model_hint", ""))
+    notes = (f"model hint of the file: {hint}",) if hint else ()
+    return _Read(_by_number(directions), notes=notes)
+
+
+def _steering_vectors(value: Any, file: Path, layer: int | None) -> _Read:
+    kind = value.get("layer_type", "decoder_block")
+    if kind != "decoder_block":
+        raise ValueError(f"layer_type {kind!r}; wanted is 'decoder_block', the residual stream")
+    return _Read(_by_number(value.get("layer_activations", value)))
+
+
+def _persona(value: Any, file: Path, layer: int | None) -> _Read:
+    rows = _array(value)
+    if rows.ndim != 2 or len(rows) < 2:
+        raise ValueError(f"shape {rows.shape}; wanted is (blocks + 1, hidden)")
+    kind = _PERSONA.search(file.name)
+    words = {"response_avg": "mean of the response", "prompt_avg": "mean of the prompt",
+             "prompt_last": "last token of the prompt"}  # fmt: skip
+    return _Read(
+        {k - 1: row for k, row in enumerate(rows) if k},
+        notes=("row 0 of the file, that of the embedding, is left out",),
+        positions=words[kind.group(1)] if kind else "",
+    )
+
+
+def _refusal(value: Any, file: Path, layer: int | None) -> _Read:
+    beside = file.with_name("direction_metadata.json")
+    if layer is None and beside.exists():
+        facts = json.loads(beside.read_text(encoding="utf-8"))
+        layer, where = int(facts["layer"]) - 1, f"prompt token {facts['pos']}"
+        if layer < 0:
+            raise ValueError("its layer 0 is the embedding, which no layer of ours puts out")
+        note = f"layer {layer + 1} of the file is the input of that block: the output of {layer}"
+        return _Read({layer: _array(value)}, notes=(note,), positions=where, layer=layer)
+    return _bare(value, file, layer)
+
+
+def _ibm(value: Any, file: Path, layer: int | None) -> _Read:
+    read = _bare(value["dir"], file, layer)
+    notes: tuple[str, ...] = ()
+    if "avg_proj" in value:
+        mean = float(_array(value["avg_proj"]).reshape(-1)[0])
+        notes = (
+            f"avg_proj {mean:.6g}: what the source sets the projection on the unit direction to",
+        )
+    return read._replace(notes=notes)
+
+
+def _bare(value: Any, file: Path, layer: int | None) -> _Read:
+    if layer is None:
+        raise SpecError(f"layer: {file} names none; pass layer=, the block whose output is steered")
+    return _Read({layer: _array(value).reshape(-1)}, layer=layer)
+
+
+def _cast(value: Any, file: Path, layer: int | None) -> _Read:
+    notes = (
+        f"model type of the file: {value.get('model_type', '')}",
+        "the source reads the output of a block and steers its input, the output of the one before",
+    )
+    return _Read(_by_number(value["directions"]), notes=notes)
+
+
+def _plain(value: Any, file: Path, layer: int | None) -> _Read:
+    if set(value) == {"direction", "norm"}:
+        raise ValueError("it is a vector of inspect_lens; load its folder with load_vector")
+    return _Read(_by_number(value))
+
+
+_READERS: Final[dict[str, Callable[[Any, Path, int | None], _Read]]] = {
+    "repeng": _repeng, "steering-vectors": _steering_vectors, "persona": _persona,
+    "refusal": _refusal, "cast": _cast, "ibm": _ibm, "safetensors": _plain,
+}  # fmt: skip

@@ -1,0 +1,154 @@
+"""Every place where a loop of many requests enters our code is in one list, and is guarded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._vllm.compat.guard import DOORS
+from tests.kit.repository import ROOT
+
+SOURCE = ROOT / "src" / "inspect_lens"
+BELONGS = {door.where for door in DOORS}
+
+FINE = {
+    "_vllm.worker.worker:wrap_load_model.load_model": "start: refuses what it cannot serve",
+    "_vllm.worker.worker:_check_after_warm_up.compile_or_warm_up_model": "start, as above",
+    "_vllm.worker.worker:_tap_input.hook": "traced by the compiler, which takes no handler",
+    "_vllm.worker.worker:_tap_output.hook": "as above",
+    "_vllm.worker.worker:_tap_module.hook": "as above",
+    "_vllm.worker.eager_steps:_forward_context.create_forward_context": "sets one attribute",
+    "_vllm.worker.eager_steps:_dispatch_v1.determine": "sets one argument",
+    "_vllm.worker.eager_steps:_dispatch_v2.dispatch": "asks `wants_eager`, which is a door",
+    "_vllm.worker.runner_v2:RunnerV2._noting.run": "sets one attribute",
+    "_vllm.frontend.wrappers:_input_processor_init.init": "start",
+    "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
+    "_vllm.http.responses:_routers.register": "start",
+    "_vllm.http.responses:_chat_full.full": "passes on to `decorate`",
+    "_vllm.http.responses:_chat_batch.batch": "passes on to `decorate`",
+    "_vllm.http.responses:_completion_full.full": "passes on to `decorate`",
+    "_vllm.http.responses:_chat_stream.stream": "passes on to `_collect`",
+    "_vllm.http.responses:_completion_stream.stream": "passes on to `_collect`",
+    "_vllm.http.responses:_tokens_stream.stream": "passes on to `_collect`",
+    "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
+    "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
+    "_vllm.worker.worker:exported_taps": "reads names, as above",
+    "_vllm.results.event_loop:Arrivals._tell": "called by `News.tell`, which is a door",
+}
+"""What is entered and needs no guard, with the reason."""
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def functions(path: Path) -> dict[str, ast.AST]:
+    """Functions of a file by their path inside it."""
+    found: dict[str, ast.AST] = {}
+
+    def walk(node: ast.AST, inside: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+                name = f"{inside}.{child.name}" if inside else child.name
+                if isinstance(child, FUNCTIONS):
+                    found[name] = child
+                walk(child, name)
+            else:
+                walk(child, inside)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def entered(path: Path) -> Iterator[str]:
+    """Functions of a file that are given to somebody else to call: by their path, or their name."""
+    known = functions(path)
+    module = module_of(path)
+    for inside, node in [("", ast.parse(path.read_text(encoding="utf-8"))), *known.items()]:
+        own = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == inside}
+        for part in ast.walk(node):
+            given: ast.expr | None = None
+            if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Attribute):
+                owner = ast.unparse(part.targets[0].value)
+                if owner.rpartition(".")[2] in (
+                    "runner",
+                    "_runner",
+                    "state",
+                    "worker",
+                    "detokenizer",
+                ):
+                    given = part.value
+            elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+                if part.func.attr in (
+                    "register_forward_hook",
+                    "register_forward_pre_hook",
+                    "call_soon",
+                    "call_soon_threadsafe",
+                    "watch",
+                ):
+                    given = part.args[0]
+                elif part.func.attr == "call_later":
+                    given = part.args[1]
+                elif part.func.attr == "Thread":
+                    given = next(k.value for k in part.keywords if k.arg == "target")
+            if isinstance(given, ast.Name) and given.id in own:
+                yield f"{module}:{own[given.id]}"
+            elif isinstance(given, ast.Attribute) and ast.unparse(given.value) == "self":
+                methods = [n for n in known if n.count(".") == 1]
+                yield from (f"{module}:{n}" for n in methods if n.endswith(f".{given.attr}"))
+
+
+def wrappers() -> Iterator[str]:
+    """What takes the place of a name of vLLM's."""
+    for file in ("frontend.wrappers", "http.responses", "worker.eager_steps", "worker.worker"):
+        path = SOURCE / "_vllm" / f"{file.replace('.', '/')}.py"
+        for name, node in functions(path).items():
+            arguments = getattr(node, "args", None)
+            if arguments is not None and [a.arg for a in arguments.args][:1] == ["original"]:
+                inner = [n for n in functions(path) if n.startswith(f"{name}.")]
+                inner = [n for n in inner if not n.endswith((".outputs_of", ".about"))]
+                assert inner, f"{file}:{name} makes nothing"
+                yield f"_vllm.{file}:{inner[-1]}"
+
+
+def worker_calls() -> Iterator[str]:
+    """Methods that are added to vLLM's worker."""
+    text = (SOURCE / "_vllm" / "plugin.py").read_text(encoding="utf-8")
+    assert text.count("add_method(") == 4
+    yield from ("_vllm.worker.worker:stats", "_vllm.worker.worker:register")
+    yield from ("_vllm.worker.worker:exported_taps", "_vllm.worker.rpc:manage_hooks")
+
+
+def all_entered() -> set[str]:
+    files = [*(SOURCE / "_vllm").rglob("*.py"), *(SOURCE / "_engine").rglob("*.py")]
+    return {where for path in files for where in entered(path)} | {*wrappers(), *worker_calls()}
+
+
+def test_the_list_has_every_door() -> None:
+    found = all_entered()
+    assert len(found) > 30, "the search finds little"
+    assert found - BELONGS - FINE.keys() == set()
+    assert not BELONGS & FINE.keys()
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.where)
+def test_a_door_is_guarded(door: object) -> None:
+    module, _, name = str(getattr(door, "where", "")).partition(":")
+    node = functions(SOURCE / f"{module.replace('.', '/')}.py")[name]
+    calls = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+    caught = {
+        ast.unparse(n.type)
+        for n in ast.walk(node)
+        if isinstance(n, ast.ExceptHandler) and n.type is not None
+    }
+    shared = {"guarded", "_told"} & calls
+    assert shared or "BaseException" in caught, f"{door} lets faults out"

@@ -1,0 +1,127 @@
+"""Two API servers of one engine, one of which is stopped: the other one's requests go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.kit.api_server import api_server
+
+pytestmark = pytest.mark.engine
+
+MODEL = "organism/checkpoint"
+LAYERS = 6
+STOPPED_S = 20.0
+
+
+@dataclass
+class Server:
+    """One of the API servers, and a client whose connections only it has accepted."""
+
+    pid: int
+    client: httpx.Client
+
+    def ask(self, n: int = 40, *, captures: bool = True) -> httpx.Response:
+        lens = {"output_residual_stream": True, "activations_transport": "binary"}
+        body = {"model": MODEL, "prompt": "hello there", "max_tokens": n, "ignore_eos": True}
+        if captures:
+            body["vllm_xargs"] = {k: str(v).lower() for k, v in lens.items()}
+        return self.client.post("/v1/completions", json=body)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    options = {
+        "model": MODEL,
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "api_server_count": 2,
+        "enforce_eager": True,
+    }
+    # Room for the rows of forty tokens.
+    environment = os.environ | {"INSPECT_LENS_SHM_BYTES": str(40 * LAYERS * 1024)}
+    log = tmp_path_factory.mktemp("servers") / "server.log"
+    with api_server(options, environment=environment, log=log) as server:
+        pids = [
+            child.pid
+            for child in psutil.Process(server.pid).children(recursive=True)
+            if _listens(child.pid, int(server.url.rpartition(":")[2]))
+        ]
+        assert len(pids) == 2, _titles(server.pid)
+        made = []
+        for pid, other in (pids, pids[::-1]):
+            # While the other one is stopped, this one takes the connection.
+            os.kill(other, signal.SIGSTOP)
+            try:
+                limits = httpx.Limits(max_connections=1, keepalive_expiry=600)
+                client = httpx.Client(base_url=server.url, timeout=150, limits=limits)
+                assert client.get("/health").status_code == 200
+            finally:
+                os.kill(other, signal.SIGCONT)
+            made.append(Server(pid, client))
+        yield made
+        for one in made:
+            one.client.close()
+
+
+def _listens(pid: int, port: int) -> bool:
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in found)
+
+
+def _titles(pid: int) -> list[str]:
+    children = psutil.Process(pid).children(recursive=True)
+    return [" ".join(child.cmdline())[:80] for child in children]
+
+
+def timed(call: Any, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+    began = time.monotonic()
+    return call(*args, **kwargs), time.monotonic() - began
+
+
+def whole(answer: httpx.Response, n: int) -> bool:
+    assert answer.status_code == 200, answer.text
+    receipt = answer.json()["inspect_lens"]
+    fed = receipt["n_prompt"] + n - 1
+    return bool(receipt["capture"]["rows"] == LAYERS * fed)
+
+
+def test_what_a_stopped_server_has_under_way_holds_nobody_up(servers: list[Server]) -> None:
+    stopped, other = servers
+    assert whole(stopped.ask(), 40)
+    assert whole(other.ask(), 40)
+    usual = max(timed(other.ask, captures=captures)[1] for captures in (True, False))
+    with ThreadPoolExecutor(1) as pool:
+        # Of more rows than there is room for.
+        held = pool.submit(stopped.ask, 400)
+        time.sleep(0.5)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        began, times = time.monotonic(), []
+        try:
+            while time.monotonic() < began + STOPPED_S:
+                answer, taken = timed(other.ask)
+                assert whole(answer, 40)
+                plain, plain_taken = timed(other.ask, captures=False)
+                assert plain.status_code == 200
+                times += [taken, plain_taken]
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        assert max(times) < 4 + 4 * usual, (usual, times)
+        assert sorted(times)[len(times) // 2] < 3 * usual + 0.5
+        failed = held.result()
+        assert failed.status_code == 429, failed.text
+        assert "try again" in failed.json()["error"]["message"]
+    assert whole(stopped.ask(), 40)
+    assert whole(other.ask(), 40)

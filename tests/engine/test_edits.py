@@ -1,0 +1,148 @@
+"""Edits inside a real engine: closed forms on captured rows, solo answers in mixed batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inspect_lens import LensRequest
+from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
+from tests.engine.conftest import HIDDEN, Engine, tokens
+from tests.kit.edit_cases import edit_cases, random_rows
+
+pytestmark = pytest.mark.engine
+
+CAPTURE = {"layers": "all"}
+
+
+def ask(*edits: EditBase, capture: Any = CAPTURE) -> dict[str, Any]:
+    return {"inspect_lens": LensRequest(capture=capture, edits=edits)}
+
+
+def rows_of(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output.activations["residual_stream"]
+    return found
+
+
+def same_answer(a: Any, b: Any) -> bool:
+    return list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
+
+
+def test_every_operation_on_captured_rows_is_its_definition(engine: Engine) -> None:
+    prompt = tokens(70)
+    plain = rows_of(engine.run([prompt], ask(), max_tokens=1)[0])
+    cases = [edit for edit, _ in edit_cases(0, layer=2, width=HIDDEN)]
+    outputs = engine.run([prompt] * len(cases), [ask(edit) for edit in cases], max_tokens=1)
+    for edit, output in zip(cases, outputs, strict=True):
+        found = rows_of(output)
+        assert torch.equal(found[:2], plain[:2]), "layers in front of an edit keep their bits"
+        for p in (0, 31, 64, 69):
+            wanted = run_program(plain[2, p].numpy(), edit.program(0))
+            scale = max(1.0, float(np.abs(wanted).max()))
+            np.testing.assert_allclose(found[2, p].numpy(), wanted, rtol=1e-3, atol=1e-4 * scale)
+        receipt = output.inspect_lens.steer
+        assert (receipt.layers, receipt.n_tokens) == ((2,), 70)
+        assert output.inspect_lens.cache_salted
+
+
+def test_ablation_at_all_layers_leaves_nothing_of_the_direction(engine: Engine) -> None:
+    v = random_rows(3, 1, HIDDEN)[0]
+    unit = torch.from_numpy(v / np.linalg.norm(v))
+    output = engine.run([tokens(100)], ask(Ablate(direction=v, layers=range(4))), max_tokens=12)[0]
+    rows = rows_of(output)
+    assert rows.shape[1] == 111
+    assert ((rows @ unit).abs() <= 1e-5 * rows.norm(dim=-1)).all()
+
+
+def test_a_run_patched_into_itself_is_equal_to_the_bit(engine: Engine) -> None:
+    prompt = tokens(100, seed=2)
+    plain = engine.run([prompt], ask(), max_tokens=8)[0]
+    rows = rows_of(plain)
+    where = [0, 31, 32, 63, 64, 99]
+    patch = Replace(rows=rows[1:3, where], layers=[1, 2], positions=where)
+    patched = engine.run([prompt], ask(patch), max_tokens=8)[0]
+    assert torch.equal(rows_of(patched), rows)
+    assert same_answer(patched, plain)
+
+
+def test_a_patch_carries_one_prompt_into_another(engine: Engine) -> None:
+    clean, corrupt = tokens(60), tokens(60, seed=3)
+    clean_run = engine.run([clean], ask(), max_tokens=8)[0]
+    # All positions of the last layer: what follows is that of the clean prompt.
+    where = list(range(60))
+    patch = Replace(rows=rows_of(clean_run)[3:, :60], layers=[3], positions=where)
+    patched = engine.run([corrupt], ask(patch), max_tokens=1)[0]
+    corrupt_run = engine.run([corrupt], ask(), max_tokens=1)[0]
+    assert patched.outputs[0].token_ids[0] == clean_run.outputs[0].token_ids[0]
+    assert not torch.equal(rows_of(patched)[3], rows_of(corrupt_run)[3])
+
+
+def test_a_shut_gate_changes_no_bit_and_an_open_one_does(engine: Engine) -> None:
+    prompt = tokens(90, seed=4)
+    plain = engine.run([prompt], ask(), max_tokens=8)[0]
+    v, probe = random_rows(5, 2, HIDDEN)
+    scores = rows_of(plain)[1] @ torch.from_numpy(probe)
+    never = Gate(direction=probe, layer=1, threshold=float(scores.abs().max()) + 10)
+    shut = engine.run([prompt], ask(Add(vector=v, layers=[2], when=never)), max_tokens=8)[0]
+    assert torch.equal(rows_of(shut), rows_of(plain))
+    assert same_answer(shut, plain)
+    # Between two scores, so that the last bit of neither decides.
+    ordered = scores[:90].sort().values
+    middle = float(ordered[44] + ordered[45]) / 2
+    gate = Gate(direction=probe, layer=1, threshold=middle)
+    some = engine.run([prompt], ask(Add(vector=v, layers=[2], when=gate)), max_tokens=1)[0]
+    changed = (rows_of(some)[1] != rows_of(plain)[1, :90]).any(dim=-1)
+    assert not changed.any(), "the gate only reads"
+    # One layer behind the gate: only the tokens whose score is above are edited.
+    difference = rows_of(some)[2] - rows_of(plain)[2, :90]
+    is_open = scores[:90] > middle
+    torch.testing.assert_close(
+        difference[is_open],
+        torch.from_numpy(v).expand(int(is_open.sum()), -1),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    assert torch.equal(difference[~is_open], torch.zeros_like(difference[~is_open]))
+
+
+def test_different_programs_and_plain_requests_in_one_batch_keep_their_solo_answers(
+    engine: Engine,
+) -> None:
+    asked: list[dict[str, Any] | None] = []
+    prompts = []
+    for seed in range(24):
+        cases = [edit for edit, _ in edit_cases(seed, layer=seed % 4, width=HIDDEN)]
+        edits = [cases[seed % len(cases)], cases[(7 * seed + 3) % len(cases)]]
+        asked += [ask(*edits, capture=None), None]
+        prompts += [tokens(20 + seed, seed=seed % 3)] * 2
+    batch = engine.run(prompts, asked, max_tokens=6)
+    for prompt, extra, output in zip(prompts[:16], asked[:16], batch[:16], strict=True):
+        solo = engine.run([prompt], [extra], max_tokens=6)[0]
+        assert same_answer(solo, output)
+    for plain in batch[1::2]:
+        assert getattr(plain, "inspect_lens", None) is None
+    assert engine.stats()["steering_rows"] == 0
+
+
+def test_edits_fork_the_prefix_cache(engine: Engine) -> None:
+    prompt = tokens(128, seed=7)
+    v = random_rows(8, 1, HIDDEN)[0]
+    first = engine.run([prompt], max_tokens=4)[0]
+    edited = engine.run([prompt], ask(Ablate(direction=v, layers=[0]), capture=None))[0]
+    assert edited.num_cached_tokens == 0
+    again = engine.run([prompt], ask(Ablate(direction=v, layers=[0]), capture=None))[0]
+    assert again.num_cached_tokens >= 96
+    assert same_answer(edited, again)
+    assert same_answer(first, engine.run([prompt], max_tokens=4)[0])
+
+
+def test_what_does_not_fit_is_refused_before_it_runs(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"edits\[0\]"):
+        engine.run([tokens(8)], ask(Ablate(direction=np.ones(7), layers=[0])))
+    with pytest.raises(ValueError, match="layers 0 to 3"):
+        engine.run([tokens(8)], ask(Ablate(direction=np.ones(HIDDEN), layers=[4])))
+    with pytest.raises(ValueError, match="op="):
+        engine.run([tokens(8)], {"inspect_lens": {"edits": [{"op": "melt"}]}})

@@ -1,0 +1,165 @@
+"""Thousands of bodies near right ones against a served engine.
+
+`--fuzz-bodies 5000 --log-cli-level INFO` sends many, and says the figures.
+
+None of them is answered with a 5xx, the server keeps nothing beyond its budgets, and somebody
+else's plain request is answered all along.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from inspect_lens import SteeringVector
+from inspect_lens.spec import EngineProbe
+from tests.kit.bodies import calm, near_valid
+
+pytestmark = pytest.mark.engine
+
+logger = logging.getLogger(__name__)
+
+MODEL = "organism/checkpoint"
+REGISTRY = "/v1/inspect_lens/registry"
+JSON = {"content-type": "application/json"}
+CLIENTS = 4
+GROWTH = 512 << 20
+"""Bytes that the API server may grow by, beside results that nobody has fetched: three caches of
+32 MiB, and what 4 clients have under way, 128 MiB of vectors at a time."""
+STALL_S = 3.0
+"""Of the event loop, on two cores that the engine and other tests share."""
+
+
+@pytest.fixture(scope="module")
+def client(lens_server_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=lens_server_url, timeout=300) as made:
+        for name, layer in (("p", 1), ("q", 2)):
+            weight = {"weight": np.ones((1, 256), np.float32)}
+            probe = EngineProbe(layers=(layer,), tensors=weight, threshold=1e6)
+            item = {"name": name, "probe": probe.model_dump(mode="json")}
+            assert made.post(REGISTRY, json=item).status_code == 200
+        vector = SteeringVector(activations=np.ones((1, 256)), layer_indices=[1])
+        item = {"name": "v", "vector": vector.model_dump(mode="json")}
+        assert made.post(REGISTRY, json=item).status_code == 200
+        yield made
+        for name in ("p", "q", "v"):
+            assert made.delete(f"{REGISTRY}/{name}").status_code == 200
+
+
+class Neighbour(threading.Thread):
+    """Somebody who sends plain requests, and looks whether the server is there."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._client = httpx.Client(base_url=url, timeout=300)
+        self.is_over = threading.Event()
+        self.plain_s: list[float] = []
+        self.health_s: list[float] = []
+
+    def run(self) -> None:
+        while not self.is_over.wait(0.2):
+            self.plain_s.append(timed(self._client, plain=True))
+            self.health_s.append(timed(self._client, plain=False))
+        self._client.close()
+
+
+def timed(client: httpx.Client, *, plain: bool) -> float:
+    began = time.perf_counter()
+    body = {"model": MODEL, "prompt": "hello there", "max_tokens": 4, "ignore_eos": True}
+    answer = client.post("/v1/completions", json=body) if plain else client.get("/health")
+    assert answer.status_code == 200, answer.text
+    return time.perf_counter() - began
+
+
+def body_of(seed: int) -> tuple[str, str]:
+    """Path and text of a body."""
+    rng = random.Random(seed)
+    lens = calm(near_valid(rng))
+    said: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
+    path = "/v1/completions"
+    if rng.random() < 0.2:
+        path = "/inference/v1/generate"
+        params = {"max_tokens": 2, "extra_args": lens.get("extra_args", lens)}
+        return path, json.dumps({"token_ids": [5, 9, 14, 23], "sampling_params": params})
+    if rng.random() < 0.4:
+        path = "/v1/chat/completions"
+        said["messages"] = [{"role": "user", "content": "Who is it?"}]
+    else:
+        said["prompt"] = "hello there"
+    if rng.random() < 0.2:
+        said["stream"] = True
+    return path, json.dumps({**lens, **said})
+
+
+def send(client: httpx.Client, seed: int) -> tuple[int, str]:
+    path, text = body_of(seed)
+    answer = client.post(path, content=text, headers=JSON)
+    status = answer.status_code
+    for line in answer.text.splitlines() if "stream" in text and status == 200 else ():
+        if line.startswith('data: {"error"'):
+            status = int(json.loads(line.removeprefix("data: "))["error"]["code"])
+    return status, f"seed {seed}: {status} {answer.text[:500]} for {path} {text[:500]}"
+
+
+def server_process(url: str) -> psutil.Process:
+    port = httpx.URL(url).port
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            assert connection.pid is not None
+            return psutil.Process(connection.pid)
+    return pytest.fail("the server is on another machine")
+
+
+def test_bodies_hurt_nobody(
+    client: httpx.Client, lens_server_url: str, request: pytest.FixtureRequest
+) -> None:
+    n = int(request.config.getoption("--fuzz-bodies"))
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    process = server_process(lens_server_url)
+
+    def held() -> int:
+        stored = int(client.get("/v1/inspect_lens").json()["stored_bytes"])
+        return int(process.memory_info().rss) - stored
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        # What is loaded and made at the first request of a kind is no growth.
+        list(pool.map(lambda seed: send(client, seed), range(-100, 0)))
+        usual = statistics.median(timed(client, plain=True) for _ in range(20))
+        before = held()
+        neighbour = Neighbour(lens_server_url)
+        neighbour.start()
+        began = time.perf_counter()
+        answers = list(pool.map(lambda seed: send(client, seed), range(n)))
+        seconds = time.perf_counter() - began
+        neighbour.is_over.set()
+        neighbour.join()
+    grown = held() - before
+    statuses = Counter(status for status, _ in answers)
+    plain, health = sorted(neighbour.plain_s), sorted(neighbour.health_s)
+    logger.info(
+        "%d bodies in %.0f s: %s; grown by %d MiB; plain request: usually %.3f s, median %.3f s, "
+        "longest %.3f s; /health: median %.4f s, longest %.3f s",
+        *(n, seconds, dict(statuses), grown >> 20),
+        *(usual, statistics.median(plain), plain[-1], statistics.median(health), health[-1]),
+    )
+    failed = [what for status, what in answers if status >= 500]
+    assert not failed, "\n".join(failed[:5])
+    assert statuses[200] >= n // 10 <= statuses[400], "the fuzz has both kinds"
+    assert grown <= GROWTH
+    assert statistics.median(plain) <= 10 * usual + 0.5
+    assert health[-1] <= STALL_S
+    assert timed(client, plain=True) <= 10 * usual + 0.5
+    assert client.get("/v1/inspect_lens").json()["open_requests"] == 0

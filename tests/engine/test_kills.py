@@ -1,0 +1,131 @@
+"""A process of a server that is stopped or killed: what each request gets, and what is left."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.kit.api_server import api_server
+
+pytestmark = pytest.mark.engine
+
+logger = logging.getLogger(__name__)
+
+MODEL = "organism/checkpoint"
+LAYERS = 6
+STOPPED_S = 3.0
+LEARN_S = 30.0
+"""Until every client of a server that has lost a process knows."""
+
+
+def ask(url: str, *, captures: bool, stream: bool, n: int) -> str:
+    """Send a request.
+
+    Returns:
+        `whole`: an answer with all that it should have; `short`: an answer without; else what
+        went wrong: `broken` connection, HTTP status, or status in a stream.
+    """
+    body: dict[str, Any] = {"model": MODEL, "prompt": "hello there", "max_tokens": n}
+    body |= {"ignore_eos": True, "stream": stream}
+    if captures:
+        body["inspect_lens"] = {"capture": {"layers": "all"}}
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    except httpx.TransportError:
+        return "broken"
+    if answer.status_code != 200:
+        logger.info("%s", answer.text[:300])
+        return f"HTTP {answer.status_code}"
+    if stream:
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        errors = [json.loads(line) for line in lines if line.startswith('{"error"')]
+        if errors:
+            return f"stream {errors[0]['error']['code']}"
+        if lines[-1] != "[DONE]":
+            return "broken"
+        found = [json.loads(line) for line in lines[:-1]]
+    else:
+        found = [answer.json()]
+    if not captures:
+        return "whole"
+    receipts = [one["inspect_lens"] for one in found if "inspect_lens" in one]
+    is_whole = bool(receipts) and receipts[-1]["capture"]["rows"] == LAYERS * (
+        receipts[-1]["n_prompt"] + n - 1
+    )
+    return "whole" if is_whole else "short"
+
+
+KINDS = [(captures, stream) for captures in (True, False) for stream in (True, False)] * 2
+
+
+@pytest.mark.parametrize("role", ["ApiServer_0", "EngineCore", "Worker"])
+def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
+    options = {
+        "model": MODEL,
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "api_server_count": 2,
+        "distributed_executor_backend": "mp",  # the worker is a process of its own
+        "enforce_eager": True,
+    }
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with (
+        api_server(options, environment=environment, log=tmp_path / "log") as server,
+        ThreadPoolExecutor(len(KINDS)) as pool,
+    ):
+        tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        named = re.findall(rf"\({role} pid=(\d+)\)", (tmp_path / "log").read_text(errors="replace"))
+        (victim,) = [process for process in tree if str(process.pid) in named]
+
+        def begin(n: int) -> list[Any]:
+            asked = [
+                pool.submit(ask, server.url, captures=captures, stream=stream, n=n)
+                for captures, stream in KINDS
+            ]
+            time.sleep(0.5)
+            return asked
+
+        # Stopped for a while: everybody waits, and nobody loses anything.
+        asked = begin(200)
+        os.kill(victim.pid, signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        os.kill(victim.pid, signal.SIGCONT)
+        assert {one.result() for one in asked} == {"whole"}, role
+
+        asked = begin(900)
+        assert not any(one.done() for one in asked)
+        began = time.monotonic()
+        victim.kill()
+        answers = [one.result() for one in asked]
+        learned_s = time.monotonic() - began
+        _, alive = psutil.wait_procs(tree, timeout=LEARN_S)
+        ended_s = time.monotonic() - began
+        logger.info("%s: %s; %.1f s, end %.1f s", role, sorted(answers), learned_s, ended_s)
+        assert learned_s < LEARN_S
+        assert not {"whole", "short"} & set(answers)
+        assert not alive, alive
+    _nothing_is_left(temporary)
+
+
+def _nothing_is_left(folder: Path) -> None:
+    """Nobody holds a folder of ours: the next server to start removes what a killed one left."""
+    for path in folder.glob(".inspect-lens-tmp-*"):
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(held)

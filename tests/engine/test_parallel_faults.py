@@ -1,0 +1,75 @@
+"""Two tensor-parallel ranks, and what fails on one of them alone: nobody waits for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inspect_lens import Hook, SteeringVector
+from inspect_lens.errors import HookError, SpecError
+from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
+
+pytestmark = pytest.mark.engine
+
+BYTES = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def tight(tiny_folder: Path) -> Iterator[Engine]:
+    """Two ranks, and little room for what hooks and queries and keys keep."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INSPECT_LENS_ALLOW_CODE", "1")
+        environment.setenv("INSPECT_LENS_HOOK_BYTES", str(BYTES))
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        made = start(tiny_folder, enforce_eager=True, tensor_parallel_size=2)
+    yield made
+    made.close()
+
+
+def works(engine: Engine) -> None:
+    """Small results of all kinds come, and nothing is left behind."""
+    prompts = [tokens(8, seed=i) for i in range(3)]
+    outputs = engine.run(prompts, [{"output_qk": [0, 2]}, {"output_residual_stream": True}, None])
+    assert outputs[0].activations["qk_layers"] == [0, 2]
+    assert outputs[1].activations["residual_stream"].shape[:2] == (LAYERS, 15)
+    engine.run([tokens(5)])
+    for stats in engine.llm.collective_rpc("inspect_lens_stats"):
+        assert stats["requests"] == 0
+
+
+@pytest.mark.parametrize("n_prompt", [70, 200])
+def test_queries_and_keys_that_are_too_large_fail_their_request(
+    tight: Engine, n_prompt: int
+) -> None:
+    """The limit is passed in the first step, or in a later one; decode steps follow."""
+    with pytest.raises(SpecError, match=f"output_qk: more than {BYTES} bytes"):
+        tight.run([tokens(n_prompt)], {"output_qk": True}, max_tokens=6)
+    works(tight)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hook_that_raises_on_one_rank_fails_its_request(tight: Engine, rank: int) -> None:
+    def bad(ctx: Any, h: Any) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if ctx.position == 0 and get_tp_group().rank_in_group == rank:
+            raise ValueError("here alone")
+
+    hook = Hook(fn=bad, layer_indices=[1])
+    with pytest.raises(HookError, match="here alone"):
+        tight.run([tokens(9)], {"apply_hooks": [hook], "output_qk": [0, 3]}, max_tokens=6)
+    works(tight)
+
+
+def test_steering_that_overflows_fails_its_request(tight: Engine) -> None:
+    v = torch.randn(LAYERS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    vector = SteeringVector(
+        activations=v, layer_indices=list(range(LAYERS)), scale=3e9, norm_match=True
+    )
+    with pytest.raises(SpecError, match="a steered row would have been too large"):
+        tight.run([tokens(9)], {"apply_steering_vectors": [vector]}, max_tokens=6)
+    works(tight)

@@ -1,0 +1,195 @@
+"""What a body or a registration says is judged before it is scheduled; the server goes on."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+
+from inspect_lens import SteeringVector
+from inspect_lens.spec import EngineProbe
+from tests.kit.bodies import zeros
+
+pytestmark = pytest.mark.engine
+
+MODEL = "organism/checkpoint"
+REGISTRY = "/v1/inspect_lens/registry"
+WEIGHT = {"weight": np.ones((1, 256), np.float32)}
+VECTOR = SteeringVector(activations=np.ones((1, 256)), layer_indices=[1]).model_dump(mode="json")
+TENSOR = VECTOR["activations"]
+
+
+@pytest.fixture(scope="module")
+def client(lens_server_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=lens_server_url, timeout=120) as made:
+        for name, threshold in (("p", 1e6), ("bare", None)):
+            probe = EngineProbe(layers=(1,), tensors=WEIGHT, threshold=threshold)
+            item = {"name": name, "probe": probe.model_dump(mode="json")}
+            assert made.post(REGISTRY, json=item).status_code == 200
+        yield made
+        for name in ("p", "bare"):
+            assert made.delete(f"{REGISTRY}/{name}").status_code == 200
+
+
+def complete(client: httpx.Client, **body: Any) -> httpx.Response:
+    plain = {"model": MODEL, "prompt": "hello there", "max_tokens": 4, "temperature": 0}
+    return client.post("/v1/completions", content=json.dumps(plain | body), headers=JSON)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def refused(answer: httpx.Response, message: str) -> None:
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"alarm": "stop"}, {"alarm": "flag", "threshold": 0}, {"tokens": True}]
+)
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ("maen", "allowed are mean"),
+        ("ema:2", "allowed are mean"),
+        ("top_k_mean:1" + "0" * 5000, "allowed are mean"),
+        ("sentence_mean_max", "texts of tokens"),
+    ],
+)
+def test_a_bad_pool_kills_nobody(
+    client: httpx.Client, pool: str, message: str, more: dict[str, Any]
+) -> None:
+    for stream in (False, True):
+        use = {"name": "p", "aggregate": pool} | more
+        refused(complete(client, inspect_lens={"probes": [use]}, stream=stream), message)
+    probe = EngineProbe(layers=(1,), tensors=WEIGHT).model_dump(mode="json")
+    item = {"name": "bad", "probe": probe | {"aggregate": pool}}
+    refused(client.post(REGISTRY, json=item), message)
+    assert "bad" not in client.get(REGISTRY).json()
+    assert complete(client).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"inspect_lens": {"probes": [{"name": "bare", "alarm": "stop"}]}}, "without a threshold"),
+        ({"inspect_lens": {"probes": ["nobody"]}}, "registered"),
+        ({"inspect_lens": {"probes": ["a/b"]}}, "letters"),
+        ({"capture": {"layers": [1]}}, "nobody reads it there"),
+        ({"steer": [VECTOR]}, "nobody reads it there"),
+        ({"probes": ["p"]}, "nobody reads it there"),
+        ({"capture_layers": [1]}, "the key is 'output_residual_stream'"),
+        ({"steering_vectors": [VECTOR]}, "the key is 'apply_steering_vectors'"),
+        ({"hooks": []}, "nobody reads it there"),
+        ({"lens": {}}, "the key is 'inspect_lens'"),
+        ({"sampling_params": {"extra_args": {"inspect_lens": {}}}}, "nobody reads it there"),
+        ({"extra_body": {"inspect_lens": {}}}, "argument of clients"),
+        ({"output_residual_stream": 1}, "allowed are true"),
+        ({"vllm_xargs": {"output_residual_stream": "2"}}, "allowed are true"),
+        ({"extra_args": 3}, "has to be a mapping"),
+        ({"extra_args": {"_inspect_lens": {}}}, "reserved"),
+        ({"_inspect_lens": {}}, "reserved"),
+        ({"inspect_lens": {"steer": [VECTOR | {"scale": True}]}}, "valid number"),
+        (
+            {"inspect_lens": {"steer": [VECTOR | {"position_indices": [False, True]}]}},
+            "mask is read in capture.positions only",
+        ),
+        (
+            {"inspect_lens": {}, "extra_args": {"inspect_lens": {"capture": {}}}},
+            "give it once",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_word_is_read_or_refused(
+    client: httpx.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    said: dict[str, Any] = {"prompt": "hello"}
+    if "chat" in path:
+        said = {"messages": [{"role": "user", "content": "hello"}]}
+    refused(client.post(path, json={"model": MODEL, "max_tokens": 2, **said, **body}), message)
+
+
+def test_a_true_means_all_layers_wherever_it_stands(client: httpx.Client) -> None:
+    asked = {"output_residual_stream": True}
+    for body in (asked, {"extra_args": asked}, {"vllm_xargs": asked}):
+        answer = complete(client, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["inspect_lens"]["capture"]["layers"] == list(range(6))
+    assert complete(client, vllm_xargs={"output_residual_stream": "true"}).status_code == 200
+
+
+@pytest.mark.parametrize("n", [100, 500, 900, 50_000])
+def test_deep_nesting_is_a_400(client: httpx.Client, n: int) -> None:
+    text = "[" * n + "]" * n
+    for key in ("inspect_lens", "output_residual_stream", "apply_steering_vectors"):
+        said = f'{{"model": "{MODEL}", "prompt": "hello", "max_tokens": 2, "{key}": '
+        answer = client.post("/v1/completions", content=said + text + "}", headers=JSON)
+        assert answer.status_code == 400, answer.text
+        assert complete(client, vllm_xargs={key: text}).status_code == 400
+    item = '{"name": "x", "probe": ' + text + "}"
+    assert client.post(REGISTRY, content=item, headers=JSON).status_code == 400
+
+
+def test_a_forged_envelope_is_a_400_on_the_route_of_tokens_too(client: httpx.Client) -> None:
+    for envelope in ({}, {"reply": "x"}, 3):
+        params = {"max_tokens": 2, "extra_args": {"_inspect_lens": envelope}}
+        body = {"token_ids": [5, 6, 7], "sampling_params": params}
+        answer = client.post("/inference/v1/generate", json=body)
+        assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1 << 25), (1, 1 << 20, 256), (1 << 25,), (4096, 256, 256), (1, 1 << 30, 256)]
+)
+def test_a_small_body_that_declares_much_is_refused(
+    client: httpx.Client, shape: tuple[int, ...]
+) -> None:
+    tensor = zeros(1, 1 << 14, 256) | {"shape": list(shape)}
+    vector = {"activations": tensor, "layer_indices": [0]}
+    assert complete(client, inspect_lens={"steer": [vector]}).status_code == 400
+    assert client.post(REGISTRY, json={"name": "x", "vector": vector}).status_code == 400
+
+
+def test_bytes_behind_a_frame_are_a_400(client: httpx.Client) -> None:
+    data = base64.b64encode(base64.b64decode(TENSOR["data"]) + b"x").decode()
+    vector = VECTOR | {"activations": TENSOR | {"data": data}}
+    refused(complete(client, inspect_lens={"steer": [vector]}), "damaged zstd frame")
+
+
+def test_a_large_vector_steers_or_is_refused_by_its_prompt(client: httpx.Client) -> None:
+    rows = np.random.default_rng(0).normal(size=(1, 1000, 256)).astype(np.float32)
+    frame = zstandard.ZstdCompressor().compress(rows.tobytes())
+    tensor = {
+        "data": base64.b64encode(frame).decode(),
+        "dtype": "float32",
+        "shape": list(rows.shape),
+        "compression": "zstd",
+    }
+    vector = {"activations": tensor, "layer_indices": [1], "position_indices": None}
+    few = SteeringVector(activations=rows[:, :2], layer_indices=[1], position_indices=[0, -1])
+    answer = complete(client, inspect_lens={"steer": [few.model_dump(mode="json")]})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["inspect_lens"]["steer"]["n_tokens"] == 2
+    # A thousand positions do not fit this prompt, which is found out after it was read.
+    refused(complete(client, inspect_lens={"steer": [vector]}), "position_indices")
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "/", "..", " ", "\x00", "<b>", [1], {"a": 1}])
+def test_a_name_is_refused_when_it_is_registered(client: httpx.Client, name: Any) -> None:
+    refused(client.post(REGISTRY, json={"name": name, "vector": VECTOR}), "letters")
+    assert set(client.get(REGISTRY).json()) >= {"p", "bare"}
+
+
+@pytest.mark.parametrize("word", ["capture", "steer", "probes", "lens", "_inspect_lens"])
+def test_other_routes_refuse_our_words(client: httpx.Client, word: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    refused(client.post("/v1/messages", json={**body, word: {}}), word)
+    params = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}}
+    refused(client.post("/inference/v1/generate", json={**params, word: {}}), word)

@@ -1,0 +1,70 @@
+"""Temporary folders go with the processes that use them, also with those that were killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.collect.temp_dirs import PREFIX, hold, let_go, new_folder, sweep
+
+OLD = 1_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_the_last_one_to_let_go_removes_a_folder() -> None:
+    folder, mine = new_folder()
+    (folder / "rows").touch()
+    theirs = hold(folder)
+    let_go(folder, mine)
+    assert folder.exists()
+    let_go(folder, theirs)
+    assert not folder.exists()
+
+
+def test_what_a_killed_process_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    make = "from inspect_lens._engine.collect.collector import Collector as C; print(C().address)"
+    wait = "; import sys, time; sys.stdout.flush(); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", make + wait],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as killed:
+        assert killed.stdout is not None
+        folder = Path(killed.stdout.readline().strip().removeprefix("ipc://")).parent
+        assert folder.parent == tmp_path
+        os.utime(folder, (OLD, OLD))
+        sweep()
+        assert (folder / "rows").exists(), "it is used"
+        killed.send_signal(signal.SIGKILL)
+    assert (folder / "rows").exists()
+    collector = Collector()
+    assert not folder.exists()
+    collector.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_new_or_not_ours_stays(tmp_path: Path) -> None:
+    new, other = tmp_path / f"{PREFIX}new", tmp_path / "somebody-elses"
+    for folder in (new, other):
+        folder.mkdir()
+    file = tmp_path / f"{PREFIX}a-file"
+    file.touch()
+    for path in (other, file):
+        os.utime(path, (OLD, OLD))
+    sweep()
+    assert all(path.exists() for path in (new, other, file))
+    os.utime(new, (OLD, OLD))
+    sweep()
+    assert not new.exists()

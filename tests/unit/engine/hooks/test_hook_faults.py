@@ -1,0 +1,148 @@
+"""Hooks that would spoil others: rows that are not finite, the end of the process, a rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.hooks.runner import Part
+from inspect_lens.errors import CapacityError, CaptureError, HookError, SpecError
+from tests.kit.hooked import Worker, begin, heads_of, hook, note, take
+from tests.kit.steps import LAYERS
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.stepper.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_rows_that_are_not_finite_go_on_as_they_were_and_fail_their_request(
+    worker: Worker, collector: Collector, value: float
+) -> None:
+    def spoil(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        h[1, 3] = value
+        return h + 1
+
+    begin(worker, collector, "a", hook(spoil, 2))
+    begin(worker, collector, "b", hook(note, 2))
+    after = worker.run([("a", 0, 3), ("b", 0, 2)])[2]
+    plain = torch.cat([Worker.rows("a", 0, 3), Worker.rows("b", 0, 2)]) + 2
+    plain[[0, 2]] += 1
+    assert torch.equal(after, plain), "of its rows those go on that are finite"
+    with pytest.raises(HookError, match=r"spoil after layer 2 gave back rows that are not"):
+        take(collector, "a", 3)
+    worker.run([("a", 3, 1), ("b", 2, 1)])
+    for key in ("a", "b"):
+        worker.stepper.remove(key)
+    assert take(collector, "b", 3).n_fed == 3
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, BaseException])
+def test_a_hook_that_would_end_the_process_fails_its_request(
+    worker: Worker, collector: Collector, kind: type[BaseException]
+) -> None:
+    def leave(ctx: Any, h: torch.Tensor) -> None:
+        raise kind("out")
+
+    begin(worker, collector, "a", hook(leave, 2))
+    worker.run([("a", 0, 3)])
+    with pytest.raises(HookError, match=kind.__name__):
+        take(collector, "a", 3)
+    worker.stepper.remove("a")
+    assert not worker.hooks.live
+
+
+class Ranks:
+    """Two tensor-parallel ranks; one of them sends."""
+
+    def __init__(self) -> None:
+        self.workers = [Worker(most=400), Worker(most=400)]
+        self.workers[1].hooks._send = None
+        self.gathered: list[list[tuple[int, int, int]]] = [[], []]
+
+    def step(self, parts: list[tuple[str, int, int]]) -> None:
+        """What each of them gathers, and whether it runs eagerly, has to be the same."""
+        needs = []
+        for rank, worker in enumerate(self.workers):
+            step, start = [], 0
+            for key, position, n in parts:
+                step.append(Part(key, start, n, position))
+                start += n
+            needs.append(worker.hooks.begin(step))
+            stream = torch.cat([worker.rows(p.key, p.position, p.n_tokens) for p in step])
+
+            def heads(a: int, b: int, rank: int = rank, stream: torch.Tensor = stream) -> Any:
+                self.gathered[rank].append((len(needs), a, b))
+                return heads_of(stream, a, b)
+
+            for layer in LAYERS:
+                if layer in needs[-1] and needs[-1][layer].qk:
+                    worker.hooks.read_qk(layer, heads)
+            for key, error in worker.hooks.end():
+                worker.stepper.fail(key, error)
+        first, second = ({layer: need.qk for layer, need in n.items()} for n in needs)
+        assert first == second
+        assert [g[1:] for g in self.gathered[0]] == [g[1:] for g in self.gathered[1]]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.stepper.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.close()
+
+
+def test_ranks_gather_alike_though_a_result_is_too_large(
+    ranks: Ranks, collector: Collector
+) -> None:
+    first, second = ranks.workers
+    begin(first, collector, "a", qk=(0, 2), workers=(second,))
+    for position in (0, 4, 8, 12):
+        ranks.step([("a", position, 4)])
+    assert len(ranks.gathered[0]) == 2 * 4
+    with pytest.raises(SpecError, match="output_qk: more than 400 bytes"):
+        take(collector, "a", 16)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_gather_alike_though_one_of_them_has_a_fault(
+    ranks: Ranks, collector: Collector, rank: int
+) -> None:
+    first, second = ranks.workers
+    begin(first, collector, "a", hook(note, 2), qk=(0,), workers=(second,))
+    ranks.step([("a", 0, 2)])
+    ranks.workers[rank].stepper.fail_all(CaptureError("a fault here alone"))
+    ranks.step([("a", 2, 1)])
+    ranks.step([("a", 3, 1)])
+    assert len(ranks.gathered[0]) == 3
+    assert all(worker.stepper.is_watching for worker in ranks.workers)
+    for worker in ranks.workers:
+        worker.stepper.remove("a")
+        assert not worker.stepper.is_watching
+    with pytest.raises(CaptureError, match="a fault here alone"):
+        take(collector, "a", 4)
+
+
+def test_a_rank_that_cannot_take_a_request_up_gathers_for_it(
+    ranks: Ranks, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise CapacityError("no room here")
+
+    monkeypatch.setattr(ranks.workers[1].hooks, "_load", refuse)
+    first, second = ranks.workers
+    begin(first, collector, "a", hook(note, 2), qk=(0,), workers=(second,))
+    ranks.step([("a", 0, 2)])
+    with pytest.raises(CapacityError, match="no room here"):
+        take(collector, "a", 2)

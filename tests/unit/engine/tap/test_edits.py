@@ -1,0 +1,254 @@
+"""From a request's edits to the table and the op: each token gets what the definition says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inspect_lens._engine.tap import buffers
+from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens._engine.tap.edit_table import Bank
+from inspect_lens._engine.tap.op import tap
+from inspect_lens.errors import CapacityError, SpecError
+from inspect_lens.spec import (
+    Ablate,
+    Add,
+    Gate,
+    LensRequest,
+    Renormalise,
+    Replace,
+    SteeringVector,
+    check_request,
+    run_program,
+)
+from tests.kit.edit_cases import WIDTH, edit_cases, random_rows
+from tests.kit.edit_table import (
+    LAYERS,
+    N_FED,
+    N_PROMPT,
+    admitted,
+    configs_of,
+    facts,
+    make_state,
+    sealed,
+)
+
+
+def run(
+    state: TapState,
+    configs: list[int],
+    streams: list[torch.Tensor],
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """One forward pass over positions; each tap edits what it is given."""
+    n = len(configs)
+    state.tokens[:, :] = torch.tensor([0, -1, 0, 0])
+    state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32)
+    state.header[0] = n
+    state.steering = [True] * len(LAYERS)
+    state.is_active = True
+    out = []
+    for index, stream in enumerate(streams):
+        hidden = stream.clone()
+        ctl = state.new_ctl(index)
+        buffers.install(state)
+        tap(hidden, residual, ctl)
+        out.append(hidden)
+    buffers.uninstall(state)
+    return out
+
+
+def streams(seed: int) -> list[torch.Tensor]:
+    made = np.random.default_rng(seed).standard_normal((len(LAYERS), N_FED, WIDTH)) * 2
+    return [torch.from_numpy(x.astype(np.float32)) for x in made]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**20))
+def test_the_op_equals_the_definition_for_every_operation(seed: int) -> None:
+    given_streams = streams(seed)
+    for edit, closed_form in edit_cases(seed):
+        state = make_state()
+        _, steering = admitted(LensRequest(edits=[edit]), state)
+        out = run(state, configs_of(steering), given_streams)
+        for layer in (0, 2):
+            assert torch.equal(out[layer], given_streams[layer]), "other layers keep their bits"
+        for p in range(N_FED):
+            wanted = closed_form(given_streams[1][p].numpy().astype(np.float64))
+            np.testing.assert_allclose(out[1][p].numpy(), wanted, rtol=2e-4, atol=2e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**20), st.lists(st.integers(0, 24), min_size=1, max_size=8), st.booleans())
+def test_chains_equal_the_definition(seed: int, chosen: list[int], is_split: bool) -> None:
+    cases = edit_cases(seed)
+    edits = [cases[i % len(cases)][0] for i in chosen]
+    # Something has to be left whose norm can be given back.
+    edits += [Add(vector=random_rows(seed + 9, 1)[0], layers=[1]), Renormalise(layers=[1])]
+    state = make_state()
+    _, steering = admitted(LensRequest(edits=edits), state)
+    given_streams = streams(seed)
+    residual = torch.from_numpy(random_rows(seed, N_FED)) if is_split else None
+    out = run(state, configs_of(steering), given_streams, residual)
+    program = [one for edit in edits for one in edit.program(0)]
+    for p in range(N_FED):
+        stream = given_streams[1][p].numpy().astype(np.float64)
+        other = 0.0 if residual is None else residual[p].numpy().astype(np.float64)
+        wanted = run_program(stream + other, program) - other
+        scale = max(1.0, float(np.abs(wanted).max()))
+        np.testing.assert_allclose(out[1][p].numpy(), wanted, rtol=1e-3, atol=1e-3 * scale)
+
+
+def test_positions_phases_and_rows_of_their_own() -> None:
+    rows = np.random.default_rng(0).standard_normal((2, 2, WIDTH)).astype(np.float32)
+    v = random_rows(1, 1)[0]
+    request = LensRequest(
+        edits=[
+            Add(vector=v, layers=[0], positions="completion"),
+            Replace(rows=rows, layers=[1, 2], positions=[-1, 7]),
+            Add(vector=v, layers=[2], positions=[True, False, True, False, False, False]),
+            Ablate(direction=v, layers=[1], positions="last_prompt"),
+        ]
+    )
+    state = make_state()
+    _, steering = admitted(request, state)
+    x = streams(3)
+    out = run(state, configs_of(steering), x)
+    for p in range(N_FED):
+        first = x[0][p] + torch.from_numpy(v) if p >= N_PROMPT else x[0][p]
+        torch.testing.assert_close(out[0][p], first)
+    for layer, at in ((1, 0), (2, 1)):
+        torch.testing.assert_close(out[layer][7], torch.from_numpy(rows[at, 1]))
+    torch.testing.assert_close(out[2][5], torch.from_numpy(rows[1, 0]))
+    u = v / np.linalg.norm(v)
+    assert abs(float(out[1][5].numpy() @ u)) < 1e-5, "replaced first, ablated behind it"
+    torch.testing.assert_close(out[2][0], x[2][0] + torch.from_numpy(v))
+    assert torch.equal(out[2][1], x[2][1])
+
+
+def test_steering_vectors_come_before_edits() -> None:
+    v, w = random_rows(5, 2)
+    vector = SteeringVector(activations=w[None], layer_indices=[1], scale=2.0)
+    matched = SteeringVector(activations=v[None], layer_indices=[1], scale=0.5, norm_match=True)
+    request = LensRequest(steer=[vector, matched], edits=[Ablate(direction=w, layers=[1])])
+    state = make_state()
+    _, steering = admitted(request, state)
+    x = streams(6)
+    out = run(state, configs_of(steering), x)[1][2].numpy().astype(np.float64)
+    h = x[1][2].numpy().astype(np.float64)
+    steered = h + 2.0 * w + 0.5 * np.linalg.norm(h) * v / np.linalg.norm(v)
+    u = w.astype(np.float64) / np.linalg.norm(w)
+    np.testing.assert_allclose(out, steered - (steered @ u) * u, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharpness", [None, 3.0])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_gate_of_an_earlier_tap_or_the_same_one_decides(
+    sharpness: float | None, layer: int
+) -> None:
+    v, probe = random_rows(7, 2)
+    gate = Gate(direction=probe, layer=layer, threshold=0.2, sharpness=sharpness)
+    request = LensRequest(
+        edits=[
+            Add(vector=v, layers=[1, 2], when=gate),
+            Add(vector=v, scale=3.0, layers=[2], when=gate, positions="prompt"),
+        ]
+    )
+    state = make_state()
+    _, steering = admitted(request, state)
+    x = streams(8)
+    out = run(state, configs_of(steering), x)
+    score = x[layer].numpy().astype(np.float64) @ probe.astype(np.float64) - 0.2
+    factor = (score > 0) * 1.0 if sharpness is None else 1 / (1 + np.exp(-sharpness * score))
+    for p in range(N_FED):
+        np.testing.assert_allclose(out[1][p], x[1][p].numpy() + factor[p] * v, rtol=1e-4, atol=1e-4)
+        more = 4.0 if p < N_PROMPT else 1.0
+        wanted = x[2][p].numpy() + more * factor[p] * v
+        np.testing.assert_allclose(out[2][p], wanted, rtol=1e-4, atol=1e-4)
+    if sharpness is None:
+        shut = np.flatnonzero(factor == 0)
+        assert len(shut)
+        for p in shut:
+            assert torch.equal(out[1][p], x[1][p]), "a shut gate changes no bit"
+
+
+def test_what_a_request_held_is_given_back_and_shared_by_content() -> None:
+    v = random_rows(9, 1)[0]
+    state = make_state(bank_rows=4)
+    bank, one = admitted(LensRequest(edits=[Ablate(direction=v, layers=LAYERS)]), state)
+    assert bank.rows_in_use == 1, "a direction that is read and written lies there once"
+    index = {point: i for i, point in enumerate(state.taps)}
+    w, z = random_rows(10, 2)
+    others = [
+        bank.admit(sealed(LensRequest(edits=[Add(vector=row, layers=[0])])), index)
+        for row in (w, z)
+    ]
+    for steering in (one, *others):
+        bank.release(steering)
+    assert bank.rows_in_use == 0
+    for seed in range(20):
+        row = random_rows(20 + seed, 1)[0]
+        bank.release(bank.admit(sealed(LensRequest(edits=[Add(vector=row, layers=[0])])), index))
+    assert bank.rows_in_use == 0
+
+
+def test_a_full_table_takes_nothing() -> None:
+    state = make_state(bank_rows=3)
+    index = {point: i for i, point in enumerate(state.taps)}
+    bank = Bank(state.bank)
+    edits = [Add(vector=row, layers=[0]) for row in random_rows(11, 4)]
+    with pytest.raises(CapacityError):
+        bank.admit(sealed(LensRequest(edits=edits)), index)
+    assert bank.rows_in_use == 0
+
+
+def test_equal_edits_share_cache_entries_and_others_do_not() -> None:
+    v, w = random_rows(12, 2)
+
+    def salt(**changes: Any) -> str | None:
+        values: dict[str, Any] = {"direction": v, "layers": [1]} | changes
+        return sealed(LensRequest(edits=[Ablate(**values)])).steer_hash
+
+    assert salt() == salt()
+    others = [salt(direction=w), salt(strength=0.5), salt(layers=[2]), salt(positions=[2])]
+    others.append(salt(when=Gate(direction=v, layer=0)))
+    assert len({salt(), *others}) == 6
+
+
+def test_an_edit_that_selects_no_token_is_refused() -> None:
+    v = random_rows(13, 1)[0]
+    asked = LensRequest(edits=[Ablate(direction=v, layers=[1], positions="prompt", phase="decode")])
+    with pytest.raises(SpecError, match="selects no token"):
+        sealed(asked)
+    asked = LensRequest(edits=[Ablate(direction=v, layers=[1], positions=[99])])
+    with pytest.raises(SpecError, match=r"edits\[0\].positions"):
+        sealed(asked)
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ([Add(vector=np.ones(WIDTH), layers=[3])], "layers 0 to 2"),
+        ([Add(vector=np.ones(WIDTH + 1), layers=[1])], "25 wide"),
+        ([Add(vector=np.ones(WIDTH), layers=[1])] * 65, "64 at most"),
+        (
+            [
+                Add(
+                    vector=np.ones(WIDTH),
+                    layers=[1],
+                    when=Gate(direction=np.ones(WIDTH), layer=1, threshold=float(i)),
+                )
+                for i in range(9)
+            ],
+            "8 at most",
+        ),
+    ],
+)
+def test_edits_are_judged_by_the_engines_facts(edits: list[Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        check_request(LensRequest(edits=edits), facts())

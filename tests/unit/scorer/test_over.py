@@ -1,0 +1,178 @@
+"""Which calls of a sample count: the last, or all, with every choice, and of ended samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inspect_ai import score
+from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
+from inspect_ai.scorer import Scorer
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+
+from inspect_lens.errors import SpecError
+from inspect_lens.model import activations
+from inspect_lens.reading import read_token_scores
+from inspect_lens.scorer import (
+    monitor_alarm,
+    probe_cascade,
+    probe_ensemble,
+    probe_score,
+    trait_projection,
+)
+from tests.kit.mock_evals import call, judge, planted_probe, platt, run, scores
+
+PROBE = planted_probe()  # its threshold is 2.5, the mean over a turn
+
+HONEST = [[0.0, 1.0], [2.0, 2.0, 1.0], [0.5]]
+LIE_IN_THE_SECOND = [[0.0, 1.0], [7.0, 8.0, 9.0], [0.5]]
+
+
+@solver
+def turns(n: int, ends: bool = False) -> Solver:
+    """An agent: n calls. One that ends loses its sample to a limit, before it has an answer."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for i in range(n):
+            if i:
+                state.messages.append(ChatMessageUser(content=f"go on {i}"))
+            output = await get_model().generate(state.messages)
+            state.messages.append(output.message)
+            if not ends:
+                state.output = output
+        return state
+
+    return solve
+
+
+def talk(said: Sequence[Sequence[Sequence[float]]], folder: Path | None = None) -> Any:
+    """Sample i has these values in its turns."""
+
+    def reply(messages: Any, *_: Any) -> ModelOutput:
+        turn = sum(m.role == "assistant" for m in messages)
+        return call(said[int(messages[0].text)][turn], text=f"turn {turn}", folder=folder)
+
+    return reply
+
+
+def watched(folder: Path, scorer: Scorer | list[Scorer], **options: Any) -> EvalLog:
+    return run(
+        talk([HONEST, LIE_IN_THE_SECOND], folder), scorer, folder=folder, labels=[0, 1],
+        solver=turns(3, **options),
+    )  # fmt: skip
+
+
+def test_a_lie_in_the_second_of_three_turns_is_found(tmp_path: Path) -> None:
+    last = scores(watched(tmp_path, probe_score(PROBE)))
+    assert [one.value for one in last] == [0.5, 0.5]
+    assert [(one.metadata or {})["turn"] for one in last] == [2, 2]
+
+    log = watched(tmp_path, probe_score(PROBE, over="all"))
+    honest, lying = scores(log)
+    assert honest.value == pytest.approx(5 / 3)
+    assert (lying.value, lying.answer) == (8.0, "above threshold")
+    facts = lying.metadata or {}
+    assert (facts["turn"], facts["n_turns"], facts["n_turns_read"]) == (1, 3, 3)
+    assert facts["turn_values"] == [0.5, 8.0, 0.5]
+    # The card's rate is that of one turn; of three, three times as many may be false.
+    assert (facts["fpr"], facts["fpr_bound"]) == (0.01, pytest.approx(0.03))
+    assert "turn 1" in str(lying.explanation)
+    assistant = [m for m in (log.samples or [])[1].messages if m.role == "assistant"]
+    assert facts["message_id"] == assistant[1].id
+    records = [r for r in read_token_scores(log) if r.sample_id == 1]
+    assert [(r.turn, r.value) for r in records] == [(0, 0.5), (1, 8.0), (2, 0.5)]
+
+
+def test_every_scorer_finds_it_and_a_finished_log_says_the_same(tmp_path: Path) -> None:
+    path = str(PROBE.save(tmp_path / "one"))
+    other = planted_probe(1, name="test/other", calibration=platt())
+    pair = {"a": str(planted_probe(calibration=platt()).save(tmp_path / "a")),
+            "b": str(other.save(tmp_path / "b"))}  # fmt: skip
+    heard: list[str] = []
+    made: list[Scorer] = [
+        probe_score(path, over="all"),
+        probe_ensemble(pair, over="all"),
+        probe_cascade(path, "It is a lie.", band=(5.0, 9.0), unit="score",
+                      judge=judge("90", heard=heard), over="all"),
+        trait_projection(path, over="all"),
+        monitor_alarm(path, value="max"),
+    ]  # fmt: skip
+    log = watched(tmp_path, made)
+    assert log.status == "success", log.error
+    found = (log.samples or [])[1].scores or {}
+    assert found["probe_score"].value == found["trait_projection"].value == 8.0
+    assert found["monitor_alarm"].value == 8.0
+    assert found["probe_ensemble"].value == {"a": 8.0, "b": 0.0, "ensemble": 4.0}
+    assert (found["probe_ensemble"].metadata or {})["turns"] == {"a": 1, "b": 0, "ensemble": 1}
+    assert found["probe_cascade"].value == 0.9
+    for name in ("probe_score", "probe_ensemble", "probe_cascade", "trait_projection"):
+        assert (found[name].metadata or {})["turn"] == 1, name
+    # The judge reads the turn that was found, and what came before it.
+    assert "turn 1" in heard[0]
+    assert "go on 1" in heard[0]
+    assert "go on 2" not in heard[0]
+
+    again = score(read_eval_log(log.location), made[0], action="overwrite", display="none")
+    (new,) = (again.samples or [])[1].scores.values()  # type: ignore[union-attr]
+    assert new.value == 8.0
+    assert (new.metadata or {})["turn"] == 1
+
+
+def choices(*values: Sequence[float]) -> ModelOutput:
+    """A call with several answers, each with activations of its own."""
+    made = [call(one, text=f"choice {i}") for i, one in enumerate(values)]
+    first = made[0]
+    for other in made[1:]:
+        message = other.choices[0].message
+        message.metadata = {"activations": activations(other)}
+        first.choices.append(other.choices[0])
+    return first
+
+
+def test_every_choice_is_read_or_refused(tmp_path: Path) -> None:
+    three = [choices([0.0, 2.0], [5.0, 7.0], [1.0])]
+    log = run(three, [probe_score(PROBE, over="all"), monitor_alarm(PROBE)], folder=tmp_path)
+    (found,) = scores(log, "probe_score")
+    assert found.value == 6.0
+    facts = found.metadata or {}
+    assert (facts["turn"], facts["choice"], facts["turn_values"]) == (0, 1, [1.0, 6.0, 1.0])
+    assert facts["message_id"] == three[0].choices[1].message.id
+    assert [len(r.scores) for r in read_token_scores(found)] == [2, 2, 1]
+    (alarm,) = scores(log, "monitor_alarm")
+    assert alarm.value == 1
+
+    refused = run([choices([0.0], [5.0])], probe_score(PROBE), folder=tmp_path)
+    assert refused.status == "error"
+    assert "num_choices=2" in str(refused.error)
+    assert refused.error is not None
+    assert "over='all'" in refused.error.message
+
+
+def test_a_sample_that_was_ended_without_an_answer_stays_in_the_metrics(tmp_path: Path) -> None:
+    made = [probe_score(PROBE), probe_ensemble({"a": str(PROBE.save(tmp_path / "p"))}, "vote")]
+    log = watched(tmp_path, made, ends=True)
+    first = scores(log, "probe_score")
+    assert [one.reason for one in first] == [None, None]
+    assert [one.value for one in first] == [0.5, 0.5]
+    assert not np.isnan(metric(log, "auroc"))
+    # Where no call was made there is nothing to read.
+    (none,) = scores(run([call([1.0])], probe_score(PROBE), folder=tmp_path, solver=turns(0)))
+    assert none.reason == "no_tokens"
+
+
+def metric(log: EvalLog, name: str) -> float:
+    assert log.results is not None
+    return log.results.scores[0].metrics[name].value
+
+
+def test_another_word_is_refused() -> None:
+    for make in (
+        lambda: probe_score(PROBE, over="first"),  # type: ignore[arg-type]
+        lambda: probe_cascade(PROBE, "x", over="first"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(SpecError, match="allowed are last, all"):
+            make()

@@ -1,0 +1,95 @@
+"""Any body near a right one is a request or a typed refusal, in little memory and time."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from random import Random
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inspect_lens.errors import LensError
+from inspect_lens.spec import (
+    SITES,
+    EngineFacts,
+    EngineProbe,
+    LensRequest,
+    TensorLimits,
+    check_request,
+    parse_extra_args,
+    split_body,
+    tap_points,
+)
+from tests.kit.bodies import LAYERS, WIDTH, near_valid
+
+BANK_ROWS = 4096
+FACTS = EngineFacts(
+    model="m",
+    n_layers=LAYERS,
+    hidden=WIDTH,
+    dtype="float32",
+    layers=tuple(range(LAYERS)),
+    sites=SITES,
+    taps=tap_points(SITES, range(LAYERS)),
+    max_step_tokens=16,
+    ring_rows=1 << 16,
+    bank_rows=BANK_ROWS,
+    vllm_version="0",
+    allows_code=True,
+)
+_WEIGHT = {"weight": np.ones((1, WIDTH))}
+PROBES = {
+    "p": EngineProbe(layers=(1,), tensors=_WEIGHT, threshold=0.0),
+    "q": EngineProbe(layers=(2,), tensors=_WEIGHT),
+}
+MOST_SECONDS = 2.0
+MOST_BYTES = 8 << 20
+"""Beside the text of a body: what a table of 4096 vectors and one part of it take."""
+
+
+def judge(body: dict[str, object]) -> LensRequest | None:
+    """What a front-end makes of a body, but for the prompt."""
+    # As it comes over HTTP; a lone surrogate is escaped there.
+    args = split_body(json.loads(json.dumps(body)), where="the body").args
+    request = parse_extra_args(args, limits=TensorLimits.of(FACTS))
+    if request is not None:
+        unknown = [use.name for use in request.probes if use.name not in PROBES]
+        check_request(
+            request.model_copy(update={"probes": ()}) if unknown else request, FACTS, PROBES
+        )
+    return request
+
+
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.integers(0, 2**63))
+def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
+    body = near_valid(Random(seed))
+    n_text = len(json.dumps(body))
+    tracemalloc.start()
+    began = time.process_time()
+    request, refusal = None, None
+    try:
+        request = judge(body)
+    except LensError as error:
+        refusal = error
+    finally:
+        seconds, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert refusal is None or (refusal.status == 400 and len(str(refusal).encode()) < 10_000)
+    held = 0 if request is None else sum(v.activations.nbytes for v in request.steer)
+    assert held <= BANK_ROWS * WIDTH * 4
+    assert peak <= 16 * n_text + 2 * held + MOST_BYTES
+    assert seconds < MOST_SECONDS
+
+
+def test_the_fuzz_has_both_kinds() -> None:
+    found = {"request": 0, "none": 0, "refused": 0}
+    for seed in range(400):
+        try:
+            found["none" if judge(near_valid(Random(seed))) is None else "request"] += 1
+        except LensError:
+            found["refused"] += 1
+    assert min(found.values()) >= 20, found

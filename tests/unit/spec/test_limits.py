@@ -1,0 +1,160 @@
+"""Nothing is unpacked that an engine has no use for, and nothing of a refused request is kept."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from pydantic import ValidationError
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    EngineProbe,
+    TensorLimits,
+    as_tensor_data,
+    encode_tensor,
+    explain,
+    forget_parsed,
+    parse_extra_args,
+)
+from inspect_lens.spec._parsed import Parsed
+
+LIMITS = {"model": "m", "hidden": 256, "n_layers": 4, "rows": 1000}
+
+
+def zeros(*shape: int, dtype: str = "float32", streamed: bool = False) -> dict[str, Any]:
+    """A tensor of zeros in a few bytes; `streamed` without its size in the frame."""
+    size = int(np.prod(shape)) * (4 if dtype == "float32" else 2)
+    if streamed:
+        packer = zstandard.ZstdCompressor(level=1, write_content_size=False).compressobj()
+        frame = b"".join(packer.compress(bytes(1 << 20)) for _ in range(size >> 20))
+        frame += packer.flush()
+    else:
+        frame = zstandard.ZstdCompressor(level=1).compress(bytes(size))
+    return {
+        "data": base64.b64encode(frame).decode(),
+        "dtype": "int16" if dtype == "bfloat16" else dtype,
+        "original_dtype": f"torch.{dtype}",
+        "shape": list(shape),
+        "compression": "zstd",
+    }
+
+
+def peak_of(body: dict[str, Any], limits: TensorLimits | None) -> tuple[float, int, str]:
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        with pytest.raises(SpecError) as error:
+            parse_extra_args(body, limits=limits)
+        return time.perf_counter() - began, tracemalloc.get_traced_memory()[1], str(error.value)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 1 << 25), "256 wide"),
+        ((1, 1 << 17, 256), "1000 rows"),
+        ((512, 256, 256), "has 4"),
+        ((1 << 25,), "allowed are"),
+        ((1, 1 << 10, 1 << 7, 256), "allowed are"),
+    ],
+)
+def test_a_declared_shape_is_judged_before_anything_is_unpacked(
+    shape: tuple[int, ...], message: str
+) -> None:
+    tensor = zeros(*shape)
+    vector = {"activations": tensor, "layer_indices": [0]}
+    for body in (
+        {"apply_steering_vectors": json.dumps([vector])},
+        {"inspect_lens": {"steer": [vector]}},
+    ):
+        seconds, peak, found = peak_of(body, TensorLimits(**LIMITS))  # type: ignore[arg-type]
+        assert message in found
+        assert peak < 1 << 20, "128 MiB were declared"
+        assert seconds < 0.5
+
+
+def test_vectors_of_one_request_are_counted_together() -> None:
+    vector = {"activations": zeros(1, 900, 256), "layer_indices": [0]}
+    body = {"apply_steering_vectors": [vector, vector]}
+    _, peak, found = peak_of(body, TensorLimits(**LIMITS))  # type: ignore[arg-type]
+    assert "1800 vectors and the steering table has 1000 rows" in found
+    assert peak < 4 << 20
+
+
+def test_no_more_positions_are_unpacked_than_a_request_can_have() -> None:
+    vector = {"activations": zeros(1, 900, 256), "layer_indices": [0]}
+    body = {"apply_steering_vectors": [vector]}
+    _, _, found = peak_of(body, TensorLimits(**LIMITS, positions=899))  # type: ignore[arg-type]
+    assert "has 900 positions" in found
+    assert parse_extra_args(body, limits=TensorLimits(**LIMITS, positions=900))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_frame_unpacks_to_no_more_than_it_declares(streamed: bool) -> None:
+    tensor = zeros(1, 1 << 17, 256, streamed=streamed) | {"shape": [1, 64, 256]}
+    body = {"apply_steering_vectors": [{"activations": tensor, "layer_indices": [0]}]}
+    _, peak, found = peak_of(body, None)
+    assert "zstd frame" in found
+    assert peak < 2 << 20, "128 MiB are in the frame"
+
+
+def test_tensors_of_probes_are_judged_too() -> None:
+    shapes = {"weight": (1, 1 << 25), "bias": (1 << 26,)}
+    for name, shape in shapes.items():
+        tensors = {"weight": [[1.0] * 256], name: zeros(*shape)}
+        tracemalloc.start()
+        with pytest.raises(ValidationError) as error:
+            EngineProbe.model_validate(
+                {"layers": [0], "tensors": tensors},
+                context=TensorLimits(**LIMITS).context,  # type: ignore[arg-type]
+            )
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert ("256 wide" if name == "weight" else "needs 0 axes") in explain(error.value)
+        assert peak < 1 << 20
+
+
+def test_a_large_vector_is_judged_in_parts() -> None:
+    tensor = zeros(1, 1 << 15, 256)
+    tracemalloc.start()
+    request = parse_extra_args(
+        {"apply_steering_vectors": [{"activations": tensor, "layer_indices": [0]}]}
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert request is not None
+    nbytes = request.steer[0].activations.nbytes
+    assert nbytes == 32 << 20
+    assert peak < 1.5 * nbytes
+
+
+def test_what_is_kept_is_counted_and_of_a_refused_request_nothing_is() -> None:
+    vectors = [as_tensor_data(np.full((1, 1 << 14), i + 1, np.float32)) for i in range(40)]
+    bodies = [
+        {"apply_steering_vectors": [{"activations": encode_tensor(v), "layer_indices": [9]}]}
+        for v in vectors
+    ]
+    cache = Parsed(1 << 20)
+    from inspect_lens.spec import _request
+
+    before, _request._PARSED = _request._PARSED, cache
+    try:
+        requests = [parse_extra_args(body) for body in bodies]
+        alive = [r for r in requests if r is not None and id(r) in cache._keys]
+        held = sum(request.steer[0].activations.nbytes for request in alive)
+        assert 0 < held <= cache.n_bytes <= 1 << 20
+        for request in requests:
+            assert request is not None
+            forget_parsed(request)
+        assert (len(cache), cache.n_bytes, cache._keys) == (0, 0, {})
+    finally:
+        _request._PARSED = before

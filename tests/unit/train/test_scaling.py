@@ -1,0 +1,79 @@
+"""A few huge dimensions, as the residual streams of large models have."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.probe import ProbeCard, auroc
+from inspect_lens.train import (
+    LATProbe,
+    LDAProbe,
+    LogisticProbe,
+    MassMeanProbe,
+    MeanDifferenceProbe,
+    fit_stream,
+)
+
+FAMILIES = [MeanDifferenceProbe(), MassMeanProbe(), LDAProbe(), LATProbe(n_pairs=400)]
+
+
+def planted(n: int, *, seed: int, huge: float, strength: float = 1.0) -> tuple[np.ndarray, ...]:
+    """128 dimensions, two of them `huge` and without the concept; 16 of the others have it."""
+    rng, y = np.random.default_rng(seed), np.arange(n) % 2
+    x = rng.normal(size=(n, 128))
+    x[:, 8:24] += strength * y[:, None]
+    x[:, :2] = x[:, :2] * huge + 3 * huge
+    return x.astype(np.float32), y
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: type(f).__name__)
+def test_huge_dimensions_do_not_hide_the_concept(family: MeanDifferenceProbe) -> None:
+    x, y = planted(400, seed=0, huge=300.0)
+    fresh, labels = planted(400, seed=1, huge=300.0)
+    reference = auroc(labels, LogisticProbe().fit(x, y).decision_function(fresh))
+    published = clone(family).set_params(scaling="none").fit(x, y)
+    with pytest.warns(UserWarning, match="2 of 128 dimensions hold 100% of the variance"):
+        ours = clone(family).fit(x, y)
+    area = auroc(labels, ours.decision_function(fresh))
+    assert area > 0.9
+    assert area > reference - 0.06
+    if not isinstance(family, LDAProbe):
+        assert auroc(labels, published.decision_function(fresh)) < 0.65
+    # What is saved scores rows as they come.
+    probe = ours.to_probe(ProbeCard(name="t/p", layers=(0,), hidden=128))
+    scores = [probe.score(row[None, None], (0,)) for row in fresh]
+    np.testing.assert_allclose(scores, ours.decision_function(fresh), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: type(f).__name__)
+def test_without_them_it_is_the_published_method(family: MeanDifferenceProbe) -> None:
+    x, y = planted(200, seed=0, huge=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, theirs = (clone(family).set_params(scaling=s).fit(x, y) for s in ("auto", "none"))
+        clone(family).set_params(scaling="robust").fit(x, y)
+    np.testing.assert_array_equal(ours.coef_, theirs.coef_)
+    with pytest.raises(SpecError, match="'auto', 'robust' and 'none'"):
+        clone(family).set_params(scaling="iqr").fit(x, y)
+
+
+def test_a_stream_says_what_it_cannot_scale() -> None:
+    x, y = planted(400, seed=0, huge=300.0)
+
+    def source() -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(x[:200], y[:200]), (x[200:], y[200:])]
+
+    with pytest.warns(UserWarning, match="2 of 128 dimensions hold 100% of the variance"):
+        fit_stream(MeanDifferenceProbe(), source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_stream(MeanDifferenceProbe(scaling="none"), source)
+        x, y = planted(400, seed=0, huge=1.0)
+        fit_stream(MeanDifferenceProbe(), source)
+    with pytest.raises(UnsupportedError, match="medians of all rows"):
+        fit_stream(MeanDifferenceProbe(scaling="robust"), source)

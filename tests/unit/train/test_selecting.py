@@ -1,0 +1,207 @@
+"""The layer that a threshold asks for, and verdicts that see more than the probe."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from benchmarks.probe_statistics import FALSE_TRANSFERS, WORLDS, verdicts
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import ProbeCard
+from inspect_lens.train import (
+    ActivationSet,
+    MeanDifferenceProbe,
+    evaluate_probe,
+    select_layer,
+    train_probe,
+    transfer_statement,
+)
+from inspect_lens.train._copies import near_copies
+from inspect_lens.train._recall import recall_draws
+from inspect_lens.train._splits import split_control
+
+LAYERS = (0, 1)
+
+
+def plain() -> MeanDifferenceProbe:
+    return MeanDifferenceProbe(scaling="none")
+
+
+def two_layers(name: str, n: int, *, seed: int, harmless: bool = False) -> ActivationSet:
+    """Layer 0 orders better, but 5% of harmless samples are far out; layer 1 is the other way."""
+    rng = np.random.default_rng(seed)
+    y = np.zeros(n, dtype=bool) if harmless else np.arange(n) % 2 == 1
+    first = rng.normal(size=n) + 3.5 * y
+    # Samples unlike those of the training set: not deceptive, and far along the direction.
+    odd = rng.random(n) < (0.05 if harmless else 0.0)
+    first[odd] += 8.0
+    second = np.where(y & (rng.random(n) < 0.6), 6.0, 0.0) + rng.normal(size=n)
+    noise = 0.3 * rng.normal(size=(2, n, 1, 12))
+    noise[..., 0] = np.stack([first, second])[:, :, None]
+    return ActivationSet(
+        name=name, model="m", layers=LAYERS, labels=y,
+        acts=tuple(noise[:, i] for i in range(n)),
+        groups=[f"{name}-{i // 2}" for i in range(n)], ids=[f"{name}-{i}" for i in range(n)],
+    )  # fmt: skip
+
+
+def test_the_layer_is_the_one_that_the_threshold_asks_for() -> None:
+    """17 of 20 simulated sets chose a layer of recall 0.09 over one of 0.47, by the AUROC."""
+    right = 0
+    for seed in range(20):
+        train, selection = (two_layers(n, 200, seed=seed + k) for n, k in (("t", 0), ("s", 100)))
+        control = two_layers("c", 400, seed=seed + 200, harmless=True)
+        card = ProbeCard(name="t/p", layers=(0,), hidden=12)
+        by_area = select_layer(plain(), train, selection, card=card)
+        chosen = select_layer(plain(), train, selection, card=card, control=control)
+        assert (by_area.by, chosen.by) == ("auroc", "recall")
+        assert by_area.probe.layers == (0,)
+        right += chosen.probe.layers == (1,)
+        first, second = chosen.sweep
+        assert first.auroc > second.auroc
+        assert first.recall is not None
+        assert second.recall is not None
+        assert second.recall_interval is not None
+        assert second.recall_interval.low <= second.recall <= second.recall_interval.high
+        assert second.recall > first.recall + 0.2
+    assert right == 20
+    with pytest.raises(SpecError, match="there is no control set"):
+        select_layer(plain(), train, selection, card=card, select_by="recall")
+
+
+def test_a_pool_is_chosen_with_the_layer() -> None:
+    def one_token(name: str, n: int, seed: int, *, harmless: bool = False) -> ActivationSet:
+        rng = np.random.default_rng(seed)
+        y = np.zeros(n, dtype=bool) if harmless else np.arange(n) % 2 == 1
+        acts = []
+        for mark in y:
+            # One word of many tells; how high all of them lie differs from sample to sample.
+            rows = 0.3 * rng.normal(size=(1, 20, 4)) + rng.normal(size=4) * 0.4
+            rows[0, 7, 0] += 5.0 * mark
+            acts.append(rows)
+        return ActivationSet(
+            name=name, model="m", layers=(0,), labels=y, acts=tuple(acts),
+            groups=[f"{name}-{i}" for i in range(n)], ids=[f"{name}-{i}" for i in range(n)],
+        )  # fmt: skip
+
+    sets = [one_token(name, 200, k) for k, name in enumerate("ts")]
+    control = one_token("c", 400, 9, harmless=True)
+    card = ProbeCard(name="t/p", layers=(0,), hidden=4)
+    chosen = select_layer(
+        plain(),
+        *sets,
+        card=card,
+        control=control,
+        pools=("mean", "max"),
+    )
+    assert chosen.probe.pool == "max"
+    assert [s.pool for s in chosen.sweep] == ["mean", "max"]
+    recalls = [s.recall or 0.0 for s in chosen.sweep]
+    assert recalls[1] > recalls[0] + 0.2
+
+
+def test_draws_of_recall_vary_as_recall_does() -> None:
+    rng, truth = np.random.default_rng(0), 0.0
+    found = []
+    for seed in range(150):
+        positive, control = rng.normal(size=80) + 3.0, rng.normal(size=400)
+        made = recall_draws(positive, control, 0.05, n_draws=200, seed=seed)
+        # Of a threshold of exactly that rate: P(N(3, 1) > 1.645).
+        found.append(made.interval.low <= 0.9123 <= made.interval.high)
+        truth += made.mean / 150
+    assert np.mean(found) > 0.88
+    assert truth == pytest.approx(0.91, abs=0.02)
+    few = recall_draws(np.ones(5), np.zeros(20), 0.01)
+    assert few.mean == 1.0, "too few control samples: the largest score is the threshold"
+
+
+def test_control_samples_choose_or_set_the_threshold() -> None:
+    large = two_layers("c", 1000, seed=0, harmless=True)
+    one, other = split_control(large, 0.01)
+    assert not set(one.groups) & set(other.groups)
+    assert len(other) >= 600
+    small = two_layers("c", 400, seed=0, harmless=True)
+    assert split_control(small, 0.01) == (small, small)
+
+
+def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
+    train, test = two_layers("t", 240, seed=1), two_layers("h", 160, seed=3)
+    control = two_layers("c", 400, seed=2, harmless=True)
+    with pytest.warns(UserWarning, match="misses .* of the positives of h at its threshold"):
+        probe = train_probe(
+            plain(), train, name="t/p", control=control,
+            heldout=[test], layers=[0], n_resamples=0,
+        )  # fmt: skip
+    found = probe.card.evaluations[0]
+    assert [r.fpr for r in found.recalls] == [0.01, 0.05]
+    assert found.recalls[0].recall < found.recalls[1].recall
+    assert found.auroc is not None
+    assert found.auroc_control is not None
+    assert found.auroc_control < found.auroc, "harmless samples lie far out"
+    assert found.control_shift is not None
+    assert found.partial_auroc is not None
+    assert found.average_precision is not None
+    assert found.balanced_accuracy == pytest.approx(
+        ((found.recall or 0) + 1 - (found.fpr or 0)) / 2
+    )
+    assert probe.card.thresholds[0].selected_on
+    assert "no promise for this very threshold" in probe.card.thresholds[0].guarantee
+    assert "the probe misses" in " ".join(probe.card.warnings).lower()
+    with warnings.catch_warnings():
+        # Of twelve dimensions a random direction reads the concept, too, and that is said.
+        warnings.filterwarnings("ignore", message=".*random direction")
+        quiet = train_probe(
+            plain(), train, name="t/p", control=control,
+            heldout=[test], n_resamples=0,
+        )  # fmt: skip
+    assert quiet.layers == (1,)
+    assert not any("misses" in text for text in quiet.card.warnings)
+    assert (quiet.card.evaluations[0].recall or 0.0) > 0.5
+    # Without the training set, length and words of the set itself stand beside it, and no verdict.
+    alone = evaluate_probe(quiet, test, n_resamples=0)
+    assert [b.name for b in alone.baselines] == ["length"]
+    assert transfer_statement("t", found).transfers is not None
+
+
+@pytest.mark.parametrize(
+    "world", ["length explains all", "topic explains all", "length explains all, unequal groups"]
+)
+def test_what_a_baseline_explains_does_not_transfer(world: str) -> None:
+    """The light version of `benchmarks.probe_statistics`: the probe has 0.95 to 1.0 here."""
+    (row,) = verdicts(6, worlds=[world])
+    assert not WORLDS[world][1]
+    assert row.found <= FALSE_TRANSFERS, row
+
+
+def test_a_concept_transfers() -> None:
+    (row,) = verdicts(4, worlds=["the concept"])
+    assert row.found == 1.0, row
+
+
+def test_copies_with_jitter_or_other_spelling_are_found() -> None:
+    rng = np.random.default_rng(0)
+
+    def made(name: str, acts: list[np.ndarray], texts: list[str]) -> ActivationSet:
+        n = len(acts)
+        return ActivationSet(
+            name=name, model="m", layers=(0,), acts=tuple(acts), labels=np.arange(n) % 2,
+            groups=[f"{name}{i}" for i in range(n)], ids=[f"{name}{i}" for i in range(n)],
+            columns={"completion": texts, "prompt_text": ["Say."] * n},
+        )  # fmt: skip
+
+    acts = [rng.normal(size=(1, 5, 16)) for _ in range(60)]
+    fresh = [rng.normal(size=(1, 5, 16)) for _ in range(60)]
+    first = made("t", acts, [f"answer {i}" for i in range(60)])
+    probe = plain().fit(*first.rows(0)[:2])
+    frozen = probe.to_probe(ProbeCard(name="t/p", layers=(0,), hidden=16))
+    other = made("h", fresh, [f"reply {i}" for i in range(60)])
+    assert near_copies(frozen, [first], [other]) == ()
+    jittered = [a + 0.003 * rng.normal(size=a.shape) for a in acts[:7]]
+    copied = made("h", [*jittered, *fresh[7:]], [f"reply {i}" for i in range(60)])
+    (said,) = near_copies(frozen, [first], [copied])
+    assert said.startswith("7 of 60 samples of 'h' are all but copies of samples of 't'")
+    again = made("h", fresh, [f"Answer  {i}!" if i < 3 else f"reply {i}" for i in range(60)])
+    (said,) = near_copies(frozen, [first], [again])
+    assert said.startswith("3 of 60")

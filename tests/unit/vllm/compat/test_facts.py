@@ -1,0 +1,201 @@
+"""What the configuration says: which taps there are, and which engines are not served."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import TapPoint, check_request
+
+
+def config(**changes: Any) -> Any:
+    """What is read of vLLM's configuration, with `part__field` changed."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "runner_type": "generate",
+            "is_encoder_decoder": False,
+            "hf_text_config": SimpleNamespace(num_hidden_layers=4),
+            "get_hidden_size": lambda: 8,
+            "dtype": "torch.float32",
+            "model": "org/model",
+            "max_model_len": 64,
+        },
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "data_parallel_size_local": 1,
+            "data_parallel_external_lb": False,
+            "data_parallel_hybrid_lb": False,
+            "data_parallel_rank_local": None,
+        },
+        "scheduler_config": {
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 4,
+            "async_scheduling": True,
+        },
+        "cache_config": {},
+        "compilation_config": {"pass_config": SimpleNamespace(enable_sp=False)},
+        "device_config": {"device_type": "cpu"},
+    }
+    top: dict[str, Any] = {"speculative_config": None, "kv_transfer_config": None}
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[part][field] = value
+        else:
+            top[part] = value
+    return SimpleNamespace(**{k: SimpleNamespace(**v) for k, v in parts.items()}, **top)
+
+
+SPECULATIVE = {"speculative_config": object()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel_config__pipeline_parallel_size": 4},
+        SPECULATIVE | {"scheduler_config__async_scheduling": False},
+        {"parallel_config__data_parallel_size": 2, "parallel_config__data_parallel_size_local": 2},
+        {
+            "parallel_config__data_parallel_size": 2,
+            "parallel_config__data_parallel_external_lb": True,
+        },
+    ],
+)
+def test_served(changes: dict[str, Any]) -> None:
+    assert refusal(config(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (SPECULATIVE, "no-async-scheduling"),
+        (
+            SPECULATIVE
+            | {
+                "scheduler_config__async_scheduling": False,
+                "parallel_config__pipeline_parallel_size": 2,
+            },
+            "over a pipeline",
+        ),
+        (
+            SPECULATIVE
+            | {"scheduler_config__async_scheduling": False, "scheduler_config__stream_interval": 4},
+            "stream_interval",
+        ),
+        ({"parallel_config__data_parallel_size": 2}, "several"),
+        ({"parallel_config__nnodes": 2}, "several"),
+        ({"parallel_config__distributed_executor_backend": "external_launcher"}, "launcher"),
+        ({"compilation_config__pass_config": SimpleNamespace(enable_sp=True)}, "sequence"),
+        ({"kv_transfer_config": object()}, "salt"),
+        ({"model_config__runner_type": "pooling"}, "generate"),
+    ],
+)
+def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
+    found = refusal(config(**changes))
+    assert found is not None
+    assert reason in found
+
+
+def taps(**settings: Any) -> tuple[TapPoint, ...]:
+    return facts_of(config(), Settings(**settings)).taps
+
+
+def test_both_ends_of_a_block_cost_one_tap_more_than_one() -> None:
+    default = taps()
+    assert default == (TapPoint("resid_pre", 0), *(TapPoint("resid_post", i) for i in range(4)))
+    assert taps(sites="resid_post") == default[1:]
+    assert taps(layers="2") == (TapPoint("resid_post", 1), TapPoint("resid_post", 2))
+
+
+def test_taps_come_in_the_order_of_a_forward_pass() -> None:
+    found = taps(sites="all", layers="0,1")
+    assert [tap.site for tap in found] == [
+        "resid_pre",
+        "attn_out",
+        "mlp_out",
+        "resid_post",
+        "attn_out",
+        "mlp_out",
+        "resid_post",
+    ]
+
+
+@pytest.mark.parametrize("sites", ["", "resid_mid", "resid_post,oops"])
+def test_an_unknown_site_is_refused(sites: str) -> None:
+    with pytest.raises(SpecError, match="INSPECT_LENS_SITES"):
+        taps(sites=sites)
+
+
+UNCUT = {"scheduler_config__enable_chunked_prefill": False}
+"""Such an engine's steps cannot be cut, so what does not fit the buffer is refused."""
+
+
+def test_any_engine_that_cuts_prompts_serves_all_layers_whatever_the_setting() -> None:
+    facts = facts_of(config(), Settings(ring_bytes=1, sites="all"))
+    assert facts.least_step_tokens == 4
+    assert facts.ring_rows == 4 * len(facts.taps)
+    everything = LensRequest(capture=CaptureSpec(site=facts.sites))
+    check_request(everything, facts)
+    generous = facts_of(config(), Settings(sites="all"))
+    assert generous.ring_rows == 16 * len(facts.taps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"speculative_config": SimpleNamespace(num_speculative_tokens=2)}, 12),
+        ({"speculative_config": SimpleNamespace(num_speculative_tokens=9)}, 16),
+        (UNCUT, 16),
+        ({"scheduler_config__disable_chunked_mm_input": True}, 16),
+        ({"scheduler_config__scheduler_cls": "somebody.else:Scheduler"}, 16),
+        ({"scheduler_config__scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, 4),
+        ({"cache_config__mamba_cache_mode": "align", "cache_config__block_size": 8}, 8),
+    ],
+)
+def test_how_short_a_step_can_be(changes: dict[str, Any], least: int) -> None:
+    assert facts_of(config(**changes), Settings()).least_step_tokens == least
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_what_a_refusal_advises_is_enough(device: str, dtype: str) -> None:
+    request = LensRequest(capture=CaptureSpec())
+    changes = UNCUT | {"device_config__device_type": device, "model_config__dtype": dtype}
+    small = Settings(ring_bytes=1000, sites="all")
+    with pytest.raises(UnsupportedError, match="4 taps times 16 tokens") as refused:
+        check_request(request, facts_of(config(**changes), small))
+    advice = re.search(r"max_num_batched_tokens of (\d+).*_RING_BYTES=(\d+)", str(refused.value))
+    assert advice is not None
+    tokens, nbytes = map(int, advice.groups())
+    fewer = changes | {"scheduler_config__max_num_batched_tokens": tokens}
+    check_request(request, facts_of(config(**fewer), small))
+    check_request(request, facts_of(config(**changes), replace(small, ring_bytes=nbytes)))
+    for options, settings in (
+        (fewer | {"scheduler_config__max_num_batched_tokens": tokens + 1}, small),
+        (changes, replace(small, ring_bytes=nbytes - 1)),
+    ):
+        with pytest.raises(UnsupportedError):
+            check_request(request, facts_of(config(**options), settings))
+
+
+def test_no_step_of_no_tokens_is_advised() -> None:
+    tiny = Settings(ring_bytes=100, sites="all")
+    with pytest.raises(UnsupportedError) as refused:
+        check_request(LensRequest(capture=CaptureSpec()), facts_of(config(**UNCUT), tiny))
+    assert "max_num_batched_tokens" not in str(refused.value)
+    enough = re.search(r"start the engine with INSPECT_LENS_RING_BYTES=(\d+)", str(refused.value))
+    assert enough is not None
+    large = replace(tiny, ring_bytes=int(enough[1]))
+    check_request(LensRequest(capture=CaptureSpec()), facts_of(config(**UNCUT), large))

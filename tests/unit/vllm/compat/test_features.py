@@ -1,0 +1,127 @@
+"""What a vLLM lacks turns off what needs it: with a reason, and without hurting its start."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._vllm import plugin
+from inspect_lens._vllm.compat import features
+from inspect_lens._vllm.compat.features import LEANS, busy, has, problems
+from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.frontend.refusing import refuse_lens_keys
+from inspect_lens.errors import CompatError, UnsupportedError
+
+ALL = [*((s.target, s.parameters) for s in SEAMS + SERVE_SEAMS + EAGER_SEAMS)]
+ALL += [(lean.target, ()) for lean in LEANS]
+
+
+@cache
+def sources(place: Path) -> dict[Path, str]:
+    """Files in which the names stand."""
+    names = {target.partition(":")[0].replace(".", "/") for target, _ in ALL}
+    found = [place / f"{name}.py" for name in names]
+    found += [file for name in names for file in (place / name).glob("*.py")]
+    found += (place / "vllm/v1/worker").rglob("*.py")
+    return {file: file.read_text(encoding="utf-8") for file in found if file.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features._Off, "reasons", {})
+
+
+@pytest.mark.parametrize(("target", "parameters"), ALL, ids=[target for target, _ in ALL])
+def test_a_name_that_moves_is_missed(
+    tmp_path: Path, target: str, parameters: tuple[str, ...]
+) -> None:
+    place = features._root()
+    assert place is not None
+    name = target.partition(":")[2].rpartition(".")[2]
+    if not has(place, target, parameters):
+        assert any(lean.target == target and lean.instead for lean in LEANS)
+        return
+    for source, text in sources(place).items():
+        if name in text:
+            copy = tmp_path / source.relative_to(place)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text.replace(name, f"moved_{len(name)}"), encoding="utf-8")
+    assert not has(tmp_path, target, parameters)
+
+
+def test_this_vllm_lacks_nothing() -> None:
+    assert problems() == {}
+
+
+def test_no_vllm_at_all_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    assert problems(tmp_path).keys() == features.FEATURES.keys()
+
+
+def test_a_missing_name_turns_one_feature_off_and_vllm_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
+    monkeypatch.setattr(features, "problems", lambda: {"hooks": "no dispatcher"})
+    caplog.set_level("WARNING", logger="vllm.inspect_lens")
+    plugin.register()
+    assert features.is_off("hooks") == "no dispatcher"
+    assert features.is_off("lens") is None
+    with pytest.raises(UnsupportedError, match="no dispatcher"):
+        features.require("hooks")
+    features.require("http")
+    monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
+    with pytest.raises(CompatError, match="no dispatcher"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("error", [CompatError("moved"), ImportError("gone"), KeyError("a bug")])
+def test_without_what_all_needs_vllm_runs_and_lens_requests_get_the_reason(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*args: Any) -> None:
+        raise error
+
+    wrapped: list[Any] = []
+    monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
+    monkeypatch.setattr("inspect_lens._vllm.compat.seams.verify", broken)
+    monkeypatch.setattr("inspect_lens._vllm.compat.seams.wrap", lambda *args: wrapped.append(args))
+    plugin.register()
+    assert [make for _, make in wrapped] == [refuse_lens_keys]
+    judge = refuse_lens_keys(lambda self: None)
+    judge(SimpleNamespace(extra_args={"kv_hint": 1}))
+    judge(SimpleNamespace(extra_args=None))
+    with pytest.raises(UnsupportedError, match=str(error).strip("'")):
+        judge(SimpleNamespace(extra_args={"output_residual_stream": [1]}))
+    monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
+    with pytest.raises(type(error)):
+        plugin.register()
+
+
+def test_busy_is_429_with_and_without_vllms_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.exceptions
+
+    new: Any = busy("full")
+    assert new.http_status == 429
+
+    class GenerationError(Exception):
+        """As in 0.26: the server answers with its status."""
+
+        status_code = 500
+
+    protocol = ModuleType("protocol")
+    protocol.GenerationError = GenerationError  # type: ignore[attr-defined]
+    monkeypatch.delattr(vllm.exceptions, "GracefulHTTPError")
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.openai.engine.protocol", protocol)
+    old: Any = busy("full")
+    assert isinstance(old, GenerationError)
+    assert old.status_code == 429
+    assert old.status_code.value == 429, "the server asks for it so"
+    assert str(old) == "full"

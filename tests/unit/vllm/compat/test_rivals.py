@@ -1,0 +1,83 @@
+"""Beside another plug-in that takes the same keys the lens does not start, and says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._vllm.compat.rivals import refuse_rivals
+from inspect_lens.errors import CompatError
+
+MODULE = "vllm_lens._activations_plugin"
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with vllm-lens's names."""
+    info = tmp_path / "vllm_lens-1.3.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-lens\nVersion: 1.3.0\n")
+    lines = "[vllm.general_plugins]\nactivations = " + MODULE + ":register\n"
+    (info / "entry_points.txt").write_text(lines)
+    package = tmp_path / "vllm_lens"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "_activations_plugin.py").write_text("def register() -> None:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("allowed", "is_loaded", "is_refused"),
+    [
+        (None, True, True),
+        ("inspect_lens,activations", True, True),
+        ("inspect_lens", True, False),
+        (None, False, False),
+    ],
+)
+def test_what_vllm_does_not_load_is_no_rival(
+    beside: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str | None,
+    is_loaded: bool,
+    is_refused: bool,
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    if is_loaded:
+        monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+    if not is_refused:
+        refuse_rivals()
+        return
+    with pytest.raises(CompatError, match="VLLM_PLUGINS=inspect_lens, or VLLM_PLUGINS=activations"):
+        refuse_rivals()
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_refused"),
+    [({}, True), ({"VLLM_PLUGINS": "inspect_lens"}, False), ({"INSPECT_LENS_DISABLE": "1"}, False)],
+)
+def test_vllm_itself_loads_both_and_hears_of_it(
+    beside: Path, environment: dict[str, str], is_refused: bool
+) -> None:
+    own = {k: v for k, v in os.environ.items() if k not in ("VLLM_PLUGINS", "INSPECT_LENS_DISABLE")}
+    path = os.pathsep.join([str(beside), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm.plugins import load_general_plugins as f; f(); f()"],
+        env={**own, **environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode != 0) == is_refused, done.stderr[-2000:]
+    assert ("vLLM also loads vllm-lens" in done.stderr) == is_refused

@@ -1,0 +1,258 @@
+"""Several engines in one process: what one of them can use may be registered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.collect import collector
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.probes import ProbesEnvelope
+from inspect_lens._vllm.compat import engine_facts
+from inspect_lens._vllm.frontend import state
+from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.registry import Registry
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import (
+    CaptureSpec,
+    EngineFacts,
+    EngineProbe,
+    LensRequest,
+    SteeringVector,
+    check_request,
+    tap_points,
+)
+
+
+def facts(hidden: int, n_layers: int = 4) -> EngineFacts:
+    layers = tuple(range(n_layers))
+    options: dict[str, Any] = {
+        "model": f"m{hidden}",
+        "n_layers": n_layers,
+        "hidden": hidden,
+        "dtype": "float32",
+        "layers": layers,
+        "sites": ("resid_post",),
+        "taps": tap_points(["resid_post"], layers),
+        "max_step_tokens": 32,
+        "ring_rows": 128,
+        "bank_rows": 16,
+        "vllm_version": "0",
+    }
+    known = EngineFacts.__dataclass_fields__
+    return EngineFacts(
+        **options, **({"is_speculative": False} if "is_speculative" in known else {})
+    )
+
+
+def probe(hidden: int) -> EngineProbe:
+    return EngineProbe(layers=(1,), tensors={"weight": np.ones((1, hidden))})
+
+
+def test_a_probe_needs_one_engine_that_it_fits() -> None:
+    front = FrontEnd()
+    front.engines = ["it is disabled", facts(8), facts(16)]
+    front.register("a", probe(16))
+    with pytest.raises(SpecError, match="width 5"):
+        front.register("b", probe(5))
+    front.engines = ["it is disabled"]
+    with pytest.raises(UnsupportedError, match="it is disabled"):
+        front.register("c", probe(16))
+    assert front.registry.describe().keys() == {"a"}
+
+
+def test_a_request_is_judged_against_its_own_engine() -> None:
+    front = FrontEnd()
+    front.engines = [facts(8), facts(16)]
+    front.register("a", probe(16))
+    request = LensRequest(probes=["a"])
+    check_request(request, facts(16), front.registry.probes)
+    with pytest.raises(SpecError, match="m8"):
+        check_request(request, facts(8), front.registry.probes)
+
+
+def test_captures_and_probes_share_the_buffer() -> None:
+    # 128 rows hold four taps of 32 tokens; the model has five.
+    five = facts(8, n_layers=5)
+    probes = {"a": EngineProbe(layers=(4,), tensors={"weight": np.ones((1, 8))})}
+    capture = CaptureSpec(layers=(0, 1, 2, 3))
+    check_request(LensRequest(capture=capture), five)
+    check_request(LensRequest(probes=["a"]), five, probes)
+    with pytest.raises(UnsupportedError, match="5 taps"):
+        check_request(LensRequest(capture=capture, probes=["a"]), five, probes)
+
+
+def test_a_name_stands_for_all_of_its_content() -> None:
+    registry = Registry()
+    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
+    registry.add("v", vector)
+    with pytest.raises(SpecError, match="other content"):
+        registry.add("v", SteeringVector(activations=np.ones((1, 8)), layer_indices=[0], scale=2))
+    registry.add("a", probe(8))
+    registry.add("b", probe(8))
+    assert registry.remove("a") is None, "another name stands for it"
+    assert registry.remove("b") is not None
+    assert registry.remove("v") is None
+
+
+def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
+    front = FrontEnd()
+    front.engines = [facts(8), facts(16)]
+    ours, theirs = facts(8), facts(16)
+    front.register("a", probe(8))
+    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
+    front.register("v", vector)
+    request = LensRequest(probes=["a"], steer_named=[{"name": "v"}])
+    resolved = front.judged(request, ours)
+    assert resolved.steer == (vector,)
+    assert front.judged(request, ours) is resolved
+    with pytest.raises(SpecError, match="m16"):
+        front.judged(request, theirs)
+    front.register("a", probe(8))  # as it was
+    assert front.judged(request, ours) is resolved
+    other = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1])
+    front.unregister("v")
+    front.register("v", other)
+    assert front.judged(request, ours).steer == (other,)
+    front.unregister("a")
+    with pytest.raises(SpecError, match="no probe is registered as 'a'"):
+        front.judged(request, ours)
+    front.register("a", probe(16))
+    with pytest.raises(SpecError, match="m8"):
+        front.judged(request, ours)
+
+
+def test_little_is_kept_of_what_requests_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = FrontEnd()
+    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
+    request = LensRequest(steer=(vector,))
+    ours = facts(8)
+    assert front.judged(request, ours) is front.judged(request, ours)
+    assert len(front._judged) == 1
+    monkeypatch.setattr(state, "MOST_BYTES", vector.activations.nbytes - 1)
+    front.judged(LensRequest(steer=(vector,)), ours)
+    assert len(front._judged) == 1, "large vectors are not kept"
+    for _ in range(2 * state._JUDGED_MOST):
+        front.judged(LensRequest(capture=CaptureSpec(layers=(0,))), facts(8))
+    assert len(front._judged) <= state._JUDGED_MOST
+
+
+def test_reads_are_those_of_the_names_as_they_stand() -> None:
+    registry = Registry()
+    request = LensRequest(probes=["a"])
+    first, second = probe(8), EngineProbe(layers=(2,), tensors={"weight": np.ones((1, 8))})
+    registry.add("a", first)
+    reads = registry.reads(request.probes)
+    assert reads.probes == (first,)
+    assert registry.reads(request.probes) is reads
+
+    def packed(item: EngineProbe) -> dict[str, Any]:
+        probes = ProbesEnvelope((item.sha256,), item.taps, 1, 3, 9)
+        return dict(Envelope("", 1, None, (), probes, 4, False, None).pack())
+
+    sealed = packed(first) | {"uses": reads.wire}
+    registry.remove("a")
+    assert registry.reads_of(sealed) is reads, "it was sealed before"
+    copied = {**sealed, "uses": json.dumps(json.loads(reads.wire))}
+    with pytest.raises(SpecError, match="was removed"):
+        registry.reads_of(copied)
+    registry.add("a", second)
+    assert registry.reads(request.probes).probes == (second,)
+    with pytest.raises(SpecError, match="was removed"):
+        registry.reads_of(copied)
+    copied |= packed(second)
+    assert registry.reads_of(copied).probes == (second,)
+    for _ in range(1000):
+        registry.reads(LensRequest(probes=["a"]).probes)
+    assert len(registry._reads) + len(registry._sealed) < 200
+
+
+def test_names_of_equal_weights_keep_what_is_their_own() -> None:
+    registry = Registry()
+    weight = {"weight": np.ones((1, 8))}
+    low = EngineProbe(layers=(0,), tensors=weight, threshold=1.0, aggregate="max")
+    high = EngineProbe(layers=(0,), tensors=weight, threshold=9.0, aggregate="mean")
+    assert low.sha256 == high.sha256
+    registry.add("low", low)
+    registry.add("high", high)
+    uses = [{"name": name, "alarm": "flag"} for name in ("low", "high")]
+    reads = registry.reads(LensRequest(probes=uses).probes)
+    reading = Reading(reads, lo=3, n_prompt=3, n_max=6)
+    reading.feed(np.asarray([[[1.0, 1.0], [5.0, 5.0]]], dtype=np.float32))
+    mine, theirs = reading.receipts()
+    assert (mine.aggregate, mine.score, mine.threshold, mine.alarm_position) == ("max", 5, 1, 4)
+    assert (theirs.aggregate, theirs.score, theirs.threshold) == ("mean", 3, 9)
+    assert theirs.alarm_position is None
+
+
+def config(n_processes: int) -> Any:
+    """As much of vLLM's configuration as is looked at of an engine that is not served."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(_api_process_count=n_processes),
+        model_config=SimpleNamespace(runner_type="pooling", is_encoder_decoder=False),
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        kv_transfer_config=None,
+        cache_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
+    )
+
+
+def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*args: Any) -> None:
+        raise PermissionError("no place")
+
+    monkeypatch.setattr(state, "SharedNames", refused)
+    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(engine_facts, "_has_remote_engines", lambda parallel: False)
+    front = FrontEnd()
+    front.registry.add("of-the-start", probe(8))
+    front.learn(SimpleNamespace(), config(2))
+    front.engines = [facts(8)]
+    assert front.describe()["api_servers"] == 2
+    assert front.registry.describe().keys() == {"of-the-start"}
+    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
+    for change in (
+        lambda: front.register("a", probe(8)),
+        lambda: front.register("v", vector),
+        lambda: front.unregister("of-the-start"),
+    ):
+        with pytest.raises(
+            UnsupportedError, match=r"2 API server processes.*INSPECT_LENS_REGISTER"
+        ):
+            change()
+    assert front.registry.describe().keys() == {"of-the-start"}
+    front.learn(SimpleNamespace(), config(1))
+    front.engines = [facts(8)]
+    front.register("a", probe(8))
+    assert front.unregister("a") is None, "another name stands for it"
+
+
+@pytest.mark.parametrize("n_processes", [1, 4])
+def test_api_servers_share_the_memory_that_is_kept_of_results(
+    monkeypatch: pytest.MonkeyPatch, n_processes: int
+) -> None:
+    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
+    monkeypatch.setattr(state, "open_door", lambda *args: None)
+    monkeypatch.setattr(engine_facts, "_has_remote_engines", lambda parallel: False)
+    monkeypatch.setattr(collector, "memory_bytes", lambda: 64 << 30)
+    front = FrontEnd()
+    monkeypatch.setattr(front.registry, "share", lambda names: None)
+    front.learn(SimpleNamespace(), config(n_processes))
+    assert front.results.address
+    made = front.results._the_collector()
+    try:
+        assert made._budget.spare == (16 << 30) // n_processes
+    finally:
+        made.close()

@@ -1,0 +1,350 @@
+"""Whatever is wrong with a request is said when its generation is called, and again when sealed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.protocol.envelope import Envelope, Packed
+from inspect_lens._vllm.frontend import admission, state, wrappers
+from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.registered import sealed_batches
+from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens.spec import ENVELOPE_KEY, EngineProbe, SteeringVector
+from tests.unit.vllm.frontend.test_front import facts, probe
+
+N_PROMPT, MAX_TOKENS = 3, 2
+VECTOR = {"activations": np.ones((1, 8)), "layer_indices": [1]}
+ROWS = {"activations": np.ones((1, 6, 8)), "layer_indices": [1]}
+"""For positions 0 to 5, of which a request of 3 + 2 tokens feeds four."""
+
+
+def extra(**lens: Any) -> dict[str, Any]:
+    return {"inspect_lens": lens}
+
+
+def steer(**changes: Any) -> dict[str, Any]:
+    return {"apply_steering_vectors": [SteeringVector(**{**VECTOR, **changes})]}
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (extra(capture={"positions": [True]}), {}, "mask has 1 booleans"),
+    (extra(capture={"positions": [4]}), {}, "outside this request"),
+    (extra(capture={"positions": [0], "phase": "decode"}), {}, "none of capture.positions"),
+    (extra(capture={}, skip_reading_prefix_cache=False), {}, "skip_reading_prefix_cache=false"),
+    (
+        extra(probes=[{"name": "p", "positions": "all"}], skip_reading_prefix_cache=False),
+        {},
+        "skip_reading_prefix_cache=false",
+    ),
+    (extra(probes=[{"name": "p", "positions": [9]}]), {}, r"probes\[0\].positions"),
+    (steer(position_indices=[7], activations=np.ones((1, 1, 8))), {}, "position_indices"),
+    (steer(**ROWS), {}, r"steer\[0\].position_indices"),
+    (steer(position_indices=[0], phase="decode"), {}, "none of position_indices"),
+    (extra(capture={"positions": [4]}), {"trace_decode_token_ids": [1, 2]}, "outside"),
+    (extra(capture={"layers": [9]}), {}, "layers 0 to 3"),
+    (extra(probes=["q"]), {}, "no probe is registered as 'q'"),
+    (extra(steer_named=[{"name": "p"}]), {}, "no vector is registered as 'p'"),
+]
+"""What is asked, sampling parameters, and what is said."""
+
+RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (extra(capture={}), {}),
+    (extra(capture={"positions": [True, False, True]}), {}),
+    (extra(capture={"positions": [3]}), {}),
+    (extra(capture={"positions": [40]}), {"max_tokens": None}),
+    (extra(capture={"positions": "completion"}, skip_reading_prefix_cache=False), {}),
+    (extra(capture={"transport": "binary"}), {}),
+    (extra(capture={"transport": "binary"}), {"n": 2}),
+    (steer(position_indices=[2], activations=np.ones((1, 1, 8))), {}),
+    (extra(probes=["p"]), {}),
+]
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of the second of two engines of a process."""
+    front = FrontEnd()
+    front.engines = [facts(5), facts(8)]
+    front.register("p", probe(8))
+    assert isinstance(front.registry.probes["p"], EngineProbe)
+    monkeypatch.setattr(state._Holder, "front_end", front)
+    return SimpleNamespace(
+        inspect_lens_facts=facts(8),
+        inspect_lens_refusal=None,
+        model_config=SimpleNamespace(max_model_len=64),
+    )
+
+
+def parameters(extra_args: dict[str, Any], changes: dict[str, Any]) -> Any:
+    plain: dict[str, Any] = {
+        "max_tokens": MAX_TOKENS,
+        "n": 1,
+        "skip_reading_prefix_cache": None,
+        "stop": [],
+    }
+    return SimpleNamespace(**{**plain, **changes}, extra_args=extra_args)
+
+
+def call(processor: Any, prompt: Any, params: Any) -> Any:
+    """Call generation without ever iterating it: a server has sent no status yet."""
+
+    async def original(*args: Any, **kwargs: Any) -> Any:
+        for nothing in args[:0]:
+            yield nothing
+
+    generate = wrappers.FRONT_END_WRAPPERS["async_generate"](original)
+    return generate(SimpleNamespace(input_processor=processor), prompt, params, "r")
+
+
+def process(processor: Any, prompt: Any, params: Any) -> Any:
+    """Process the request as vLLM does, which works out what may be sampled."""
+
+    def original(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        most = 61 if params.max_tokens is None else params.max_tokens
+        trace = getattr(params, "trace_decode_token_ids", None)
+        params.max_tokens = min(len(trace), most) if trace else most
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        return SimpleNamespace(
+            prompt_token_ids=getattr(ids, "prompt_token_ids", ids),
+            sampling_params=params,
+            cache_salt=None,
+        )
+
+    wrapped = wrappers.FRONT_END_WRAPPERS["process_inputs"](original)
+    return wrapped(processor, "r", prompt, params)
+
+
+IDS = {"prompt_token_ids": [1, 2, 3]}
+PROMPTS = [IDS, SimpleNamespace(**IDS)]
+
+
+@pytest.mark.parametrize("edge", [call, process])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["dict", "object"])
+@pytest.mark.parametrize(("asked", "changes", "message"), WRONG)
+def test_what_is_wrong_is_said_at_both_edges(
+    processor: Any,
+    edge: Callable[..., Any],
+    prompt: Any,
+    asked: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises((SpecError, UnsupportedError), match=message):
+        edge(processor, prompt, parameters(asked, changes))
+
+
+def test_a_sealed_request_has_the_probe_that_its_name_stands_for(processor: Any) -> None:
+    front = state.front_end()
+    found = []
+    for threshold in (1.0, 2.0):
+        other = EngineProbe(
+            layers=(1,), tensors={"weight": np.full((1, 8), threshold)}, threshold=threshold
+        )
+        front.unregister("p")
+        front.register("p", other)
+        core = process(processor, IDS, parameters(extra(probes=["p"]), {}))
+        packed = core.sampling_params.extra_args["_inspect_lens"]
+        arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(packed))
+        assert "uses" not in arrived, "workers have no use for it"
+        assert Envelope.unpack(arrived).probes == packed.envelope.probes
+        assert packed.envelope.probes.names == (other.sha256,)
+        reading = wrappers._reading(packed, N_PROMPT, N_PROMPT + 1)
+        assert reading is not None
+        found.append(reading.receipts()[0].sha256)
+        for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+            again = wrappers._reading(copied, N_PROMPT, N_PROMPT + 1)
+            assert again is not None
+            assert again.receipts()[0].sha256 == other.sha256
+    assert len(set(found)) == 2
+    front.unregister("p")
+    for edge in (call, process):
+        with pytest.raises(SpecError, match="no probe is registered as 'p'"):
+            edge(processor, IDS, parameters(extra(probes=["p"]), {}))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["dict", "object"])
+@pytest.mark.parametrize(("asked", "changes"), RIGHT)
+def test_what_is_right_passes_both_edges(
+    processor: Any, prompt: Any, asked: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    assert call(processor, prompt, parameters(asked, changes)).__aiter__
+    params = parameters(asked, changes)
+    core = process(processor, prompt, params)
+    assert ENVELOPE_KEY in core.sampling_params.extra_args
+    assert params.extra_args is asked, "the caller's parameters stay as they are"
+
+
+def test_a_prompt_without_tokens_is_refused_at_both_edges(processor: Any) -> None:
+    for edge in (call, process):
+        with pytest.raises(UnsupportedError, match="prompt embeddings"):
+            edge(processor, {"prompt_embeds": [[0.0]]}, parameters(extra(capture={}), {}))
+
+
+@pytest.mark.parametrize(
+    ("lens", "stop", "is_folded"),
+    [
+        ({}, [], True),
+        ({}, ["."], False),
+        ({"probes": [{"name": "p", "alarm": "stop", "threshold": 1.0}]}, [], False),
+        ({"probes": [{"name": "p", "alarm": "flag", "threshold": 1.0}]}, [], True),
+    ],
+)
+def test_what_the_front_end_may_end_is_not_reduced_on_the_device(
+    processor: Any, lens: dict[str, Any], stop: list[str], is_folded: bool
+) -> None:
+    asked = extra(capture={"reduce": "mean"}, **lens)
+    core = process(processor, IDS, parameters(asked, {"stop": stop, "max_tokens": 20}))
+    envelope = Envelope.unpack(core.sampling_params.extra_args[ENVELOPE_KEY])
+    assert envelope.capture is not None
+    assert envelope.capture.is_folded == is_folded
+
+
+def test_a_prompt_in_pieces_is_refused_when_generation_is_called(processor: Any) -> None:
+    async def pieces() -> AsyncGenerator[Any, None]:
+        yield None
+
+    with pytest.raises(UnsupportedError, match="streaming input"):
+        call(processor, pieces(), parameters(extra(capture={}), {}))
+
+
+def test_text_is_judged_when_it_has_its_tokens(processor: Any) -> None:
+    params = parameters(extra(capture={"positions": [9]}), {})
+    assert call(processor, "Hello", params).__aiter__
+
+
+def test_an_engine_that_is_not_served_says_so_at_both_edges(processor: Any) -> None:
+    processor.inspect_lens_facts, processor.inspect_lens_refusal = None, "it is disabled"
+    for edge in (call, process):
+        with pytest.raises(LensError, match="it is disabled"):
+            edge(processor, IDS, parameters(extra(capture={}), {}))
+
+
+def test_persistent_hooks_run_on_prompts_of_tokens_only(processor: Any) -> None:
+    processor.inspect_lens_book = SimpleNamespace(hooks=[("h", None)])
+    with pytest.raises(UnsupportedError, match="prompt embeddings"):
+        call(processor, {"prompt_embeds": [[0.0]]}, parameters({}, {}))
+
+
+def test_a_sealed_request_and_a_plain_one_are_not_judged(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_sealed", lambda *a, **k: pytest.fail("judged"))
+    plain: list[dict[str, Any]] = [{}, {ENVELOPE_KEY: Packed()}, {"other": 1}]
+    for extra_args in plain:
+        assert call(processor, IDS, parameters(extra_args, {})).__aiter__
+    with pytest.raises(SpecError, match="reserved for the engine"):
+        call(processor, IDS, parameters({ENVELOPE_KEY: {}}, {}))
+
+
+def sealed(processor: Any, asked: dict[str, Any], n_prompt: int = N_PROMPT, **changes: Any) -> Any:
+    """The packed envelope that travels with a request."""
+    params = parameters(asked, changes)
+    core = process(processor, {"prompt_token_ids": [0] * n_prompt}, params)
+    return core.sampling_params.extra_args[ENVELOPE_KEY]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [extra(capture={"layers": [1]}), extra(probes=["p"]), extra(capture={}, probes=["p"])],
+)
+def test_what_a_batch_asks_for_is_sealed_once(processor: Any, asked: dict[str, Any]) -> None:
+    one = sealed(processor, asked)
+    assert sealed(processor, {**asked}) is one
+    others = [
+        sealed(processor, asked, 5),
+        sealed(processor, asked, max_tokens=9),
+    ]
+    for other, n_prompt, n_max in zip(others, (5, N_PROMPT), (6, N_PROMPT + 8), strict=True):
+        envelope = Envelope.unpack(other)
+        assert envelope.n_prompt == n_prompt
+        for part in (envelope.capture, envelope.probes):
+            assert part is None or (part.hi, part.lo in (0, n_prompt)) == (n_max, True)
+    # A mean of all tokens is left to the end of a request that may not be known in time.
+    folded = extra(capture={"layers": [1], "reduce": "mean"})
+    unknown = Envelope.unpack(sealed(processor, folded, max_tokens=30, stop=["x"])).capture
+    known = Envelope.unpack(sealed(processor, folded, max_tokens=30)).capture
+    assert (unknown.is_folded, known.is_folded) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("probe", "kind", "is_live"),
+    [
+        ({"tokens": True}, "DELTA", True),
+        ({"tokens": True}, "CUMULATIVE", True),
+        ({"tokens": True}, "FINAL_ONLY", False),
+        ({}, "DELTA", False),
+        ({"alarm": "flag", "threshold": 1.0}, "DELTA", False),
+        ({"alarm": "stop", "threshold": 1.0}, "FINAL_ONLY", True),
+    ],
+)
+def test_scores_that_are_looked_at_as_they_come_do_not_wait(
+    processor: Any, probe: dict[str, Any], kind: str, is_live: bool
+) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = extra(probes=[{"name": "p", **probe}])
+    # What was sealed for the one is not taken for the other.
+    for output_kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind[kind]):
+        packed = sealed(processor, asked, output_kind=output_kind)
+        for envelope in (packed, msgspec.msgpack.decode(msgspec.msgpack.encode(packed))):
+            read = Envelope.unpack(envelope).probes
+            expected = is_live if output_kind.name == kind else probe.get("alarm") == "stop"
+            assert read.is_live == expected
+
+
+def test_what_tells_requests_apart_is_never_shared(processor: Any) -> None:
+    reduced = extra(capture={"layers": [1], "reduce": "mean"})
+    tokens = [Envelope.unpack(sealed(processor, reduced)).capture.token for _ in range(2)]
+    assert tokens[0] != tokens[1]
+
+
+def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steered = steer()
+    one = sealed(processor, steered)
+    assert sealed(processor, steered) is one
+    salt = Envelope.unpack(one).steer_hash
+    state.front_end().results._failures[salt.rpartition(":")[2]] += 1
+    other = sealed(processor, steered)
+    assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
+    assert sealed(processor, steered) is other
+    monkeypatch.setattr(sealed_batches, "MOST_BYTES", 31)
+    large = steer()
+    assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"
+
+
+def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> None:
+    asked = extra(probes=["p"])
+    one = sealed(processor, asked)
+    registry = state.front_end().registry
+    registry.remove("p")
+    registry.add("p", EngineProbe(layers=(2,), tensors={"weight": np.ones((1, 8))}))
+    other = sealed(processor, asked)
+    assert Envelope.unpack(other).probes.names != Envelope.unpack(one).probes.names
+    assert registry.reads_of(other).probes == (registry.probes["p"],)
+
+
+def test_few_envelopes_are_kept(processor: Any) -> None:
+    for n in range(1, 600):
+        sealed(processor, extra(capture={"layers": [1]}), max_tokens=n)
+    assert 0 < len(state.front_end().sealed._known) <= 256
+
+
+def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
+    mask = [True] * (1 << 15)
+    processor.model_config.max_model_len = 1 << 16
+    one = sealed(processor, extra(capture={"layers": [1], "positions": mask}), len(mask))
+    assert len(Envelope.unpack(one).capture.positions) == len(mask)
+    sealed(processor, extra(probes=[{"name": "p", "positions": mask}]), len(mask))
+    assert not state.front_end().sealed._known

@@ -1,0 +1,256 @@
+"""What a body asks of the lens is read once, large ones beside the loop, and let go with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inspect_lens._vllm.http import bodies
+from inspect_lens._vllm.http.bodies import ReadBodies, asked_of, read_body, typed
+from inspect_lens._vllm.http.ignored_keys import RefuseLostKeys
+from inspect_lens.spec import (
+    EngineFacts,
+    LensRequest,
+    as_tensor_data,
+    encode_tensor,
+    tap_points,
+)
+
+PATH = "/v1/completions"
+FACTS = EngineFacts(
+    model="m",
+    n_layers=4,
+    hidden=256,
+    dtype="float32",
+    layers=(0, 1, 2, 3),
+    sites=("resid_post",),
+    taps=tap_points(["resid_post"], range(4)),
+    max_step_tokens=16,
+    ring_rows=64,
+    bank_rows=4096,
+    vllm_version="0",
+)
+
+
+def vector(n: int, seed: int = 0) -> dict[str, Any]:
+    rows = np.random.default_rng(seed).normal(size=(1, n, 256)).astype(np.float32)
+    return {"activations": encode_tensor(as_tensor_data(rows)), "layer_indices": [1]}
+
+
+def send(
+    app: Callable[..., Any], body: Any, *, path: str = PATH, method: str = "POST", pieces: int = 1
+) -> tuple[int, Any]:
+    """Send a body to an ASGI application; status and body of the answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    size = max(1, -(-len(data) // pieces))
+    parts = [data[i : i + size] for i in range(0, len(data), size)] or [b""]
+    waiting = [
+        {"type": "http.request", "body": part, "more_body": i + 1 < len(parts)}
+        for i, part in enumerate(parts)
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(app(scope, receive, keep))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+class Server:
+    """Reads its body, and what the lens was asked, as vLLM's handlers do."""
+
+    def __init__(self, facts: EngineFacts | None = FACTS) -> None:
+        self.app = ReadBodies(self, lambda: SimpleNamespace(facts=facts))
+        self.asked: list[LensRequest | None] = []
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, again = await bodies.whole_body(receive)
+        self.bodies.append(body)
+        assert (await again())["type"] == "http.request"
+        fields = json.loads(body)
+        # Read wherever vLLM makes, judges and seals parameters.
+        found = [asked_of(fields.get("extra_args"), FACTS) for _ in range(3)]
+        assert all(one is found[0] for one in found)
+        self.asked.append(found[0])
+        head = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(head)
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("n", [1, 500])
+def test_a_body_is_decoded_once(monkeypatch: pytest.MonkeyPatch, n: int, pieces: int) -> None:
+    threads: list[str] = []
+    real = bodies.parse_extra_args
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(bodies, "parse_extra_args", counted)
+    server = Server()
+    body = {"prompt": "x", "extra_args": {"inspect_lens": {"steer": [vector(n)]}}}
+    assert send(server.app, body, pieces=pieces) == (200, {})
+    assert json.loads(server.bodies[0]) == body
+    assert server.asked[0] is not None
+    assert server.asked[0].steer[0].activations.shape == (1, n, 256)
+    assert len(threads) == 1
+    assert threads[0].startswith("inspect-lens-read"), "compressed tensors are unpacked there"
+
+
+def test_plain_bodies_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "read_body", lambda *a: pytest.fail("read"))
+    server = Server()
+    for body in ({"prompt": "x" * 200_000}, {"prompt": "caf\u00e9 <b>"}):
+        assert send(server.app, body)[0] == 200
+    assert server.asked == [None, None]
+    send(Server().app, {"output_residual_stream": 1}, path="/v1/embeddings")
+
+
+def test_what_is_wrong_is_answered_before_the_application_sees_it() -> None:
+    server = Server()
+    wrong: list[Any] = [
+        {"inspect_lens": {"capture": {"layers": ["a"]}}},
+        {"extra_args": {"output_residual_stream": 3}},
+        {"extra_args": [1], "output_residual_stream": [1]},
+        {"inspect_lens": {"steer": [vector(5000)]}},
+        b'{"inspect_lens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        rb'{"extra_args": {"\u006futput_residual_stream": 3}}',
+    ]
+    for body in wrong:
+        status, answer = send(server.app, body)
+        assert status == 400
+        assert answer["error"]["code"] == 400
+    assert not server.asked
+    with pytest.raises(json.JSONDecodeError):  # is vLLM's to refuse
+        send(server.app, b'{"inspect_lens": ')
+
+
+def test_what_vllm_would_coerce_is_read_as_it_was_written() -> None:
+    held = read_body(PATH, b'{"vllm_xargs": {"output_residual_stream": true}}', FACTS)
+    assert held.request is not None
+    assert held.request.capture is not None
+    assert held.request.capture.layers == "all"
+    params = b'{"sampling_params": {"extra_args": {"output_qk": [1]}}}'
+    held = read_body("/inference/v1/generate", params, FACTS)
+    assert held.request is not None
+    assert held.request.qk is not None
+
+
+def test_a_request_is_let_go_with_its_connection() -> None:
+    server = Server()
+    body = {"extra_args": {"inspect_lens": {"steer": [vector(3000)]}}}
+    send(server.app, body)
+    tensor = weakref.ref(server.asked.pop().steer[0].activations)  # type: ignore[union-attr]
+    gc.collect()
+    assert tensor() is None
+    assert server.app._n_bytes == 0
+    assert asked_of({"output_residual_stream": [1]}) == LensRequest(capture={"layers": [1]})  # type: ignore[arg-type]
+
+
+def test_vectors_under_way_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "HELD_BANKS", 1)
+    server = Server()
+    asked = [{"extra_args": {"inspect_lens": {"steer": [vector(3000, seed)]}}} for seed in (1, 2)]
+    statuses: list[int] = []
+    gate = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await gate.wait()
+        await Server.__call__(server, scope, receive, send)
+
+    server.app._app = slow
+
+    async def one(body: Any) -> None:
+        waiting = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            return waiting.pop(0)
+
+        async def keep(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        await server.app(scope, receive, keep)
+
+    async def both() -> None:
+        first = asyncio.create_task(one(asked[0]))
+        while not server.app._n_bytes:
+            await asyncio.sleep(0.01)
+        await one(asked[1])
+        assert statuses == [429, 0]
+        gate.set()
+        await first
+        await one(asked[1])
+
+    asyncio.run(both())
+    assert statuses == [429, 0, 200, 0, 200, 0]
+
+
+def test_the_loop_goes_on_while_a_large_body_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bodies.read_body
+    turns = 0
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.3)
+        return real(*args)
+
+    monkeypatch.setattr(bodies, "read_body", slow)
+    server = Server()
+    data = json.dumps({"extra_args": {"inspect_lens": {"steer": [vector(10)]}}}).encode()
+
+    async def run() -> None:
+        nonlocal turns
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": data}
+
+        async def drop(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        task = asyncio.create_task(server.app(scope, receive, drop))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.01)
+        await task
+
+    asyncio.run(run())
+    assert turns >= 10
+
+
+def test_the_typed_request_takes_the_place_of_its_spelling() -> None:
+    request = LensRequest(capture={"layers": [1]})  # type: ignore[arg-type]
+    args = {"output_residual_stream": [1], "kv_transfer_params": {}}
+    assert typed(args, request) == {"inspect_lens": request, "kv_transfer_params": {}}
+    assert typed({"output_residual_stream": False}, None) is None
+
+
+@pytest.mark.parametrize("word", ["capture", "lens", "_inspect_lens", "steering_vectors"])
+def test_words_of_ours_are_refused_on_routes_that_generate(word: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    for path in ("/v1/messages", "/inference/v1/generate"):
+        status, answer = send(RefuseLostKeys(app), {word: 1}, path=path)
+        assert (status, word in answer["error"]["message"]) == (400, True)
+        assert send(RefuseLostKeys(app), {"prompt": f'"{word}"'}, path=path)[0] == 200
+    assert send(RefuseLostKeys(app), {word: 1}, path="/v1/embeddings")[0] == 200

@@ -1,0 +1,98 @@
+"""A fault where responses are written or bodies read hurts no request without the lens."""
+
+# ruff: noqa: F811
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("fastapi")
+
+from inspect_lens._vllm.http import ignored_keys, responses
+from inspect_lens.errors import CaptureError
+from tests.unit.vllm.results.test_results import completion, output
+from tests.unit.vllm.worker.test_doors_worker import fault, raising  # noqa: F401
+
+OURS: dict[str, Any] = {"output_residual_stream": [0]}
+
+
+def test_responses_and_streams_without_the_lens_go_out(
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+) -> None:
+    plain, ours = completion(0), completion(0)
+    ours.inspect_lens_json = {"inspect_lens": {}}
+    response = SimpleNamespace(choices=[1])
+
+    async def stream(one: Any) -> Any:
+        yield output(one)
+
+    async def passed(one: Any) -> int:
+        seen = responses._Seen()
+        return len([item async for item in responses._collect(stream(one), seen, 1)])
+
+    async def of_vllm(self: Any, request: Any, outputs: Any) -> Any:
+        async for _ in outputs:
+            pass
+        return response
+
+    tokens = responses._WRAPPERS["tokens_full"](of_vllm)
+    monkeypatch.setattr(responses, "results_of", raising(fault))
+    monkeypatch.setattr(responses._Seen, "take", raising(fault))
+    assert responses.decorate(response, [output(plain)]) is response
+    assert asyncio.run(passed(plain)) == 1
+    assert asyncio.run(tokens(None, None, stream(plain))) is response
+    for work in (
+        lambda: responses.decorate(response, [output(ours)]),
+        lambda: asyncio.run(passed(ours)),
+        lambda: asyncio.run(tokens(None, None, stream(ours))),
+    ):
+        with pytest.raises(CaptureError, match=type(fault).__name__):
+            work()
+
+
+@pytest.mark.parametrize("door", ["chat_params", "responses_params"])
+def test_bodies_without_the_lens_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+    door: str,
+) -> None:
+    monkeypatch.setattr(responses, "xargs_of", raising(fault))
+    read = responses._WRAPPERS[door](lambda self: "vLLM's own")
+    assert read(SimpleNamespace(vllm_xargs=None, model_extra={"x": 1})) == "vLLM's own"
+    for asked in ({"extra_args": OURS}, OURS):
+        with pytest.raises(CaptureError, match=type(fault).__name__):
+            read(SimpleNamespace(vllm_xargs=None, model_extra=asked))
+
+
+def test_bodies_on_other_routes_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+) -> None:
+    monkeypatch.setattr(ignored_keys, "lost_keys", raising(fault))
+    came: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        came.append(await receive())
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": headers}
+
+    async def post(body: dict[str, Any]) -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        await ignored_keys.RefuseLostKeys(app)(scope, receive, send)
+
+    asyncio.run(post({"input": "x"}))
+    assert len(came) == 1
+    with pytest.raises(CaptureError, match=type(fault).__name__):
+        asyncio.run(post(OURS))

@@ -1,0 +1,177 @@
+"""Routes of persistent hooks, over an engine that notes what its workers are told."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from inspect_lens._vllm.http.hook_routes import add_hook_routes
+from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import EngineFacts, LensRequest, TensorData, decode_saved, tap_points
+
+PEER = json.loads(
+    (Path(__file__).parents[3] / "data" / "vllm_lens_1.3.0" / "hooks.json").read_text()
+)
+FACTS = EngineFacts(
+    model="m",
+    n_layers=6,
+    hidden=4,
+    dtype="float32",
+    layers=tuple(range(6)),
+    sites=("resid_post",),
+    taps=tap_points(["resid_post"], range(6)),
+    max_step_tokens=32,
+    ring_rows=64,
+    bank_rows=8,
+    vllm_version="0",
+    allows_code=True,
+)
+
+
+class Engine:
+    """Stands for an engine with two workers."""
+
+    def __init__(self, book: HookBook | None, refusal: str | None = None) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self.answer: str | None = None
+        self.input_processor = SimpleNamespace(inspect_lens_book=book, inspect_lens_refusal=refusal)
+
+    async def collective_rpc(self, method: str, args: tuple[str, Any]) -> list[str | None]:
+        assert method == "inspect_lens_hooks"
+        self.told.append(args)
+        return [None, self.answer]
+
+
+def serve(engine: Engine) -> TestClient:
+    app = FastAPI()
+    app.state.engine_client = engine
+    add_hook_routes(app)
+    return TestClient(app)
+
+
+@pytest.fixture
+def book() -> HookBook:
+    return HookBook(FACTS, most_bytes=1000)
+
+
+def test_a_body_of_vllm_lens_registers_and_requests_carry_the_names(book: HookBook) -> None:
+    engine = Engine(book)
+    client = serve(engine)
+    body = PEER["register"] | {"prefetch_params": ["lm_head.weight"]}
+    answer = client.post("/v1/hooks/register", json=body)
+    assert answer.json() == {"status": "ok", "count": 2}
+    assert engine.told[0] == ("prefetch", ["lm_head.weight"])
+    action, items = engine.told[1]
+    assert action == "register"
+    sealed = seal_eager(LensRequest(), FACTS, book)
+    assert sealed is not None
+    assert sealed["persistent"] == list(items)
+    assert [item["layers"] for item in items.values()] == [[1, 3], [2]]
+    assert (sealed["n_layers"], sealed["hash"] is None) == (3, False)
+    assert client.post("/v1/hooks/clear").json() == {"status": "ok"}
+    assert engine.told[-1] == ("unregister", list(items))
+    assert seal_eager(LensRequest(), FACTS, book) is None
+
+
+def test_the_routes_are_in_the_schema(book: HookBook) -> None:
+    paths = serve(Engine(book)).get("/openapi.json").json()["paths"]
+    assert "/v1/hooks/register" in paths
+    assert len(paths) == 6
+
+
+def test_results_are_collected_until_they_are_cleared(book: HookBook) -> None:
+    client = serve(Engine(book))
+    book.keep("cmpl-1", {"0": {"x": TensorData(np.ones(2, np.float32), "float32"), "n": 1}})
+    for _ in range(2):
+        found = decode_saved(client.post("/v1/hooks/collect").json()["results"])
+        assert found["cmpl-1"]["0"]["x"].storage.tolist() == [1, 1]
+        assert found["cmpl-1"]["0"]["n"] == 1
+    assert client.post("/v1/hooks/clear_results").json() == {"status": "ok"}
+    assert client.post("/v1/hooks/collect").json() == {"results": {}}
+    with pytest.raises(CaptureError, match="clear_hook_results"):
+        book.keep("cmpl-2", {"0": {"x": TensorData(np.ones(500, np.float32), "float32")}})
+
+
+def test_prefetch(book: HookBook) -> None:
+    engine = Engine(book)
+    client = serve(engine)
+    names = ["model.norm.weight"]
+    answer = client.post("/v1/hooks/prefetch", json={"params": names})
+    assert answer.json() == {"status": "ok", "params": names}
+    client.post("/v1/hooks/clear_prefetched")
+    assert engine.told == [("prefetch", names), ("clear_prefetched", None)]
+    engine.answer = "AttributeError: no pipeline stage has a parameter"
+    refused = client.post("/v1/hooks/prefetch", json={"params": names})
+    assert refused.status_code == 400
+    assert "no pipeline stage" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "message"),
+    [
+        ("register", {}, "a list of hooks"),
+        ("register", {"hooks": [3]}, r"hooks[0]: int"),
+        ("register", {"hooks": PEER["register"]["hooks"], "prefetch_params": 3}, "list of names"),
+        ("register", [1], "a JSON object"),
+        ("prefetch", {"params": "x"}, "list of names"),
+    ],
+)
+def test_a_wrong_body_is_400(book: HookBook, action: str, body: Any, message: str) -> None:
+    engine = Engine(book)
+    answer = serve(engine).post(f"/v1/hooks/{action}", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert not engine.told
+    assert not book.hooks
+
+
+@pytest.mark.parametrize(
+    ("book_facts", "n_processes", "message"),
+    [
+        ({"is_speculative": True}, 1, "drafts"),
+        ({"layers": (1,)}, 1, "not served"),
+        ({}, 2, "--api-server-count 1"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_400(
+    book_facts: dict[str, Any], n_processes: int, message: str
+) -> None:
+    from dataclasses import replace
+
+    book = HookBook(replace(FACTS, **book_facts), most_bytes=10, n_processes=n_processes)
+    answer = serve(Engine(book)).post("/v1/hooks/register", json=PEER["register"])
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"), [(None, "INSPECT_LENS_ALLOW_CODE=1"), ("it is odd", "it is odd")]
+)
+def test_a_server_that_runs_no_code_says_so(refusal: str | None, message: str) -> None:
+    client = serve(Engine(None, refusal))
+    for action in ("register", "collect", "clear", "clear_results", "prefetch"):
+        answer = client.post(f"/v1/hooks/{action}", json={})
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
+def test_what_hooks_of_an_engine_saved_goes_with_the_engine() -> None:
+    engine = Engine(HookBook(FACTS, most_bytes=1 << 20))
+    number = engine.input_processor.inspect_lens_book.number
+    assert number in HookBook.books
+    del engine
+    gc.collect()
+    assert number not in HookBook.books

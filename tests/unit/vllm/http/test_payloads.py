@@ -1,0 +1,132 @@
+"""The store of the binary transport: bounded in bytes and in time, and empty in the end."""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from typing import Any
+
+import pytest
+
+from inspect_lens._vllm.http.fetch_route import add_fetch_route
+from inspect_lens._vllm.http.payloads import CLIENT, PayloadStore
+from inspect_lens.errors import CapacityError, UnsupportedError
+
+
+def test_a_payload_is_there_until_it_expires() -> None:
+    store = PayloadStore(ttl_s=0.2, fetched_ttl_s=0.2)
+    handle = store.put(b"abc")
+    assert store.get(handle) == store.get(handle) == b"abc"
+    time.sleep(0.25)
+    assert store.get(handle) is None
+    assert store.n_bytes == 0
+
+
+def test_handles_tell_their_store() -> None:
+    store, other = PayloadStore(), PayloadStore()
+    handle = store.put(b"abc")
+    assert store.made(handle)
+    assert not other.made(handle)
+    assert other.get(handle) is None
+
+
+def put(store: PayloadStore, client: str, data: bytes) -> str:
+    """Of a client's request."""
+    context = contextvars.copy_context()
+    context.run(CLIENT.set, client)
+    return context.run(store.put, data)
+
+
+def test_what_was_fetched_makes_room_first() -> None:
+    store = PayloadStore(max_bytes=10)
+    first, second = put(store, "a", b"1234"), put(store, "b", b"5678")
+    assert store.get(second) == b"5678"
+    third = put(store, "b", b"90ab")
+    assert store.get(second) is None
+    assert [store.get(first), store.get(third)] == [b"1234", b"90ab"]
+    assert store.n_bytes == 8
+
+
+def test_a_client_that_fetches_nothing_costs_nobody_a_result() -> None:
+    """420 captures that wait, as one client may leave behind."""
+    store = PayloadStore(max_bytes=400)
+    innocent = put(store, "innocent", b"mine")
+    for _ in range(20):
+        put(store, "greedy", b"x" * 10)
+    for _ in range(400):
+        with pytest.raises(CapacityError, match="200 bytes of this client's results wait"):
+            put(store, "greedy", b"x" * 10)
+    later = put(store, "innocent", b"y" * 100)
+    assert store.get(innocent) == b"mine"
+    assert store.get(later) == b"y" * 100
+
+
+def test_a_full_store_takes_no_more_until_something_is_fetched() -> None:
+    store = PayloadStore(max_bytes=40)
+    first = [put(store, client, b"x" * 20) for client in "ab"]
+    with pytest.raises(CapacityError, match="of 40 in the binary store"):
+        put(store, "c", b"y")
+    assert store.get(first[0]) is not None
+    assert store.get(put(store, "c", b"y")) == b"y"
+    assert store.get(first[1]) is not None
+
+
+def test_room_comes_back_when_results_expire_or_are_discarded() -> None:
+    store = PayloadStore(max_bytes=20, ttl_s=0.1)
+    put(store, "a", b"x" * 10)
+    with pytest.raises(CapacityError):
+        put(store, "a", b"x")
+    time.sleep(0.15)
+    handle = put(store, "a", b"x" * 10)
+    store.discard([handle, "unknown"])
+    assert store.get(handle) is None
+    assert store.n_bytes == 0
+    put(store, "a", b"x" * 10)
+
+
+def test_more_than_a_share_of_the_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSPECT_LENS_STORE_BYTES", "20")
+    with pytest.raises(UnsupportedError, match="raise INSPECT_LENS_STORE_BYTES"):
+        PayloadStore().put(b"x" * 11)
+
+
+def test_nothing_is_held_though_nobody_asks_again() -> None:
+    store = PayloadStore(ttl_s=0.1, fetched_ttl_s=0.1)
+    store.get(store.put(b"fetched"))
+    store.put(b"forgotten")
+    deadline = time.monotonic() + 10
+    while store._n_bytes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert store._n_bytes == 0
+
+
+def test_clients_are_told_apart_by_their_address_and_key() -> None:
+    fastapi = pytest.importorskip("fastapi")
+    testclient = pytest.importorskip("fastapi.testclient")
+    app, store = fastapi.FastAPI(), PayloadStore(max_bytes=40)
+    add_fetch_route(app, store, lambda: None)
+
+    @app.post("/capture")
+    async def capture() -> str:
+        try:
+            return store.put(b"x" * 20)
+        except CapacityError:
+            return "busy"
+
+    def ask(client: Any, key: str = "") -> str:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return str(client.post("/capture", headers=headers).json())
+
+    with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
+        first = ask(client, "a")
+        assert ask(client, "a") == "busy"
+        assert ask(client, "b") not in ("busy", first)
+        assert client.get(f"/v1/activations/{first}").content == b"x" * 20
+        assert ask(client, "a") != "busy"
+        assert client.get("/v1/activations/unknown").status_code == 404
+    store = PayloadStore(max_bytes=40)
+    with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
+        assert ask(client) != "busy"
+        assert ask(client) == "busy"
+    with testclient.TestClient(app, client=("10.0.0.2", 1)) as client:
+        assert ask(client) != "busy"

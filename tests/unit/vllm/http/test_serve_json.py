@@ -1,0 +1,145 @@
+"""What a response says of tensors, and the memory of those that wait to be fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.collect.result_memory import Budget, SlabPool
+from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http.fetch_route import takes_any_buffer
+from inspect_lens._vllm.http.shared_payloads import fetch_payload
+from inspect_lens.spec import TensorData, decode_tensor
+
+WIDTH, MOST = 64, 32
+
+
+@pytest.fixture
+def pool() -> SlabPool:
+    return SlabPool(2 * WIDTH, Budget(0))
+
+
+def in_slab(pool: SlabPool, count: int) -> TensorData:
+    """(1, count, width) of rows that lie in memory for 32 of them."""
+    slab = pool.take(MOST)
+    rows = slab.array(np.dtype("<u2"), (1, MOST, WIDTH))
+    rows[...] = np.arange(MOST * WIDTH, dtype=np.uint16).reshape(rows.shape)
+    return TensorData(rows[:, :count], "bfloat16")
+
+
+def entry_of(tensor: TensorData, transport: str) -> Any:
+    completion = SimpleNamespace(
+        inspect_lens=SimpleNamespace(model_dump=lambda mode: {}),
+        inspect_lens_tensors={"residual_stream": tensor},
+        inspect_lens_transport=transport,
+    )
+    return responses.as_json(completion)["activations"]["residual_stream"]
+
+
+@pytest.mark.parametrize("count", [1, 25, 26, MOST])
+def test_rows_are_not_copied_where_they_fill_most_of_their_memory(
+    pool: SlabPool, count: int
+) -> None:
+    tensor = in_slab(pool, count)
+    entry = entry_of(tensor, "binary")
+    data = responses.payloads.get(entry["handle"])
+    assert isinstance(data, memoryview)
+    assert np.shares_memory(np.frombuffer(data, np.uint8), tensor.storage) == (count >= 26)
+    again = decode_tensor(entry, raw=data)
+    np.testing.assert_array_equal(again.storage, tensor.storage)
+    assert entry["nbytes"] == len(data) == tensor.nbytes
+
+
+def test_memory_is_kept_until_the_store_lets_go_of_it(pool: SlabPool) -> None:
+    tensor = in_slab(pool, MOST)
+    entry = entry_of(tensor, "binary")
+    expected = tensor.storage.copy()
+    del tensor
+    assert not pool.returned
+    other = in_slab(pool, MOST)
+    other.storage[...] = 0
+    data = responses.payloads.get(entry["handle"])
+    assert data is not None
+    np.testing.assert_array_equal(decode_tensor(entry, raw=data).storage, expected)
+    del data
+    with responses.payloads._lock:
+        del responses.payloads._fetched[entry["handle"]]
+        responses.payloads._n_bytes -= entry["nbytes"]
+    assert len(pool.returned) == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("transport", ["binary", "inline"])
+def test_any_array_can_be_sent(shape: tuple[int, ...], transport: str) -> None:
+    every_other = np.arange(2 * 6 * 4, dtype=np.float32).reshape(2, 6, 4)[:, ::2]
+    tensor = TensorData(every_other[: shape[0], : shape[1]], "float32")
+    entry = entry_of(tensor, transport)
+    raw = responses.payloads.get(entry["handle"]) if transport == "binary" else None
+    np.testing.assert_array_equal(decode_tensor(entry, raw=raw).storage, tensor.storage)
+
+
+def test_a_route_gives_out_the_bytes_themselves(pool: SlabPool) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app = FastAPI()
+    responses._WRAPPERS["routers"](lambda app: None)(app)
+    tensor = in_slab(pool, MOST)
+    entry = entry_of(tensor, "binary")
+    for _ in range(2):
+        answer = TestClient(app).get(f"/v1/activations/{entry['handle']}")
+        assert answer.status_code == 200
+        assert answer.headers["content-length"] == str(entry["nbytes"])
+        assert answer.content == tensor.storage.tobytes()
+    assert takes_any_buffer(app)
+    found = asyncio.run(fetch_payload(entry["handle"], responses.payloads, None))
+    assert isinstance(found, memoryview)
+
+
+@pytest.mark.parametrize("kind", ["function", "class of others"])
+def test_middleware_that_looks_into_bodies_sees_bytes(pool: SlabPool, kind: str) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app = FastAPI()
+    responses._WRAPPERS["routers"](lambda app: None)(app)
+    seen: list[type] = []
+    if kind == "function":
+
+        @app.middleware("http")
+        async def look(request: Any, call_next: Any) -> Any:
+            response = await call_next(request)
+            parts = [part async for part in response.body_iterator]
+            seen.extend(type(part) for part in parts if len(part))
+
+            async def again() -> Any:
+                for part in parts:
+                    yield part
+
+            response.body_iterator = again()
+            return response
+    else:
+
+        class Look:
+            def __init__(self, app: Any) -> None:
+                self.app = app
+
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                async def watched(message: Any) -> None:
+                    seen.extend([type(message["body"])] if message.get("body") else [])
+                    await send(message)
+
+                await self.app(scope, receive, watched)
+
+        app.add_middleware(Look)
+    tensor = in_slab(pool, MOST)
+    entry = entry_of(tensor, "binary")
+    answer = TestClient(app).get(f"/v1/activations/{entry['handle']}")
+    assert answer.content == tensor.storage.tobytes()
+    assert set(seen) == {bytes}

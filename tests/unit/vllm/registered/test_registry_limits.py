@@ -1,0 +1,162 @@
+"""What clients may register: how much, under whose name, and with which key."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from inspect_lens._engine.readout.readers import ProbeStore
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.http import hook_routes
+from inspect_lens._vllm.http.registry_routes import add_registry_routes
+from inspect_lens._vllm.registered.registry import Registry
+from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
+from inspect_lens.spec import EngineProbe, SteeringVector
+
+HIDDEN = 8
+
+
+def probe(scale: float = 1.0, layers: tuple[int, ...] = (0,)) -> EngineProbe:
+    return EngineProbe(
+        layers=layers, tensors={"weight": np.full((len(layers), HIDDEN), scale, np.float32)}
+    )
+
+
+def vector(scale: float = 1.0) -> SteeringVector:
+    return SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[0], scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("limits", "error", "setting"),
+    [
+        ({"registry_names": 2}, CapacityError, "INSPECT_LENS_REGISTRY_NAMES"),
+        ({"registry_bytes": 2 * 4 * HIDDEN + 3}, CapacityError, "INSPECT_LENS_REGISTRY_BYTES"),
+        ({"probe_columns": 0}, SpecError, "INSPECT_LENS_PROBE_COLUMNS"),
+    ],
+)
+def test_a_limit_is_named_with_its_setting(
+    limits: dict[str, int], error: type[LensError], setting: str
+) -> None:
+    registry = Registry({"first": probe(1)}, Settings(**limits))  # type: ignore[arg-type]
+    if error is CapacityError:
+        registry.add("second", probe(2))
+    with pytest.raises(error, match=setting):
+        registry.add("third", probe(3))
+    assert "third" not in registry.describe()
+    if error is CapacityError:
+        registry.add("second", probe(2))  # as it is
+        registry.add("second", probe(4), replace=True)
+        registry.remove("first")
+        registry.add("third", probe(3))
+
+
+def test_a_name_holds_its_content_until_it_is_replaced() -> None:
+    registry = Registry()
+    registry.add("a", probe(1))
+    with pytest.raises(SpecError, match="replace=true"):
+        registry.add("a", probe(2))
+    assert registry.probes["a"].sha256 == probe(1).sha256
+    old = registry.add("a", probe(2), replace=True)
+    assert old is not None
+    assert old.sha256 == probe(1).sha256, "which workers may forget"
+    registry.add("b", probe(2))
+    assert registry.add("b", vector(), replace=True) is None, "another name stands for it"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[Any]]:
+    told: list[Any] = []
+    registry = Registry({}, Settings(registry_names=2))
+
+    class Engine:
+        async def collective_rpc(self, name: str, args: Any) -> list[Any]:
+            told.append(args)
+            return [True]
+
+    front = SimpleNamespace(
+        facts=None,
+        registry=registry,
+        check=registry.check,
+        register=registry.add,
+        unregister=registry.remove,
+    )
+    app = FastAPI()
+    app.state.engine_client = Engine()
+    add_registry_routes(app, lambda: front)
+    hook_routes.add_hook_routes(app)
+    return TestClient(app), told
+
+
+def body(name: str, scale: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {"name": name, "probe": probe(scale).model_dump(mode="json"), **more}
+
+
+def test_what_is_refused_reaches_no_worker(served: tuple[TestClient, list[Any]]) -> None:
+    client, told = served
+    path = "/v1/inspect_lens/registry"
+    assert client.post(path, json=body("a")).status_code == 200
+    assert client.post(path, json=body("a", 2)).status_code == 400
+    assert client.post(path, json=body("a", 2, replace="yes")).status_code == 400
+    assert len(told) == 1
+    assert client.post(path, json=body("a", 2, replace=True)).status_code == 200
+    assert [args[1] for args in told] == [False, False, True]
+    assert client.post(path, json=body("b")).status_code == 200
+    full = client.post(path, json=body("c"))
+    assert full.status_code == 429
+    assert "INSPECT_LENS_REGISTRY_NAMES" in full.json()["error"]["message"]
+
+
+WRITES = [
+    ("post", "/v1/inspect_lens/registry"),
+    ("delete", "/v1/inspect_lens/registry/a"),
+    *(
+        ("post", f"/v1/hooks/{name}")
+        for name in ("register", "clear", "clear_results", "prefetch", "clear_prefetched")
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), WRITES)
+def test_who_writes_brings_the_key(
+    served: tuple[TestClient, list[Any]], monkeypatch: pytest.MonkeyPatch, method: str, path: str
+) -> None:
+    client, told = served
+    call = getattr(client, method)
+    monkeypatch.setenv("INSPECT_LENS_REGISTRY_KEY", "s3cret")
+    for wrong in ("", "s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Basic s3cret"):
+        answer = call(path, headers={"Authorization": wrong})
+        assert answer.status_code == 401
+        assert "s3cret" not in answer.text
+    assert not told
+    assert call(path, headers={"Authorization": "Bearer s3cret"}).status_code != 401
+    assert client.get("/v1/inspect_lens/registry").status_code == 200, "reading is free"
+    monkeypatch.delenv("INSPECT_LENS_REGISTRY_KEY")
+    assert call(path).status_code != 401
+
+
+def test_weights_on_the_device_have_a_budget() -> None:
+    one = 4 * HIDDEN
+    store = ProbeStore(torch.device("cpu"), kept_bytes=10 * one, most_bytes=2 * one)
+    probes = [probe(scale) for scale in (1, 2, 3)]
+    for item in probes:
+        store.add(item)
+    names = [item.sha256 for item in probes]
+    taps = probes[0].taps
+    with pytest.raises(UnsupportedError, match="INSPECT_LENS_PROBE_BYTES"):
+        store.readout(tuple(names), taps)
+    held = [store.readout((name,), taps) for name in names[:2]]
+    with pytest.raises(CapacityError, match="running requests"):
+        store.readout((names[2],), taps)
+    held.pop()
+    assert store.readout((names[2],), taps).nbytes == one, "what nobody uses makes room"
+    assert store.nbytes <= 2 * one

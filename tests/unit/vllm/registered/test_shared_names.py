@@ -1,0 +1,194 @@
+"""API servers of one engine know the same names; nobody else does, and nothing is left behind."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._vllm.frontend import state
+from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.registered.registry import Registry, parse_item
+from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
+from inspect_lens.errors import CapacityError, SpecError
+from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
+from tests.unit.vllm.frontend.test_front import config, facts
+
+
+def probe(value: float) -> EngineProbe:
+    return EngineProbe(layers=(1,), tensors={"weight": np.full((1, 8), value)}, threshold=value)
+
+
+def vector(value: float) -> SteeringVector:
+    return SteeringVector(activations=np.full((1, 8), value), layer_indices=[0], scale=2.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "names"
+
+
+@pytest.fixture
+def two(folder: Path) -> Iterator[tuple[Registry, Registry]]:
+    names = [SharedNames(folder, parse_item) for _ in range(2)]
+    first, second = Registry({"start": probe(9.0)}), Registry({"start": probe(9.0)})
+    first.share(names[0])
+    second.share(names[1])
+    yield first, second
+    for own in names:
+        own.close()
+
+
+def test_what_one_server_takes_the_other_knows_whole(two: tuple[Registry, Registry]) -> None:
+    first, second = two
+    assert first.describe() == second.describe()
+    first.add("p", probe(1.0))
+    second.add("v", vector(3.0))
+    assert first.describe() == second.describe()
+    assert first.describe().keys() == {"start", "p", "v"}
+    request = LensRequest(probes=["p"], steer_named=["v"])
+    for registry in two:
+        (made,) = registry.resolve(request).steer
+        assert made.reference() == vector(3.0).reference()
+        assert registry.probes["p"].reference() == probe(1.0).reference()
+        assert (registry.probes["p"].tensors["weight"].to_float32() == 1.0).all()
+        with pytest.raises(SpecError, match="other content"):
+            registry.add("p", probe(2.0))
+        registry.add("p", probe(1.0))  # the same content is fine
+
+
+def test_a_name_that_is_removed_is_free_everywhere(two: tuple[Registry, Registry]) -> None:
+    first, second = two
+    for i in range(5):
+        one, other = (first, second) if i % 2 else (second, first)
+        one.add("p", probe(float(i)))
+        before = other.version
+        assert other.version == before, "nobody has changed anything"
+        gone = other.remove("p")
+        assert gone is not None, "the workers are told to forget it"
+        assert gone.reference() == probe(float(i)).reference()
+        assert one.version != before
+        assert "p" not in one.probes
+        with pytest.raises(SpecError, match="no probe is registered as 'p'"):
+            one.resolve(LensRequest(probes=["p"]))
+    second.remove("start")
+    assert first.describe() == {}
+
+
+def test_a_server_that_comes_late_knows_what_the_first_ones_know(
+    two: tuple[Registry, Registry], folder: Path
+) -> None:
+    two[0].add("p", probe(1.0))
+    two[1].remove("start")
+    late = Registry({"start": probe(9.0)})
+    names = SharedNames(folder, parse_item)
+    late.share(names)
+    assert late.describe().keys() == {"p"}
+    names.close()
+
+
+def test_of_many_at_once_one_takes_a_name(folder: Path) -> None:
+    registries = []
+    for _ in range(4):
+        registries.append(Registry())
+        registries[-1].share(SharedNames(folder, parse_item))
+    taken: list[int] = []
+
+    def take(mine: int) -> None:
+        for i in range(10):
+            try:
+                registries[mine].add(f"n{i}", vector(float(mine + 1)))
+                taken.append(i)
+            except SpecError:
+                pass
+
+    threads = [threading.Thread(target=take, args=(mine,)) for mine in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(10))
+    known = [registry.describe() for registry in registries]
+    assert all(one == known[0] for one in known)
+    for registry in registries:
+        assert registry._shared is not None
+        registry._shared.close()
+    assert not folder.exists(), "the last one removes it"
+
+
+def test_siblings_find_the_same_folder_and_strangers_another() -> None:
+    ask = (
+        "from inspect_lens._vllm.registered.shared_names import folder_of_siblings as f; print(f())"
+    )
+    told = [
+        subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    theirs = {one.stdout for one in told}
+    assert len(theirs) == 1
+    assert theirs != {f"{folder_of_siblings()}\n"}
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
+    theirs = tmp_path / "names"
+    theirs.mkdir(mode=0o777)
+    theirs.chmod(0o777)
+    with pytest.raises(PermissionError):
+        SharedNames(theirs, parse_item)
+
+
+def test_a_disk_that_is_full_leaves_a_name_free(two: tuple[Registry, Registry]) -> None:
+    first, second = two
+    large = EngineProbe(layers=(1,), tensors={"weight": np.random.default_rng(0).random((1, 9999))})
+    first.add("v", vector(1.0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(CapacityError, match=r"\(File too large\); free space"):
+            first.add("p", large)
+        with pytest.raises(CapacityError):
+            first.add("v", large, replace=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert first.describe() == second.describe()
+    assert "p" not in first.describe()
+    assert first.describe()["v"]["$lens"] == vector(1.0).reference()["$lens"]
+    assert first._shared is not None
+    assert len(list(first._shared.folder.iterdir())) == 3, "the guard, what began, and the vector"
+    second.add("p", large)
+    assert first.describe()["p"] == second.describe()["p"]
+    second.add("v", large, replace=True)
+    assert first.describe()["v"] == second.describe()["v"] == first.describe()["p"]
+    assert len(list(first._shared.folder.iterdir())) == 4, "what was replaced is gone"
+
+
+def test_a_front_end_beside_others_registers_for_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(state, "folder_of_siblings", lambda: folder)
+    monkeypatch.setattr(state, "open_door", lambda folder, payloads: None)
+    monkeypatch.setattr(state, "refusal", lambda config: "not for this test")
+    fronts = []
+    for _ in range(2):
+        fronts.append(FrontEnd())
+        fronts[-1].learn(SimpleNamespace(), config(2))
+        fronts[-1].engines = [facts(8)]
+    one, other = fronts
+    one.register("p", probe(1.0))
+    assert other.judged(LensRequest(probes=["p"]), facts(8)).probes[0].name == "p"
+    assert other.unregister("p") is not None
+    with pytest.raises(SpecError, match="no probe is registered as 'p'"):
+        one.judged(LensRequest(probes=["p"]), facts(8))
+    for front in fronts:
+        assert front.registry._shared is not None
+        front.registry._shared.close()

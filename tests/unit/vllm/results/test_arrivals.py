@@ -1,0 +1,371 @@
+"""Results that are attached in the event loop, when all of them are there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
+from inspect_lens._vllm.results import event_loop
+from inspect_lens._vllm.results.event_loop import Arrivals, arrivals_of
+from inspect_lens._vllm.results.ticket import Choice, Ticket
+from inspect_lens.errors import CaptureError
+from tests.kit.steps import HIDDEN
+from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, REQUESTS, Engine, results_of
+from tests.unit.vllm.results.test_results import completion, output
+
+N_COMPLETION = N_MAX - N_PROMPT + 1
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    assert made.results.n_open == made.collector.n_open == 0
+    assert made.collector.news.n_waiting == 0
+    assert not made.collector.news.hurry.is_set()
+    made.worker.stepper.close()
+    made.collector.close()
+
+
+def begun(engine: Engine, n: int, name: str) -> list[str]:
+    """Requests whose last step is still to come."""
+    keys = [engine.start(LensRequest(**REQUESTS[name])) for _ in range(n)]
+    for some in (keys[i : i + 8] for i in range(0, n, 8)):
+        engine.step(some, 0, N_PROMPT)
+        engine.run(some, until=N_MAX - 1)
+    return keys
+
+
+def last_step(engine: Engine, keys: list[str]) -> None:
+    for some in (keys[i : i + 8] for i in range(0, len(keys), 8)):
+        engine.step(some, N_MAX - 1)
+
+
+def ended(engine: Engine, keys: list[str]) -> list[Any]:
+    """Outputs of requests that are over."""
+    engine.worker.stepper.leave(keys)
+    choices = [completion(0) for _ in keys]
+    for choice, key in zip(choices, keys, strict=True):
+        choice.inspect_lens_ticket = Ticket(key, n_completion=N_COMPLETION)
+    return [output(choice) for choice in choices]
+
+
+def removed(engine: Engine, keys: list[str]) -> None:
+    for key in keys:
+        engine.worker.stepper.remove(key)
+
+
+def attach(engine: Engine, outputs: list[Any], *beside: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Attach all results in a loop of its own, and do something beside; errors are returned."""
+
+    async def all_of_them() -> list[Any]:
+        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
+        assert mine is arrivals_of(asyncio.get_running_loop(), engine.results)
+        given = await asyncio.gather(
+            *(mine.attach(one) for one in outputs), *beside, return_exceptions=True
+        )
+        return given[: len(outputs)]
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("asked", REQUESTS, ids=REQUESTS.keys())
+@pytest.mark.parametrize("is_late", [False, True])
+def test_it_makes_no_difference_to_anything(engine: Engine, asked: str, is_late: bool) -> None:
+    keys = begun(engine, 3, asked)
+    last_step(engine, keys)
+    truth = results_of(engine.end(keys))
+    assert not engine.errors
+    engine.asked.clear()
+
+    async def late() -> None:
+        await asyncio.sleep(0.05)
+        assert engine.collector.news.hurry.is_set() or "prompt" in asked
+        last_step(engine, keys)
+
+    keys = begun(engine, 3, asked)
+    if not is_late:
+        last_step(engine, keys)
+    outputs = ended(engine, keys)
+    given = attach(engine, outputs, *([late()] if is_late else []))
+    removed(engine, keys)
+    assert given == [None] * 3
+    assert results_of(outputs) == truth
+
+
+def test_it_is_done_in_the_loop_together_and_others_have_their_turn(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    finish, each = Choice.finish, engine.results.attach_each
+    sizes: list[int] = []
+
+    def note(self: Choice, cached_tokens: int) -> None:
+        threads.add(threading.current_thread().name)
+        finish(self, cached_tokens)
+
+    def note_size(outputs: list[Any], **kwargs: Any) -> Any:
+        sizes.append(len(outputs))
+        return each(outputs, **kwargs)
+
+    monkeypatch.setattr(Choice, "finish", note)
+    monkeypatch.setattr(engine.results, "attach_each", note_size)
+    keys = begun(engine, 40, "both")
+    last_step(engine, keys)
+    engine.settle()
+    threads.clear()
+    sizes.clear()
+    turns: list[int] = []
+
+    async def others() -> None:
+        deadline = time.monotonic() + 30
+        while sum(sizes) < 40 and time.monotonic() < deadline:
+            turns.append(sum(sizes))
+            await asyncio.sleep(0)
+
+    outputs = ended(engine, keys)
+    assert attach(engine, outputs, others()) == [None] * 40
+    removed(engine, keys)
+    assert threads == {threading.main_thread().name}
+    assert [size for size in sizes if size] == [32, 8]
+    assert set(turns) == {0, 32}
+    for number, one in enumerate(outputs):
+        assert one.activations["residual_stream"][0, :, 0].tolist() == N_MAX * [number]
+
+
+def test_what_nobody_tells_of_is_looked_at_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steering is noted on a board, without a message."""
+    keys = begun(engine, 1, "both")
+    last_step(engine, keys)
+    engine.settle()
+    is_there, looks = engine.results.is_ready, 0
+
+    def not_yet(one: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 5 and is_there(one)
+
+    monkeypatch.setattr(engine.results, "is_ready", not_yet)
+    monkeypatch.setattr(engine.results, "tells_all", lambda one: False)
+    monkeypatch.setattr(event_loop, "_EVERY_S", 1e6)
+    assert attach(engine, ended(engine, keys)) == [None]
+    removed(engine, keys)
+    assert looks == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [({}, True), ({"steer": ("a vector",)}, False), ({"is_speculative": True}, False)],
+)
+def test_what_is_told_of(engine: Engine, change: dict[str, Any], is_told: bool) -> None:
+    keys = begun(engine, 1, "both")
+    (one,) = ended(engine, keys)
+    envelope = engine.results._expected[keys[0]].envelope
+    for name, value in change.items():
+        object.__setattr__(envelope, name, value)
+    assert engine.results.tells_all(one) is is_told
+    engine.results.forget(one)
+    removed(engine, keys)
+
+
+def test_few_are_seen_to_at_a_time_however_often_others_are_told_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who is cancelled between two turns takes nobody along."""
+    monkeypatch.setattr(event_loop, "_AT_ONCE", 4)
+    keys = begun(engine, 24, "both")
+    last_step(engine, keys)
+    engine.settle()
+    outputs = ended(engine, keys)
+    each = engine.results.attach_each
+    sizes: list[int] = []
+
+    def note_size(outputs: list[Any], **kwargs: Any) -> Any:
+        sizes.append(len(outputs))
+        return each(outputs, **kwargs)
+
+    monkeypatch.setattr(engine.results, "attach_each", note_size)
+
+    async def told() -> list[int]:
+        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
+        tasks = [asyncio.create_task(mine.attach(one)) for one in outputs]
+        by_turn = []
+        while not all(task.done() for task in tasks):
+            mine._tell()
+            await asyncio.sleep(0)
+            by_turn.append(sum(sizes))
+            if by_turn[-1] == 8:
+                tasks[-1].cancel()
+        *whole, cancelled = await asyncio.gather(*tasks, return_exceptions=True)
+        assert whole == [None] * 23
+        assert isinstance(cancelled, asyncio.CancelledError)
+        return by_turn
+
+    by_turn = asyncio.run(told())
+    removed(engine, keys)
+    steps = [b - a for a, b in itertools.pairwise([0, *by_turn])]
+    assert max(steps) == 4
+    assert sum(steps) == 23
+
+
+def test_what_comes_before_it_is_watched_for_is_seen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loop, "_EVERY_S", 1e6)
+    keys = begun(engine, 1, "both")
+    outputs = ended(engine, keys)
+    watch, news = engine.collector.news.watch, engine.collector.news
+
+    def late(call: Any) -> None:
+        last_step(engine, keys)
+        while not engine.results.is_ready(outputs[0]):
+            time.sleep(0.001)
+        watch(call)
+
+    monkeypatch.setattr(news, "watch", late)
+    assert attach(engine, outputs) == [None]
+    removed(engine, keys)
+
+
+@pytest.mark.parametrize(
+    ("probes", "n_prompt", "is_light"),
+    [
+        (["p", "q"], 1 << 15, True),
+        ([{"name": "p", "aggregate": "max"}], N_PROMPT, True),
+        ([{"name": "p", "aggregate": "max"}], 1 << 15, False),
+        ([{"name": "p", "alarm": "flag"}], 1 << 15, False),
+    ],
+)
+def test_probes_that_are_read_token_by_token_are_read_in_a_thread(
+    engine: Engine, probes: list[Any], n_prompt: int, is_light: bool
+) -> None:
+    asked = [{"name": p} if isinstance(p, str) else p for p in probes]
+    key = engine.start(LensRequest(probes=[{"positions": "all", **p} for p in asked]))
+    (one,) = ended(engine, [key])
+    expected = engine.results._expected[key]
+    expected.n_prompt = n_prompt
+    object.__setattr__(expected.envelope.probes, "hi", n_prompt + N_COMPLETION)
+    assert engine.results.is_light(one, encodes=True) is is_light
+    engine.results.forget(one)
+    removed(engine, [key])
+
+
+WIDE = 1 << 14
+"""Times the width of a row, for sizes that matter."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_completion", "is_light"),
+    [
+        ({"layers": (0,), "transport": "binary"}, N_COMPLETION, True),
+        # Rows that fill most of what they lie in stay there; others are copied.
+        ({"layers": (0,), "transport": "binary"}, N_COMPLETION - 1, True),
+        ({"layers": (0,), "transport": "binary"}, N_COMPLETION - 2, False),
+        ({"layers": (0, 5), "transport": "binary"}, N_COMPLETION, True),
+        ({"layers": (0, 5), "transport": "binary"}, N_COMPLETION - 1, False),
+        ({"layers": (0,), "transport": "binary", "reduce": "mean"}, N_COMPLETION, False),
+        ({"layers": (0,), "transport": "binary", "reduce": "last"}, N_COMPLETION, False),
+        # Compressed, and made text.
+        ({"layers": (0,), "transport": "inline"}, N_COMPLETION, False),
+    ],
+)
+def test_what_is_done_in_the_loop(
+    engine: Engine, asked: dict[str, Any], n_completion: int, is_light: bool
+) -> None:
+    key = engine.start(LensRequest(capture=CaptureSpec(**asked)))
+    (one,) = ended(engine, [key])
+    one.outputs[0].inspect_lens_ticket = Ticket(key, n_completion=n_completion)
+    is_text = asked["transport"] != "binary"
+    assert engine.results.is_light(one, encodes=True) is not is_text, "eight numbers a row"
+    assert engine.results.is_light(one, encodes=False)
+    object.__setattr__(engine.results._expected[key].envelope.capture, "hidden", HIDDEN * WIDE)
+    assert engine.results.is_light(one, encodes=True) is is_light
+    engine.results.forget(one)
+    removed(engine, [key])
+
+
+@pytest.mark.parametrize("is_light", [False, True])
+def test_a_server_attaches_either_way(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_light: bool
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    threads: list[bool] = []
+    finish = Choice.finish
+
+    def note(self: Choice, cached_tokens: int) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        finish(self, cached_tokens)
+
+    keys = begun(engine, 2, "both")
+    last_step(engine, keys[1:])
+    outputs = ended(engine, keys)
+    engine.results.timeout_s = 0.2
+    monkeypatch.setattr(Choice, "finish", note)
+    monkeypatch.setattr(engine.results, "is_light", lambda one, encodes: is_light)
+    with ThreadPoolExecutor(2) as pool:
+        front = SimpleNamespace(results=engine.results, waiting=pool)
+        monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.front_end", lambda: front)
+        monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.judge_early", lambda *args: None)
+
+        async def generated(self: Any, one: Any) -> Any:
+            yield one
+
+        generate = FRONT_END_WRAPPERS["async_generate"](generated)
+        fake = SimpleNamespace(input_processor=None)
+
+        async def ask(one: Any) -> list[Any]:
+            return [found async for found in generate(fake, one)]
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(*map(ask, outputs), return_exceptions=True)
+
+        error, found = asyncio.run(both())
+    removed(engine, keys)
+    assert isinstance(error, CaptureError)
+    assert str(error).startswith("CaptureError: request "), "clients tell from it"
+    assert found == outputs[1:]
+    assert found[0].inspect_lens.n_completion == N_COMPLETION
+    assert threads == [is_light]
+
+
+def test_arrivals_are_one_for_each_loop(engine: Engine) -> None:
+    async def mine() -> Arrivals:
+        return arrivals_of(asyncio.get_running_loop(), engine.results)
+
+    def in_a_loop_of_its_own() -> Arrivals:
+        # Not `asyncio.run`: Inspect may have patched it to run in one loop always.
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(mine())
+        finally:
+            loop.close()
+
+    assert in_a_loop_of_its_own() is not in_a_loop_of_its_own()
+
+
+def test_results_of_others_are_not_looked_for(engine: Engine) -> None:
+    other = Engine()
+
+    async def both() -> list[Arrivals]:
+        loop = asyncio.get_running_loop()
+        return [arrivals_of(loop, one.results) for one in (engine, other, engine)]
+
+    found = asyncio.run(both())
+    assert [one.results for one in found] == [engine.results, other.results, engine.results]
+    assert engine.collector is not other.collector
+    other.worker.stepper.close()
+    other.collector.close()

@@ -1,0 +1,228 @@
+"""Results attached in the event loop: errors, requests that are given up, loops that end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.collect.pending import Pending
+from inspect_lens._engine.protocol.messages import Failure
+from inspect_lens._vllm.results import attach as attaching
+from inspect_lens._vllm.results.event_loop import arrivals_of
+from inspect_lens._vllm.results.ticket import Choice
+from inspect_lens.errors import CaptureError, SpecError
+from tests.kit.repository import ROOT
+from tests.unit.vllm.results.test_ahead import Engine
+from tests.unit.vllm.results.test_arrivals import (
+    N_COMPLETION,
+    attach,
+    begun,
+    ended,
+    last_step,
+    removed,
+)
+from tests.unit.vllm.results.test_arrivals import engine as engine
+
+
+def test_who_waits_for_ever_keeps_nobody_else(engine: Engine) -> None:
+    engine.results.timeout_s = 0.3
+    keys = begun(engine, 3, "both")
+    last_step(engine, keys[1:])
+    outputs = ended(engine, keys)
+    done: list[int] = []
+
+    async def look() -> None:
+        await asyncio.sleep(0.1)
+        done.extend(i for i, one in enumerate(outputs) if hasattr(one, "inspect_lens"))
+
+    error, *whole = attach(engine, outputs, look())
+    removed(engine, keys)
+    assert done == [1, 2]
+    assert whole == [None, None]
+    assert isinstance(error, CaptureError)
+    assert "did not arrive within 0.3 s" in str(error)
+    assert not hasattr(outputs[0], "inspect_lens")
+
+
+def test_a_failure_is_that_of_its_own_request(engine: Engine) -> None:
+    keys = begun(engine, 3, "both")
+    outputs = ended(engine, keys)
+
+    async def fail() -> None:
+        await asyncio.sleep(0.05)
+        with engine.collector.news.changed:
+            engine.collector._pending[keys[1]].failure = Failure(keys[1], "SpecError", "so it is")
+            engine.collector.news.tell()
+        last_step(engine, [keys[0], keys[2]])
+
+    one, error, other = attach(engine, outputs, fail())
+    removed(engine, keys)
+    assert one is other is None
+    assert isinstance(error, SpecError)
+    assert "so it is" in str(error)
+
+
+def test_a_request_that_was_aborted_meanwhile_is_an_error(engine: Engine) -> None:
+    keys = begun(engine, 1, "both")
+    outputs = ended(engine, keys)
+    engine.results.abandon(keys)
+    (error,) = attach(engine, outputs)
+    removed(engine, keys)
+    assert isinstance(error, CaptureError)
+    assert "aborted" in str(error)
+
+
+def test_who_is_cancelled_leaves_nothing(engine: Engine) -> None:
+    keys = begun(engine, 2, "both")
+    outputs = ended(engine, keys)
+
+    async def cancelled() -> None:
+        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
+        one, other = (asyncio.create_task(mine.attach(o)) for o in outputs)
+        await asyncio.sleep(0.05)
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
+        assert (engine.results.n_open, engine.collector.n_open) == (1, 1)
+        last_step(engine, keys)
+        await other
+
+    asyncio.run(cancelled())
+    removed(engine, keys)
+    assert not hasattr(outputs[0], "inspect_lens")
+    assert outputs[1].inspect_lens.n_completion == N_COMPLETION
+
+
+def test_a_loop_that_was_closed_is_not_waited_for_any_more(engine: Engine) -> None:
+    keys = begun(engine, 2, "both")
+    outputs = ended(engine, keys)
+    loop = asyncio.new_event_loop()
+    mine = arrivals_of(loop, engine.results)
+    waiting = loop.create_task(mine.attach(outputs[0]))
+    loop.run_until_complete(asyncio.sleep(0.05))
+    assert engine.collector.news.n_waiting == 1
+    waiting.cancel()
+    loop.close()  # without a turn for what was cancelled
+    last_step(engine, keys)
+    (other,) = engine.results.attach_each(outputs[1:])
+    assert other is None
+    engine.results.abandon(keys)
+    removed(engine, keys)
+    gone = weakref.ref(loop)
+    del loop, mine, waiting
+    gc.collect()
+    assert gone() is None, "what waits in a loop does not keep it"
+
+
+@pytest.mark.parametrize("where", ["take_whole", "feed_together"])
+def test_an_error_of_our_own_leaves_nobody_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    keys = begun(engine, 2, "both")
+    last_step(engine, keys)
+    outputs = ended(engine, keys)
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(attaching, where, broken)
+    given = attach(engine, outputs)
+    engine.results.abandon(keys)
+    removed(engine, keys)
+    assert [type(error) for error in given] == [CaptureError] * 2
+    assert all("ZeroDivisionError" in str(error) for error in given)
+
+
+@pytest.mark.parametrize("where", ["is_ready", "finish"])
+def test_an_error_of_our_own_is_that_of_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    keys = begun(engine, 3, "both")
+    outputs = ended(engine, keys)
+    finish, is_ready = Choice.finish, Pending.is_ready
+    ill = engine.collector._pending[keys[1]]
+
+    def no_memory(self: Choice, cached_tokens: int) -> None:
+        if self.ticket.key == keys[1]:
+            raise MemoryError
+        finish(self, cached_tokens)
+
+    def broken(self: Pending, *args: Any) -> bool:
+        if self is ill:
+            raise MemoryError
+        return is_ready(self, *args)
+
+    if where == "finish":
+        monkeypatch.setattr(Choice, "finish", no_memory)
+    else:
+        monkeypatch.setattr(Pending, "is_ready", broken)
+
+    async def late() -> None:
+        await asyncio.sleep(0.05)
+        last_step(engine, keys)
+
+    one, error, other = attach(engine, outputs, late())
+    engine.results.abandon(keys)
+    removed(engine, keys)
+    assert one is other is None
+    assert isinstance(error, MemoryError)
+    assert [hasattr(o, "inspect_lens") for o in outputs] == [True, False, True]
+
+
+def test_an_error_goes_with_who_holds_it_and_takes_its_request_along() -> None:
+    # In a process of its own: Inspect may have patched asyncio, with tasks that keep more.
+    code = f"from {__name__} import error_is_let_go_of as f; f()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def error_is_let_go_of() -> None:
+    """Fails where an error, or the memory of its request, waits for the garbage collector."""
+    engine = Engine()
+    engine.results.timeout_s = 0.1
+    keys = begun(engine, 1, "both")
+    held = weakref.ref(engine.collector._pending[keys[0]])
+    outputs = ended(engine, keys)
+    gc.collect()
+    gc.disable()
+    try:
+        (error,) = given = attach(engine, outputs)
+        assert isinstance(error, CaptureError)
+        del error
+        given.clear()
+        assert held() is None
+    finally:
+        gc.enable()
+    removed(engine, keys)
+    engine.worker.stepper.close()
+    engine.collector.close()
+
+
+def test_offline_an_error_of_our_own_is_that_of_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = begun(engine, 2, "both")
+    last_step(engine, keys)
+    outputs = ended(engine, keys)
+
+    finish = Choice.finish
+
+    def broken(self: Choice, cached_tokens: int) -> None:
+        if self.ticket.key == keys[0]:
+            raise ZeroDivisionError
+        finish(self, cached_tokens)
+
+    monkeypatch.setattr(Choice, "finish", broken)
+    (error,) = engine.results.attach_all(outputs)
+    assert isinstance(error, CaptureError)
+    assert "ZeroDivisionError" in str(error)
+    assert [hasattr(one, "inspect_lens") for one in outputs] == [False, True]
+    removed(engine, keys)

@@ -1,0 +1,367 @@
+"""Tickets and results in the front-end: merged outputs, failing choices, aborts, salts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine.collect.collector import SCORES, Collected
+from inspect_lens._engine.protocol.envelope import seal
+from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
+from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.registry import Registry
+from inspect_lens._vllm.results.attach import Results
+from inspect_lens._vllm.results.outputs import has_tickets
+from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import EngineFacts, EngineProbe, TensorData, tap_points
+
+FACTS = EngineFacts(
+    model="m",
+    n_layers=2,
+    hidden=4,
+    dtype="float32",
+    layers=(0, 1),
+    sites=("resid_pre", "resid_post"),
+    taps=tap_points(["resid_pre", "resid_post"], (0, 1)),
+    max_step_tokens=32,
+    ring_rows=64,
+    bank_rows=8,
+    vllm_version="0",
+)
+
+
+def completion(index: int, key: str | None = None) -> Any:
+    made = SimpleNamespace(index=index, text="x", token_ids=[1])
+    if key is not None:
+        made.inspect_lens_ticket = Ticket(key, n_completion=2)
+    return made
+
+
+def output(*completions: Any, finished: bool = True) -> Any:
+    return SimpleNamespace(outputs=list(completions), finished=finished, num_cached_tokens=0)
+
+
+def test_a_merged_output_keeps_its_ticket() -> None:
+    def merge(self: Any, next_output: Any, aggregate: bool) -> None:
+        for mine, theirs in zip(self.outputs, next_output.outputs, strict=True):
+            mine.text += theirs.text
+
+    add = FRONT_END_WRAPPERS["output_add"](merge)
+    first, last = output(completion(0), finished=False), output(completion(0, "k"))
+    add(first, last, True)
+    assert first.outputs[0].text == "xx"
+    assert has_tickets(first)
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_scores_of_outputs_that_vllm_merges_are_kept(aggregate: bool) -> None:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from inspect_lens._vllm.compat.seams import resolve, seam
+
+    def delta(index: int, scores: dict[str, list[float]]) -> Any:
+        one = CompletionOutput(index, "x", [1], None, None)
+        if scores:
+            one.inspect_lens_scores = scores
+        return RequestOutput("r", None, [1], None, [one], finished=False)
+
+    add = FRONT_END_WRAPPERS["output_add"](resolve(seam("output_add"))[2])
+    waiting = delta(0, {"p": [1.0]})
+    for later in (delta(0, {"p": [2.0], "q": [5.0]}), delta(1, {"p": [9.0]}), delta(0, {})):
+        add(waiting, later, aggregate)
+    add(waiting, delta(0, {"p": [3.0]}), aggregate)
+    mine, other = waiting.outputs
+    assert mine.inspect_lens_scores == {"p": [1.0, 2.0, 3.0], "q": [5.0]}
+    assert other.inspect_lens_scores == {"p": [9.0]}
+
+
+def test_steps_of_an_engine_that_nobody_asks_for_results_open_nothing(results: Results) -> None:
+    assert results.attach_all([]) == []
+    assert results._collector is None
+
+
+@pytest.mark.parametrize("is_in_process", [True, False])
+def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, is_in_process: bool
+) -> None:
+    attached: list[Any] = []
+    fake = SimpleNamespace(attach_all=attached.extend)
+    monkeypatch.setattr(
+        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=fake)
+    )
+    asked: list[Any] = []
+    engine = SimpleNamespace(collective_rpc=lambda *what, args: asked.append((*what, args)) or [])
+    if is_in_process:
+        engine.model_executor = None
+    done = [output(completion(0, "k")), output(completion(0, "plain")), output(completion(0))]
+    assert FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine) is done
+    assert attached == done[:2]
+    flush = ("inspect_lens_hooks", ("flush", ["k", "plain"]))
+    assert asked == ([flush] if is_in_process else [])
+
+
+def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+
+    attached: list[Any] = []
+    fake = SimpleNamespace(attach_all=attached.extend)
+    monkeypatch.setattr(
+        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=fake)
+    )
+    pooled: Any = PoolingRequestOutput("r", PoolingOutput(torch.ones(4)), [1, 2], 0, finished=True)
+    done = [pooled, EmbeddingRequestOutput.from_base(pooled)]
+    engine = SimpleNamespace(model_executor=None)
+    assert FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine) is done
+    assert not attached
+
+
+def test_vllm_gives_an_engine_its_executor_where_it_steps_in_process() -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    source = inspect.getsource(LLMEngine.__init__)
+    assert "if not multiprocess_mode:" in source
+    assert "self.model_executor =" in source
+
+
+@pytest.fixture
+def results() -> Results:
+    return Results(timeout_s=0.1)
+
+
+def expect(results: Results, key: str, request: LensRequest) -> str | None:
+    envelope = seal(
+        request,
+        FACTS,
+        reply=results.address,
+        n_prompt=3,
+        max_tokens=4,
+        epoch=results.salt,
+    )
+    results.expect(key, envelope.pack(), n_prompt=3)
+    return envelope.steer_hash
+
+
+def test_when_one_choice_fails_none_is_left(results: Results) -> None:
+    for key in "ab":
+        expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
+    with pytest.raises(CaptureError, match="4 of 4 captured rows"):
+        results.attach(output(completion(0, "a"), completion(1, "b")))
+    assert results.n_open == 0
+
+
+def test_what_an_engine_aborts_unread_is_an_error_at_once() -> None:
+    results = Results(timeout_s=60.0)
+    expect(results, "d", LensRequest(capture=CaptureSpec(layers=(0,))))
+    ended = completion(0)
+    ended.inspect_lens_ticket = Ticket("d", n_completion=0, n_last=0)
+    began = time.monotonic()
+    with pytest.raises(CaptureError, match="aborted before its first token"):
+        results.attach(output(ended))
+    assert time.monotonic() - began < 10
+    assert results.n_open == 0
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_who_is_interrupted_while_waiting_leaves_nothing(
+    results: Results, monkeypatch: pytest.MonkeyPatch, is_batch: bool
+) -> None:
+    for key in "ef":
+        expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
+    assert results._collector is not None
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results._collector.news, "wait_for", interrupted)
+    one, other = completion(0, "e"), completion(1, "f")
+    with pytest.raises(KeyboardInterrupt):
+        results.attach_all([output(one), output(other)] if is_batch else [output(one, other)])
+    assert results.n_open == results._collector.n_open == 0
+
+
+@pytest.mark.parametrize("way", ["attach", "step", "run"])
+def test_an_error_goes_with_who_holds_it_and_takes_its_request_along(
+    results: Results, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Its traceback leads to the memory of results, which must not wait for the collector."""
+    for key in "gh":
+        expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
+    held = [weakref.ref(results._expected[key].envelope) for key in "gh"]
+    monkeypatch.setattr(
+        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=results)
+    )
+    engine = SimpleNamespace(collective_rpc=lambda *_, **__: [], model_executor=None)
+
+    def step() -> None:
+        done = [output(completion(0, key)) for key in "gh"]
+        FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine)
+
+    ways: dict[str, Any] = {
+        "attach": lambda: results.attach(output(completion(0, "g"))),
+        "step": step,
+        "run": lambda: FRONT_END_WRAPPERS["run_engine"](lambda self: step())(engine),
+    }
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CaptureError):
+            ways[way]()
+        if way == "attach":
+            results.abandon("h")
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_an_aborted_request_is_an_error_and_not_an_answer_without_rows(results: Results) -> None:
+    expect(results, "c", LensRequest(capture=CaptureSpec(layers=(0,))))
+    results.abandon(["c"])
+    with pytest.raises(CaptureError, match="aborted"):
+        results.attach(output(completion(0, "c")))
+
+
+def test_the_salt_changes_after_a_failure_and_between_processes(results: Results) -> None:
+    vector = SteeringVector(activations=np.ones((1, 4)), layer_indices=[0])
+    request = LensRequest(steer=(vector,))
+    before = expect(results, "d", request)
+    assert expect(results, "e", request) == before
+    with pytest.raises(CaptureError, match="must not be used"):
+        results.attach(output(completion(0, "d")))
+    assert expect(results, "f", request) != before
+    assert expect(Results(timeout_s=0.1), "g", request) != before
+
+
+def core_request(key: str, params: Any) -> Any:
+    from vllm.v1.engine import EngineCoreRequest
+
+    values = {field: None for field in EngineCoreRequest.__struct_fields__}
+    known = {
+        "request_id": key,
+        "external_req_id": "outside",
+        "prompt_token_ids": [1, 2, 3],
+        "sampling_params": params,
+        "arrival_time": 0.0,
+    }
+    return EngineCoreRequest(**{**values, **known})
+
+
+@pytest.mark.parametrize(
+    ("finished", "internal"),
+    # Of a request that has finished vLLM knows no outside id.
+    [(0, True), (1, True), (2, True), (0, False), (1, False)],
+)
+def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
+    results: Results, monkeypatch: pytest.MonkeyPatch, finished: int, internal: bool
+) -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    from inspect_lens._vllm.compat.seams import resolve, seam
+    from inspect_lens.spec import ENVELOPE_KEY
+
+    monkeypatch.setattr(
+        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=results)
+    )
+    wrapped = {
+        name: FRONT_END_WRAPPERS[name](resolve(seam(name))[2])
+        for name in ("add_request", "abort_requests")
+    }
+    processor = type("Wrapped", (OutputProcessor,), wrapped)(None, log_stats=False)
+
+    capture = LensRequest(capture=CaptureSpec(layers=(0,)))
+    envelope = seal(capture, FACTS, reply=results.address, n_prompt=3, max_tokens=4)
+    params = SamplingParams(
+        n=2, max_tokens=4, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    params.extra_args = {ENVELOPE_KEY: envelope.pack()}
+    parent = ParentRequest(core_request("inside", params))
+    for index in range(2):
+        key, own = parent.get_child_info(index)
+        processor.add_request(core_request(key, own), None, parent, index)
+    assert results.n_open == 2
+    for index in range(finished):
+        ended = EngineCoreOutput(
+            request_id=f"{index}_inside", new_token_ids=[7], finish_reason=FinishReason.LENGTH
+        )
+        processor.process_outputs([ended])
+    assert results.n_open == 2
+    processor.abort_requests(iter(["inside" if internal else "outside"]), internal=internal)
+    assert results.n_open == 0
+    assert not results._choices
+    assert results._collector is not None
+    assert results._collector.n_open == 0
+
+
+def test_a_request_that_vllm_does_not_take_is_not_expected(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inspect_lens.spec import ENVELOPE_KEY
+
+    monkeypatch.setattr(
+        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=results)
+    )
+
+    def full(*args: Any) -> None:
+        raise ValueError("too many requests")
+
+    capture = LensRequest(capture=CaptureSpec(layers=(0,)))
+    envelope = seal(capture, FACTS, reply=results.address, n_prompt=3, max_tokens=4)
+    params = SimpleNamespace(extra_args={ENVELOPE_KEY: envelope.pack()}, max_tokens=4)
+    with pytest.raises(ValueError, match="too many"):
+        FRONT_END_WRAPPERS["add_request"](full)(None, core_request("r", params), None)
+    assert results.n_open == 0
+
+
+@pytest.mark.parametrize("alarm", [None, "stop"])
+def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: str | None) -> None:
+    # The engine runs ahead of a front-end that is slow, which then finds a stop string.
+    probe = EngineProbe(layers=(0,), tensors={"weight": np.ones((1, 4))}, threshold=3.5)
+    registry = Registry({"p": probe})
+    uses = LensRequest(probes=[{"name": "p", "tokens": True, "alarm": alarm}])
+    envelope = seal(
+        uses, FACTS, reply=results.address, n_prompt=3, max_tokens=9, probes=registry.probes
+    )
+    reading = Reading(
+        registry.reads(uses.probes), lo=envelope.probes.lo if envelope.probes else 0,
+        n_prompt=3, n_max=11,
+    )  # fmt: skip
+    results.expect("k", envelope.pack(), n_prompt=3, reading=reading)
+    come = np.arange(1.0, 8.0, dtype=np.float32).reshape(1, 7, 1)  # of seven sampled tokens
+
+    class Ahead:
+        def scores(self, key: str, since: int) -> Any:
+            return come[:, since:]
+
+        def take(self, key: str, *, counts: dict[int, int], **_: Any) -> Any:
+            return Collected({SCORES: TensorData(come[:, : counts[SCORES]], "float32")}, 0, ())
+
+        saved = SimpleNamespace(take=lambda *_, **__: None)
+
+    results._collector = Ahead()  # type: ignore[assignment]
+    streamed: list[float] = []
+    for n_completion in (1, 2, 3):
+        streamed += results.take_new_scores("k", n_completion).get("p", [])
+        assert streamed == come[0, : n_completion - 1, 0].tolist()
+    assert results.alarm("k", 3) is None
+    choice = completion(0)
+    choice.inspect_lens_ticket = Ticket("k", n_completion=4)
+    results.attach(output(choice))
+    (receipt,) = choice.inspect_lens.probes
+    assert receipt.tokens == (1.0, 2.0, 3.0)
+    assert (receipt.n_tokens, receipt.score, receipt.alarm_position) == (3, 2.0, None)
+    assert choice.inspect_lens_scores == {"p": [3.0]}

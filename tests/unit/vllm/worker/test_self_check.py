@@ -1,0 +1,300 @@
+"""The start-up check finds what may go wrong in one way of running a step, and names it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.tap.buffers import TapState, install
+from inspect_lens._engine.tap.op import tap
+from inspect_lens._vllm.compat.guard import idle
+from inspect_lens._vllm.worker import check_requests
+from inspect_lens._vllm.worker.check_taps import check_taps, scale_for
+from inspect_lens._vllm.worker.eager_steps import is_eager_step, note
+from inspect_lens._vllm.worker.self_check import check_steps
+from inspect_lens.errors import CompatError
+from inspect_lens.spec import tap_points
+from tests.kit.steps import FACTS
+
+HIDDEN = 16
+N_TAPS = 3
+TAPS = tap_points(["resid_post"], range(N_TAPS))
+GRAPHS = {True: "FULL", False: "PIECEWISE"}
+
+
+class Runner:
+    """A model of three additions; `hurt` changes what a tap gets, or takes the tap out."""
+
+    def __init__(self, state: TapState, ctls: list[torch.Tensor]) -> None:
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            speculative_config=None,
+            compilation_config=SimpleNamespace(mode=SimpleNamespace(name="VLLM_COMPILE")),
+        )
+        self.state, self.ctls = state, ctls
+        self.ran: list[str] = []
+        self.hurt: Callable[[int, str, torch.Tensor], torch.Tensor | None] | None = None
+
+    def _dummy_run(
+        self, num_tokens: int, force_attention: bool = False, uniform_decode: bool = False
+    ) -> None:
+        mode = "NONE" if is_eager_step() else GRAPHS[uniform_decode]
+        note((SimpleNamespace(name=mode), None))
+        self.ran.append(mode)
+        x = torch.zeros(num_tokens, HIDDEN)
+        for i, ctl in enumerate(self.ctls):
+            # Graphs round otherwise.
+            x = x + torch.linspace(1, 2, HIDDEN) * (i + 1) * (1 if mode == "NONE" else 1.0001)
+            made = x if self.hurt is None else self.hurt(i, mode, x)
+            if made is not None:
+                tap(made, None, ctl)
+                x = made
+
+
+class Worker:
+    def __init__(self, hidden: int = HIDDEN, bank_rows: int = 8) -> None:
+        self.state = TapState.allocate(
+            taps=TAPS,
+            hidden=hidden,
+            dtype=torch.float32,
+            max_tokens=16,
+            max_groups=4,
+            ring_rows=48,
+            bank_rows=bank_rows,
+            device=torch.device("cpu"),
+        )
+        self.runner = Runner(self.state, [self.state.new_ctl(i) for i in range(N_TAPS)])
+        install(self.state)
+        self.arena = ArenaWriter(1 << 16)
+        self.exporter = Exporter(self.arena, CpuCopier(self.arena))
+        self.stepper = HookedStepper(self.state, self.exporter)
+        self.runner._dummy_run = idle(self.stepper, self.runner._dummy_run)  # type: ignore[method-assign]
+
+    def check(self, **options: Any) -> None:
+        facts = replace(
+            FACTS,
+            n_layers=N_TAPS,
+            hidden=HIDDEN,
+            layers=tuple(range(N_TAPS)),
+            taps=TAPS,
+            max_step_tokens=16,
+            ring_rows=48,
+        )
+        rows = check_taps(self.runner, self.stepper)
+        scale = scale_for(rows[0])
+        check_steps(self.runner, self.stepper, self.exporter, facts, scale=scale, **options)
+
+    def is_clean(self) -> bool:
+        state = self.state
+        return (
+            not state.ring.any()
+            and not state.header[: 2 + N_TAPS].any()
+            and not state.is_active
+            and not self.stepper.is_watching
+            and self.stepper.rows_in_use == 0
+            and self.arena.bytes_in_use == 0
+            and not self.exporter._sockets
+            and not is_eager_step()
+        )
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.setattr(check_requests, "_WAIT_S", 0.3)
+    made = Worker()
+    yield made
+    made.stepper.close()
+
+
+def test_two_chunked_requests_are_run_in_every_way(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        worker.check()
+    # One token at first; then each way in two chunks, next to eager passes that are the reference.
+    assert worker.runner.ran[1:] == (
+        4 * ["NONE"] + 2 * ["PIECEWISE"] + 2 * ["NONE"] + 4 * ["NONE"] + 2 * ["FULL"] + 2 * ["NONE"]
+    )
+    said = caplog.messages[-1]
+    assert "piecewise (mixed lengths), graph (decodes)" in said
+    assert "3 of 3 taps compared with eager rows" in said
+    assert worker.is_clean()
+
+
+@pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
+def test_a_tap_that_is_silent_in_one_way_only_is_named(worker: Worker, way: str) -> None:
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor | None:
+        # Not the first pass, of one token, which has a check of its own.
+        return None if (i, mode) == (1, way) and len(x) > 1 else x
+
+    worker.runner.hurt = hurt
+    name = {"FULL": "graph", "PIECEWISE": "piecewise"}[way]
+    with pytest.raises(
+        CompatError, match=rf"in {name} steps \([a-z ]+\) the taps resid_post\.1 did not write"
+    ) as caught:
+        worker.check()
+    assert "resid_post.2" not in str(caught.value)
+    assert worker.is_clean()
+
+
+def test_a_graph_that_writes_rows_of_another_step_is_named(worker: Worker) -> None:
+    stale: list[torch.Tensor] = []
+
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if (i, mode) != (2, "FULL"):
+            return x
+        # What its first replay computed, before anybody was steered.
+        stale.append(x.clone())
+        return stale[0].roll(1, 0)
+
+    worker.runner.hurt = hurt
+    with pytest.raises(CompatError, match=r"graph steps.*taps resid_post\.2 have other rows than"):
+        worker.check()
+    assert worker.is_clean()
+
+
+@pytest.mark.parametrize("way", ["FULL", "PIECEWISE", "NONE"])
+def test_a_vector_that_does_not_arrive_is_named(
+    worker: Worker, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if mode == way:
+            worker.state.steering = [False] * N_TAPS
+        return x
+
+    worker.runner.hurt = hurt
+    name = {"FULL": "graph", "PIECEWISE": "piecewise", "NONE": "eager"}[way]
+    with pytest.raises(
+        CompatError, match=rf"in {name} steps.*taps resid_post\.0 do not have the steering vec"
+    ):
+        worker.check()
+    assert worker.is_clean()
+
+
+def test_a_vector_at_a_wrong_token_is_found(worker: Worker) -> None:
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if mode == "FULL" and i == 0 and worker.state.is_active:
+            tokens = worker.state.tokens[:2]
+            tokens[:, 0] = tokens[:, 0].flip(0)
+        return x
+
+    worker.runner.hurt = hurt
+    with pytest.raises(CompatError, match=r"graph steps.*resid_post\.0 do not have the steering"):
+        worker.check()
+
+
+@pytest.mark.parametrize("what", ["lost", "changed"])
+def test_an_export_that_loses_or_changes_a_row_is_named(
+    worker: Worker, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier, copied = worker.exporter.copier, []
+    copy, send = copier.copy, worker.exporter._send
+
+    def wrong(rows: torch.Tensor, offset: int, seq: int, dtype: torch.dtype) -> None:
+        copied.append(seq)
+        rows = rows.clone()
+        rows[1, -1, 0] += 1
+        copy(rows, offset, seq, dtype)
+
+    def losing(reply: str, message: Any) -> bool:
+        return True if type(message).__name__ == "Block" else send(reply, message)
+
+    if what == "lost":
+        monkeypatch.setattr(worker.exporter, "_send", losing)
+    else:
+        monkeypatch.setattr(copier, "copy", wrong)
+    expected = {
+        "lost": r"taps resid_post\.0, resid_post\.1, resid_post\.2 wrote rows that did not leave",
+        "changed": r"taps resid_post\.1 wrote rows that left it changed",
+    }[what]
+    with pytest.raises(CompatError, match=rf"in piecewise steps \(mixed lengths\) the {expected}"):
+        worker.check()
+
+
+def test_a_request_that_the_worker_fails_is_told_of(worker: Worker) -> None:
+    admit = worker.stepper._bank.admit
+
+    def full(*args: Any) -> Any:
+        admit(*args)
+        raise RuntimeError("no room")
+
+    worker.stepper._bank.admit = full  # type: ignore[method-assign]
+    with pytest.raises(CompatError, match=r"a request: RuntimeError: no room"):
+        worker.check()
+
+
+def test_rows_that_eager_passes_do_not_agree_on_are_not_compared(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if i == 2:
+            return torch.randn(x.shape, generator=generator)
+        return x * float("nan") if i == 1 else x
+
+    worker.runner.hurt = hurt
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        worker.check()
+    assert "1 of 3 taps compared" in caplog.messages[-1]
+    assert worker.is_clean()
+
+
+def test_rows_that_cannot_be_steered_do_not_stop_the_start(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.runner.hurt = lambda i, mode, x: x * float("nan")
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        worker.check()
+    assert "0 of 3 taps compared" in caplog.messages[-1]
+    assert worker.is_clean()
+
+
+def test_a_rank_that_sends_nothing_runs_the_same_passes(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.check()
+    silent = Worker()
+    silent.stepper._is_exporting = silent.stepper._roster._is_exporting = False
+    silent.check(is_exporting=False)
+    assert silent.runner.ran == worker.runner.ran
+    assert silent.is_clean()
+    silent.stepper.close()
+
+
+def test_a_way_that_vllm_cannot_run_is_passed_over(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        assert mode != "FULL", "no such graph"
+        return x
+
+    worker.runner.hurt = hurt
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        worker.check()
+    assert "could not run decodes: AssertionError: no such graph" in caplog.text
+    assert "in these ways: piecewise (mixed lengths);" in caplog.messages[-1]
+    assert worker.is_clean()
+
+
+@pytest.mark.parametrize(("bank_rows", "sequences"), [(1, 4), (8, 1)])
+def test_small_buffers_are_enough(bank_rows: int, sequences: int) -> None:
+    made = Worker(bank_rows=bank_rows)
+    made.runner.vllm_config.scheduler_config.max_num_seqs = sequences
+    try:
+        made.check()
+        assert made.is_clean()
+    finally:
+        made.stepper.close()

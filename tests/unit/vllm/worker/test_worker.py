@@ -1,0 +1,194 @@
+"""The worker's glue without an engine: discovery, layouts, the start-up check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.model.find_layers import decoder_layers, split_output
+from inspect_lens._vllm.worker.check_taps import check_taps
+from inspect_lens._vllm.worker.worker import add_tap, sums_that_fit
+from inspect_lens.errors import CompatError, UnsupportedError
+from inspect_lens.spec import tap_points
+
+HIDDEN = 8
+TAPS = tap_points(["resid_post"], range(3))
+
+
+class Mixer(nn.Module):
+    """Passes for an attention layer."""
+
+
+@pytest.fixture(autouse=True)
+def _mixers_count_as_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Imported first: its own classes derive from the base that is replaced here.
+    import vllm.model_executor.models.utils  # noqa: F401
+    from vllm.model_executor.layers import attention_layer_base
+
+    monkeypatch.setattr(attention_layer_base, "AttentionLayerBase", Mixer)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Mixer()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self, n: int, *, twice: bool = False, mixers: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() if mixers else nn.Linear(1, 1) for _ in range(n))
+        if twice:
+            self.more = nn.ModuleList(Layer() for _ in range(n))
+        self.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(n))
+
+
+def test_the_list_with_attention_is_found() -> None:
+    model = Model(3)
+    assert decoder_layers(model, 3) == list(model.layers)
+
+
+def test_layers_of_another_stage_are_none() -> None:
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    model = Model(3)
+    model.layers[0] = PPMissingLayer()
+    assert decoder_layers(model, 3)[0] is None
+
+
+@pytest.mark.parametrize(
+    "model", [Model(2), Model(3, twice=True), Model(3, mixers=False)], ids=["few", "two", "none"]
+)
+def test_an_unknown_structure_is_refused_by_name(model: nn.Module) -> None:
+    with pytest.raises(UnsupportedError, match=r"Model.*INSPECT_LENS_DISABLE"):
+        decoder_layers(model, 3)
+
+
+def test_layers_of_transformers_whose_kernels_lie_beside_the_model_are_found() -> None:
+    class Attention(nn.Module):
+        __module__ = "transformers.models.some.modeling_some"
+
+        def __init__(self, index: int | None, *, is_causal: bool) -> None:
+            super().__init__()
+            self.layer_idx, self.is_causal = index, is_causal
+
+    def layers(*, is_text: bool) -> nn.ModuleList:
+        return nn.ModuleList(
+            nn.Sequential(Attention(i if is_text else None, is_causal=is_text), nn.Linear(2, 2))
+            for i in range(3)
+        )
+
+    model = nn.Module()
+    model.vision, model.text = layers(is_text=False), layers(is_text=True)
+    assert decoder_layers(model, 3) == list(model.text)
+    del model.text
+    with pytest.raises(UnsupportedError, match="0 lists of 3 layers"):
+        decoder_layers(model, 3)
+
+
+H, R = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("output", "layout", "expected"),
+    [
+        (H, "unknown", (H, None)),
+        ((H, R), "fused", (H, R)),
+        ((H, None), "fused", (H, None)),
+        ((H, R), "stale", (H, None)),
+    ],
+)
+def test_known_layouts(output: Any, layout: Any, expected: Any) -> None:
+    hidden, residual = split_output(Layer(), output, layout)
+    assert hidden is expected[0]
+    assert residual is expected[1]
+
+
+@pytest.mark.parametrize("output", [(H, R, R), [H, R], {"h": H}, (None, H), None])
+def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
+    with pytest.raises(UnsupportedError, match="output of Layer"):
+        split_output(Layer(), output, "fused")
+
+
+def test_a_pair_whose_source_does_not_show_its_sum_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"output of Layer.*'unknown'"):
+        split_output(Layer(), (H, R), "unknown")
+
+
+def test_a_batch_axis_of_one_is_looked_through() -> None:
+    x = torch.zeros(1, 2, HIDDEN)
+    hidden, _ = split_output(Layer(), x, "plain")
+    hidden += 1
+    assert bool((x == 1).all())
+
+
+class Runner:
+    """Runs its layers, as a compiled model would; one of them may have lost its tap."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+
+    def _dummy_run(self, num_tokens: int) -> None:
+        x = torch.full((num_tokens, HIDDEN), float("nan"))
+        for layer in self.layers:
+            x = layer(x)
+
+
+@pytest.fixture
+def tapped() -> Iterator[tuple[Runner, Stepper]]:
+    state = TapState.allocate(
+        taps=TAPS,
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        max_tokens=4,
+        max_groups=1,
+        ring_rows=12,
+        bank_rows=2,
+        device=torch.device("cpu"),
+    )
+    layers: list[nn.Module] = [Layer() for _ in range(3)]
+    for i, layer in enumerate(layers):
+        add_tap(layer, TAPS[i], state.new_ctl(i))
+    arena = ArenaWriter(1 << 16)
+    stepper = Stepper(state, Exporter(arena, CpuCopier(arena)))
+    yield Runner(layers), stepper
+    stepper.close()
+
+
+def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Stepper]) -> None:
+    runner, stepper = tapped
+    check_taps(runner, stepper)
+    assert not stepper.state.is_active
+    assert not stepper.state.ring.any()
+    assert not stepper.state.header[:4].any()
+
+
+def test_the_start_up_check_names_the_taps_that_are_silent(
+    tapped: tuple[Runner, Stepper],
+) -> None:
+    runner, stepper = tapped
+    runner.layers[1] = Layer()
+    with pytest.raises(CompatError, match=r"taps resid_post\.1 did not fire"):
+        check_taps(runner, stepper)
+
+
+def test_sums_of_as_many_requests_fit_as_the_documentation_says() -> None:
+    found = sums_that_fit(Settings(), 4096, torch.bfloat16, LAG)
+    assert (found // 33, found // 4) == (248, 2048)

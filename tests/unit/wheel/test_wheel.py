@@ -1,0 +1,174 @@
+"""A wheel alone, in an empty folder: tasks, names and an eval, without a clone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from inspect_ai.log import list_eval_logs, read_eval_log
+
+from inspect_lens._shipped import EVALS
+from tests.kit.fake_server import FakeLensServer
+from tests.kit.repository import ROOT
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has the wheel and nothing else of this repository."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(folder)], cwd=ROOT, text=True, capture_output=True,
+        check=True,
+    )  # fmt: skip
+    wheel = folder / done.stdout.strip().splitlines()[-1]
+    assert wheel.stat().st_size < 12_000_000
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    # By the name of the folder Inspect knows that what is in it belongs to a package.
+    target = folder / "site-packages"
+    subprocess.run([*command, "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+@pytest.fixture
+def run(installed: Path, tmp_path: Path) -> Run:
+    """Runs Python in an empty folder, on the wheel."""
+
+    def call(*command: str) -> str:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("INSPECT", "PYTHON"))}
+        env = kept | {"PYTHONPATH": str(installed), "INSPECT_LOG_DIR": str(tmp_path / "logs")}
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, text=True, capture_output=True, env=env,
+            check=False, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return call
+
+
+def test_the_table_of_evals_is_that_of_their_files() -> None:
+    said = {
+        task["name"]
+        for path in (ROOT / "evals").glob("*/eval.yaml")
+        for task in yaml.safe_load(path.read_text(encoding="utf-8"))["tasks"]
+    }
+    assert {n for names in EVALS.values() for kind, n in names if kind == "task"} == said
+    found = {
+        (kind, line.removeprefix("def ").partition("(")[0])
+        for path in (ROOT / "evals").rglob("*.py")
+        for kind in ("task", "scorer", "metric", "solver")
+        for before, line in _pairs(path)
+        if before.startswith(f"@{kind}")
+    }
+    every = [one for names in EVALS.values() for one in names]
+    assert set(every) == found
+    assert len(every) == len(set(every)), "two evals register one name"
+
+
+def _pairs(path: Path) -> list[tuple[str, str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [(a, b) for a, b in pairwise(lines) if b.startswith("def ")]
+
+
+def test_no_task_touches_the_path() -> None:
+    for path in (ROOT / "evals").rglob("*.py"):
+        assert "sys.path" not in path.read_text(encoding="utf-8"), path
+
+
+def test_names_resolve_and_tasks_are_listed(run: Run, installed: Path) -> None:
+    code = """
+import json, inspect_lens
+from inspect_ai._util.entrypoints import ensure_entry_points
+from inspect_ai._util.registry import registry_find, registry_info
+ensure_entry_points("inspect_lens")
+tasks = registry_find(lambda info: info.type == "task" and info.name.startswith("inspect_lens/"))
+from inspect_lens.oracle import load_oracle
+from inspect_lens.probe import check_model, load_probe
+from inspect_lens.vector import load_vector
+from inspect_lens.view import TokenTexts
+probe = load_probe("organism/deception-lr")
+print(json.dumps({
+    "file": inspect_lens.__file__,
+    "tasks": sorted(registry_info(t).name for t in tasks),
+    "probe": probe.name,
+    "is_its_model": check_model(probe, "organism"),
+    "vector": load_vector("organism/truth").name,
+    "oracle": str(load_oracle("organism").path),
+    "tokenizer": TokenTexts.of("vllm-lens/organism").note,
+}))
+"""
+    facts = json.loads(run("-c", code).splitlines()[-1])
+    assert facts["file"].startswith(str(installed))
+    wanted = {f"inspect_lens/{n}" for names in EVALS.values() for k, n in names if k == "task"}
+    assert set(facts["tasks"]) == wanted
+    assert (facts["probe"], facts["vector"]) == ("organism/deception-lr", "organism/truth")
+    assert facts["is_its_model"] is True
+    assert facts["oracle"].startswith(str(installed))
+    assert facts["tokenizer"] == ""
+
+
+def test_every_eval_imports(run: Run) -> None:
+    code = """
+from inspect_lens._shipped import EVALS, from_eval
+for module, names in EVALS.items():
+    for _, name in names:
+        assert callable(from_eval(module, name))
+import sys
+assert all(f"inspect_lens.evals.{module}" in sys.modules for module in EVALS)
+assert "evals" not in sys.modules and "organism" not in sys.modules
+"""
+    run("-c", code)
+
+
+def evaluate_score_and_view(run: Run, folder: Path, *server: str) -> None:
+    """An eval of the wheel, scored again and shown."""
+    task = ["-m", "inspect_ai", "eval", "inspect_lens/organism_deception", "--limit", "4"]
+    run(*task, "--model", "vllm-lens/organism", *server, "--display", "plain")
+    (info,) = list_eval_logs(str(folder / "logs"))
+    log = read_eval_log(info)
+    assert log.status == "success", log.error
+    assert log.eval.task == "inspect_lens/organism_deception"
+    for sample in log.samples or []:
+        score = (sample.scores or {})["deception_probe"]
+        assert score.reason is None
+        assert (score.metadata or {})["model_verified"] is True
+    path = info.name.removeprefix("file://")
+    again = [
+        "-m", "inspect_ai", "score", path, "--scorer", "inspect_lens/monitor_alarm",
+        "-S", "probe=organism/deception-lr", "--action", "append", "--overwrite", "--display",
+        "plain",
+    ]  # fmt: skip
+    run(*again)
+    scored = read_eval_log(path)
+    assert {"deception_probe", "monitor_alarm"} <= (scored.samples or [])[0].scores.keys()  # type: ignore[union-attr]
+    # Its own scorers are found by the names that the log has.
+    own = [*again[:5], "inspect_lens/truthfulness", "--action", "overwrite", "--overwrite"]
+    run(*own, "--display", "plain")
+    assert list((read_eval_log(path).samples or [])[0].scores or {}) == ["truthfulness"]
+    run("-m", "inspect_lens._cli", "view", path, "--probe", "organism/deception-lr",
+        "--out", "page.html")  # fmt: skip
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    assert "organism/deception-lr" in page
+
+
+def test_an_eval_runs_is_scored_and_shown(run: Run, tmp_path: Path) -> None:
+    with FakeLensServer(model="organism", n_layers=6, hidden=256) as server:
+        evaluate_score_and_view(run, tmp_path, "--model-base-url", server.url)
+
+
+@pytest.mark.engine
+def test_the_shipped_model_is_started_by_its_name(run: Run, tmp_path: Path) -> None:
+    options = {"dtype": "float32", "max_model_len": 512, "enforce_eager": "true",
+               "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
+    said = [word for name, value in options.items() for word in ("-M", f"{name}={value}")]
+    evaluate_score_and_view(run, tmp_path, *said)
