@@ -7,9 +7,10 @@ fed in two chunks each, one of them steered, with a vector of its own at each to
 - as vLLM runs such a step: replaying a full graph, graphs of pieces, or compiled code,
 
 in a batch of mixed lengths and in one of decodes. An engine that runs all steps eagerly has one way
-only: there two plain runs and a steered one of mixed lengths are all. What it proves of each way: every tap writes a
-row in each step; a vector arrives at its token, and at no other; rows equal those of the eager
-pass, rounding aside; rows come out of the shared memory bit by bit as they lie in the ring.
+only: there two plain runs and a steered one of mixed lengths are all. What it proves of each way:
+every tap writes a row in each step; a vector arrives at its token, and at no other; rows equal
+those of the eager pass, rounding aside; rows come out of the shared memory bit by bit as they lie
+in the ring.
 
 What it does not prove: forward passes are vLLM's dummy runs, whose tokens are all alike and see no
 cache, so the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part of it. Rows
