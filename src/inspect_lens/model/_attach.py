@@ -14,13 +14,12 @@ from inspect_lens._intake import ChoiceFields, FetchBytes, Source, qk_values
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import LensRequest
 
-from ._handle import Activations
+from ._handle import MESSAGES, Activations
 from ._host import active_call
 from ._metadata import LensMetadata
-from ._probe_scores import ProbeScores
+from ._probe_scores import SCORED_MESSAGES, ProbeScores
 from ._response import LensFields
 from ._score_file import ScoreData, columns_of
-from ._store import MESSAGES, SCORED_MESSAGES
 from ._take import Keep, file_of, in_thread, take
 
 __all__ = ["attach", "origin_of"]

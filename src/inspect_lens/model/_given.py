@@ -6,8 +6,7 @@ from inspect_ai.event import Event, InfoEvent
 from inspect_ai.log import transcript
 from inspect_ai.model import ModelOutput
 
-from ._handle import Activations
-from ._store import MESSAGES
+from ._handle import MESSAGES, Activations
 
 __all__ = ["GIVEN_TOKENS", "given_output", "record_given"]
 

@@ -17,13 +17,13 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt, TensorData
 
 from ._places import find, is_there
-from ._store import MEMORY
+from ._store import MemoryStore, MessageIndex
 from ._tensor_info import TensorInfo, read_info, tensor_info, write_info
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REFERENCE", "REFERENCES", "Activations"]
+__all__ = ["MEMORY", "MESSAGES", "REFERENCE", "REFERENCES", "Activations"]
 
 REFERENCE = "activations/2"
 """`$lens` of the logged form."""
@@ -33,6 +33,9 @@ REFERENCES = (REFERENCE, "activations/1")
 RESIDUAL_STREAM = "residual_stream"
 
 _numbers = count()
+
+MEMORY: MemoryStore[Payload] = MemoryStore()
+"""Payloads that this process holds."""
 
 
 class Activations(BaseModel):
@@ -330,3 +333,7 @@ def _unpickle(reference: dict[str, Any], data: bytes | None) -> Activations:
 
 _FIELDS = set(Activations.model_fields)
 """What every handle is made with; nothing changes it, as handles are frozen."""
+
+
+MESSAGES: MessageIndex[Activations] = MessageIndex()
+"""Handles of this process, by message id."""

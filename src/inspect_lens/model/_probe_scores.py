@@ -16,12 +16,15 @@ from inspect_lens.errors import ArtifactError
 from ._handle import Activations
 from ._places import find, is_there
 from ._score_file import SCORES_REFERENCE, Column, ScoreData
-from ._store import SCORES
+from ._store import MemoryStore, MessageIndex
 
-__all__ = ["ProbeScores"]
+__all__ = ["SCORED_MESSAGES", "ProbeScores"]
 
 _DIGITS = 16
 _numbers = count()
+
+SCORES: MemoryStore[ScoreData] = MemoryStore()
+"""Token scores that this process holds."""
 
 
 class ProbeScores(BaseModel):
@@ -242,3 +245,7 @@ def _unpickle(reference: dict[str, Any], data: bytes | None) -> ProbeScores:
 
 
 _FIELDS = set(ProbeScores.model_fields)
+
+
+SCORED_MESSAGES: MessageIndex[ProbeScores] = MessageIndex()
+"""Handles of this process, by message id."""

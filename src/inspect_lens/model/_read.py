@@ -15,9 +15,8 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt
 
 from ._given import given_output
-from ._handle import REFERENCES, Activations
+from ._handle import MEMORY, MESSAGES, REFERENCES, Activations
 from ._places import know_root
-from ._store import MEMORY, MESSAGES
 
 __all__ = [
     "CapturedCall",

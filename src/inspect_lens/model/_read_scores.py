@@ -10,9 +10,8 @@ from inspect_ai.log import EvalSample, transcript
 from inspect_ai.model import ChatMessage, ModelOutput
 
 from ._given import given_output
-from ._probe_scores import ProbeScores
+from ._probe_scores import SCORED_MESSAGES, ProbeScores
 from ._score_file import SCORES_REFERENCE
-from ._store import SCORED_MESSAGES
 
 __all__ = ["ScoredCall", "probe_scores", "probe_scores_for", "read_probe_scores"]
 

@@ -21,10 +21,9 @@ from inspect_lens.spec import (
 )
 
 from ._attach import origin_of
-from ._handle import Activations
+from ._handle import MESSAGES, Activations
 from ._places import place_for
 from ._response import LensFields, fetch_payloads
-from ._store import MESSAGES
 from ._take import Keep, keep_payload
 from ._transport import over_binary
 

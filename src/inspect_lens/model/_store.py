@@ -1,20 +1,14 @@
-"""What this process holds: payloads up to a number of bytes, and handles by message id."""
+"""Memory with a limit: payloads up to a number of bytes, and handles by message id."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from inspect_lens._intake import Payload
 from inspect_lens._settings import Settings
 
-if TYPE_CHECKING:
-    from ._handle import Activations
-    from ._probe_scores import ProbeScores
-    from ._score_file import ScoreData
-
-__all__ = ["MEMORY", "MESSAGES", "SCORED_MESSAGES", "SCORES", "MemoryStore", "MessageIndex"]
+__all__ = ["MemoryStore", "MessageIndex"]
 
 
 class _Sized(Protocol):
@@ -95,9 +89,3 @@ class MessageIndex(Generic[Handle]):
         """The handle, if this process made it."""
         with self._lock:
             return self._items.get(message_id)
-
-
-MEMORY: MemoryStore[Payload] = MemoryStore()
-MESSAGES: MessageIndex[Activations] = MessageIndex()
-SCORES: MemoryStore[ScoreData] = MemoryStore()
-SCORED_MESSAGES: MessageIndex[ProbeScores] = MessageIndex()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -362,7 +362,7 @@ class ActivationSet:
     def _to_bytes(self, *, origin: bool = True) -> bytes:
         if not self.acts:
             raise SpecError(f"{self.name}: is empty; allowed is one sample or more; check filters")
-        return encode_set(self, origin=origin)
+        return encode_set({f.name: getattr(self, f.name) for f in fields(self)}, origin=origin)
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:

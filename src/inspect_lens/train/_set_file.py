@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 from safetensors.numpy import load as load_tensors
@@ -11,20 +12,17 @@ from safetensors.numpy import save as save_tensors
 
 from inspect_lens.spec import parse_positions
 
-if TYPE_CHECKING:
-    from ._dataset import ActivationSet
-
 __all__ = ["decode_set", "encode_set"]
 
 _FORMAT: Final = "inspect_lens.activations/1"
 _KEY: Final = "inspect_lens"
 
 
-def encode_set(data: ActivationSet, *, origin: bool = True) -> bytes:
+def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
     """Content of the file.
 
     Args:
-        data: the set; not empty.
+        fields: of the set, by name, as `decode_set` returns them; not empty.
         origin: with the positions and the hash of the weights. Without them, equal values give
             the bytes of releases that did not know these.
 
@@ -33,27 +31,27 @@ def encode_set(data: ActivationSet, *, origin: bool = True) -> bytes:
     """
     facts: dict[str, Any] = {
         "format": _FORMAT,
-        "name": data.name,
-        "model": data.model,
-        "layers": data.layers,
-        "groups": data.groups,
-        "ids": data.ids,
-        "columns": dict(data.columns),
+        "name": fields["name"],
+        "model": fields["model"],
+        "layers": fields["layers"],
+        "groups": fields["groups"],
+        "ids": fields["ids"],
+        "columns": dict(fields["columns"]),
     }
     tensors = {
-        "acts": np.ascontiguousarray(np.concatenate(data.acts, axis=1)),
-        "lengths": np.array([a.shape[1] for a in data.acts], dtype=np.int64),
-        "labels": data.labels.astype(np.uint8),
-        "mask": np.concatenate(data.mask).astype(np.uint8),
+        "acts": np.ascontiguousarray(np.concatenate(fields["acts"], axis=1)),
+        "lengths": np.array([a.shape[1] for a in fields["acts"]], dtype=np.int64),
+        "labels": fields["labels"].astype(np.uint8),
+        "mask": np.concatenate(fields["mask"]).astype(np.uint8),
     }
-    if data.contents:
-        facts["contents"] = data.contents
-    if data.ends:
-        tensors["ends"] = np.concatenate(data.ends).astype(np.uint8)
-    if origin and data.positions is not None:
-        facts |= {"positions": data.positions, "raw": data.raw}
-    if origin and data.model_sha256 is not None:
-        facts["model_sha256"] = data.model_sha256
+    if fields["contents"]:
+        facts["contents"] = fields["contents"]
+    if fields["ends"]:
+        tensors["ends"] = np.concatenate(fields["ends"]).astype(np.uint8)
+    if origin and fields["positions"] is not None:
+        facts |= {"positions": fields["positions"], "raw": fields["raw"]}
+    if origin and fields["model_sha256"] is not None:
+        facts["model_sha256"] = fields["model_sha256"]
     content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
     return content
 

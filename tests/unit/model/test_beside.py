@@ -23,7 +23,7 @@ from inspect_ai.solver import Generate, TaskState, solver
 from inspect_lens._intake import Beside, _beside, read_file
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import _take, lens_config, read_activations, resident_activation_bytes
-from inspect_lens.model._store import MEMORY
+from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer, residual
 
 from .conftest import GetModel

@@ -16,7 +16,7 @@ import pytest
 from inspect_lens._intake import Beside, _beside
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import _take, lens_config
-from inspect_lens.model._store import MEMORY
+from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
 
 from .conftest import GetModel, RunEval

@@ -11,7 +11,7 @@ from inspect_ai.log import read_eval_log
 from inspect_ai.model import ChatMessageUser, Model, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from inspect_lens.model import _store as store
+from inspect_lens.model import _handle as store
 from inspect_lens.model import (
     activations_df,
     activations_for,
