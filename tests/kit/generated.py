@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+import typer
 import yaml
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import IsInstanceSchema, ModelSchema
 
 from inspect_lens import LensRequest, Receipt
+from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
@@ -75,6 +79,35 @@ def evals_markdown() -> str:
     return "\n".join(rows)
 
 
+def cli_markdown() -> str:
+    """The commands, with the options that their parser knows."""
+    return "\n\n".join(_commands(typer.main.get_command(app), "inspect-lens"))
+
+
+def _commands(command: Any, name: str) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for below, found in command.commands.items():
+            yield from _commands(found, f"{name} {below}")
+        return
+    shown = " ".join(_cell(p) for p in command.params if p.param_type_name == "argument")
+    yield f"## {name.removeprefix('inspect-lens ')}\n\n{(command.help or '').strip()}"
+    yield f"```text\n{name} {shown} [OPTIONS]".replace("  ", " ") + "\n```"
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for option in command.params:
+        if option.param_type_name == "option":
+            default = "required" if option.required else _default(option.default)
+            rows.append(f"| `{option.opts[0]}` | {default} | {option.help} |")
+    yield "\n".join(rows)
+
+
+def _cell(argument: Any) -> str:
+    return argument.name.upper() + (" ..." if argument.nargs == -1 else "")
+
+
+def _default(value: Any) -> str:
+    return "" if value in ("", None, False, True) else f"`{value}`"
+
+
 def generated_files() -> dict[str, str]:
     """What each generated file should hold, by path from the root."""
     content = dict(
@@ -82,6 +115,7 @@ def generated_files() -> dict[str, str]:
             _page("docs/how-to/settings.md", "settings", settings_markdown()),
             _page("docs/reference/compatibility.md", "seams", seams_markdown()),
             _page("docs/evals.md", "evals", evals_markdown()),
+            _page("docs/reference/cli.md", "cli", cli_markdown()),
         ]
     )
     for model in (LensRequest, Receipt):
