@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def _uris(items: Any) -> Any:
 
 
 def _first_sentence(text: str) -> str:
-    for paragraph in text.split("\n\n"):
+    plain = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in plain.split("\n\n"):
         line = " ".join(paragraph.split())
         if line and line[0].isalpha():
             return f": {line.partition('. ')[0].rstrip('.:')}."
