@@ -63,7 +63,7 @@ def seams_markdown() -> str:
 
 def evals_markdown() -> str:
     """The table of evals."""
-    rows = ["| eval | what it asks | data | source | offline twin |", "|---|---|---|---|---|"]
+    rows = ["| eval | what it asks | data | source | try it offline with |", "|---|---|---|---|---|"]
     for path in sorted((ROOT / "evals").glob("*/eval.yaml")):
         facts = yaml.safe_load(path.read_text(encoding="utf-8"))
         extra = facts.get("metadata") or {}
@@ -74,7 +74,7 @@ def evals_markdown() -> str:
         rows.append(
             f"| `{name}` | {facts['title'].rstrip('.')} | "
             f"{'built in' if own else extra.get('data', 'built in')} | "
-            f"{source} | {f'`{twin}`' if twin else 'is one' if own else 'none'} |"
+            f"{source} | {f'`{twin}`' if twin else 'runs offline' if own else 'none'} |"
         )
     return "\n".join(rows)
 

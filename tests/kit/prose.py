@@ -32,7 +32,7 @@ _GENERATED = re.compile(r"<!-- (\w+): generated.*?<!-- /\1 -->", re.DOTALL)
 _FENCE = re.compile(r"^ *```.*?^ *```[ \t]*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])(?:\{[^}]*\})?")
-_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`\[])|(?<=:)\s*$")
+_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*(?:[A-Z0-9`\[]|code\b|vLLM|inspect))|(?<=:)\s*$")
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|cf|al|approx|no|Fig|Eq)\.$")
 
 
