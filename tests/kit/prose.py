@@ -22,13 +22,13 @@ LONGEST_WORDS = 40
 # Not English, or a riddle to somebody new. `tap` is a term once a page has explained it, so it
 # is not here; `arm` and `room` are, as this project used them for other things than arms and rooms.
 WITHOUT = re.compile(
-    r"\b(?:stands?|beside|nobody|of its own accord|of their own accord|arms?|rooms?|twins?|so it is)\b"
+    r"\b(?:stands?|beside|nobody|of its own accord|of their own accord|arms?|rooms?|twins?|so it is(?= since|[.,;]))\b"
     r"|\belse(?=[.;:]|$)|(?<=\. )What [a-z ]{1,60}\b(?:is|are|was|were)\b(?=[^?]*\.)"
     r"|\b(?:without|needs?|has|have|with) leave\b",
     re.IGNORECASE,
 )
 
-_GENERATED = re.compile(r"<!-- (\w+): generated.*?<!-- /\1 -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (\w+): (?:generated|made) .*?<!-- /\1 -->", re.DOTALL)
 _FENCE = re.compile(r"^ *```.*?^ *```[ \t]*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])(?:\{[^}]*\})?")
