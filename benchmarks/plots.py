@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, Final
 from xml.sax.saxutils import escape
 
-__all__ = ["RESULTS", "Row", "Section", "draw", "figure_files", "main", "sections"]
+__all__ = ["RESULTS", "TIMES", "Row", "Section", "draw", "figure_files", "main", "sections"]
 
 RESULTS: Final = Path(__file__).with_name("results")
 ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
+TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _COST: Final = ("cost-h200-1", "cost-h200-2", "cost-h200-3", "cost-h200-4-edits")
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
 _ARMS: Final = {
     "idle": "idle", "capture-1": "capture, one layer", "capture-all": "capture, all layers",
-    "probes-16x4": "16 probes × 4 layers", "steer": "steering",
+    "probes-16x4": f"16 probes {TIMES} 4 layers", "steer": "steering",
 }  # fmt: skip
 _EVALS: Final = {
     "256 connections": "256 connections", "32 connections": "32 connections",
@@ -172,7 +173,7 @@ def draw(shown: Sequence[Section], palette: str) -> str:
             f'<line x1="{x}" x2="{x}" y1="26" y2="{height - 8}" stroke="{colour["line"]}" '
             f'stroke-width="{2 if tick == 1 else 1}"/>'
         )
-        lines.append(_text(x, 18, f"{tick:g}×", colour["faint"], "middle"))
+        lines.append(_text(x, 18, f"{tick:g}{TIMES}", colour["faint"], "middle"))
     y = 26
     for section in shown:
         y += _HEAD
@@ -199,7 +200,9 @@ def _x(ratio: float) -> float:
 
 def _text(x: float, y: float, said: str, fill: str, anchor: str, *, bold: bool = False) -> str:
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x}" y="{y}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(said)}</text>'
+    return (
+        f'<text x="{x}" y="{y}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(said)}</text>'
+    )
 
 
 def figure_files() -> dict[str, str]:

@@ -63,7 +63,10 @@ def seams_markdown() -> str:
 
 def evals_markdown() -> str:
     """The table of evals."""
-    rows = ["| eval | what it asks | data | source | try it offline with |", "|---|---|---|---|---|"]
+    rows = [
+        "| eval | what it asks | data | source | try it offline with |",
+        "|---|---|---|---|---|",
+    ]
     for path in sorted((ROOT / "evals").glob("*/eval.yaml")):
         facts = yaml.safe_load(path.read_text(encoding="utf-8"))
         extra = facts.get("metadata") or {}
@@ -101,7 +104,7 @@ def _commands(command: Any, name: str) -> Iterator[str]:
 
 
 def _cell(argument: Any) -> str:
-    return argument.name.upper() + (" ..." if argument.nargs == -1 else "")
+    return f"{argument.name.upper()}{' ...' if argument.nargs == -1 else ''}"
 
 
 def _default(value: Any) -> str:

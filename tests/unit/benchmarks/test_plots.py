@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.plots import RESULTS, Row, Section, draw, figure_files, main, sections
+from benchmarks.plots import RESULTS, TIMES, Row, Section, draw, figure_files, main, sections
 from tests.kit.repository import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -77,7 +77,7 @@ def test_a_dot_lies_at_its_ratio_on_the_axis() -> None:
     one, ten, between = (float(dot.attrib["cx"]) for dot in root.iter(f"{SVG}circle"))
     assert between == pytest.approx((one + ten) / 2, abs=0.2)
     ticks = {node.text: float(node.attrib["x"]) for node in root.iter(f"{SVG}text")}
-    assert (ticks["1×"], ticks["10×"]) == (one, ten)
+    assert (ticks[f"1{TIMES}"], ticks[f"10{TIMES}"]) == (one, ten)
 
 
 def test_every_row_has_a_run_and_files_are_written(tmp_path: Path) -> None:
@@ -91,5 +91,7 @@ def test_each_committed_result_is_cited_by_a_page() -> None:
     names = [path.name for path in RESULTS.iterdir()]
     assert [name for name in names if name not in pages] == []
     assert len(names) <= 16
-    cited = set(re.findall(r"(?:results/|`)([\w-]+\.json)", (ROOT / "docs/benchmarks.md").read_text()))
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    cited = set(re.findall(r"(?:results/|`)([\w-]+\.json)", page))
     assert {name for name in cited if not (RESULTS / name).exists()} <= {"result.json"}
