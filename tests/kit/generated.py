@@ -21,6 +21,7 @@ from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
+from .gallery import oracles_markdown, probes_markdown
 from .repository import ROOT
 
 COMMAND = "python -m tests.kit.generated"
@@ -119,8 +120,11 @@ def generated_files() -> dict[str, str]:
             _page("docs/reference/compatibility.md", "seams", seams_markdown()),
             _page("docs/evals.md", "evals", evals_markdown()),
             _page("docs/reference/cli.md", "cli", cli_markdown()),
+            _page("docs/gallery.md", "probes", probes_markdown()),
         ]
     )
+    gallery = content["docs/gallery.md"]
+    content["docs/gallery.md"] = _between(gallery, "docs/gallery.md", "oracles", oracles_markdown())
     for model in (LensRequest, Receipt):
         schema = json.dumps(
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
@@ -130,8 +134,12 @@ def generated_files() -> dict[str, str]:
 
 
 def _page(path: str, part: str, text: str) -> tuple[str, str]:
-    """The page with what stands between `<!-- part: … -->` and `<!-- /part -->` replaced."""
-    page = (ROOT / path).read_text(encoding="utf-8")
+    """The page with one part made anew."""
+    return path, _between((ROOT / path).read_text(encoding="utf-8"), path, part, text)
+
+
+def _between(page: str, path: str, part: str, text: str) -> str:
+    """The page with what is between `<!-- part: … -->` and `<!-- /part -->` replaced."""
     made, n = re.subn(
         rf"(<!-- {part}: [^\n]*-->\n).*?(<!-- /{part} -->)",
         lambda match: f"{match[1]}{text}\n{match[2]}",
@@ -140,7 +148,7 @@ def _page(path: str, part: str, text: str) -> tuple[str, str]:
     )
     if n != 1:
         raise ValueError(f"{path}: the marks around the generated part {part!r} are gone")
-    return path, made
+    return made
 
 
 def main() -> None:
