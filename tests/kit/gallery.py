@@ -17,7 +17,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "" if value is None else f"{value:.3f}"
 
 
 def probes_markdown() -> str:
