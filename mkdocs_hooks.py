@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: links to the repository, the Markdown of each page, and `llms.txt`.
+"""Hooks of MkDocs: repository links, the changelog, the Markdown of each page, and `llms.txt`.
 
 `llms.txt` lists the pages in the order of the navigation, in the form of llmstxt.org.
 """
@@ -24,7 +24,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Keep the source of a page, for its Markdown copy."""
+    """Fill in the changelog, and keep the source of each page for its Markdown copy."""
+    if page.file.src_uri == "changelog.md":
+        changelog = Path(config.config_file_path).with_name("CHANGELOG.md")
+        markdown = changelog.read_text(encoding="utf-8").replace("](docs/", "](")
     _PAGES.append((page.file.src_uri, page.title or page.file.name, markdown))
     return markdown
 
