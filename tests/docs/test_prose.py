@@ -8,9 +8,13 @@ import pytest
 
 from tests.kit.blocks import pages
 from tests.kit.prose import LONGEST_WORDS, MEAN_WORDS, read_prose, report, sentences
+from tests.kit.repository import ROOT
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+READMES = sorted(path.relative_to(ROOT) for path in (ROOT / "evals").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("page", [*pages(), *READMES], ids=str)
 def test_a_page_keeps_to_the_style(page: Path) -> None:
     prose = read_prose(page)
     assert prose.mean <= MEAN_WORDS
