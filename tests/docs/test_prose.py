@@ -10,7 +10,6 @@ from tests.kit.blocks import pages
 from tests.kit.prose import LONGEST_WORDS, MEAN_WORDS, read_prose, report, sentences
 from tests.kit.repository import ROOT
 
-
 READMES = sorted(path.relative_to(ROOT) for path in (ROOT / "evals").glob("*/README.md"))
 
 
