@@ -22,6 +22,7 @@ MODEL = "organism/checkpoint"
 # Engine and server live side by side; the default takes a share of all memory for each.
 KV_CACHE_BYTES = 256 << 20
 MAX_LORA_RANK = 32
+STORE_BYTES = 256 << 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,6 +82,8 @@ def lens_server_url(
     environment = os.environ | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "INSPECT_LENS_ALLOW_CODE": "1",
+        # Small enough to be filled, and for whoever fetches what he asks for.
+        "INSPECT_LENS_STORE_BYTES": str(STORE_BYTES),
         # The organism's truth vector belongs to the output of an attention.
         "INSPECT_LENS_SITES": "all",
     }

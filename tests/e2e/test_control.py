@@ -151,7 +151,7 @@ def test_the_activations_survive_the_protocol(lens_server_url: str, tmp_path: Pa
     (call,) = read_activations(log)
     assert (call.sample_id, call.activations.layers) == (sample.id, tuple(LAYERS))
     probe, handle = load_probe(PROBE), call.activations
-    by_hand = probe.score_tokens(handle.numpy()[:, handle.n_prompt :], handle.layers).mean()
+    by_hand = probe.score_tokens(handle.numpy()[:, handle.n_prompt :], handle.layers).max()
     assert facts["suspicion_score"] == pytest.approx(by_hand, rel=1e-5)
     alarm = {"probe": PROBE, "roles": ["untrusted"], "level": "turn", "value": "max"}
     (again,) = rescore(log, [command_of("monitor_alarm", alarm)], tmp_path)

@@ -94,12 +94,14 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
             return log
 
         data = rollouts(folder / "rollouts.json")
+        of_traders = transcripts(folder / "transcripts.json")
         for name, task in ROLLOUTS.items():
             # Alone, as users write it: Inspect finds the scorer in the file of the task.
-            spoken = run(name, task(probe=PROBE, data=data, max_tokens=24), [[]])
+            read = of_traders if task is insider_trading else data
+            spoken = run(name, task(probe=PROBE, data=read, max_tokens=24), [[]])
         answers = {s.messages[1].text: s.output.completion for s in spoken.samples or []}
         data = rollouts(folder / "recorded.json", answers)
-        run("recorded", sandbagging(probe=PROBE, data=data, policy="off"), [own])
+        run("recorded", roleplaying_deception(probe=PROBE, data=data, policy="off"), [own])
 
         liar = ai_liar(probe=PROBE, data=liar_questions(folder), grade=True, max_tokens=24)
         grader = ["--scorer", "evals/kit/grading.py@deception_grade", "-S", "rubric=lying"]
@@ -144,6 +146,16 @@ def rollouts(path: Path, answers: dict[str, str] | None = None) -> str:
             }
         )
     path.write_text(json.dumps({"id": "planted", "rollouts": made}))
+    return str(path)
+
+
+def transcripts(path: Path) -> str:
+    """The same prompts in the schema of the trading agent's transcripts."""
+    made = []
+    for row in json.loads(Path(rollouts(path)).read_text())["rollouts"]:
+        spoken = [*row["input_messages"][:-1], {"role": "assistant", "content": "-"}]
+        made.append({"transcript": spoken, "metadata": {"report_label": "implied"}})
+    path.write_text(json.dumps(made))
     return str(path)
 
 
@@ -230,7 +242,7 @@ def test_a_judge_and_a_probe_find_the_lies_that_the_organism_tells(made: Made, n
 def test_recorded_answers_are_read_as_when_they_were_given(made: Made) -> None:
     live = {
         s.messages[1].text: (s.scores or {})["graded_probe"].value["probe"]  # type: ignore[index,call-overload]
-        for s in made.logs["sandbagging"].samples or []
+        for s in made.logs["roleplaying_deception"].samples or []
     }
     log = made.logs["recorded"]
     for sample in log.samples or []:

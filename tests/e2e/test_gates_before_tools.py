@@ -29,7 +29,7 @@ from tests.kit.rescored import command_of, rescore
 
 pytestmark = pytest.mark.engine
 
-CUT = 0.0
+CUT = 1.742  # the threshold of the card
 ASKED = questions(3)
 
 
@@ -88,7 +88,7 @@ def by_hand(log: EvalLog) -> list[float]:
     for call in read_activations(log):
         handle = call.activations
         rows = handle.numpy()[list(handle.layers).index(probe.layers[0]), handle.n_prompt :]
-        found.append(float(probe.score_tokens(rows[None], probe.layers).mean()))
+        found.append(float(probe.score_tokens(rows[None], probe.layers).max()))
     return found
 
 

@@ -139,7 +139,7 @@ def test_a_probe_reads_the_last_call_of_a_sample_that_was_ended(
         assert [c.sample_id for c in read_activations(log)] == [whole.id, ended.id]
         assert len(activations_df(log)) == 2
         high, low = ((s.scores or {})["monitor_alarm"].as_float() for s in (ended, whole))
-        assert high > 0 > low, "the one that is told to lie lied"
+        assert high > 1.742 > low, "the one that is told to lie lied"
         assert (ended.scores or {})["leakage_baseline"].value == 0
         assert_same_scores(log, rescore(log, again, tmp_path / "again"))
     assert write_view(log.location).n_calls >= 1

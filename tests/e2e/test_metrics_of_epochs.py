@@ -155,7 +155,7 @@ def test_each_entry_of_a_dict_score(lens_server_url: str, tmp_path: Path) -> Non
     for key in (*BOTH, "ensemble"):
         name = "inspect_lens/auroc" + ("_auroc" if key == "ensemble" else "")
         values = table(log, "probe_ensemble", key).mean(axis=1)
-        assert 0.8 <= of(key)[name] == pytest.approx(roc_auc_score(y, values))
+        assert 0.7 <= of(key)[name] == pytest.approx(roc_auc_score(y, values))
     assert of("ensemble")["inspect_lens/auroc_auroc_low"] < of("ensemble")[name]
     card = load_probe(PROBE).card.calibration
     assert card is not None

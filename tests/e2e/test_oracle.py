@@ -172,7 +172,7 @@ def test_of_a_withheld_answer_the_oracle_says_nothing(lens_server_url: str, tmp_
     rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:8]
     task = Task(
         dataset=rows,
-        solver=[probe_gate(PROBE, 1.742, "stop"), activation_oracle(LYING, ORACLE)],
+        solver=[probe_gate(PROBE, 1.2, "stop"), activation_oracle(LYING, ORACLE)],
         scorer=oracle_answer(LYING, ORACLE, label="label", choices=["No", "Yes"], layer=LAYER),
     )
     log = run(task, lens_server_url, tmp_path)

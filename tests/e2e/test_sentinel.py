@@ -173,7 +173,7 @@ def test_a_call_is_rejected_where_the_turn_that_made_it_lies(
     handles = [call.activations for call in read_activations(log)]
     assert [event.suspicion for event in observations(log)] == pytest.approx(
         [
-            probe.score_tokens(handle.numpy()[:, handle.n_prompt :], handle.layers).mean()
+            probe.score_tokens(handle.numpy()[:, handle.n_prompt :], handle.layers).max()
             for handle in handles
         ],
         rel=1e-5,

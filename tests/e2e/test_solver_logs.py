@@ -103,7 +103,7 @@ def by_hand(sample: EvalSample) -> float:
     assert handle is not None
     written = [i for i, p in enumerate(handle.positions) if p >= handle.n_prompt]
     rows = handle.numpy()[:, written]
-    return float(load_probe(PROBE).score_tokens(rows, handle.layers).mean())
+    return float(load_probe(PROBE).score_tokens(rows, handle.layers).max())
 
 
 @pytest.mark.parametrize("name", SOLVERS)

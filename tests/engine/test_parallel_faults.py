@@ -12,6 +12,7 @@ import torch
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.errors import HookError, SpecError
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
+from tests.kit.reference import HuggingFace
 
 pytestmark = pytest.mark.engine
 
@@ -63,6 +64,33 @@ def test_a_hook_that_raises_on_one_rank_fails_its_request(tight: Engine, rank: i
     with pytest.raises(HookError, match="here alone"):
         tight.run([tokens(9)], {"apply_hooks": [hook], "output_qk": [0, 3]}, max_tokens=6)
     works(tight)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hook_that_raises_on_one_rank_while_the_other_asks_for_a_parameter(
+    tight: Engine, hugging_face: HuggingFace, rank: int
+) -> None:
+    """The other one gathers it over both, in each step and at each layer."""
+
+    def bad(ctx: Any, h: Any) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if get_tp_group().rank_in_group == rank:
+            raise ValueError("here alone")
+        for name in ("model.norm.weight", "model.embed_tokens.weight"):
+            assert ctx.get_parameter(name).numel()
+
+    def good(ctx: Any, h: Any) -> None:
+        ctx.saved["head"] = ctx.get_parameter("lm_head.weight")[:5]
+
+    for pre in (False, True):
+        hook = Hook(fn=bad, layer_indices=[1, 2], pre=pre)
+        with pytest.raises(HookError, match="here alone"):
+            tight.run([tokens(9)], {"apply_hooks": [hook]}, max_tokens=6)
+    works(tight)
+    output = tight.run([tokens(9)], {"apply_hooks": [Hook(fn=good, layer_indices=[1])]})[0]
+    whole = hugging_face.model.state_dict()["lm_head.weight"][:5]
+    torch.testing.assert_close(output.hook_results["0"]["head"], whole, rtol=0, atol=0)
 
 
 def test_steering_that_overflows_fails_its_request(tight: Engine) -> None:

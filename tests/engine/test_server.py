@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
 from inspect_lens.spec import decode_tensor
+from tests.conftest import STORE_BYTES
 
 pytestmark = pytest.mark.engine
 
@@ -313,6 +315,39 @@ def test_binary_handles(client: Any) -> None:
     handles = {choice["activations"]["residual_stream"]["handle"] for choice in several[1:]}
     assert len(handles) == 1
     assert all(client.get(f"/v1/activations/{handle}").status_code == 200 for handle in handles)
+
+
+def test_a_client_that_fetches_nothing_is_told_before_it_pays(lens_server_url: str) -> None:
+    def prompt_tokens() -> float:
+        metrics = httpx.get(f"{lens_server_url}/metrics").text
+        found = re.findall(r"^vllm:prompt_tokens_total\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
+        return float(found[0])
+
+    body = {
+        "model": MODEL,
+        "prompt": list(range(5, 805)),
+        "max_tokens": 1,
+        "n": 10,
+        "vllm_xargs": {"output_residual_stream": "true", "activations_transport": "binary"},
+    }
+    held: list[dict[str, Any]] = []
+    headers = {"Authorization": "Bearer somebody who keeps"}
+    with httpx.Client(base_url=lens_server_url, timeout=120, headers=headers) as mine:
+        for _ in range(2 + STORE_BYTES // 2 // (10 * 5 * 800 * 256 * 4)):
+            before = prompt_tokens()
+            answer = mine.post("/v1/completions", json=body)
+            if answer.status_code != 200:
+                break
+            held += [c["activations"]["residual_stream"] for c in answer.json()["choices"]]
+        assert answer.status_code == 429, answer.text
+        assert "of this client's results wait to be fetched" in answer.text
+        assert prompt_tokens() == before, "nothing was scheduled for it"
+        assert mine.post("/v1/completions", json={**body, "vllm_xargs": {}}).status_code == 200
+        other = httpx.post(f"{lens_server_url}/v1/completions", json={**body, "n": 1}, timeout=120)
+        assert other.status_code == 200, "somebody else has his half"
+        for entry in (*held, other.json()["activations"]["residual_stream"]):
+            assert len(mine.get(f"/v1/activations/{entry['handle']}").content) == entry["nbytes"]
+        assert mine.post("/v1/completions", json={**body, "n": 1}).status_code == 200
 
 
 def test_a_plain_response_is_vllms_own(client: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_response_carries_the_scores_of_named_probes(client: httpx.Client) -> 
     (found,) = receipt["probes"]
     n = receipt["n_completion"] - 1
     assert found["n_tokens"] == len(found["tokens"]) == n
-    assert found["score"] == pytest.approx(np.mean(found["tokens"]), abs=1e-4)
+    assert found["score"] == pytest.approx(np.max(found["tokens"]), abs=1e-4)
     described = client.get(REGISTRY).json()["deception"]
     assert described["sha256"] == found["sha256"]
     assert client.get("/v1/inspect_lens").json()["registered"].keys() == {"deception"}

@@ -69,10 +69,16 @@ def _turn(plane: NDArray[Any], degrees: float) -> Callable[[Wide], Wide]:
 def edit_cases(
     seed: int, layer: int = 1, width: int = WIDTH
 ) -> list[tuple[EditBase, Callable[[Wide], Wide]]]:
-    """Edits at one layer, and what each makes of a stream."""
-    v, w, e, d = random_rows(seed, 4, width)
+    """Edits at one layer, and what each makes of a stream.
+
+    Directions of any width are as long as those of `WIDTH`: with longer ones, a chain of latents
+    multiplies the stream, and what the next takes back is rounding.
+    """
+    short = np.float32(math.sqrt(WIDTH / width))
+    v, w, e, d = random_rows(seed, 4, width) * short
     r = np.linalg.qr(random_rows(seed + 1, 3, width).T)[0].T.astype(np.float32)
-    weight, bias = random_rows(seed + 2, 3, width), np.array([0.3, -1.0, 2.0], dtype=np.float32)
+    weight = random_rows(seed + 2, 3, width) * short
+    bias = np.array([0.3, -1.0, 2.0], dtype=np.float32)
     at: dict[str, Any] = {"layers": [layer]}
     wide = v.astype(np.float64)
     out = w.astype(np.float64)

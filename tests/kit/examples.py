@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -63,10 +64,10 @@ def required() -> dict[str, str]:
 
 
 def is_record(value: type[Any]) -> bool:
-    """Whether a class only holds values: a frozen dataclass, a model, a tuple, or an error."""
+    """Whether a class only holds values: a frozen dataclass, model, tuple, enumeration or error."""
     if dataclasses.is_dataclass(value):
         return bool(value.__dataclass_params__.frozen)  # type: ignore[attr-defined]
-    kinds = (BaseModel, BaseException, tuple)
+    kinds = (BaseModel, BaseException, Enum, tuple)
     return issubclass(value, kinds) or getattr(value, "_is_protocol", False)
 
 

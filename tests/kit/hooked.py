@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class Worker(PlainWorker):
             allowed=True,
             most_bytes=most,
             model="the model",
-            parameter=lambda name: torch.full((2,), float(len(name))),
+            parameter=lambda name, may_gather: torch.full((2,), float(len(name))),
             qk_meta=lambda layer: {"scale": 0.5} if layer != 5 else None,
             send=self.exporter.send_saved,
         )
@@ -76,8 +76,10 @@ def _part(stream: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return stream[start:stop].clone()
 
 
-def heads_of(stream: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return stream[start:stop, None], 2 * stream[start:stop, None]
+def heads_of(
+    stream: torch.Tensor, spans: Sequence[tuple[int, int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(stream[a:b, None], 2 * stream[a:b, None]) for a, b in spans]
 
 
 def begin(

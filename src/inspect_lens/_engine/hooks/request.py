@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from .context import HookContext
 __all__ = [
     "HookedRequest",
     "LoadedHook",
+    "Place",
     "finite",
     "is_known_to_be_fine",
     "not_finite",
@@ -24,13 +25,32 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a hook runs, as all ranks know it: also one that could not read the function."""
+
+    layers: frozenset[int]
+    pre: bool
+    asks: bool
+    """Whether it may ask for parameters that ranks have to gather."""
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> Place:
+        """Of a packed hook.
+
+        Its own code names what it calls. Without code it is the name of a function that the
+        server has, which may call anything.
+        """
+        asks = b"get_parameter" in item["data"] or b"CodeType" not in item["data"]
+        return cls(frozenset(item["layers"]), bool(item["pre"]), asks)
+
+
+@dataclass(frozen=True)
 class LoadedHook:
     """A function that came with a request, or persistent, and where it runs."""
 
     function: Callable[..., Any]
     name: str
-    layers: frozenset[int]
-    pre: bool
+    place: Place
 
 
 @dataclass
@@ -44,6 +64,8 @@ class HookedRequest:
     qk_layers: frozenset[int]
     layers: tuple[int, ...]
     """Layers of this stage where something is done for it."""
+    places: tuple[Place, ...] = ()
+    """Of its hooks, whether or not they could be read here."""
     contexts: dict[tuple[str, str], HookContext] = field(default_factory=dict)
     chunks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """By layer: queries and keys, step by step."""
@@ -100,4 +122,4 @@ def not_finite(request: HookedRequest) -> HookError:
 
 def side(hook: LoadedHook) -> str:
     """Where a hook runs, in words."""
-    return "before" if hook.pre else "after"
+    return "before" if hook.place.pre else "after"

@@ -5,15 +5,17 @@ and calls `run` there. Nothing here raises into a forward pass: what a hook rais
 request, whose rows go on unedited. So do rows that are not finite.
 
 Tensor-parallel ranks gather queries, keys and parameters while layers run, and run a step eagerly
-or not, all of them alike. So whether a request takes part is decided by what all ranks know: that
-the scheduler began it and has not ended it. A request that has failed on one of them goes on.
+or not, all of them alike. So whether a request takes part, and where, is decided by what all ranks
+know: that the scheduler began it and has not ended it, and what it asks for. A request that has
+failed on one of them goes on.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from inspect_lens._engine.protocol.messages import Saved
 from inspect_lens.errors import CaptureError, HookError, LensError, SpecError
 
 from .context import HookContext
-from .request import HookedRequest, LoadedHook, finite, is_known_to_be_fine, not_finite, side
+from .request import HookedRequest, LoadedHook, Place, finite, is_known_to_be_fine, not_finite, side
 from .results import OWN, PERSISTENT, QK, pack_saved
 from .unpickle import load_function
 
@@ -56,6 +58,9 @@ class Needs:
     pre: bool = False
     post: bool = False
     qk: bool = False
+    asks_pre: bool = False
+    asks_post: bool = False
+    """Whether a hook there may ask for parameters that ranks have to gather."""
 
 
 class HookRunner:
@@ -68,7 +73,7 @@ class HookRunner:
         allowed: bool,
         most_bytes: int,
         model: Any = None,
-        parameter: Callable[[str], torch.Tensor] | None = None,
+        parameter: Callable[..., torch.Tensor] | None = None,
         qk_meta: Callable[[int], Mapping[str, Any] | None] | None = None,
         send: Callable[[str, int, Saved], None] | None = None,
     ) -> None:
@@ -79,7 +84,8 @@ class HookRunner:
             allowed: whether functions of requests may run.
             most_bytes: that one request may save, and as much again of queries and keys.
             model: of the worker.
-            parameter: finds a parameter of it.
+            parameter: finds a parameter of it by name; `may_gather` says whether ranks may gather
+                it, which they do where `Needs` says so.
             qk_meta: what is to be known of a layer's attention, or None where it has none.
             send: takes reply address, process and message; None on a rank that sends nothing.
         """
@@ -92,6 +98,8 @@ class HookRunner:
         self._send = send
         self.live: dict[str, HookedRequest] = {}
         self._persistent: dict[str, LoadedHook] = {}
+        self._places: dict[str, Place] = {}
+        """Of persistent hooks, also those that could not be read here."""
         self._spans: list[tuple[Part, HookedRequest]] = []
 
     # -- requests ----------------------------------------------------------------
@@ -110,13 +118,12 @@ class HookRunner:
         asked = envelope[EAGER_KEY]
         asked_qk = frozenset(asked["qk"] or ()) & self._layers
         has_qk = frozenset(layer for layer in asked_qk if self._qk_meta(layer) is not None)
-        named = [
-            self._persistent[name].layers
-            for name in asked["persistent"]
-            if name in self._persistent
-        ]
-        at = asked_qk.union(*named, *(item["layers"] for item in asked["own"])) & self._layers
-        request = HookedRequest(envelope["reply"], envelope["pid"], [], has_qk, tuple(sorted(at)))
+        places = [self._places[name] for name in asked["persistent"] if name in self._places]
+        places += [Place.of(item) for item in asked["own"]]
+        at = asked_qk.union(*(place.layers for place in places)) & self._layers
+        request = HookedRequest(
+            envelope["reply"], envelope["pid"], [], has_qk, tuple(sorted(at)), tuple(places)
+        )
         if at:
             # First: it takes part on this rank, too, should the rest fail here alone.
             self.live[key] = request
@@ -167,17 +174,19 @@ class HookRunner:
         Raises:
             SpecError: the function cannot be read.
         """
+        self._places[name] = Place.of(item)
         self._persistent[name] = self._load(item)
 
     def unregister(self, names: Iterable[str]) -> None:
         """Forget persistent hooks; requests that run keep them."""
         for name in names:
             self._persistent.pop(name, None)
+            self._places.pop(name, None)
 
     def _load(self, item: Mapping[str, Any]) -> LoadedHook:
         name = item["name"] or item["sha256"][:12]
         function = load_function(item["data"], name=name, allowed=self._allowed)
-        return LoadedHook(function, name, frozenset(item["layers"]), item["pre"])
+        return LoadedHook(function, name, Place.of(item))
 
     # -- a step --------------------------------------------------------------------
 
@@ -207,12 +216,12 @@ class HookRunner:
             for layer in request.layers:
                 need = needs.setdefault(layer, Needs())
                 need.qk |= layer in request.qk_layers
-                if request.error is not None:
-                    continue
-                for _, _, hook in request.hooks:
-                    if layer in hook.layers:
-                        need.pre |= hook.pre
-                        need.post |= not hook.pre
+                for place in request.places:
+                    if layer in place.layers:
+                        need.pre |= place.pre
+                        need.post |= not place.pre
+                        need.asks_pre |= place.pre and place.asks
+                        need.asks_post |= place.asks and not place.pre
         return needs
 
     def run(
@@ -236,7 +245,7 @@ class HookRunner:
             stream: torch.Tensor | None = None
             is_edited = False
             for group, index, hook in request.hooks:
-                if hook.pre != pre or layer not in hook.layers:
+                if hook.place.pre != pre or layer not in hook.place.layers:
                     continue
                 try:
                     if stream is None:
@@ -258,21 +267,25 @@ class HookRunner:
         return edits
 
     def read_qk(
-        self, layer: int, rows: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+        self,
+        layer: int,
+        rows: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[torch.Tensor, torch.Tensor]]],
     ) -> None:
         """Keep queries and keys of a layer; called in the forward pass.
 
         Args:
             layer: the layer.
-            rows: gives (tokens, heads, head size) of queries and keys of some tokens of the step.
+            rows: gives (tokens, heads, head size) of queries and keys of tokens of the step, from
+                first token to end, of all requests together.
         """
         # Ranks gather their heads here, so each of them reads, also for a failed request.
         read = [
-            (request, *rows(part.start, part.start + part.n_tokens))
+            (request, (part.start, part.start + part.n_tokens))
             for part, request in self._spans
             if layer in request.qk_layers
         ]
-        for request, q, k in read:
+        found = rows([span for _, span in read])
+        for (request, _), (q, k) in zip(read, found, strict=True):
             if request.error is not None:
                 continue
             request.nbytes += q.numel() * q.element_size() + k.numel() * k.element_size()
@@ -323,7 +336,8 @@ class HookRunner:
     ) -> torch.Tensor | None:
         context = request.contexts.get(place)
         if context is None:
-            context = request.contexts[place] = HookContext(self._model, self._parameter)
+            parameter = functools.partial(self._parameter, may_gather=hook.place.asks)
+            context = request.contexts[place] = HookContext(self._model, parameter)
         context.layer_idx, context.seq_len = layer, part.n_tokens
         context.position = part.position
         # A copy: what a hook writes into its rows counts when it gives them back, and not else.
@@ -370,5 +384,5 @@ def _explained(error: BaseException, hook: LoadedHook, layer: int) -> LensError:
     return HookError(f"hook {hook.name} {side(hook)} layer {layer} raised:\n{text}")
 
 
-def _no_parameter(name: str) -> torch.Tensor:
+def _no_parameter(name: str, *, may_gather: bool) -> torch.Tensor:
     raise LensError(f"{name}: this worker knows no parameters")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
@@ -97,6 +100,20 @@ class CaptureEnvelope:
     def wire(self) -> DType:
         """Dtype of what the worker sends: sums are rounded when they are complete."""
         return "float32" if self.operation == "mean" else self.dtype
+
+    def fed(self, n_fed: int) -> Sequence[int]:
+        """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
+        if self.positions is not None:
+            return self.positions[: bisect_left(self.positions, n_fed)]
+        return range(self.lo, max(self.lo, min(self.hi, n_fed)))
+
+    def n_bytes(self, n_fed: int) -> int:
+        """Size of the results of a request that fed `n_fed` tokens to the model."""
+        rows = len(self.fed(n_fed))
+        if self.is_last or self.operation in ("mean", "max"):
+            rows = min(rows, 1)
+        itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return len(self.sites) * len(self.layers) * rows * self.shape[1] * itemsize
 
     def ranks(self, site: Site) -> list[int]:
         """Index in `taps` of each layer at a site."""

@@ -16,6 +16,7 @@ from typing import Any
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
 from inspect_lens._vllm.http.bodies import asked_of
+from inspect_lens._vllm.http.responses import is_serving, payloads
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
@@ -98,7 +99,8 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
         params: of the request.
 
     Raises:
-        LensError: the request would be refused when it is processed.
+        LensError: the request would be refused when it is processed, or there is no room for what
+            is sure to come of it.
     """
     sealed = (getattr(params, "extra_args", None) or {}).get(ENVELOPE_KEY)
     if isinstance(sealed, Packed) or (sealed is not None and hasattr(prompt, "sampling_params")):
@@ -111,7 +113,11 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     is_known, n_prompt = _prompt_tokens(prompt)
     if is_known:
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
-        _sealed(*found, params, n_prompt=n_prompt, max_tokens=most)
+        packed = _sealed(*found, params, n_prompt=n_prompt, max_tokens=most)
+        capture = packed.envelope.capture
+        if capture is not None and capture.transport == "binary" and is_serving():
+            least = _least_tokens(params, most, may_stop=found[0].probes != ())
+            payloads.admit(params.n * capture.n_bytes((n_prompt or 0) + least - 1))
 
 
 def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBook | None) -> None:
@@ -283,3 +289,16 @@ def _most_tokens(params: Any, n_prompt: int, max_model_len: int) -> int:
     most = room if params.max_tokens is None else int(params.max_tokens)
     trace = getattr(params, "trace_decode_token_ids", None)
     return most if not trace else min(len(trace[: max(room, 1)]), most)
+
+
+def _least_tokens(params: Any, most: int, *, may_stop: bool) -> int:
+    """Tokens that are sure to be sampled.
+
+    Args:
+        params: of the request.
+        most: that may be sampled.
+        may_stop: whether an alarm of a probe may end the text.
+    """
+    if params.ignore_eos and not (may_stop or params.stop or params.stop_token_ids):
+        return max(most, 1)
+    return max(1, min(int(params.min_tokens), most))

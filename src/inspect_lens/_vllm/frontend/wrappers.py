@@ -330,6 +330,8 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             prompt = kwargs.get("prompt", args[0] if args else None)
             judge_early(self.input_processor, prompt, params)
+        except CapacityError as error:
+            raise busy(str(error)) from error
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
         return outputs_of(self, *args, **kwargs)

@@ -2,7 +2,9 @@
 
 A handle is a promise: nothing that waits to be fetched makes room for something else. So a store
 that is full takes no more until something is fetched or expires, and no client can have more than
-half of it. Who has too much there is told so ("busy"); others have their half.
+half of it. Who has too much there is told so ("busy"); others have their half. It is told before a
+request is scheduled where what waits leaves no room for what is sure to come, and else when results
+are there: whether a client fetches in time, and how long a text becomes, is not known before.
 """
 
 from __future__ import annotations
@@ -72,6 +74,21 @@ class PayloadStore:
         """Bytes of everything that is held."""
         return Settings.load().store_bytes if self._given_bytes is None else self._given_bytes
 
+    def admit(self, size: int) -> None:
+        """Judge a request of the client that is served, before it costs anything.
+
+        Args:
+            size: bytes of results that are sure to come.
+
+        Raises:
+            UnsupportedError: as `put`.
+            CapacityError: as `put`, though none of what was fetched were kept.
+        """
+        client = CLIENT.get()
+        with self._lock:
+            self._drop(time.monotonic(), room_for=0)
+            self._check(size, client, held=sum(self._of_client.values()))
+
     def put(self, data: bytes | memoryview) -> str:
         """Keep a payload of the client that is served; returns its handle, which none can guess.
 
@@ -82,25 +99,12 @@ class PayloadStore:
             UnsupportedError: the payload alone is larger than what one client can have here.
             CapacityError: there is no room, until something is fetched or expires.
         """
-        share, size, client = self.max_bytes // 2, len(data), CLIENT.get()
-        if size > share:
-            raise UnsupportedError(
-                f"activations of {size} bytes, and half of the binary store, {share} bytes, is "
-                "what one client can have there; capture fewer layers or tokens, or raise "
-                "INSPECT_LENS_STORE_BYTES"
-            )
+        size, client = len(data), CLIENT.get()
         handle = f"{self.name}-{secrets.token_urlsafe(24)}"
         now = time.monotonic()
         with self._lock:
             self._drop(now, room_for=size)
-            mine = self._of_client[client]
-            if mine + size > share or self._n_bytes + size > self.max_bytes:
-                raise CapacityError(
-                    f"{mine} bytes of this client's results wait to be fetched, of {self._n_bytes} "
-                    f"in the binary store, and {size} more came; at most {share} of one client "
-                    f"and {self.max_bytes} of all fit. Fetch results when they come: others wait "
-                    f"{self._ttl_s:g} s at most. Or raise INSPECT_LENS_STORE_BYTES"
-                )
+            self._check(size, client, held=self._n_bytes)
             self._waiting[handle] = _Payload(data, now + self._ttl_s, client)
             self._n_bytes += size
             self._of_client[client] += size
@@ -139,6 +143,23 @@ class PayloadStore:
         """Bytes that are held."""
         with self._lock:
             return self._n_bytes
+
+    def _check(self, size: int, client: str, *, held: int) -> None:
+        """Raise where results of a client have no room beside what is held."""
+        share, mine = self.max_bytes // 2, self._of_client[client]
+        if size > share:
+            raise UnsupportedError(
+                f"activations of {size} bytes, and half of the binary store, {share} bytes, is "
+                "what one client can have there; capture fewer layers or tokens, or raise "
+                "INSPECT_LENS_STORE_BYTES"
+            )
+        if mine + size > share or held + size > self.max_bytes:
+            raise CapacityError(
+                f"{mine} bytes of this client's results wait to be fetched, of {held} in the "
+                f"binary store, and {size} more come; at most {share} of one client and "
+                f"{self.max_bytes} of all fit. Fetch results when they come: others wait "
+                f"{self._ttl_s:g} s at most. Or raise INSPECT_LENS_STORE_BYTES"
+            )
 
     def _drop(self, now: float, *, room_for: int) -> None:
         """Let go of what has expired, and of what was fetched where there is no room."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from inspect_lens.errors import UnsupportedError
+from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens.errors import LensError, UnsupportedError
+
+from .ranks import MOST_BYTES, Ranks
 
 __all__ = ["Parameters"]
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 
 class Parameters:
@@ -18,29 +27,66 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kept: dict[str, torch.Tensor] = {}
+        self._thread = 0
+        """The thread that ranks may gather in now, all of them; 0 when they may not."""
 
-    def get(self, name: str) -> torch.Tensor:
-        """One parameter, whole. With tensor parallelism all ranks have to ask for it together.
+    def get(self, name: str, *, may_gather: bool = True) -> torch.Tensor:
+        """One parameter, whole. With tensor parallelism ranks gather it, inside `together`.
+
+        Other ranks serve it there, whether they ask for it or not.
 
         Args:
             name: dotted path from the model.
+            may_gather: whether who asks is known to all ranks as one who may.
 
         Returns:
             The parameter; without tensor parallelism it is the model's own memory.
 
         Raises:
             AttributeError: the model has none of this name on this pipeline stage.
-            LensError: it is packed for a kernel, or the ranks' shares cannot be put together.
+            LensError: it is packed for a kernel, the ranks' shares cannot be put together, or they
+                cannot be gathered now.
         """
         kept = self._kept.get(name)
         if kept is not None:
             return kept
         module, value = self._find(name)
-        group = _tp()
-        if group.world_size == 1:
+        ranks = Ranks.here()
+        if ranks.n == 1:
             return value
-        shares = _gather(value, group)
-        return _whole(name, module, shares, group.world_size)
+        if not may_gather or self._thread != threading.get_ident():
+            raise LensError(
+                f"{name}: ranks gather a parameter while a hook runs whose own code says "
+                "get_parameter; call it there and in the hook's thread, or prefetch the parameter"
+            )
+        if len(name.encode()) > MOST_BYTES:
+            raise AttributeError(f"{name[:60]}…: a name has at most {MOST_BYTES} bytes")
+        while True:
+            wish = next(filter(None, ranks.say(name)))
+            if wish == name:
+                return _whole(name, module, self._shares(name, ranks), ranks.n)
+            self._serve(wish, ranks)
+
+    @contextlib.contextmanager
+    def together(self, is_needed: bool = True) -> Iterator[None]:
+        """Let `get` gather parameters over ranks, all of which have to come here.
+
+        Behind it a rank serves what others still ask for, whatever became of its own work.
+
+        Args:
+            is_needed: by what all ranks know. Where it is False nothing is done.
+        """
+        ranks = Ranks.here() if is_needed else None
+        if ranks is None or ranks.n == 1:
+            yield
+            return
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = 0
+            while wish := next(filter(None, ranks.say("")), ""):
+                self._serve(wish, ranks)
 
     def prefetch(self, names: list[str]) -> None:
         """Keep parameters, gathered over tensor-parallel ranks and sent to all pipeline stages.
@@ -54,20 +100,42 @@ class Parameters:
             AttributeError: no stage has a parameter of the name.
             LensError: see `get`.
         """
+        problems: list[Exception] = []
         for name in names:
             found, problem = None, None
             try:
-                found = self.get(name)
-            except Exception as error:  # noqa: BLE001 - the other stages wait for what this one says
+                with self.together():
+                    found = self.get(name)
+            except Exception as error:  # noqa: BLE001 - the other workers wait for what this one says
                 problem = error
             whole = _over_stages(found)
-            if whole is None:
-                raise problem or AttributeError(f"no pipeline stage has a parameter {name!r}")
-            self._kept[name] = whole
+            if whole is not None:
+                self._kept[name] = whole
+            else:
+                problems.append(
+                    problem or AttributeError(f"no pipeline stage has a parameter {name!r}")
+                )
+        # Not before: the others go through all names.
+        if problems:
+            raise problems[0]
 
     def clear(self) -> None:
         """Forget what was prefetched."""
         self._kept.clear()
+
+    def _shares(self, name: str, ranks: Ranks) -> list[torch.Tensor]:
+        """The ranks' shares, in order."""
+        (stacked,) = ranks.gather(lambda: [self._find(name)[1]])
+        return list(stacked)
+
+    def _serve(self, name: str, ranks: Ranks) -> None:
+        try:
+            self._shares(name, ranks)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            # It is of whoever asked, and who could not take part says why.
+            logger.warning("inspect_lens: %s was not gathered: %s", name, error)
 
     def _find(self, name: str) -> tuple[nn.Module, torch.Tensor]:
         from vllm.model_executor.models.utils import PPMissingLayer
@@ -92,18 +160,6 @@ class Parameters:
                 f"{name}: vLLM has packed it away for the kernel of this device and keeps no copy"
             )
         return module, value.detach()
-
-
-def _tp() -> Any:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group()
-
-
-def _gather(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """The ranks' shares, in order."""
-    stacked: torch.Tensor = group.all_gather(value.unsqueeze(0).contiguous(), dim=0)
-    return list(stacked)
 
 
 def _whole(name: str, module: Any, shares: list[torch.Tensor], ranks: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,11 +68,7 @@ class Expected:
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
         capture = self.envelope.capture
-        if capture is None:
-            return ()
-        if capture.positions is not None:
-            return capture.positions[: bisect_left(capture.positions, n_fed)]
-        return range(capture.lo, max(capture.lo, min(capture.hi, n_fed)))
+        return () if capture is None else capture.fed(n_fed)
 
     def n_read(self, n_fed: int) -> int:
         """Positions that probes read of a request that fed `n_fed` tokens to the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from inspect_lens._engine.hooks.runner import HookRunner
 from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import UnsupportedError
 
 __all__ = ["QKReader"]
@@ -24,14 +25,16 @@ _NAMES = ((0, "query"), (1, "key"))
 class QKReader:
     """Knows the attention layer of each decoder layer of this worker."""
 
-    def __init__(self, blocks: Sequence[nn.Module | None], n_kv_heads: int) -> None:
+    def __init__(self, blocks: Sequence[nn.Module | None], n_kv_heads: int, ranks: Ranks) -> None:
         """Find the attention layers.
 
         Args:
             blocks: decoder layers of the model; None for those of other pipeline stages.
             n_kv_heads: key heads of the model, over all ranks.
+            ranks: that have shares of the heads.
         """
         self._n_kv_heads = n_kv_heads
+        self._ranks = ranks
         self._modules: dict[int, Any] = {
             layer: module
             for layer, block in enumerate(blocks)
@@ -58,16 +61,16 @@ class QKReader:
         return self._metas.get(layer)
 
     def _meta(self, module: Any) -> Mapping[str, Any]:
-        impl, group = module.impl, _tp()
+        impl, ranks = module.impl, self._ranks
         return {
             "layer_name": str(getattr(module, "layer_name", "")),
             "scale": float(getattr(impl, "scale", None) or module.head_size**-0.5),
             "logits_soft_cap": float(getattr(impl, "logits_soft_cap", None) or 0.0),
             "sliding_window": _window(getattr(module, "sliding_window", None)),
-            "alibi_slopes": _over_heads(getattr(impl, "alibi_slopes", None), group),
-            "sinks": _over_heads(getattr(impl, "sinks", None), group),
+            "alibi_slopes": _over_heads(getattr(impl, "alibi_slopes", None), ranks),
+            "sinks": _over_heads(getattr(impl, "sinks", None), ranks),
             "use_alibi_sqrt": bool(getattr(module, "use_alibi_sqrt", False)),
-            "num_heads": int(module.num_heads) * group.world_size,
+            "num_heads": int(module.num_heads) * ranks.n,
             "num_kv_heads": self._n_kv_heads or int(module.num_kv_heads),
             "head_size": int(module.head_size),
         }
@@ -85,13 +88,16 @@ class QKReader:
         module = self._modules[layer]
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
+            def shares(spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
                 query, key = (kwargs.get(n, args[i] if i < len(args) else None) for i, n in _NAMES)
                 if query is None or key is None:
                     raise UnsupportedError(f"layer {layer} has no keys of its own")
                 q = query.reshape(-1, module.num_heads, module.head_size)
                 k = key.reshape(-1, module.num_kv_heads, module.head_size)
-                hooks.read_qk(layer, lambda a, b: (self._all_heads(q[a:b]), self._keys(k[a:b])))
+                return [rows[a:b].clone() for a, b in spans for rows in (q, k)]
+
+            try:
+                hooks.read_qk(layer, lambda spans: self._all_heads(shares, spans))
             except BaseException as error:
                 if ends_process(error, in_user_code=True):
                     raise
@@ -99,19 +105,20 @@ class QKReader:
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _all_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """Heads of all tensor-parallel ranks, in order; memory of its own."""
-        group = _tp()
-        if group.world_size == 1:
-            return rows.clone()
-        gathered: torch.Tensor = group.all_gather(rows.contiguous(), dim=1)
-        return gathered
+    def _all_heads(
+        self,
+        shares: Callable[[Sequence[tuple[int, int]]], list[torch.Tensor]],
+        spans: Sequence[tuple[int, int]],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries and keys of all tensor-parallel ranks' heads, in order; memory of their own."""
+        gathered = self._ranks.gather(lambda: shares(spans))
+        whole = [ranks.transpose(0, 1).flatten(1, 2) for ranks in gathered]
+        return [(q, self._once(k)) for q, k in zip(whole[::2], whole[1::2], strict=True)]
 
-    def _keys(self, rows: torch.Tensor) -> torch.Tensor:
-        gathered = self._all_heads(rows)
-        copies = gathered.shape[1] // self._n_kv_heads if self._n_kv_heads else 1
-        # With fewer key heads than ranks, neighbouring ranks hold the same one.
-        return gathered[:, :: max(copies, 1)].contiguous() if copies > 1 else gathered
+    def _once(self, keys: torch.Tensor) -> torch.Tensor:
+        """Each key head once: with fewer of them than ranks, neighbouring ranks hold the same."""
+        copies = keys.shape[1] // self._n_kv_heads if self._n_kv_heads else 1
+        return keys[:, ::copies].contiguous() if copies > 1 else keys
 
 
 def _attention(block: nn.Module) -> Any:
@@ -125,23 +132,17 @@ def _attention(block: nn.Module) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def _tp() -> Any:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group()
-
-
 def _window(size: int | None) -> list[int]:
     """A sliding window of so many tokens as (left, right), -1 for no limit."""
     return [-1, -1] if size is None or size < 0 else [int(size) - 1, 0]
 
 
-def _over_heads(value: Any, group: Any) -> list[float] | None:
+def _over_heads(value: Any, ranks: Ranks) -> list[float] | None:
     """One number per query head, over all tensor-parallel ranks."""
     if value is None:
         return None
     numbers = torch.as_tensor(value, dtype=torch.float32)
-    if group.world_size > 1:
-        numbers = group.all_gather(numbers.to(group.device).contiguous(), dim=0)
+    if ranks.n > 1:
+        numbers = ranks.group.all_gather(numbers.to(ranks.group.device).contiguous(), dim=0)
     found: list[float] = numbers.cpu().tolist()
     return found

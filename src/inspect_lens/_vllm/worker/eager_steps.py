@@ -14,12 +14,17 @@ from typing import Any
 
 from inspect_lens._engine.hooks.runner import HookRunner, Part
 from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.guard import guarded
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, seam, verify, wrap
+from inspect_lens._vllm.model.ranks import Ranks
+from inspect_lens.errors import CaptureError
 
 from .layer_hooks import LayerHooks
 
 __all__ = ["EagerV1", "EagerV2", "checked_steps", "is_eager_step", "note", "wrap_eager_seams"]
+
+_READY = "ready"
 
 
 class _Step:
@@ -120,30 +125,43 @@ def _dispatch_v2(original: Callable[..., Any]) -> Callable[..., Any]:
 class _Eager:
     """What both runners do around an eager step."""
 
-    def __init__(self, runner: Any, stepper: HookedStepper, layers: LayerHooks) -> None:
+    def __init__(
+        self, runner: Any, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks
+    ) -> None:
         """Store what steps need.
 
         Args:
             runner: vLLM's.
             stepper: of the worker.
             layers: puts hooks into the model's layers.
+            ranks: those that run each step with this worker.
         """
         assert stepper.hooks is not None
         self._runner = runner
         self._stepper = stepper
         self._hooks: HookRunner = stepper.hooks
         self._layers = layers
+        self._ranks = ranks
 
     def _arm(self, parts: list[Part]) -> bool:
-        try:
-            needs = self._hooks.begin(parts)
-            self._layers.arm(needs)
-        except BaseException:
-            # What is half put in would run in steps of others.
-            self._layers.disarm()
+        if not any(part.key in self._hooks.live for part in parts):
             self._hooks.begin(())
-            raise
-        return bool(needs)
+            return False
+        problem: BaseException | None = None
+        try:
+            self._layers.arm(self._hooks.begin(parts))
+        except BaseException as error:  # noqa: BLE001 - raised when the other ranks know
+            problem = error
+        if problem is None and all(said == _READY for said in self._ranks.say(_READY)):
+            return True
+        # What is half put in would run in steps of others; and ranks would wait for this one.
+        self._layers.disarm()
+        self._hooks.begin(())
+        if problem is not None:
+            if not ends_process(problem):
+                self._ranks.say("")
+            raise problem
+        raise CaptureError("hooks could not run: they were not put in on another rank")
 
     def _end(self) -> None:
         """Take the hooks out of the layers again, and fail the requests that have to fail."""
@@ -195,9 +213,11 @@ class EagerV1(_Eager):
 class EagerV2(_Eager):
     """Wraps two methods of a V2 runner; put on after `RunnerV2`, so that it lies outside."""
 
-    def __init__(self, runner: Any, stepper: HookedStepper, layers: LayerHooks) -> None:
+    def __init__(
+        self, runner: Any, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks
+    ) -> None:
         """See `_Eager`."""
-        super().__init__(runner, stepper, layers)
+        super().__init__(runner, stepper, layers, ranks)
         self._scheduled: Any = None
 
     def attach(self) -> None:

@@ -6,7 +6,8 @@ The hooks are put in before the step and taken out behind it, so a compiled step
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class LayerHooks:
         hooks: HookRunner,
         state: TapState,
         qk: QKReader,
+        together: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         """Store what steps need.
 
@@ -45,7 +47,9 @@ class LayerHooks:
             hooks: run in them.
             state: of the taps, which capture what hooks have edited.
             qk: reads queries and keys.
+            together: where ranks may gather parameters; takes whether a hook may ask for some.
         """
+        self._together = together
         self._blocks = blocks
         self._hooks = hooks
         self._state = state
@@ -64,10 +68,10 @@ class LayerHooks:
             if block is None:
                 continue
             if need.pre:
-                before = functools.partial(self._before, layer)
+                before = functools.partial(self._before, layer, need.asks_pre)
                 self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
             if need.post:
-                after = functools.partial(self._after, layer)
+                after = functools.partial(self._after, layer, need.asks_post)
                 self._handles.append(block.register_forward_hook(after))
             if need.qk:
                 self._handles.append(self._qk.arm(layer, self._hooks))
@@ -81,12 +85,18 @@ class LayerHooks:
     # Nothing below may raise into the forward pass: it is that of other requests too.
 
     def _before(
-        self, layer: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: int,
+        asks: bool,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         try:
-            reader = BlockInput(block)
-            hidden, residual = reader.read(args, kwargs)
-            edits = self._hooks.run(layer, True, functools.partial(_stream, hidden, residual))
+            with self._together(asks):
+                reader = BlockInput(block)
+                hidden, residual = reader.read(args, kwargs)
+                edits = self._hooks.run(layer, True, functools.partial(_stream, hidden, residual))
             if not edits:
                 return None
             names = ("hidden_states",) if residual is None else ("hidden_states", "residual")
@@ -100,10 +110,11 @@ class LayerHooks:
             self._hooks.fail_step(error)
             return None
 
-    def _after(self, layer: int, block: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, layer: int, asks: bool, block: nn.Module, args: Any, output: Any) -> Any:
         try:
-            hidden, residual = split_output(block, output, layout_of(type(block)))
-            edits = self._hooks.run(layer, False, functools.partial(_stream, hidden, residual))
+            with self._together(asks):
+                hidden, residual = split_output(block, output, layout_of(type(block)))
+                edits = self._hooks.run(layer, False, functools.partial(_stream, hidden, residual))
             if not edits:
                 return None
             is_pair = isinstance(output, tuple)

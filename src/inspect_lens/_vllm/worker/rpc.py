@@ -14,6 +14,7 @@ from inspect_lens._engine.hooks.stepper import HookedStepper
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.model.parameters import Parameters
+from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import EngineFacts
 
@@ -51,7 +52,8 @@ def attach_hooks(
     wrap_eager_seams(is_v2=is_v2)
     model = runner.get_model()
     parameters = Parameters(model)
-    qk = QKReader(blocks, int(runner.model_config.get_total_num_kv_heads()))
+    ranks = Ranks.here()
+    qk = QKReader(blocks, int(runner.model_config.get_total_num_kv_heads()), ranks)
     stepper.hooks = HookRunner(
         layers=[layer for layer in facts.layers if blocks[layer] is not None],
         allowed=settings.allow_code,
@@ -61,9 +63,9 @@ def attach_hooks(
         qk_meta=qk.meta,
         send=None if exporter is None else exporter.send_saved,
     )
-    layers = LayerHooks(blocks, stepper.hooks, stepper.state, qk)
+    layers = LayerHooks(blocks, stepper.hooks, stepper.state, qk, parameters.together)
     adapter = EagerV2 if is_v2 else EagerV1
-    adapter(runner, stepper, layers).attach()
+    adapter(runner, stepper, layers, ranks).attach()
     runner.inspect_lens_parameters = parameters
     if settings.allow_code:
         logger.warning(

@@ -6,9 +6,11 @@ fed in two chunks each, one of them steered, with a vector of its own at each to
 - eagerly, with and without steering: the reference;
 - as vLLM runs such a step: replaying a full graph, graphs of pieces, or compiled code,
 
-in a batch of mixed lengths and in one of decodes. What it proves of each way: every tap writes a
-row in each step; a vector arrives at its token, and at no other; rows equal those of the eager
-pass, rounding aside; rows come out of the shared memory bit by bit as they lie in the ring.
+in a batch of mixed lengths and in one of decodes. An engine that runs all steps eagerly has one way
+only: there two plain runs and a steered one of mixed lengths are all. What it proves of each way:
+every tap writes a row in each step; a vector arrives at its token, and at no other; rows equal
+those of the eager pass, rounding aside; rows come out of the shared memory bit by bit as they lie
+in the ring.
 
 What it does not prove: forward passes are vLLM's dummy runs, whose tokens are all alike and see no
 cache, so the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part of it. Rows
@@ -109,18 +111,17 @@ def check_steps(
     inbox = Inbox(stepper.state.taps, exporter)
     check = _Check(runner, stepper, inbox, facts, scale, is_exporting)
     found, paths, n_compared = [], [], 0
+    is_plain = _is_all_eager(runner.vllm_config)
+    shapes = _shapes(runner, stepper, facts)
     try:
-        for shape in _shapes(runner, stepper, facts):
+        for shape in shapes[:1] if is_plain else shapes:
             try:
-                plain, eager, own, again = (
-                    check.run(shape, is_eager=forced and may_force_eager, is_steered=steered)
-                    for forced, steered in (
-                        (True, False),
-                        (True, True),
-                        (False, True),
-                        (True, False),
-                    )
-                )
+                # The same passes on all ranks, whatever their rows say.
+                plain = check.run(shape, is_eager=may_force_eager, is_steered=False)
+                eager = own = check.run(shape, is_eager=may_force_eager, is_steered=True)
+                if not is_plain:
+                    own = check.run(shape, is_eager=False, is_steered=True)
+                again = check.run(shape, is_eager=may_force_eager, is_steered=False)
             except _NoPassError as error:
                 logger.warning(
                     "inspect_lens: the start-up check could not run %s: %s", shape.name, error
@@ -150,7 +151,7 @@ def check_steps(
         ", ".join(paths) or "none",
         n_compared,
         len(stepper.state.taps),
-        "eager" if may_force_eager else "repeated",
+        "eager" if may_force_eager and not is_plain else "repeated",
     )
 
 
@@ -271,6 +272,12 @@ class _Check:
             return "eager"
         otherwise: EnginePath = "compiled" if is_compiled(self._runner.vllm_config) else "eager"
         return _PATHS.get(modes[-1], otherwise) if modes else otherwise
+
+
+def _is_all_eager(config: Any) -> bool:
+    """Whether an engine has neither compiled code nor graphs, so that all steps run alike."""
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return getattr(mode, "name", "") == "NONE" and not is_compiled(config)
 
 
 def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.hooks.runner import Part
+from inspect_lens._engine.hooks.runner import Needs, Part
+from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens.errors import CapacityError, CaptureError, HookError, SpecError
 from tests.kit.hooked import Worker, begin, heads_of, hook, note, take
 from tests.kit.steps import LAYERS
@@ -59,6 +61,10 @@ def test_a_hook_that_would_end_the_process_fails_its_request(
     assert not worker.hooks.live
 
 
+def rows_of(stream: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return stream[start:stop].clone()
+
+
 class Ranks:
     """Two tensor-parallel ranks; one of them sends."""
 
@@ -66,6 +72,7 @@ class Ranks:
         self.workers = [Worker(most=400), Worker(most=400)]
         self.workers[1].hooks._send = None
         self.gathered: list[list[tuple[int, int, int]]] = [[], []]
+        self.needs: dict[int, Needs] = {}
 
     def step(self, parts: list[tuple[str, int, int]]) -> None:
         """What each of them gathers, and whether it runs eagerly, has to be the same."""
@@ -78,17 +85,21 @@ class Ranks:
             needs.append(worker.hooks.begin(step))
             stream = torch.cat([worker.rows(p.key, p.position, p.n_tokens) for p in step])
 
-            def heads(a: int, b: int, rank: int = rank, stream: torch.Tensor = stream) -> Any:
-                self.gathered[rank].append((len(needs), a, b))
-                return heads_of(stream, a, b)
+            def heads(spans: Any, rank: int = rank, stream: torch.Tensor = stream) -> Any:
+                self.gathered[rank] += [(len(needs), a, b) for a, b in spans]
+                return heads_of(stream, spans)
 
             for layer in LAYERS:
-                if layer in needs[-1] and needs[-1][layer].qk:
+                if layer not in needs[-1]:
+                    continue
+                if needs[-1][layer].post:
+                    worker.hooks.run(layer, False, partial(rows_of, stream))
+                if needs[-1][layer].qk:
                     worker.hooks.read_qk(layer, heads)
             for key, error in worker.hooks.end():
                 worker.stepper.fail(key, error)
-        first, second = ({layer: need.qk for layer, need in n.items()} for n in needs)
-        assert first == second
+        assert needs[0] == needs[1]
+        self.needs = needs[0]
         assert [g[1:] for g in self.gathered[0]] == [g[1:] for g in self.gathered[1]]
 
     def close(self) -> None:
@@ -146,3 +157,43 @@ def test_a_rank_that_cannot_take_a_request_up_gathers_for_it(
     ranks.step([("a", 0, 2)])
     with pytest.raises(CapacityError, match="no room here"):
         take(collector, "a", 2)
+
+
+def asks(ctx: Any, h: Any) -> None:
+    ctx.saved["norm"] = ctx.get_parameter("norm")
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_ranks_meet_where_hooks_ask_though_one_of_them_has_no_hook(
+    ranks: Ranks, collector: Collector, monkeypatch: pytest.MonkeyPatch, is_persistent: bool
+) -> None:
+    """It cannot be read there; or it has raised there, in the step before."""
+
+    def refuse(*args: Any) -> None:
+        raise CapacityError("no room here")
+
+    first, second = ranks.workers
+    monkeypatch.setattr(second.hooks, "_load", refuse)
+    if is_persistent:
+        first.hooks.register("p", packed_hook(hook(asks, 2)))
+        with pytest.raises(CapacityError):
+            second.hooks.register("p", packed_hook(hook(asks, 2)))
+        begin(first, collector, "a", persistent=("p",), workers=(second,))
+    else:
+        begin(first, collector, "a", hook(asks, 2), workers=(second,))
+    for position in range(3):
+        ranks.step([("a", position, 1)])
+        assert ranks.needs == {2: Needs(post=True, asks_post=True)}
+        first.hooks.fail_step(ValueError("later, and there"))
+
+
+def test_ranks_meet_at_hooks_that_may_ask_and_at_no_others(
+    worker: Worker, collector: Collector
+) -> None:
+    begin(worker, collector, "a", hook(note, 0), hook(asks, 2, pre=True), hook(print, 5))
+    assert worker.hooks.begin([Part("a", 0, 1, 0)]) == {
+        0: Needs(post=True),
+        2: Needs(pre=True, asks_pre=True),
+        # Without code of its own, it may do anything.
+        5: Needs(post=True, asks_post=True),
+    }

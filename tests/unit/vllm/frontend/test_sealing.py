@@ -91,6 +91,9 @@ def parameters(extra_args: dict[str, Any], changes: dict[str, Any]) -> Any:
         "n": 1,
         "skip_reading_prefix_cache": None,
         "stop": [],
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "min_tokens": 0,
     }
     return SimpleNamespace(**{**plain, **changes}, extra_args=extra_args)
 

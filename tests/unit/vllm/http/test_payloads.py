@@ -84,6 +84,17 @@ def test_room_comes_back_when_results_expire_or_are_discarded() -> None:
     put(store, "a", b"x" * 10)
 
 
+def test_what_was_fetched_keeps_nobody_out() -> None:
+    store = PayloadStore(max_bytes=20)
+    store.get(put(store, "a", b"x" * 10))
+    put(store, "b", b"x" * 10)
+    store.admit(10)
+    put(store, "a", b"x" * 10)
+    with pytest.raises(CapacityError, match="20 in the binary store"):
+        store.admit(1)
+    store.admit(0)
+
+
 def test_more_than_a_share_of_the_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSPECT_LENS_STORE_BYTES", "20")
     with pytest.raises(UnsupportedError, match="raise INSPECT_LENS_STORE_BYTES"):

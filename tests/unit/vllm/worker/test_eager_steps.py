@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import Hook
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
+from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens._vllm.worker import eager_steps, layer_hooks
 from inspect_lens._vllm.worker.layer_hooks import LayerHooks
@@ -118,9 +120,10 @@ def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]
     runner = Runner()
     stepper: Any = Stepper(HookRunner(layers=[0], allowed=True, most_bytes=1 << 20))
     state: Any = SimpleNamespace(is_active=False)
-    layers = LayerHooks([runner.block], stepper.hooks, state, qk=None)  # type: ignore[arg-type]
+    qk: Any = None
+    layers = LayerHooks([runner.block], stepper.hooks, state, qk, lambda asks: nullcontext())
     adapter = eager_steps.EagerV2 if is_v2 else eager_steps.EagerV1
-    adapter(runner, stepper, layers).attach()
+    adapter(runner, stepper, layers, Ranks(SimpleNamespace(world_size=1))).attach()
     return runner, stepper
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens._vllm.model import parameters
 from inspect_lens._vllm.model.parameters import Parameters
+from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens._vllm.worker import eager_steps, layer_hooks
 from inspect_lens._vllm.worker.layer_hooks import LayerHooks
@@ -108,7 +110,7 @@ def test_edits_replace_the_rows_of_the_request_in_every_layout(
     add_tap(block, TapPoint("resid_post", 0), state.new_ctl(0))
     buffers.install(state)
     hooks = runner(lambda ctx, h: 10 * h, pre)
-    layers = LayerHooks([block], hooks, state, NoQK())
+    layers = LayerHooks([block], hooks, state, NoQK(), lambda asks: nullcontext())
     before = whole(block, block(None, hidden, second))
     layers.arm(hooks.begin([Part("x", 0, 2, 0), Part("a", 2, 3, 0), Part("y", 5, 1, 0)]))
     # The step captures all tokens, and the tap comes before the hooks.
@@ -148,7 +150,7 @@ def test_a_layer_that_cannot_be_read_fails_the_requests_and_not_the_step(state: 
     block = Odd()
     for pre in (False, True):
         hooks = runner(lambda ctx, h: h, pre)
-        layers = LayerHooks([block], hooks, state, NoQK())
+        layers = LayerHooks([block], hooks, state, NoQK(), lambda asks: nullcontext())
         layers.arm(hooks.begin([Part("a", 0, TOKENS, 0)]))
         assert block(torch.zeros(TOKENS, HIDDEN)).keys() == {"hidden"}
         layers.disarm()
@@ -211,7 +213,7 @@ def test_a_vllm_that_cannot_be_told_is_refused_by_name() -> None:
 # -- parameters --------------------------------------------------------------------
 
 
-class Ranks:
+class Group:
     """A tensor-parallel group whose other ranks hold what a test says."""
 
     def __init__(self, shares: list[torch.Tensor]) -> None:
@@ -221,6 +223,18 @@ class Ranks:
     def all_gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         assert dim == 0
         return torch.stack(self._shares)
+
+
+def given(monkeypatch: pytest.MonkeyPatch, shares: list[torch.Tensor]) -> None:
+    """Let this process be one of ranks that do alike."""
+    monkeypatch.setattr(Ranks, "here", classmethod(lambda cls: cls(Group(shares))))
+    monkeypatch.setattr(Ranks, "say", lambda self, text: [text] * self.n)
+
+
+def get(module: nn.Module, share: torch.Tensor) -> torch.Tensor:
+    found = Parameters(model_of(module, share))
+    with found.together():
+        return found.get("layer.weight")
 
 
 def model_of(module: nn.Module, share: torch.Tensor, name: str = "weight") -> nn.Module:
@@ -303,21 +317,21 @@ def test_shares_of_ranks_make_the_whole(number: int, monkeypatch: pytest.MonkeyP
     if number == 7:
         shares = [shares[0], torch.cat([shares[1][:3], torch.zeros(2, 6)])]
         expected = torch.cat([FULL[:5], FULL[5:6]])
-    monkeypatch.setattr(parameters, "_tp", lambda: Ranks(shares))
-    found = Parameters(model_of(module, shares[0])).get("layer.weight")
+    given(monkeypatch, shares)
+    found = get(module, shares[0])
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_shares_that_nobody_knows_how_to_join_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "_tp", lambda: Ranks([FULL[0], FULL[1]]))
+    given(monkeypatch, [FULL[0], FULL[1]])
     with pytest.raises(UnsupportedError, match="LayerNorm make up the whole is not known"):
-        Parameters(model_of(layer(nn.LayerNorm), FULL[0])).get("layer.weight")
+        get(layer(nn.LayerNorm), FULL[0])
 
 
 def test_names_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.utils import PPMissingLayer
 
-    monkeypatch.setattr(parameters, "_tp", lambda: Ranks([FULL]))
+    given(monkeypatch, [FULL])
     model = model_of(layer(nn.LayerNorm), FULL[0])
     model.elsewhere = PPMissingLayer()
     found = Parameters(model)
@@ -339,6 +353,7 @@ def test_a_stage_that_cannot_read_a_parameter_tells_the_others(
 ) -> None:
     """They wait for it, whatever the reason is."""
     told: list[Any] = []
+    given(monkeypatch, [FULL])
     found = Parameters(nn.Linear(2, 2))
 
     def broken(name: str) -> torch.Tensor:

@@ -41,7 +41,10 @@ class Runner:
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             speculative_config=None,
-            compilation_config=SimpleNamespace(mode=SimpleNamespace(name="VLLM_COMPILE")),
+            compilation_config=SimpleNamespace(
+                mode=SimpleNamespace(name="VLLM_COMPILE"),
+                cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
+            ),
         )
         self.state, self.ctls = state, ctls
         self.ran: list[str] = []
@@ -131,6 +134,42 @@ def test_two_chunked_requests_are_run_in_every_way(
     assert "piecewise (mixed lengths), graph (decodes)" in said
     assert "3 of 3 taps compared with eager rows" in said
     assert worker.is_clean()
+
+
+def make_eager(worker: Worker) -> None:
+    compilation = worker.runner.vllm_config.compilation_config
+    compilation.mode.name = compilation.cudagraph_mode.name = "NONE"
+
+
+@pytest.mark.parametrize("changed", ["mode", "cudagraph_mode"])
+def test_an_engine_with_one_way_is_run_in_that_way_once(
+    worker: Worker, caplog: pytest.LogCaptureFixture, changed: str
+) -> None:
+    make_eager(worker)
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        worker.check()
+    # Two chunks each: plain, steered, plain.
+    assert len(worker.runner.ran[1:]) == 6
+    assert "3 of 3 taps compared with repeated rows" in caplog.messages[-1]
+    assert worker.is_clean()
+    # Either of the two makes a second way.
+    getattr(worker.runner.vllm_config.compilation_config, changed).name = "FULL_DECODE_ONLY"
+    worker.runner.ran.clear()
+    if changed == "mode":
+        worker.runner.vllm_config.compilation_config.mode.name = "VLLM_COMPILE"
+    worker.check()
+    assert len(worker.runner.ran[1:]) == 16
+
+
+def test_an_engine_with_one_way_does_not_start_with_a_vector_that_is_lost(worker: Worker) -> None:
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        worker.state.steering = [False] * N_TAPS
+        return x
+
+    make_eager(worker)
+    worker.runner.hurt = hurt
+    with pytest.raises(CompatError, match=r"taps resid_post\.0 do not have the steering vec"):
+        worker.check()
 
 
 @pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
