@@ -13,7 +13,7 @@ EXTRA ?=
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: help demo test check env lint types imports docs lock hooks clean
+.PHONY: help demo test check env lint types imports docs dist lock hooks clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -49,6 +49,10 @@ imports: env  ## the direction of imports between rooms
 
 docs: env  ## build the documentation into site/, strictly
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@$(PY) -m tests.kit.prose
+
+dist: env  ## build wheel and sdist into dist/
+	@$(PY) -m uv build --no-build-isolation --python $(PY)
 
 lock: env  ## resolve requirements/cpu.lock anew
 	@$(PY) -m uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet \

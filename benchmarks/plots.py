@@ -1,139 +1,225 @@
-"""`python -m benchmarks.plots FILES`: the figures of docs/benchmarks.md from committed results."""
+"""`python -m benchmarks.plots`: the figure of docs/benchmarks.md, from the committed results.
+
+An SVG is text, so that a test reads its numbers and compares them with the results.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from xml.sax.saxutils import escape
 
-from .arms import ARMS
+__all__ = ["RESULTS", "TIMES", "Row", "Section", "draw", "figure_files", "main", "sections"]
 
-__all__ = ["draw_ratios", "draw_steps", "main", "ratio_rows", "together"]
+RESULTS: Final = Path(__file__).with_name("results")
+ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
-REFERENCE, PEER, OURS = "#555555", "#c2571a", "#1f5fa8"
-COLOURS = {"default": REFERENCE, "eager": REFERENCE, "vllm-lens": PEER, "hf": PEER}
+TIMES: Final = "\N{MULTIPLICATION SIGN}"
+_COST: Final = ("cost-h200-1", "cost-h200-2", "cost-h200-3", "cost-h200-4-edits")
+_OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
+_LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
+_ARMS: Final = {
+    "idle": "idle", "capture-1": "capture, one layer", "capture-all": "capture, all layers",
+    "probes-16x4": f"16 probes {TIMES} 4 layers", "steer": "steering",
+}  # fmt: skip
+_EVALS: Final = {
+    "256 connections": "256 connections", "32 connections": "32 connections",
+    "agent of 20 turns": "agents, 20 turns",
+}  # fmt: skip
+_EVAL_ARMS: Final = {
+    "capture-scored": "capture and score", "mean-scored": "capture the mean, score",
+    "probe-scored": "probe in the engine",
+}  # fmt: skip
 
-
-def ratio_rows(runs: list[dict[str, Any]], load: str) -> list[tuple[str, list[float]]]:
-    """(arm, each repetition's seconds over the default arm's median), in the order of the arms."""
-    found = {run["arm"]: run["seconds"] for run in runs if run["load"] == load}
-    if "default" not in found:
-        return []
-    unit = statistics.median(found["default"])
-    return [(arm, [s / unit for s in found[arm]]) for arm in ARMS if arm in found]
-
-
-def together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs as one, in which seconds are those over the median default of the same file."""
-    ratios: dict[tuple[str, str, str], list[float]] = {}
-    for result in results:
-        for model, load in dict.fromkeys((run["model"], run["load"]) for run in result["runs"]):
-            rows = ratio_rows([run for run in result["runs"] if run["model"] == model], load)
-            for arm, found in rows:
-                ratios.setdefault((model, load, arm), []).extend(found)
-    return {
-        "runs": [
-            {"model": model, "load": load, "arm": arm, "seconds": found}
-            for (model, load, arm), found in ratios.items()
-        ]
-    }
+Read = Callable[[str], dict[str, Any]]
 
 
-def _panel(axis: Any, rows: list[tuple[str, list[float]]], title: str) -> None:
-    for y, (arm, ratios) in enumerate(rows):
-        colour = COLOURS.get(arm, OURS)
-        middle = statistics.median(ratios)
-        axis.hlines(y, min(1.0, middle), max(1.0, middle), color=colour, lw=2, alpha=0.35)
-        axis.plot(ratios, [y] * len(ratios), "o", ms=4, color=colour, alpha=0.45, mec="none")
-        axis.plot([middle], [y], "|", ms=14, mew=2, color=colour)
-        # Beside the rightmost dot, so that no number lies on one.
-        axis.annotate(
-            f"{middle:.3f}" if middle < 1.995 else f"{middle:.1f}",
-            (max(ratios), y), xytext=(7, 0), textcoords="offset points", va="center",
-            fontsize=8, color=colour,
-        )  # fmt: skip
-    axis.axvline(1.0, color="#999999", lw=0.8, zorder=0)
-    axis.set_xscale("log")
-    high = max(max(r) for _, r in rows)
-    low = min(min(r) for _, r in rows)
-    is_close = high < 1.3
-    left, right = min(0.95, low * 0.95), max(1.1, high * (1.1 if is_close else 1.45))
-    wanted: tuple[float, ...]
-    wanted = (0.5, 1, 2, 5, 10, 20, 50) if high > 3 else (0.5, 0.75, 1, 1.1, 1.25, 1.5, 2, 3)
-    if is_close:
-        wanted = (0.9, 0.95, 1, 1.02, 1.05, 1.1, 1.2)
-    ticks = [t for t in wanted if left <= t <= right]
-    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
-    axis.minorticks_off()
-    axis.set_xlim(left, right)
-    axis.set_yticks(range(len(rows)), [arm for arm, _ in rows], fontsize=9)
-    axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_title(title, loc="left", fontsize=10)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.tick_params(axis="y", length=0)
+@dataclass(frozen=True)
+class Row:
+    """One comparison; each ratio is of a run of its own."""
+
+    label: str
+    ratios: tuple[float, ...]
+
+    @property
+    def middle(self) -> float:
+        """The median over the runs."""
+        return statistics.median(self.ratios)
+
+    @property
+    def text(self) -> str:
+        """The median, and the least and the largest where there are several runs."""
+        digits = 3 if max(self.ratios) < 2 else 1
+        said = f"{self.middle:.{digits}f}"
+        if len(self.ratios) > 1:
+            said += f" ({min(self.ratios):.{digits}f} to {max(self.ratios):.{digits}f})"
+        return said
 
 
-def draw_ratios(result: dict[str, Any], model: str, path: Path) -> None:
-    """Wall time against default vLLM, a panel for each load; dots are repetitions."""
-    runs = [run for run in result["runs"] if run["model"] == model]
-    loads = [load for load in dict.fromkeys(r["load"] for r in runs) if ratio_rows(runs, load)]
-    tallest = max(len(ratio_rows(runs, load)) for load in loads)
-    figure, axes = _figure(len(loads), 0.9 + 0.3 * tallest)
-    for axis, load in zip(axes, loads, strict=True):
-        _panel(axis, ratio_rows(runs, load), f"load {load}")
-    axes[-1].set_xlabel("wall time over that of default vLLM, log scale; tick: median", fontsize=9)
-    _save(figure, path)
+@dataclass(frozen=True)
+class Section:
+    """Rows with one baseline."""
+
+    title: str
+    rows: tuple[Row, ...]
 
 
-def draw_steps(result: dict[str, Any], model: str, path: Path) -> None:
-    """Median time of a decode step against default vLLM, by number of sequences."""
-    steps = [row for row in result.get("steps", []) if row["model"] == model]
-    default = {row["sequences"]: row["ms_median"] for row in steps if row["arm"] == "default"}
-    sizes = [n for n in sorted(default)]
-    figure, axes = _figure(len(sizes), 3.2)
-    for axis, n in zip(axes, sizes, strict=True):
-        found = {row["arm"]: row["ms_median"] for row in steps if row["sequences"] == n}
-        rows = [(arm, [found[arm] / default[n]]) for arm in ARMS if arm in found]
-        _panel(axis, rows, f"{n} sequences, {default[n]:.2f} ms by default")
-    axes[-1].set_xlabel("GPU time of a decode step over default vLLM, log scale", fontsize=9)
-    _save(figure, path)
+def read_result(name: str) -> dict[str, Any]:
+    """A committed result, by its name without the suffix."""
+    made: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return made
 
 
-def _figure(n: int, height: float) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
+def sections(read: Read = read_result) -> tuple[Section, ...]:
+    """What the figure shows.
 
-    figure = Figure(figsize=(7.2, height * n), dpi=150, layout="constrained")
-    axes = figure.subplots(n, 1, squeeze=False)
-    return figure, [row[0] for row in axes]
+    Args:
+        read: gives a result by its name.
+    """
+    cost = [
+        Row(f"{requests}: {said}", _ratios(read, _COST, load, arm))
+        for load, requests in _LOADS.items()
+        for arm, said in _ARMS.items()
+    ]
+    served = [
+        Row(f"{requests}: {_ARMS[arm]}", _ratios(read, ("http-h200",), load, arm))
+        for load, requests in (
+            ("256x128", "256 requests"), ("512x128", "512 requests"), ("alpaca", "mixed lengths"),
+        )
+        for arm in ("capture-1", "probes-16x4")
+    ]  # fmt: skip
+    peers = [
+        Row(f"vllm-lens 1.3.0, {n} requests", _ratios(read, _OTHERS, load, "vllm-lens"))
+        for load, n in (("8x256", 8), ("256x128", 256), ("1000x128", 1000))
+    ]
+    for arm, said in (("eager", "vLLM, eager mode"), ("hf", "transformers with a hook")):
+        ratios = _ratios(read, ("others-h200-eager-hf",), "8x256", arm)
+        peers.append(Row(f"{said}, 8 requests", ratios))
+    sweep = read("sweep-cpu")["median_seconds"]
+    loses = [
+        Row("256 edit programs at once, 512 requests",
+            _ratios(read, _COST[3:], "512x128", "programs-256")),
+        Row("ablation at all layers, 512 requests",
+            _ratios(read, _COST[3:], "512x128", "ablate-all")),
+        Row("sweep of a 4M model on a CPU, over hooks", (sweep["engine"] / sweep["hooks"],)),
+    ]  # fmt: skip
+    return (
+        Section("Offline engine, over vLLM without the lens", tuple(cost)),
+        Section("Whole Inspect eval, over Inspect's vllm provider", tuple(_eval_rows(read))),
+        Section("HTTP server, over vLLM's server without the lens", tuple(served)),
+        Section("Other tools, over vLLM without the lens", tuple(peers)),
+        Section("Where it loses", tuple(loses)),
+    )
 
 
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date inside, so that drawing again changes no file.
-    figure.savefig(path, metadata={"Software": None})
+def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[float, ...]:
+    found = [
+        run["ratio_to_default"]
+        for name in names
+        for run in read(name)["runs"]
+        if run["load"] == load and run["arm"] == arm and run["ratio_to_default"] is not None
+    ]
+    return tuple(found)
+
+
+def _eval_rows(read: Read) -> Iterator[Row]:
+    runs = read("eval-h200")["runs"]
+    seconds = {(run["load"], run["arm"], run["round"]): run["seconds"] for run in runs}
+    for load, said in _EVALS.items():
+        for arm, what in _EVAL_ARMS.items():
+            ratios = [
+                value / seconds[load, "plain", n]
+                for (at, which, n), value in seconds.items()
+                if (at, which) == (load, arm)
+            ]
+            yield Row(f"{said}: {what}", tuple(ratios))
+
+
+_PALETTES: Final = {
+    "light": {"text": "#1f2430", "faint": "#5b6472", "line": "#c9ced6", "dot": "#1f5fa8",
+              "other": "#a8480b", "back": "#ffffff"},
+    "dark": {"text": "#e6e9ef", "faint": "#a9b1bd", "line": "#4a505c", "dot": "#7db4f5",
+             "other": "#f0a35e", "back": "#1b1d23"},
+}  # fmt: skip
+_WIDTH, _ROW, _HEAD, _LEFT, _RIGHT = 820, 18, 30, 292, 632
+_LOW, _HIGH = 0.85, 10.0
+
+
+def draw(shown: Sequence[Section], palette: str) -> str:
+    """One axis for all sections, as SVG.
+
+    Args:
+        shown: what `sections` gives.
+        palette: `light` or `dark`.
+    """
+    colour = _PALETTES[palette]
+    height = 44 + sum(_HEAD + _ROW * len(section.rows) for section in shown)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        "<title>Wall time with the lens over wall time without it</title>",
+        f'<rect width="{_WIDTH}" height="{height}" fill="{colour["back"]}"/>',
+    ]
+    for tick in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0):
+        x = _x(tick)
+        lines.append(
+            f'<line x1="{x}" x2="{x}" y1="26" y2="{height - 8}" stroke="{colour["line"]}" '
+            f'stroke-width="{2 if tick == 1 else 1}"/>'
+        )
+        lines.append(_text(x, 18, f"{tick:g}{TIMES}", colour["faint"], "middle"))
+    y = 26
+    for section in shown:
+        y += _HEAD
+        other = section.title.startswith("Other")
+        lines.append(_text(8, y - 8, section.title, colour["text"], "start", bold=True))
+        for row in section.rows:
+            lines += _row(row, y + 4, colour, colour["other" if other else "dot"])
+            y += _ROW
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _row(row: Row, y: int, colour: dict[str, str], dot: str) -> Iterator[str]:
+    yield _text(20, y + 4, row.label, colour["text"], "start")
+    low, high = _x(min(row.ratios)), _x(max(row.ratios))
+    yield f'<line x1="{low}" x2="{high}" y1="{y}" y2="{y}" stroke="{dot}" stroke-width="3"/>'
+    yield f'<circle cx="{_x(row.middle)}" cy="{y}" r="4.5" fill="{dot}"/>'
+    yield _text(_RIGHT + 14, y + 4, row.text, colour["text"], "start")
+
+
+def _x(ratio: float) -> float:
+    share = math.log(ratio / _LOW) / math.log(_HIGH / _LOW)
+    return round(_LEFT + share * (_RIGHT - _LEFT), 1)
+
+
+def _text(x: float, y: float, said: str, fill: str, anchor: str, *, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return (
+        f'<text x="{x}" y="{y}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(said)}</text>'
+    )
+
+
+def figure_files() -> dict[str, str]:
+    """Content of each file of the figure, by its name."""
+    shown = sections()
+    return {f"benchmarks-{name}.svg": draw(shown, name) for name in _PALETTES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw every model of a result."""
+    """Write the figure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.add_argument("results", nargs="+", help="JSON files of benchmarks/results")
-    parser.add_argument("--out", default="docs/assets", help="folder for the PNG files")
+    parser.add_argument("--out", type=Path, default=ASSETS, help="folder for the SVG files")
     options = parser.parse_args(arguments)
-    results = [json.loads(Path(file).read_text(encoding="utf-8")) for file in options.results]
-    result = results[0] if len(results) == 1 else together(results)
-    out = Path(options.out)
-    for model in dict.fromkeys(run["model"] for run in result["runs"]):
-        drawn = [out / f"benchmark-ratios-{model}.png"]
-        draw_ratios(result, model, drawn[0])
-        if any(r["model"] == model and r["arm"] == "default" for r in result.get("steps", [])):
-            drawn.append(out / f"benchmark-steps-{model}.png")
-            draw_steps(result, model, drawn[1])
-        sys.stdout.write("".join(f"{path}\n" for path in drawn))
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, content in figure_files().items():
+        (options.out / name).write_text(content, encoding="utf-8")
+        sys.stdout.write(f"{options.out / name}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run --out benchmarks/results/MACHINE-DATE.json`: all arms, interleaved.
+"""`python -m benchmarks.run --out result.json`: all arms, interleaved.
 
 Every engine lives in a child process of its own, all on one GPU at once, and arms take turns:
 each repetition runs each arm once, odd repetitions in the reverse order. The file is written

@@ -37,7 +37,7 @@ class Settings:
     )
     ring_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,
-        "Bytes, at most, of the buffer that captured rows are written to. It always has room for "
+        "Bytes, at most, of the buffer that captured rows are written to. It always fits "
         "one token of each sequence (`max_num_seqs`) at all taps; while a step's rows could be too "
         "many for it, prompts are fed in smaller chunks.",
     )
@@ -52,7 +52,7 @@ class Settings:
     sum_bytes: int = _setting(  # type: ignore[assignment]
         256 << 20,
         "Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens "
-        "grow inside the engine; rows of requests that find no room there are sent one by one. In "
+        "grow inside the engine; rows of requests that do not fit there are sent one by one. In "
         "16 bits a request takes 8 bytes per layer and number of the width. 0 sends all.",
     )
     result_timeout_s: float = _setting(  # type: ignore[assignment]
@@ -63,7 +63,7 @@ class Settings:
     store_bytes: int = _setting(  # type: ignore[assignment]
         8 << 30,
         "Bytes of results that wait in an API server to be fetched (`transport: binary`). One "
-        "client has at most half of them; who has no room left gets 429, and what waits stays.",
+        "client has at most half of them, and gets 429 beyond that. Results that wait stay.",
     )
     register: str = _setting(  # type: ignore[assignment]
         "",
@@ -98,7 +98,7 @@ class Settings:
     hook_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,
         "Upper bound, in bytes, of what the hooks of one request may save, of the queries and keys "
-        "of one request, and of all that persistent hooks saved and nobody has cleared.",
+        "of one request, and of all that persistent hooks saved and no client has cleared.",
     )
     self_check: bool = _setting(  # type: ignore[assignment]
         True,
@@ -113,15 +113,15 @@ class Settings:
         "`-M capture` asks for goes first.",
     )
     dir: str = _setting(  # type: ignore[assignment]
-        "", "Directory or fsspec URL for activation sidecars; empty means beside the log."
+        "", "Directory or fsspec URL for activation sidecars; empty means next to the log."
     )
     memory_bytes: int = _setting(  # type: ignore[assignment]
         4 << 30, "Bytes of activations that the Inspect process keeps in memory."
     )
     intake_process: bool = _setting(  # type: ignore[assignment]
         True,
-        "Leave receiving, hashing and writing captured activations to a process beside the Inspect "
-        "process, where there is more than a handful; else threads of the Inspect process do it.",
+        "Receive, hash and write captured activations in a process of its own, not in the Inspect "
+        "process, if there is more than a handful. Otherwise threads of the Inspect process do it.",
     )
     parent: int = _setting(  # type: ignore[assignment]
         0,

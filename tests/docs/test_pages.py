@@ -13,7 +13,7 @@ import pytest
 
 from tests.kit.blocks import pages, read_blocks
 from tests.kit.repository import ROOT
-from tests.kit.runner import Runner, stand_in_for_llm
+from tests.kit.runner import Runner, check_output, stand_in_for_llm
 from tests.kit.shell import check_command, commands
 
 BLOCKS = {page: read_blocks(page) for page in pages()}
@@ -68,6 +68,18 @@ def test_every_skip_is_listed() -> None:
     skipped = [block for blocks in BLOCKS.values() for block in blocks if block.mode == "skip"]
     missing = [b.where for b in skipped if f"{b.page}: {b.reason}" not in listed]
     assert not missing, f"give each a row in tests/QUARANTINE.md: {missing}"
+
+
+def test_an_output_is_that_of_the_block_before_it(tmp_path: Path) -> None:
+    text = "```python\nprint(shape, seconds)\n```\n<!-- output -->\n```text\n(2, 3)\n… s\n```\n"
+    (tmp_path / "page.md").write_text(text)
+    (block,) = read_blocks(Path("page.md"), root=tmp_path)
+    check_output(block, "(2, 3) 0.1 s\n")
+    with pytest.raises(AssertionError, match=r"page\.md:1 prints other"):
+        check_output(block, "(2, 4) 0.1 s\n")
+    (tmp_path / "page.md").write_text("<!-- output -->\n```text\n1\n```\n")
+    with pytest.raises(ValueError, match="without a block"):
+        read_blocks(Path("page.md"), root=tmp_path)
 
 
 def test_reader_sees_marks_titles_and_indented_blocks(tmp_path: Path) -> None:

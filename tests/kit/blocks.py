@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -19,6 +19,7 @@ INERT = ("console", "json", "mermaid", "text", "toml", "yaml")
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>\S.*)?$")
 _TITLE = re.compile(r'title="([^"]+)"')
+_OUTPUT = "<!-- output -->"
 _MARK = re.compile(r"^\s*<!-- test: (?P<mode>\w+)(?: (?P<reason>.+?))? -->\s*$")
 
 
@@ -34,6 +35,8 @@ class Block:
     reason: str = ""
     title: str = ""
     """File that the block is the content of, as in ```` ```python title="task.py" ````."""
+    output: str = ""
+    """What it prints: the `text` block with the mark `<!-- output -->` behind it."""
 
     @property
     def where(self) -> str:
@@ -77,7 +80,7 @@ def parse_blocks(lines: list[str], page: Path, *, first_line: int = 1) -> list[B
     Raises:
         ValueError: as for `read_blocks`.
     """
-    blocks = []
+    blocks: list[Block] = []
     number = 0
     while number < len(lines):
         fence = _FENCE.match(lines[number])
@@ -90,6 +93,11 @@ def parse_blocks(lines: list[str], page: Path, *, first_line: int = 1) -> list[B
         body = "\n".join(line[indent:] for line in lines[start:number])
         number += 1
         above = lines[start - 2] if start > 1 else ""
+        if above.strip() == _OUTPUT:
+            if not blocks:
+                raise ValueError(f"{page}:{start}: an output without a block before it")
+            blocks[-1] = replace(blocks[-1], output=body)
+            continue
         block = _block(page, start + first_line - 1, fence["info"] or "", body, above)
         if block is not None:
             blocks.append(block)

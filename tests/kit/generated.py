@@ -8,15 +8,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+import typer
 import yaml
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import IsInstanceSchema, ModelSchema
 
 from inspect_lens import LensRequest, Receipt
+from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
+from .gallery import oracles_markdown, probes_markdown
 from .repository import ROOT
 
 COMMAND = "python -m tests.kit.generated"
@@ -59,7 +64,10 @@ def seams_markdown() -> str:
 
 def evals_markdown() -> str:
     """The table of evals."""
-    rows = ["| eval | what it asks | data | source | offline twin |", "|---|---|---|---|---|"]
+    rows = [
+        "| eval | what it asks | data | source | try it offline with |",
+        "|---|---|---|---|---|",
+    ]
     for path in sorted((ROOT / "evals").glob("*/eval.yaml")):
         facts = yaml.safe_load(path.read_text(encoding="utf-8"))
         extra = facts.get("metadata") or {}
@@ -70,9 +78,38 @@ def evals_markdown() -> str:
         rows.append(
             f"| `{name}` | {facts['title'].rstrip('.')} | "
             f"{'built in' if own else extra.get('data', 'built in')} | "
-            f"{source} | {f'`{twin}`' if twin else 'is one' if own else 'none'} |"
+            f"{source} | {f'`{twin}`' if twin else 'runs offline' if own else 'none'} |"
         )
     return "\n".join(rows)
+
+
+def cli_markdown() -> str:
+    """The commands, with the options that their parser knows."""
+    return "\n\n".join(_commands(typer.main.get_command(app), "inspect-lens"))
+
+
+def _commands(command: Any, name: str) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for below, found in command.commands.items():
+            yield from _commands(found, f"{name} {below}")
+        return
+    shown = " ".join(_cell(p) for p in command.params if p.param_type_name == "argument")
+    yield f"## {name.removeprefix('inspect-lens ')}\n\n{(command.help or '').strip()}"
+    yield f"```text\n{name} {shown} [OPTIONS]".replace("  ", " ") + "\n```"
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for option in command.params:
+        if option.param_type_name == "option":
+            default = "required" if option.required else _default(option.default)
+            rows.append(f"| `{option.opts[0]}` | {default} | {option.help} |")
+    yield "\n".join(rows)
+
+
+def _cell(argument: Any) -> str:
+    return f"{argument.name.upper()}{' ...' if argument.nargs == -1 else ''}"
+
+
+def _default(value: Any) -> str:
+    return "" if value in ("", None, False, True) else f"`{value}`"
 
 
 def generated_files() -> dict[str, str]:
@@ -82,8 +119,12 @@ def generated_files() -> dict[str, str]:
             _page("docs/how-to/settings.md", "settings", settings_markdown()),
             _page("docs/reference/compatibility.md", "seams", seams_markdown()),
             _page("docs/evals.md", "evals", evals_markdown()),
+            _page("docs/reference/cli.md", "cli", cli_markdown()),
+            _page("docs/gallery.md", "probes", probes_markdown()),
         ]
     )
+    gallery = content["docs/gallery.md"]
+    content["docs/gallery.md"] = _between(gallery, "docs/gallery.md", "oracles", oracles_markdown())
     for model in (LensRequest, Receipt):
         schema = json.dumps(
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
@@ -93,8 +134,12 @@ def generated_files() -> dict[str, str]:
 
 
 def _page(path: str, part: str, text: str) -> tuple[str, str]:
-    """The page with what stands between `<!-- part: … -->` and `<!-- /part -->` replaced."""
-    page = (ROOT / path).read_text(encoding="utf-8")
+    """The page with one part made anew."""
+    return path, _between((ROOT / path).read_text(encoding="utf-8"), path, part, text)
+
+
+def _between(page: str, path: str, part: str, text: str) -> str:
+    """The page with what is between `<!-- part: … -->` and `<!-- /part -->` replaced."""
     made, n = re.subn(
         rf"(<!-- {part}: [^\n]*-->\n).*?(<!-- /{part} -->)",
         lambda match: f"{match[1]}{text}\n{match[2]}",
@@ -103,7 +148,7 @@ def _page(path: str, part: str, text: str) -> tuple[str, str]:
     )
     if n != 1:
         raise ValueError(f"{path}: the marks around the generated part {part!r} are gone")
-    return path, made
+    return made
 
 
 def main() -> None:

@@ -6,11 +6,13 @@ Pages and examples write the model as `organism/checkpoint` and the server as
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +22,7 @@ from .blocks import Block
 from .repository import ROOT
 from .shell import check_command, check_server, commands
 
-__all__ = ["MODEL", "SERVER", "Runner", "stand_in_for_llm"]
+__all__ = ["MODEL", "SERVER", "Runner", "check_output", "stand_in_for_llm"]
 
 MODEL = "organism/checkpoint"
 SERVER = "http://localhost:8000"
@@ -54,7 +56,14 @@ class Runner:
     def _run_python(self, code: str, block: Block) -> None:
         # Padded, so that a traceback names the line of the page.
         padded = "\n" * block.line + code
-        exec(compile(padded, str(ROOT / block.page), "exec"), self.module.__dict__)
+        compiled = compile(padded, str(ROOT / block.page), "exec")
+        if not block.output:
+            exec(compiled, self.module.__dict__)
+            return
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(compiled, self.module.__dict__)
+        check_output(block, printed.getvalue())
 
     def _run_shell(self, code: str, block: Block) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -73,6 +82,21 @@ class Runner:
             yield
         finally:
             del sys.modules[self.module.__name__]
+
+
+def check_output(block: Block, printed: str) -> None:
+    """Compare what a block prints with what its page shows.
+
+    Args:
+        block: with its output; `…` there stands for anything, and lines may be wrapped.
+        printed: by the block.
+
+    Raises:
+        AssertionError: the page shows something else.
+    """
+    pattern = ".*?".join(re.escape(part) for part in " ".join(block.output.split()).split("…"))
+    is_shown = re.fullmatch(pattern, " ".join(printed.split()), re.DOTALL)
+    assert is_shown, f"{block.where} prints other than the page shows:\n{printed}"
 
 
 def stand_in_for_llm(offline_llm: Any) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def main() -> None:
             target = Path(folder, name)
             command = [
                 BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-                f"--user-data-dir={folder}/profile", f"--window-size={width},{height}",
+                f"--user-data-dir={folder}/{name}-profile", f"--window-size={width},{height}",
                 "--virtual-time-budget=5000", f"--screenshot={target}", f"{page.as_uri()}{where}",
             ]  # fmt: skip
             subprocess.run([*command, *([option] if option else [])], check=True, timeout=120)

@@ -96,10 +96,14 @@ def _check_variable(name: str) -> None:
     assert not name.startswith("INSPECT_LENS_") or name in ours, f"no setting {name}"
 
 
+def make_targets() -> set[str]:
+    """Names that `make` takes."""
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
 def _check_make(words: list[str]) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for word in words:
-        assert _ASSIGNMENT.match(word) or word in targets, f"make has no target {word!r}"
+        assert _ASSIGNMENT.match(word) or word in make_targets(), f"make has no target {word!r}"
 
 
 def _check_install(words: list[str]) -> None:

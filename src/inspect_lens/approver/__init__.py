@@ -1,7 +1,6 @@
-"""An approver of tool calls that reads a probe of the turn that makes them.
+"""Approve tool calls by a probe of the turn that makes them.
 
-Owns `probe_approver`; gates judge turns by the same code. May import inspect_ai, `reading`,
-`model`, `probe` and `spec`; keeps out torch, scorers and solvers.
+The approver works in any eval that captures, and gates judge turns by the same code.
 """
 
 from ._probe import OnMissing, probe_approver

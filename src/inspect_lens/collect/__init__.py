@@ -1,7 +1,6 @@
-"""Activation sets from a model: many requests at once, resumable, in bounded memory.
+"""Send a data set through a model and store the activations.
 
-Owns the way from a data set through the Inspect provider to a store. May import `model`, `data`,
-`spec`, `errors` and inspect_ai; keeps out torch, vLLM and sklearn.
+Many requests run at once, memory stays bounded, and a stopped run continues.
 """
 
 from ._collect import collect, collect_async

@@ -1,7 +1,6 @@
 """Monitors for ControlArena that read a probe of the policy's own activations.
 
-Owns `probe_monitor_builder` and `coup_probe_monitor_builder`. Needs the extra `control`.
-May import inspect_ai, control_arena, `reading`, `model`, `probe` and `spec`; keeps out torch.
+Needs the extra `control`.
 """
 
 from inspect_lens._extras import require as _require

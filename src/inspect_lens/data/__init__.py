@@ -1,8 +1,4 @@
-"""Labelled text and captured activations: data sets, their loaders, and stores on disk.
-
-Owns what a sample and a set are, the registry of known sets, and the sharded format that `collect`
-writes. May import numpy, fsspec, safetensors and `spec`; keeps out torch, sklearn, Inspect.
-"""
+"""Labelled data sets, their registry, and stores of activations on disk."""
 
 from ._registry import DATASETS, DatasetInfo, load_dataset
 from ._sample import Message, ProbeDataset, ProbeSample, Source

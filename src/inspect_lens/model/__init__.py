@@ -1,9 +1,4 @@
-"""The Inspect provider: request out, result attached.
-
-Owns the providers `vllm-lens` and `lens`, the handle in `output.metadata["activations"]`, and
-the files beside a log. May import inspect_ai, `spec`, `probe`, `errors`, `_settings`, `_torch`;
-keeps out torch, vLLM, `_engine` and `_vllm`. Only `_host.py` names private Inspect modules.
-"""
+"""The Inspect providers, the configuration of a call, and its results."""
 
 from inspect_lens._hook_results import SavedValues, read_results
 from inspect_lens._intake import read_vector

@@ -1,8 +1,6 @@
-"""Activation oracles: questions about activations, answered by an adapter of the same model.
+"""Ask activation oracles: adapters of a model that answer questions about its activations.
 
-Owns the published prompt format, its configuration file, what is put in and where, and the
-controls of each answer. May import inspect_ai, `model`, `spec` and `errors`; keeps out torch,
-scorers and solvers.
+Each answer comes with controls.
 """
 
 from ._answer import OracleAnswer, answer_table

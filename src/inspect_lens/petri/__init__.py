@@ -1,8 +1,6 @@
-"""White-box audits with Petri: what an auditor may see of the target, and how it may steer it.
+"""Show the auditor of a Petri audit a probe of the target, and let it steer the target.
 
-Owns the tools `ask_activation_oracle`, `steer_target` and `read_probe`, the target agent that
-captures and steers, and the approver that keeps scenarios believable. Needs the extra `petri`.
-May import inspect_ai, inspect_petri, `reading`, `model`, `probe` and `spec`; keeps out torch.
+Needs the extra `petri`.
 """
 
 from inspect_lens._extras import require as _require

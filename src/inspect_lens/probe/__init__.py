@@ -1,8 +1,4 @@
-"""Applying a trained probe to arrays, and loading its file.
-
-Owns probes, their cards and files, pooling and token selection, and the statistics that judge
-them. May import numpy, pydantic, safetensors and `spec`; keeps out torch, sklearn and Inspect.
-"""
+"""Apply trained probes to arrays, load and save them, and judge their scores."""
 
 from ._alarm import AlarmDelays, alarm_delays
 from ._bootstrap import bootstrap_interval

@@ -1,8 +1,6 @@
-"""What probes say of model calls: activations found, tokens chosen, scores, threshold.
+"""Read what a probe finds in model calls: scores of tokens, turns and cells of a sweep.
 
-Owns `ProbeReader`, on which scorers, monitors, tools and viewers agree, and what several of them
-read: token scores beside a log, the turns of a sample, the cells of a steering sweep. May import
-inspect_ai, `model`, `probe` and `spec`; keeps out torch, sklearn, scorers and solvers.
+Scorers, monitors, tools and viewers are built on `ProbeReader`, so their numbers agree.
 """
 
 from ._calls import CallReading, Calls, Over, calls_to_read, check_over, read_calls

@@ -1,8 +1,4 @@
-"""Inspect scorers and metrics of probes: thin, with all arithmetic in `probe`.
-
-Owns the scorers that read probes, judges and text, and the metrics over their values.
-May import inspect_ai, `reading`, `model`, `probe` and `spec`; keeps out torch, sklearn and solvers.
-"""
+"""Scorers and metrics for Inspect tasks."""
 
 from ._cascade import probe_cascade
 from ._coherence import coherence

@@ -1,7 +1,6 @@
 """Scanners for Inspect Scout that apply a probe to logged conversations.
 
-Owns `probe_scanner` and `audit_probe_scanner`. Needs the extra `scout`.
-May import inspect_ai, inspect_scout, `reading`, `model`, `probe` and `spec`; keeps out torch.
+Needs the extra `scout`.
 """
 
 from inspect_lens._extras import require as _require

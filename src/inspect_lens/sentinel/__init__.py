@@ -1,7 +1,6 @@
 """Monitors for Inspect Sentinel that read the activations of the step that they watch.
 
-Owns `probe_monitor`, `probe_call_monitor` and `oracle_monitor`. Needs the extra `sentinel`.
-May import inspect_ai, inspect_sentinel, `reading`, `model`, `probe` and `spec`; keeps out torch.
+Needs the extra `sentinel`.
 """
 
 from inspect_lens._extras import require as _require

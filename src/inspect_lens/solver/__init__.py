@@ -1,8 +1,4 @@
-"""Inspect solvers that use the lens: thin, one per file.
-
-Owns captures, given answers, steering, sweeps, contrastive pairs and gates. May import inspect_ai,
-`reading`, `model`, `vector`, `probe` and `spec`; keeps out torch and scorers.
-"""
+"""Solvers for Inspect tasks: capture, steer, edit, sweep, and act on a probe."""
 
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions

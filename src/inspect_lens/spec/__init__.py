@@ -1,7 +1,6 @@
-"""The vocabulary: sites, positions, what may be asked, what comes back, and its encoding.
+"""The types of requests and answers: captures, edits, probes and receipts.
 
-Owns every type that the Inspect process and the vLLM processes share.
-May import pydantic, numpy, zstandard and `errors`; keeps out torch, vLLM and Inspect.
+The Inspect process and the vLLM processes share them.
 """
 
 from ._arrays import as_tensor_data

@@ -1,8 +1,6 @@
-"""Arrays and labels in, probe file and card out, offline.
+"""Train probes and steering vectors on activations, offline.
 
-Owns estimators, activation sets, steering vectors, the choice of the layer, calibration and
-evaluation.
-May import numpy, torch, sklearn, `probe` and `spec`; keeps out Inspect and vLLM.
+Activations and labels go in, and a probe with its card comes out.
 """
 
 from ._baselines import (

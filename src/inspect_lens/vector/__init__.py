@@ -1,7 +1,6 @@
-"""Steering vectors with their cards: directions per layer, files, controls, dose and response.
+"""Steering vectors with cards: directions per layer, files, controls, dose and response.
 
-Owns `Vector` and its folder, and the arithmetic of a sweep. May import numpy, pydantic,
-safetensors, `spec` and `probe`; keeps out torch, sklearn and Inspect. `train` makes vectors.
+`inspect_lens.train` finds them.
 """
 
 from ._card import VectorCard, VectorTraining

@@ -1,8 +1,4 @@
-"""Looking at token scores: a static page per log, and summaries for Inspect's own viewer.
-
-Owns what a reader sees of a probe, token by token. May import inspect_ai, `reading`, `model`,
-`probe` and `spec`, and tokenizers when a page is written; keeps out torch, scorers and solvers.
-"""
+"""Show token scores: one page per log, and summaries for Inspect's own viewer."""
 
 from inspect_lens._token_texts import TokenTexts
 

@@ -1,61 +1,97 @@
-"""Figures are drawn from a result, and the same result gives the same file."""
+"""The figure of the benchmark page shows the numbers of the committed results."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import statistics
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.plots import main, ratio_rows, together
+from benchmarks.plots import RESULTS, TIMES, Row, Section, draw, figure_files, main, sections
+from tests.kit.repository import ROOT
 
-RUNS = [
-    {"model": "m", "load": "8x256", "arm": arm, "seconds": seconds}
-    for arm, seconds in {
-        "steer": [2.2],
-        "default": [2.0, 1.0, 3.0],
-        "vllm-lens": [8.0, 12.0],
-        "idle": [2.0],
-    }.items()
-]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_rows_follow_the_order_of_the_arms_and_the_default_median() -> None:
-    rows = ratio_rows(RUNS, "8x256")
-    assert [arm for arm, _ in rows] == ["default", "vllm-lens", "idle", "steer"]
-    assert dict(rows)["vllm-lens"] == [4.0, 6.0]
-    assert ratio_rows(RUNS[:1], "8x256") == []
+def texts(svg: str) -> list[str]:
+    return [node.text or "" for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def test_each_model_gets_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [
-        {"model": "m", "load": "8x256", "arm": arm, "sequences": 8, "ms_median": ms}
-        for arm, ms in (("default", 4.5), ("idle", 4.6))
+def shown(svg: str, label: str) -> list[float]:
+    """Numbers that the picture has to the right of a label."""
+    found = texts(svg)
+    return [float(n) for n in re.findall(r"[\d.]+", found[found.index(label) + 1])]
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", sorted(figure_files()))
+def test_committed_pictures_are_current(name: str) -> None:
+    committed = (ROOT / "docs/assets" / name).read_text(encoding="utf-8")
+    assert committed == figure_files()[name], "run: python -m benchmarks.plots"
+
+
+@pytest.mark.parametrize("palette", ["light", "dark"])
+def test_numbers_in_the_picture_are_those_of_the_files(palette: str) -> None:
+    svg = (ROOT / f"docs/assets/benchmarks-{palette}.svg").read_text(encoding="utf-8")
+    # From seconds, not from the ratios in the files, and without the functions that draw.
+    ratios = []
+    for number in ("1", "2", "3", "4-edits"):
+        runs = result(f"cost-h200-{number}")["runs"]
+        median = {
+            run["arm"]: statistics.median(run["seconds"])
+            for run in runs
+            if run["load"] == "512x128"
+        }
+        ratios.append(median["capture-all"] / median["default"])
+    wanted = [statistics.median(ratios), min(ratios), max(ratios)]
+    assert shown(svg, "512 requests: capture, all layers") == pytest.approx(wanted, abs=6e-4)
+    runs = result("eval-h200")["runs"]
+    agents = [run for run in runs if run["load"] == "agent of 20 turns"]
+    plain = {run["round"]: run["seconds"] for run in agents if run["arm"] == "plain"}
+    paired = [
+        run["seconds"] / plain[run["round"]] for run in agents if run["arm"] == "capture-scored"
     ]
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps({"runs": RUNS, "steps": steps}))
-    images = []
-    for _ in range(2):
-        assert main([str(path), "--out", str(tmp_path)]) == 0
-        images.append([p.read_bytes() for p in sorted(tmp_path.glob("*.png"))])
-    assert images[0] == images[1]
-    assert len(images[0]) == 2
-    assert capsys.readouterr().out.count("benchmark-") == 4
+    said = shown(svg, "agents, 20 turns: capture and score")
+    assert said == pytest.approx([statistics.median(paired), min(paired), max(paired)], abs=6e-4)
 
 
-def test_several_runs_are_drawn_each_over_its_own_default(tmp_path: Path) -> None:
-    slower = [run | {"seconds": [3 * s for s in run["seconds"]]} for run in RUNS[1:]]
-    other = [{"model": "m", "load": "256x128", "arm": "idle", "seconds": [1.0]}]
-    merged = together([{"runs": RUNS}, {"runs": slower}, {"runs": other}])
-    assert dict(ratio_rows(merged["runs"], "8x256")) == {
-        "default": 2 * [1.0, 0.5, 1.5],
-        "vllm-lens": 2 * [4.0, 6.0],
-        "idle": [1.0, 1.0],
-        "steer": [1.1],
-    }
-    assert ratio_rows(merged["runs"], "256x128") == [], "a run without its default says nothing"
-    paths = [tmp_path / f"{i}.json" for i in range(2)]
-    for path, runs in zip(paths, (RUNS, slower), strict=True):
-        path.write_text(json.dumps({"runs": runs}))
-    assert main([*map(str, paths), "--out", str(tmp_path)]) == 0
-    assert [p.name for p in tmp_path.glob("*.png")] == ["benchmark-ratios-m.png"]
+def test_dark_is_dark_and_light_is_light() -> None:
+    for name, content in figure_files().items():
+        back = re.search(r'<rect [^>]*fill="#(\w{2})(\w{2})(\w{2})"', content)
+        assert back is not None
+        luminance = statistics.fmean(int(part, 16) for part in back.groups())
+        assert (luminance < 60) if "dark" in name else (luminance > 200)
+
+
+def test_a_dot_lies_at_its_ratio_on_the_axis() -> None:
+    rows = (Row("one", (1.0,)), Row("ten", (10.0,)), Row("between", (math.sqrt(10.0),)))
+    root = ElementTree.fromstring(draw((Section("made up", rows),), "light"))
+    one, ten, between = (float(dot.attrib["cx"]) for dot in root.iter(f"{SVG}circle"))
+    assert between == pytest.approx((one + ten) / 2, abs=0.2)
+    ticks = {node.text: float(node.attrib["x"]) for node in root.iter(f"{SVG}text")}
+    assert (ticks[f"1{TIMES}"], ticks[f"10{TIMES}"]) == (one, ten)
+
+
+def test_every_row_has_a_run_and_files_are_written(tmp_path: Path) -> None:
+    assert all(row.ratios for section in sections() for row in section.rows)
+    assert main(["--out", str(tmp_path)]) == 0
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == figure_files()
+
+
+def test_each_committed_result_is_cited_by_a_page() -> None:
+    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs").rglob("*.md"))
+    names = [path.name for path in RESULTS.iterdir()]
+    assert [name for name in names if name not in pages] == []
+    assert len(names) <= 16
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    cited = set(re.findall(r"(?:results/|`)([\w-]+\.json)", page))
+    assert {name for name in cited if not (RESULTS / name).exists()} <= {"result.json"}

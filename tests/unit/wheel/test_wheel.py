@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable
+from email import message_from_string
 from itertools import pairwise
 from pathlib import Path
 
@@ -172,3 +175,35 @@ def test_the_shipped_model_is_started_by_its_name(run: Run, tmp_path: Path) -> N
                "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
     said = [word for name, value in options.items() for word in ("-M", f"{name}={value}")]
     evaluate_score_and_view(run, tmp_path, *said)
+
+
+def test_the_sdist_is_enough_to_build_the_wheel(tmp_path: Path, installed: Path) -> None:
+    build = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, text=True, capture_output=True,
+        check=True,
+    )  # fmt: skip
+    with tarfile.open(tmp_path / made.stdout.strip().splitlines()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO"} <= names
+    of_no_use = ("tests/", "docs/", "benchmarks/", "logs/", ".github/", ".ci/")
+    assert not [name for name in names if name.startswith(of_no_use)]
+    (source,) = (p for p in tmp_path.iterdir() if p.is_dir())
+    wheel = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", wheel, str(tmp_path)], cwd=source, check=True)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        said = message_from_string(archive.read(metadata).decode())
+    # What an index and `twine check --strict` ask for.
+    assert said["Description-Content-Type"] == "text/markdown"
+    assert (said["License-Expression"], said["Name"]) == ("MIT", "inspect-lens")
+    assert "Two commands" in str(said.get_payload())
+    shipped = {
+        str(p.relative_to(installed))
+        for p in installed.rglob("*")
+        if p.is_file() and ".dist-info" not in str(p) and p.suffix != ".pyc"
+    }
+    assert inside == {name for name in shipped if name.startswith("inspect_lens/")}

@@ -1,0 +1,70 @@
+"""Hooks of MkDocs: repository links, the changelog, the Markdown of each page, and `llms.txt`.
+
+`llms.txt` lists the pages in the order of the navigation, in the form of llmstxt.org.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+_PAGES: list[tuple[str, str, str]] = []
+
+
+def on_config(config: Any) -> Any:
+    """Link repository and issues, where the build was told where they are."""
+    _PAGES.clear()
+    if config.repo_url:
+        config.extra["social"] = [
+            {"icon": "fontawesome/brands/github", "link": config.repo_url, "name": "Repository"},
+            {"icon": "material/bug", "link": f"{config.repo_url}/issues", "name": "Report a bug"},
+        ]
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Fill in the changelog, and keep the source of each page for its Markdown copy."""
+    if page.file.src_uri == "changelog.md":
+        changelog = Path(config.config_file_path).with_name("CHANGELOG.md")
+        markdown = changelog.read_text(encoding="utf-8").replace("](docs/", "](")
+    _PAGES.append((page.file.src_uri, page.title or page.file.name, markdown))
+    return markdown
+
+
+def on_post_build(*, config: Any) -> None:
+    """Write the copies and the list."""
+    site = Path(config.site_dir)
+    found = {uri: (title, text) for uri, title, text in _PAGES}
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section, uris in _sections(config.nav):
+        lines += ["", f"## {section}", ""]
+        for uri in uris:
+            title, text = found[uri]
+            target = site / uri
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            lines.append(f"- [{title}]({uri}){_first_sentence(text)}")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _sections(nav: Any) -> list[tuple[str, list[str]]]:
+    return [(name, list(_uris(items))) for part in nav for name, items in part.items()]
+
+
+def _uris(items: Any) -> Any:
+    for item in items:
+        for below in item.values():
+            if isinstance(below, str):
+                yield below
+            else:
+                yield from _uris(below)
+
+
+def _first_sentence(text: str) -> str:
+    plain = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in plain.split("\n\n"):
+        line = " ".join(paragraph.split())
+        if line and line[0].isalpha():
+            return f": {line.partition('. ')[0].rstrip('.:')}."
+    return ""
