@@ -48,7 +48,7 @@ def test_a_response_carries_the_scores_of_named_probes(client: httpx.Client) -> 
     assert found["score"] == pytest.approx(np.max(found["tokens"]), abs=1e-4)
     described = client.get(REGISTRY).json()["deception"]
     assert described["sha256"] == found["sha256"]
-    assert client.get("/v1/inspect_lens").json()["registered"].keys() == {"deception"}
+    assert "deception" in client.get("/v1/inspect_lens").json()["registered"]
 
 
 def events(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
