@@ -32,8 +32,10 @@ class Settings:
     )
     sites: str = _setting(  # type: ignore[assignment]
         "resid_pre,resid_post",
-        "Sites that get a tap in those layers, comma-separated: `resid_pre`, `attn_out`, "
-        "`mlp_out`, `resid_post`, or `all`. Requests for other sites are refused.",
+        "Sites that get a tap in those layers, comma-separated: `resid_pre`, `q`, `k`, `v`, `z`, "
+        "`attn_out`, `resid_mid`, `router_logits`, `mlp_hidden`, `mlp_out`, `resid_post`. `all` "
+        "stands for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other sites are "
+        "refused.",
     )
     ring_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
-from inspect_lens.spec import SITES
+from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.engine.test_sites import capture
@@ -75,7 +75,7 @@ def test_rows_of_experts_on_two_workers_equal_hugging_face(engine: Engine, folde
     config = engine.llm.llm_engine.vllm_config.parallel_config
     assert config.enable_expert_parallel
     twin = HuggingFace(folder)
-    for output in engine.run([tokens(n, seed=n) for n in (1, 40, 120)], capture(*SITES)):
+    for output in engine.run([tokens(n, seed=n) for n in (1, 40, 120)], capture(*BLOCK_SITES)):
         ids = fed(output)
         rows = output.activations["residual_stream"]
         assert rows.shape == (LAYERS, len(ids), HIDDEN)

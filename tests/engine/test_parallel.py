@@ -13,7 +13,7 @@ import torch
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
 from inspect_lens.errors import HookError
-from inspect_lens.spec import SITES
+from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.engine.test_probes import HEADS, LINEAR, expected
@@ -44,7 +44,7 @@ def two(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
 
 
 def test_rows_of_every_site_equal_hugging_face(two: Engine, hugging_face: HuggingFace) -> None:
-    for output in two.run([tokens(n, seed=n) for n in (1, 50, 150)], capture(*SITES)):
+    for output in two.run([tokens(n, seed=n) for n in (1, 50, 150)], capture(*BLOCK_SITES)):
         check(output, hugging_face.sites(fed(output)))
         n_fed = len(fed(output))
         assert output.inspect_lens.capture.rows == (3 * LAYERS + 1) * n_fed

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
-from ._check_edits import check_edits, check_layers
+from ._check_edits import check_edits, check_layers, check_writable
 from ._eager import check_eager
 from ._facts import EngineFacts
 from ._probe import EngineProbe
@@ -76,9 +76,9 @@ def check_request(
         taps.update(tap_points(request.capture.sites, layers))
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.
     step_tokens = facts.least_step_tokens or facts.max_step_tokens
-    if (rows_needed := len(taps) * step_tokens) > facts.ring_rows:
+    if (rows_needed := facts.rows_of(taps) * step_tokens) > facts.ring_rows:
         enough = rows_needed * facts.ring_row_bytes
-        fitting = facts.ring_rows // len(taps)
+        fitting = facts.ring_rows // facts.rows_of(taps)
         smaller = f"max_num_batched_tokens of {fitting} or less, or with " if fitting else ""
         raise UnsupportedError(
             f"capture.layers and probes: {len(taps)} taps times {step_tokens} tokens a "
@@ -88,6 +88,7 @@ def check_request(
         )
     for i, vector in enumerate(request.steer):
         field = f"steer[{i}]"
+        check_writable(vector.site, f"{field}.site")
         check_layers(vector.layer_indices, vector.site, facts, f"{field}.layer_indices")
         shape = vector.activations.shape
         if shape[-1] != facts.hidden:
@@ -136,6 +137,7 @@ def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") ->
         check_probe(probe, facts)  # raises where it does not fit
         ```
     """
+    check_writable(probe.site, f"{field}.site")
     check_layers(probe.layers, probe.site, facts, f"{field}.layers")
     if probe.hidden != facts.hidden:
         raise SpecError(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inspect_lens.errors import LensError
 from inspect_lens.spec import (
-    SITES,
+    BLOCK_SITES,
     EngineFacts,
     EngineProbe,
     LensRequest,
@@ -32,8 +32,8 @@ FACTS = EngineFacts(
     hidden=WIDTH,
     dtype="float32",
     layers=tuple(range(LAYERS)),
-    sites=SITES,
-    taps=tap_points(SITES, range(LAYERS)),
+    sites=BLOCK_SITES,
+    taps=tap_points(BLOCK_SITES, range(LAYERS)),
     max_step_tokens=16,
     ring_rows=1 << 16,
     bank_rows=BANK_ROWS,

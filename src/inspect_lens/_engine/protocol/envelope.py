@@ -167,12 +167,16 @@ class Envelope:
 
     @property
     def _kept(self) -> tuple[int, int, int] | None:
-        """Of how many taps rows are kept, and first and one past the last position, at most."""
+        """How many rows of a token are kept, and first and one past the last position, at most."""
         parts = [part for part in (self.capture, self.probes) if part is not None]
         if not parts:
             return None
-        taps = {tap for part in parts for tap in part.taps}
-        return len(taps), min(part.lo for part in parts), max(part.hi for part in parts)
+        taps = dict.fromkeys([tap for part in parts for tap in part.taps], 1)
+        if self.capture is not None:
+            # Each rank has its share of a row at the same place.
+            for row in self.capture.rows:
+                taps[row.tap] = max(taps[row.tap], row.part + 1)
+        return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 
     def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -18,8 +19,8 @@ __all__ = ["Group", "Groups"]
 
 
 _Key = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, Form | None, bool]
-"""Taps, those whose rows are sent, names of probes, what is made of rows, and whether scores are
-looked at as they come."""
+"""Taps, those of a token's rows at all taps that are sent, names of probes, what is made of rows,
+and whether scores are looked at as they come."""
 
 _KNOWN_MOST = 1024
 
@@ -40,12 +41,14 @@ class Group:
 
     taps: Longs
     """Whose rows go to the ring, ascending."""
+    n_rows: int
+    """Ring rows of a token there."""
     rows: tuple[int, ...] | None
-    """Ranks of taps whose rows are sent as they are, or None."""
+    """Ranks of those of them that are sent as they are, or None."""
     readout: Readout | None
     """What is made of rows where probes are asked for."""
     read: tuple[int, ...]
-    """Ranks of taps that it reads."""
+    """Ranks of those that it reads."""
     form: Form | None
     """What is made of captured rows."""
     is_live: bool
@@ -108,8 +111,26 @@ class Groups:
     for what the `ProbeStore` keeps.
     """
 
-    def __init__(self, tap_index: dict[TapPoint, int], probes: ProbeStore) -> None:
+    def __init__(
+        self,
+        tap_index: dict[TapPoint, int],
+        probes: ProbeStore,
+        tap_rows: Longs,
+        rank: int = 0,
+    ) -> None:
+        """Begin without groups.
+
+        Args:
+            tap_index: index of each tap of this worker.
+            probes: that it knows.
+            tap_rows: (taps,); ring rows of a token at each tap.
+            rank: of this worker among tensor-parallel ones. Those behind the first send their
+                shares of what is split over them, and nothing else.
+        """
         self._tap_index = tap_index
+        self._tap_rows = tap_rows
+        self._starts = np.cumsum(tap_rows) - tap_rows
+        self._rank = rank
         self._probes = probes
         self._number: dict[_Key, int] = {}
         self._key: list[_Key | None] = []
@@ -185,14 +206,18 @@ class Groups:
         if number is None:
             taps, rows, names, form, is_live = key
             readout = self._probes.readout(names, probe_taps) if names is not None else None
-            rank = {tap: i for i, tap in enumerate(taps)}
+            here = np.asarray(taps, dtype=np.int64)
+            counts, starts = self._tap_rows[here], self._starts[here]
+            of_each = [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
+            rank = {row: i for i, row in enumerate(chain.from_iterable(of_each))}
             number = self._place(
                 key,
                 Group(
-                    np.asarray(taps, dtype=np.int64),
-                    tuple(rank[t] for t in rows) if rows else None,
+                    here,
+                    int(counts.sum()),
+                    tuple(rank[row] for row in rows) if rows else None,
                     readout,
-                    tuple(rank[self._tap_index[t]] for t in probe_taps),
+                    tuple(rank[int(self._starts[self._tap_index[t]])] for t in probe_taps),
                     form,
                     is_live,
                 ),
@@ -211,28 +236,25 @@ class Groups:
         if (known := self._known.get(alike)) is not None:
             return known
         here = self._tap_index
-        captured = () if capture is None else capture.taps
+        captured = () if capture is None else capture.rows
         probed = () if probes is None else probes.taps
-        rows = tuple(here[t] for t in captured if t in here)
-        probe_taps = tuple(t for t in probed if t in here)
-        taps = tuple(sorted({*rows, *(here[t] for t in probe_taps)}))
+        mine = [i for i, r in enumerate(captured) if r.rank == self._rank and r.tap in here]
+        rows = tuple(int(self._starts[here[r.tap]]) + r.part for r in (captured[i] for i in mine))
+        read = [i for i, t in enumerate(probed) if t in here and not self._rank]
+        probe_taps = tuple(probed[i] for i in read)
+        taps = {here[captured[i].tap] for i in mine} | {here[t] for t in probe_taps}
         names = probes.names if probes is not None and probe_taps else None
         form = Form.of(capture) if capture is not None and rows else None
         is_live = probes is not None and probes.is_live
         made = _Wanted(
-            (taps, rows, names, form, is_live) if taps else None,
+            (tuple(sorted(taps)), rows, names, form, is_live) if taps else None,
             probe_taps,
-            [self._share(captured), self._share(probed)],
+            [_share(mine), _share(read)],
         )
         if len(self._known) >= _KNOWN_MOST:
             self._known.clear()
         self._known[alike] = made
         return made
-
-    def _share(self, taps: Sequence[TapPoint]) -> tuple[int, int]:
-        """First of some taps that this worker has, and how many it has."""
-        here = [i for i, tap in enumerate(taps) if tap in self._tap_index]
-        return (here[0] if here else 0), len(here)
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""
@@ -253,3 +275,8 @@ class Groups:
         self._number[key], self._key[number] = number, key
         self._groups[number], self.taps[number] = group, group.taps
         return number
+
+
+def _share(at: Sequence[int]) -> tuple[int, int]:
+    """First of what this worker has, and how many it has."""
+    return (at[0] if at else 0), len(at)

@@ -193,7 +193,7 @@ class Sender:
         group = self._groups[block.group]
         tokens, width = block.n_tokens // steps, self._ring.shape[1]
         rows = self._ring.as_strided(
-            (len(group.taps), steps, tokens, width),
+            (group.n_rows, steps, tokens, width),
             (tokens * width, apart * width, width, 1),
             first * width,
         )

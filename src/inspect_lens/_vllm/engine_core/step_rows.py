@@ -36,7 +36,7 @@ class StepRows:
 
         Args:
             rows: that the capture buffer has for a step.
-            taps: of the engine.
+            taps: rows that a token takes at all taps of the engine.
             most: tokens of a step.
             least: tokens to which it can be cut; at all taps they fit the buffer.
         """
@@ -44,8 +44,8 @@ class StepRows:
         # What those may fill that feed one token, and drafts.
         self._free = rows - least * taps
         self._prompts: dict[str, tuple[Any, int, int, int]] = {}
-        """Requests that may feed many tokens whose rows are kept, and of what: taps, first and one
-        past the last position."""
+        """Requests that may feed many tokens whose rows are kept: rows of a token, and first and
+        one past the last position."""
         self._most_taps = 0
         """Of one of them."""
 
@@ -97,7 +97,7 @@ def _rows_of(scheduler: Any) -> StepRows:
             facts = facts_of(config, Settings.load())
             found = StepRows(
                 rows=facts.ring_rows,
-                taps=len(facts.taps),
+                taps=facts.rows_of(facts.taps),
                 most=most,
                 least=facts.least_step_tokens or most,
             )

@@ -64,7 +64,7 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     if expected.reading is not None:
         expected.reading.prepare()
     if coming:
-        if envelope.capture is not None and len(envelope.capture.sites) == 1:
+        if envelope.capture is not None and envelope.capture.is_simple:
             prepared.named = _named(coming[ROWS], envelope.capture)
         if expected.reading is not None:
             prepared.whole = expected.reading.whole(coming[SCORES].storage)
@@ -107,7 +107,7 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
     if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:
         return True
     # Else the rows have to be the result, where they lie, and fill most of what they lie in.
-    is_plain = capture.reduce == "none" and not capture.is_last and len(capture.sites) == 1
+    is_plain = capture.reduce == "none" and not capture.is_last and capture.is_simple
     most = len(expected.positions(expected.n_max))
     return is_plain and (count == most or (taps == 1 and 5 * count >= 4 * most))
 

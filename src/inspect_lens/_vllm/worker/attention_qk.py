@@ -11,6 +11,7 @@ from torch import nn
 
 from inspect_lens._engine.hooks.runner import HookRunner
 from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._vllm.model.submodules import decoder_attention
 from inspect_lens.errors import UnsupportedError
 
 __all__ = ["QKReader"]
@@ -35,7 +36,7 @@ class QKReader:
         self._modules: dict[int, Any] = {
             layer: module
             for layer, block in enumerate(blocks)
-            if block is not None and (module := _attention(block)) is not None
+            if block is not None and (module := decoder_attention(block)) is not None
         }
         self._metas: dict[int, Mapping[str, Any]] = {}
         for layer, module in self._modules.items():
@@ -112,17 +113,6 @@ class QKReader:
         copies = gathered.shape[1] // self._n_kv_heads if self._n_kv_heads else 1
         # With fewer key heads than ranks, neighbouring ranks hold the same one.
         return gathered[:, :: max(copies, 1)].contiguous() if copies > 1 else gathered
-
-
-def _attention(block: nn.Module) -> Any:
-    from vllm.model_executor.layers.attention import Attention
-
-    found = [
-        module
-        for module in block.modules()
-        if isinstance(module, Attention) and getattr(module, "attn_type", "decoder") == "decoder"
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 def _tp() -> Any:

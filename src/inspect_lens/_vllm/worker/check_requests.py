@@ -20,9 +20,9 @@ from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
 from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens.spec import DType, EngineFacts, TapPoint, TensorData
+from inspect_lens.spec import SITE_TABLE, DType, EngineFacts, TapPoint, TensorData
 
-__all__ = ["KEYS", "Exported", "Inbox", "envelope", "signs"]
+__all__ = ["KEYS", "Exported", "Inbox", "envelope", "signs", "steered_row"]
 
 KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
 """How the names of the two requests begin; each run has its own."""
@@ -35,9 +35,9 @@ class Exported:
     """What came out of a worker."""
 
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(taps, requests, positions, hidden)."""
+    """(rows of a token, requests, positions, hidden)."""
     seen: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """(taps, requests, positions)."""
+    """(rows of a token, requests, positions)."""
     failure: str = ""
     """Why the worker failed a request."""
     is_overflown: bool = False
@@ -50,6 +50,17 @@ def signs(n: int, hidden: int) -> NDArray[np.float32]:
     return (2 * drawn - 1).astype(np.float32)
 
 
+def steered_tap(state: TapState) -> int:
+    """Index of the tap at which the check steers; 0 where none may be written."""
+    writable = (i for i, tap in enumerate(state.taps) if SITE_TABLE[tap.site].is_writable)
+    return next(writable, 0)
+
+
+def steered_row(state: TapState) -> int:
+    """Which of a token's rows is that tap's."""
+    return int(state.row_starts[steered_tap(state)])
+
+
 def envelope(
     reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
 ) -> Mapping[str, Any]:
@@ -60,7 +71,7 @@ def envelope(
         facts: of the engine.
         state: of the worker.
         n: tokens of its prompt.
-        vectors: (n or 1, hidden) to add at the worker's first tap.
+        vectors: (n or 1, hidden) to add at the worker's first tap that may be written.
 
     Returns:
         What workers take.
@@ -69,7 +80,7 @@ def envelope(
     if vectors is not None:
         shared = vectors.shape[0] == 1
         data = TensorData(vectors.numpy() if shared else vectors.numpy()[None], "float32")
-        site, layer = state.taps[0]
+        site, layer = state.taps[steered_tap(state)]
         every = tuple(range(n))
         steer = (SteerEnvelope(site, (layer,), 1.0, False, every, data.sha256, data),)
     capture = CaptureEnvelope(
@@ -81,6 +92,8 @@ def envelope(
         hidden=facts.hidden,
         dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
         transport="base64",
+        widths=tuple([facts.width_of(site)[1:] for site in facts.sites]) if facts.widths else (),
+        ranks=facts.ranks,
     )
     return Envelope(
         reply=reply,
@@ -116,7 +129,7 @@ class Inbox:
         """Wait for all rows.
 
         Args:
-            shape: taps, requests, positions, hidden.
+            shape: rows of a token, requests, positions, hidden.
             dtype: of the rows.
 
         Returns:

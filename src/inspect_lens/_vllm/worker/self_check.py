@@ -35,9 +35,9 @@ from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens.errors import CompatError
-from inspect_lens.spec import EngineFacts, EnginePath
+from inspect_lens.spec import SITE_TABLE, EngineFacts, EnginePath
 
-from .check_requests import KEYS, Exported, Inbox, envelope, signs
+from .check_requests import KEYS, Exported, Inbox, envelope, signs, steered_row
 from .check_taps import is_same_bits, marker_of
 from .eager_steps import checked_steps
 
@@ -73,9 +73,9 @@ class _Run:
 
     path: EnginePath
     ring: torch.Tensor
-    """(taps, requests, positions, hidden), as the ring had them, on the CPU."""
+    """(rows of a token, requests, positions, hidden), as the ring had them, on the CPU."""
     is_silent: list[bool]
-    """By tap: whether it left a row of some step as it was."""
+    """By row of a token: whether its tap left it of some step as it was."""
     exported: Exported
 
 
@@ -181,6 +181,11 @@ class _Check:
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []
 
+    @property
+    def can_steer(self) -> bool:
+        """Whether there is a tap that may be written."""
+        return any(SITE_TABLE[tap.site].is_writable for tap in self._stepper.state.taps)
+
     def vectors(self, shape: _Shape) -> torch.Tensor:
         """(positions or 1, hidden) of the steered request."""
         rows = self._stepper.state.bank.vectors.shape[0] - 1
@@ -190,14 +195,15 @@ class _Check:
     def run(self, shape: _Shape, *, is_eager: bool, is_steered: bool) -> _Run:
         """Run a shape in one way."""
         stepper, state = self._stepper, self._stepper.state
-        n_taps, hidden = len(state.taps), state.ring.shape[1]
-        ring = torch.zeros(n_taps, 2, shape.length, hidden, dtype=state.ring.dtype)
-        silent = torch.zeros(n_taps, dtype=torch.bool)
+        n_rows, hidden = len(state.row_taps), state.ring.shape[1]
+        ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
+        silent = torch.zeros(n_rows, dtype=torch.bool)
         vectors = self.vectors(shape)
         self._n_runs += 1
         keys = [f"{key}_{self._n_runs}" for key in KEYS]
         for key in keys:
-            steers = vectors if is_steered and key == keys[1] else None
+            is_mine = is_steered and self.can_steer and key == keys[1]
+            steers = vectors if is_mine else None
             stepper.add(
                 key, envelope(self._inbox.address, self._facts, state, shape.length, steers)
             )
@@ -210,14 +216,14 @@ class _Check:
                     counts = np.asarray(step, dtype=np.int64)
                     stepper.begin(keys, np.cumsum(counts) - counts, counts, position.copy())
                     first, n = int(state.header[1]), int(counts.sum())
-                    lies = slice(first, first + n_taps * n)
+                    lies = slice(first, first + n_rows * n)
                     if self._is_exporting:
                         self._used.append((lies.start, lies.stop))
                         state.ring[lies] = marker
                     self._pass(shape)
                     path = self._path(modes, is_eager=is_eager)
                     if self._is_exporting:
-                        rows = state.ring[lies].view(n_taps, n, hidden).cpu()
+                        rows = state.ring[lies].view(n_rows, n, hidden).cpu()
                         silent |= is_same_bits(rows, marker.cpu()).any(dim=1)
                         _place(ring, rows, step, position)
                     stepper.end_step(path)
@@ -276,7 +282,7 @@ class _Check:
 def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
     """Steps of mixed lengths and steps of decodes, as far as the engine has room for them."""
     config, state = runner.vllm_config, stepper.state
-    most = min(facts.max_step_tokens, state.step_rows // len(state.taps))
+    most = min(facts.max_step_tokens, state.step_rows // len(state.row_taps))
     sequences = int(config.scheduler_config.max_num_seqs)
     drafts = getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0
     shapes = []
@@ -298,11 +304,13 @@ def _judge(
     check: _Check, shape: _Shape, plain: _Run, eager: _Run, own: _Run, again: _Run
 ) -> tuple[list[str], list[bool]]:
     """What is wrong with the rows of a shape, and which taps could be compared."""
-    taps = check._stepper.state.taps
+    state = check._stepper.state
+    taps, steered_at = state.row_taps, steered_row(state)
     found = []
 
     def say(run: _Run, which: Sequence[bool], what: str) -> None:
-        if names := [f"{t.site}.{t.layer}" for t, bad in zip(taps, which, strict=True) if bad]:
+        bad = [f"{t.site}.{t.layer}" for t, is_bad in zip(taps, which, strict=True) if is_bad]
+        if names := dict.fromkeys(bad):
             found.append(f"in {run.path} steps ({shape.name}) the taps {', '.join(names)} {what}")
 
     # Rows that cannot be steered, as a model computes NaN of a dummy token: nothing to compare.
@@ -322,12 +330,13 @@ def _judge(
     most = 0.05 if own.ring.dtype == torch.float32 else 0.5
     base = plain.ring.float()
     steady = (_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
-    if steady[0]:
-        steered = base[0].clone()
+    if steady[steered_at] and check.can_steer:
+        steered = base[steered_at].clone()
         steered[1] += check.vectors(shape)
         for run in (eager, own):
-            wrong = bool((_error(steered, run.ring[0].float()) > most / 2).any())
-            say(run, [wrong, *[False] * (len(taps) - 1)], "do not have the steering vectors")
+            wrong = bool((_error(steered, run.ring[steered_at].float()) > most / 2).any())
+            at = [wrong and i == steered_at for i in range(len(taps))]
+            say(run, at, "do not have the steering vectors")
     differs = (_error(eager.ring.float(), own.ring.float()) > most).flatten(1).any(dim=1)
     if not found:
         say(own, (differs & steady).tolist(), "have other rows than an eager pass")

@@ -132,7 +132,7 @@ def test_taps_come_in_the_order_of_a_forward_pass() -> None:
     ]
 
 
-@pytest.mark.parametrize("sites", ["", "resid_mid", "resid_post,oops"])
+@pytest.mark.parametrize("sites", ["", "resid_between", "resid_post,oops"])
 def test_an_unknown_site_is_refused(sites: str) -> None:
     with pytest.raises(SpecError, match="INSPECT_LENS_SITES"):
         taps(sites=sites)

@@ -55,7 +55,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     made.layout = request.param
     known = {"fused": "fused", "stale": "stale"}.get(request.param, "fused")
     monkeypatch.setattr(layer_hooks, "layout_of", lambda kind: known)
-    monkeypatch.setattr("inspect_lens._vllm.worker.worker.layout_of", lambda kind: known)
+    monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_of", lambda kind: known)
     return made
 
 
