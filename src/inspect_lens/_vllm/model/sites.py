@@ -32,7 +32,7 @@ from .submodules import (
     written_argument,
 )
 
-__all__ = ["LOCATORS", "Place", "middle_of_forward"]
+__all__ = ["LOCATORS", "Place", "ctl_name", "middle_of_forward"]
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 """What a tap gets: rows, and the other half of the stream where it has two."""
@@ -167,6 +167,11 @@ LOCATORS: Mapping[Site, Locator] = MappingProxyType(
     }
 )
 """By site; each raises `UnsupportedError` where a block has not what it looks for."""
+
+
+def ctl_name(site: Site) -> str:
+    """Name of the buffer that a tapped module has for a site."""
+    return f"_inspect_lens_{site}"
 
 
 def middle_of_forward(forward: ast.FunctionDef, feed_forward: str) -> str | None:

@@ -19,6 +19,7 @@ from inspect_lens._engine.tap.op import tap
 from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens._vllm.model.find_layers import as_rows, split_output
 from inspect_lens._vllm.model.residual_layout import layout_of
+from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens._vllm.model.submodules import BlockInput
 
 from .attention_qk import QKReader
@@ -122,7 +123,7 @@ class LayerHooks:
         self, block: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
         """Let the layer's tap, which ran before its hooks, capture what these made of the rows."""
-        ctl = getattr(block, "_inspect_lens_post", None)
+        ctl = getattr(block, ctl_name("resid_post"), None)
         state = self._state
         if ctl is None or not state.is_active:
             return

@@ -23,7 +23,7 @@ from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.model.find_layers import decoder_layers
-from inspect_lens._vllm.model.sites import LOCATORS
+from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
 from inspect_lens._vllm.model.submodules import block_module, check_reduced
 from inspect_lens._vllm.registered.registry import start_items
 from inspect_lens.errors import CompatError
@@ -266,7 +266,7 @@ def add_tap(
     if is_sharded and point.site in ("attn_out", "resid_mid"):
         check_reduced(block, block_module(block, "attn_out"), point.site)
     # A buffer, so that tracing lifts it to an input of the graph; not saved with the model.
-    name = f"_inspect_lens_{point.site}"
+    name = ctl_name(point.site)
     place.module.register_buffer(name, ctl, persistent=False)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
