@@ -82,7 +82,7 @@ def lens_server_url(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "INSPECT_LENS_ALLOW_CODE": "1",
         # The organism's truth vector belongs to the output of an attention.
-        "INSPECT_LENS_SITES": "all",
+        "INSPECT_LENS_SITES": "resid_pre,q,k,v,z,attn_out,resid_mid,mlp_hidden,mlp_out,resid_post",
     }
     log = tmp_path_factory.mktemp("server") / "server.log"
     with api_server(options, environment=environment, log=log) as server:

@@ -137,7 +137,13 @@ def _projected(site: Site, block: nn.Module, width: int) -> Place:
 
 def _router_logits(block: nn.Module, width: int) -> Place:
     part = block_module(block, "mlp_out")
-    found = [m for m in part.modules() if is_linear(m) and getattr(m, "output_size", 0) == width]
+    # Names of experts' own layers have the experts in them, and these may be as wide.
+    found = [
+        module
+        for name, module in part.named_modules()
+        if is_linear(module) and getattr(module, "output_size", 0) == width
+        if "expert" not in name
+    ]
     if len(found) != 1:
         raise _missing(block, "router_logits", f"one router of {width} experts")
     module = found[0]

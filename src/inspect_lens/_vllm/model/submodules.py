@@ -89,8 +89,13 @@ def decoder_attention(block: nn.Module) -> Any:
 
 
 def projections(part: nn.Module) -> list[nn.Module]:
-    """Linear layers of a block's part that end it: their inputs are split over ranks."""
-    return [m for m in part.modules() if _is_row_parallel(m) and _base(m) is m]
+    """Linear layers of a block's part that end it: their inputs are split over ranks.
+
+    Of one under LoRA it is the wrapper, which is what is called.
+    """
+    found = [m for m in part.modules() if _is_row_parallel(m)]
+    wrapped = {id(_base(m)) for m in found if _base(m) is not m}
+    return [m for m in found if id(m) not in wrapped]
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
