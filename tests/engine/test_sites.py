@@ -203,3 +203,36 @@ def test_sites_that_are_only_captured_are_not_written(sited: Engine) -> None:
     vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
     with pytest.raises(ValueError, match=r"steer\[0\]\.site: z can be captured, and not steered"):
         sited.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
+
+
+def test_queries_and_keys_make_the_pattern_of_the_model(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    asked = {"output_qk": True, "output_residual_stream": [1]}
+    outputs = sited.run([tokens(100, seed=5), tokens(9)], asked, max_tokens=6)
+    for output in outputs:
+        found, n = output.activations, len(fed(output))
+        assert found["qk_layers"] == list(range(LAYERS))
+        assert found["attn_q"].shape == (LAYERS, n, HIDDEN // 64, 64)
+        assert found["attn_k"].shape == (LAYERS, n, HIDDEN // 128, 64)
+        assert output.inspect_lens.qk.n_positions == n
+        rows = hugging_face.residual_stream(fed(output))[[1]]
+        assert max_relative_error(found["residual_stream"], rows) <= TOLERANCE
+        expected = hugging_face.attentions(fed(output))
+        for layer, meta in enumerate(found["qk_meta"]):
+            q, k = found["attn_q"][layer], found["attn_k"][layer]
+            k = k.repeat_interleave(meta["num_heads"] // meta["num_kv_heads"], dim=1)
+            logits = torch.einsum("qhd,khd->hqk", q, k) * meta["scale"]
+            mask = torch.ones(n, n, dtype=torch.bool).triu(1)
+            pattern = logits.masked_fill(mask, float("-inf")).softmax(dim=-1)
+            torch.testing.assert_close(pattern, expected[layer], rtol=0, atol=1e-4)
+    # The same numbers as those of a capture of the sites.
+    rows = sited.run([tokens(100, seed=5)], capture("q", "k"), max_tokens=6)[0].activations
+    for name, site in (("attn_q", "q"), ("attn_k", "k")):
+        again = outputs[0].activations[name].flatten(2)
+        torch.testing.assert_close(rows[site], again, rtol=0, atol=1e-6)
+
+
+def test_queries_and_keys_need_their_sites(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="INSPECT_LENS_SITES=q,k"):
+        engine.run([tokens(5)], {"output_qk": True})

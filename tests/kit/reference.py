@@ -159,7 +159,7 @@ class HuggingFace:
             else:
                 handles.append(mlp.gate.register_forward_pre_hook(routed))
         home = sys.modules[type(self._layers[0]).__module__]
-        rotate: Any = home.apply_rotary_pos_emb  # type: ignore[attr-defined]
+        rotate: Any = home.apply_rotary_pos_emb
 
         def rotated(*args: Any, **kwargs: Any) -> Any:
             q, k = rotate(*args, **kwargs)

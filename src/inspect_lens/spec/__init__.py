@@ -9,7 +9,7 @@ from ._body import BodyParts, lens_args, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
 from ._check_edits import check_edits
-from ._eager import check_hooks
+from ._eager import check_hooks, check_qk
 from ._encode import to_extra_args, to_wire_args
 from ._facts import EngineFacts, rows_for
 from ._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
@@ -174,6 +174,7 @@ __all__ = [
     "check_hooks",
     "check_name",
     "check_probe",
+    "check_qk",
     "check_request",
     "code_python",
     "decode_saved",

@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from inspect_lens._engine.export.overflow import overflow
 from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
+    QK,
     ROWS,
     SCORES,
     Block,
@@ -55,12 +57,13 @@ from .row_writer import Placing
 from .stream import STORAGE
 from .temp_dirs import let_go, new_folder
 
-__all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
+__all__ = ["QK", "ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
 _SWEEP_S, _SWEEP_AGAIN_S = 1.0, 0.02
 """Seconds between two looks at memory that nothing uses; and where more of it was left."""
+_ATTENTION: Any = dict[int, dict[str, Any]]
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
@@ -69,11 +72,13 @@ class Collected:
     """What arrived for one request."""
 
     tensors: dict[int, TensorData]
-    """(taps, positions, width) of `ROWS`, and (shares of workers, positions, columns) of `SCORES`,
-    where they were asked for."""
+    """(rows of a token, positions, width) of `ROWS` and `QK`, and (shares of workers, positions,
+    columns) of `SCORES`, where they were asked for."""
     n_steered: int
     """Tokens that the worker steered; a token that was computed twice counts once."""
     paths: tuple[str, ...]
+    attention: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What its workers know of their attention layers, where queries and keys were asked for."""
 
 
 class Collector:
@@ -167,7 +172,7 @@ class Collector:
 
         Args:
             key: the request.
-            counts: of `ROWS` and `SCORES`: positions that were fed, of those asked for; they
+            counts: of each result: positions that were fed, of those asked for; they
                 are the first ones.
             n_fed: tokens that were fed to the model.
             timeout_s: seconds to wait for rows that are on their way.
@@ -213,7 +218,11 @@ class Collector:
                     "was reduced; nothing wrong is returned"
                 )
             tensors[i] = stream.take(counts[i], self._threads)
-        return Collected(tensors, pending.steered_tokens(n_fed), paths)
+        attention: dict[int, dict[str, Any]] = {}
+        if QK in tensors:
+            for _, worker in pending.shares:
+                attention |= worker.attention
+        return Collected(tensors, pending.steered_tokens(n_fed), paths, attention)
 
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
@@ -360,6 +369,8 @@ class Collector:
                 # time out.
                 logger.error("inspect_lens: the memory of a worker cannot be read: %s", error)
                 return
+        if message.attention:
+            worker.attention = msgspec.msgpack.decode(message.attention, type=_ATTENTION)
         for opening in message.openings:
             pending = self._pending.get(opening.key)
             # A pre-empted request may be taken up again, under its number.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from inspect_lens._engine.export.overflow import COLUMN
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Failure, Opening
+from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES, Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import TensorData
 
@@ -50,6 +50,8 @@ class Pending:
             made[ROWS] = Stream(envelope.capture, envelope.n_prompt)
         if envelope.probes is not None:
             made[SCORES] = Stream(envelope.probes, envelope.n_prompt)
+        if envelope.qk is not None:
+            made[QK] = Stream(envelope.qk, envelope.n_prompt)
         return made
 
     def fail(self, key: str, error: Exception) -> None:

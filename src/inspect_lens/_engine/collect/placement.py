@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from .stream import Stream
 
 __all__ = ["Worker", "paths_of"]
 
-_STREAMS = 2
+_STREAMS = 3
 
 
 class Worker:
@@ -22,6 +23,8 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.reader = ArenaReader(name)
+        self.attention: dict[int, dict[str, Any]] = {}
+        """What it knows of its attention layers, by layer."""
         self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
         self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
         self.settled: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
+    CaptureSpec,
     DType,
     EngineFacts,
     EngineProbe,
     LensRequest,
+    QKSpec,
     Site,
     SteeringVector,
     TapPoint,
@@ -46,7 +48,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class Envelope:
 
     edits: tuple[EditEnvelope, ...] = ()
     """Other edits, behind the vectors."""
+    qk: CaptureEnvelope | None = None
+    """Queries and keys, which are a capture of their own beside the other."""
 
     @property
     def edited(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
@@ -145,13 +149,14 @@ class Envelope:
         return max((s.until for s in self.edited), default=0)
 
     @cached_property
-    def alike(self) -> tuple[bytes | None, bytes | None]:
-        """What the requests of a batch have in common, of the capture and of the probes."""
-        capture, probes = self.capture, self.probes
-        return (
-            None if capture is None else capture.alike,
-            None if probes is None else probes.alike,
-        )
+    def alike(self) -> tuple[bytes | None, ...]:
+        """What the requests of a batch have in common, of each result."""
+        return tuple([None if part is None else part.alike for part in self.results])
+
+    @property
+    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | None, ...]:
+        """What is asked for of each result, in the order of `ROWS`, `SCORES` and `QK`."""
+        return self.capture, self.probes, self.qk
 
     @cached_property
     def is_plain(self) -> bool:
@@ -168,13 +173,13 @@ class Envelope:
     @property
     def _kept(self) -> tuple[int, int, int] | None:
         """How many rows of a token are kept, and first and one past the last position, at most."""
-        parts = [part for part in (self.capture, self.probes) if part is not None]
+        parts = [part for part in self.results if part is not None]
         if not parts:
             return None
         taps = dict.fromkeys([tap for part in parts for tap in part.taps], 1)
-        if self.capture is not None:
+        for captured in (self.capture, self.qk):
             # Each rank has its share of a row at the same place.
-            for row in self.capture.rows:
+            for row in () if captured is None else captured.rows:
                 taps[row.tap] = max(taps[row.tap], row.part + 1)
         return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 
@@ -194,6 +199,7 @@ class Envelope:
                         self.is_speculative,
                         None if capture is None else capture.pack(),
                         None if probes is None else probes.pack(),
+                        None if self.qk is None else self.qk.pack(),
                     )
                 ),
                 "steer": [
@@ -261,7 +267,7 @@ _SHARED_MOST = 2048
 
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
     """An unsteered request."""
-    n_prompt, is_speculative, capture, probes = read(rows)
+    n_prompt, is_speculative, capture, probes, qk = read(rows)
     return Envelope(
         reply=reply,
         pid=pid,
@@ -271,6 +277,7 @@ def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
         n_prompt=n_prompt,
         is_speculative=is_speculative,
         steer_hash=None,
+        qk=None if qk is None else CaptureEnvelope.unpack(qk),
     )
 
 
@@ -330,7 +337,16 @@ def seal(
         is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
         edits=edits,
+        qk=seal_capture(_of_qk(request.qk, facts), facts, n_prompt, n_max),
     )
+
+
+def _of_qk(qk: QKSpec | None, facts: EngineFacts) -> CaptureSpec | None:
+    """Queries and keys as the capture that they are: of `all` layers, those that are served."""
+    if qk is None:
+        return None
+    layers = facts.layers if qk.layers == "all" else qk.layers
+    return CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
 
 
 def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from inspect_lens._engine.collect.collector import QK, Collected
 from inspect_lens._engine.collect.merge import narrowed
 from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart, owners
+from inspect_lens._torch import to_torch
+from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Site, TensorData, result_name, rows_for, tap_point
 
-__all__ = ["tensors_by_name"]
+__all__ = ["put_qk", "tensors_by_name"]
 
 
 def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, TensorData]:
@@ -28,6 +33,36 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
         return {result_name(capture.sites[0]): rows}
     rank = {row: i for i, row in enumerate(capture.rows)}
     return {result_name(site): _of_site(rows, capture, site, rank) for site in capture.sites}
+
+
+def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
+    """Put queries and keys on a choice: by head, and with what else a pattern depends on.
+
+    Args:
+        completion: vLLM's `CompletionOutput`, with what was captured beside.
+        qk: what was asked for.
+        collected: what came.
+
+    Raises:
+        CaptureError: layers have heads of different shapes.
+    """
+    metas = [collected.attention[layer] for layer in qk.layers]
+    if len({meta["head_size"] for meta in metas}) > 1:
+        raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
+    size = int(metas[0]["head_size"])
+    found = tensors_by_name(collected.tensors[QK], qk)
+    tensors = {}
+    for name in ("q", "k"):
+        rows = found[name].storage
+        by_head = rows.reshape(*rows.shape[:2], rows.shape[2] // size, size)
+        tensors[f"attn_{name}"] = TensorData(by_head, found[name].dtype)
+    plain = {"qk_layers": list(qk.layers), "qk_meta": metas}
+    completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
+    completion.inspect_lens_plain = plain
+    if not hasattr(completion, "activations"):
+        completion.activations = {}
+        completion.inspect_lens_transport = qk.transport
+    completion.activations |= {name: to_torch(t) for name, t in tensors.items()} | plain
 
 
 def _of_site(

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.overflow import COLUMN, overflow
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
 from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens.spec import SITE_TABLE, DType, EngineFacts, TapPoint, TensorData
+from inspect_lens.spec import SITE_TABLE, DType, EngineFacts, TensorData
 
-__all__ = ["KEYS", "Exported", "Inbox", "envelope", "signs", "steered_row"]
+__all__ = ["KEYS", "Exported", "Inbox", "envelope", "own_rows", "signs", "steered_row"]
 
 KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
 """How the names of the two requests begin; each run has its own."""
@@ -57,8 +57,42 @@ def steered_tap(state: TapState) -> int:
 
 
 def steered_row(state: TapState) -> int:
-    """Which of a token's rows is that tap's."""
+    """Which of a token's rows at all taps is that tap's."""
     return int(state.row_starts[steered_tap(state)])
+
+
+def own_rows(facts: EngineFacts, state: TapState, rank: int) -> list[int]:
+    """Which of a token's rows at all taps this worker sends: all, or its shares of some.
+
+    Args:
+        facts: of the engine.
+        state: of the worker.
+        rank: of the worker among tensor-parallel ones.
+    """
+    sent = set(capture(facts, state, 1).rows)
+    starts = zip(state.taps, state.row_starts.tolist(), state.tap_rows.tolist(), strict=True)
+    return [
+        start + part
+        for tap, start, n in starts
+        for part in range(n)
+        if RowPart(rank, tap, part) in sent
+    ]
+
+
+def capture(facts: EngineFacts, state: TapState, n: int) -> CaptureEnvelope:
+    """A capture of the first tokens at all taps."""
+    return CaptureEnvelope(
+        sites=facts.sites,
+        layers=facts.layers,
+        lo=0,
+        hi=n,
+        positions=None,
+        hidden=facts.hidden,
+        dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
+        transport="base64",
+        widths=tuple([facts.width_of(site)[1:] for site in facts.sites]) if facts.widths else (),
+        ranks=facts.ranks,
+    )
 
 
 def envelope(
@@ -83,22 +117,10 @@ def envelope(
         site, layer = state.taps[steered_tap(state)]
         every = tuple(range(n))
         steer = (SteerEnvelope(site, (layer,), 1.0, False, every, data.sha256, data),)
-    capture = CaptureEnvelope(
-        sites=facts.sites,
-        layers=facts.layers,
-        lo=0,
-        hi=n,
-        positions=None,
-        hidden=facts.hidden,
-        dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
-        transport="base64",
-        widths=tuple([facts.width_of(site)[1:] for site in facts.sites]) if facts.widths else (),
-        ranks=facts.ranks,
-    )
     return Envelope(
         reply=reply,
         pid=os.getpid(),
-        capture=capture,
+        capture=capture(facts, state, n),
         steer=steer,
         probes=None,
         n_prompt=n,
@@ -110,14 +132,12 @@ def envelope(
 class Inbox:
     """Takes rows as a front-end does: messages from a socket, rows from shared memory."""
 
-    def __init__(self, taps: Sequence[TapPoint], exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter) -> None:
         """Open the socket.
 
         Args:
-            taps: of the worker.
             exporter: of the worker, whose own process this is.
         """
-        self._taps = tuple(taps)
         self._exporter = exporter
         self.address = f"inproc://inspect-lens-check-{id(self):x}"
         self._socket: Any = zmq.Context.instance().socket(zmq.PULL)

@@ -22,8 +22,6 @@ from inspect_lens._vllm.model.residual_layout import layout_of
 from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens._vllm.model.submodules import BlockInput
 
-from .attention_qk import QKReader
-
 __all__ = ["LayerHooks"]
 
 Edits = Sequence[tuple[int, int, torch.Tensor]]
@@ -37,7 +35,6 @@ class LayerHooks:
         blocks: Sequence[nn.Module | None],
         hooks: HookRunner,
         state: TapState,
-        qk: QKReader,
     ) -> None:
         """Store what steps need.
 
@@ -45,12 +42,10 @@ class LayerHooks:
             blocks: decoder layers of the model; None for those of other pipeline stages.
             hooks: run in them.
             state: of the taps, which capture what hooks have edited.
-            qk: reads queries and keys.
         """
         self._blocks = blocks
         self._hooks = hooks
         self._state = state
-        self._qk = qk
         self._handles: list[Any] = []
 
     def arm(self, needs: Mapping[int, Needs]) -> None:
@@ -70,8 +65,6 @@ class LayerHooks:
             if need.post:
                 after = functools.partial(self._after, layer)
                 self._handles.append(block.register_forward_hook(after))
-            if need.qk:
-                self._handles.append(self._qk.arm(layer, self._hooks))
 
     def disarm(self) -> None:
         """Take everything out."""

@@ -17,7 +17,6 @@ from inspect_lens._vllm.model.parameters import Parameters
 from inspect_lens.errors import LensError
 from inspect_lens.spec import EngineFacts
 
-from .attention_qk import QKReader
 from .eager_steps import EagerV1, EagerV2, wrap_eager_seams
 from .layer_hooks import LayerHooks
 
@@ -34,7 +33,7 @@ def attach_hooks(
     facts: EngineFacts,
     settings: Settings,
 ) -> None:
-    """Make a worker ready for requests with hooks, and for queries and keys.
+    """Make a worker ready for requests with hooks.
 
     Args:
         runner: vLLM's, with the lens attached.
@@ -51,17 +50,15 @@ def attach_hooks(
     wrap_eager_seams(is_v2=is_v2)
     model = runner.get_model()
     parameters = Parameters(model)
-    qk = QKReader(blocks, int(runner.model_config.get_total_num_kv_heads()))
     stepper.hooks = HookRunner(
         layers=[layer for layer in facts.layers if blocks[layer] is not None],
         allowed=settings.allow_code,
         most_bytes=settings.hook_bytes,
         model=model,
         parameter=parameters.get,
-        qk_meta=qk.meta,
         send=None if exporter is None else exporter.send_saved,
     )
-    layers = LayerHooks(blocks, stepper.hooks, stepper.state, qk)
+    layers = LayerHooks(blocks, stepper.hooks, stepper.state)
     adapter = EagerV2 if is_v2 else EagerV1
     adapter(runner, stepper, layers).attach()
     runner.inspect_lens_parameters = parameters

@@ -37,7 +37,7 @@ from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens.errors import CompatError
 from inspect_lens.spec import SITE_TABLE, EngineFacts, EnginePath
 
-from .check_requests import KEYS, Exported, Inbox, envelope, signs, steered_row
+from .check_requests import KEYS, Exported, Inbox, envelope, own_rows, signs, steered_row
 from .check_taps import is_same_bits, marker_of
 from .eager_steps import checked_steps
 
@@ -86,7 +86,7 @@ def check_steps(
     facts: EngineFacts,
     *,
     scale: float,
-    is_exporting: bool = True,
+    rank: int = 0,
     may_force_eager: bool = True,
 ) -> None:
     """Feed two requests in chunks, in every way there is, and compare rows with eager ones.
@@ -97,7 +97,8 @@ def check_steps(
         exporter: of this worker.
         facts: of the engine.
         scale: of an element of the steering vectors.
-        is_exporting: whether this rank sends rows; the others run the same passes.
+        rank: of this worker among tensor-parallel ones, of which the first sends rows, and the
+            others their shares of some. Those without any run the same passes.
         may_force_eager: whether this vLLM can be told to run a step eagerly. Else nothing is
             compared with eager rows; the rest is checked.
 
@@ -106,8 +107,8 @@ def check_steps(
             names the way of running and the taps.
     """
     began = time.monotonic()
-    inbox = Inbox(stepper.state.taps, exporter)
-    check = _Check(runner, stepper, inbox, facts, scale, is_exporting)
+    inbox = Inbox(exporter)
+    check = _Check(runner, stepper, inbox, facts, scale, rank)
     found, paths, n_compared = [], [], 0
     try:
         for shape in _shapes(runner, stepper, facts):
@@ -126,7 +127,7 @@ def check_steps(
                     "inspect_lens: the start-up check could not run %s: %s", shape.name, error
                 )
                 continue
-            if is_exporting:
+            if check.rows:
                 faults, same = _judge(check, shape, plain, eager, own, again)
                 found += faults
                 n_compared = max(n_compared, sum(same))
@@ -140,16 +141,16 @@ def check_steps(
             "would get wrong rows. Set INSPECT_LENS_DISABLE=1 to run without the lens, or try "
             "enforce_eager; please report it"
         )
-    if is_exporting and not paths:
+    if check.rows and not paths:
         logger.warning("inspect_lens: the start-up check has shown only that every tap fires")
         return
     logger.info(
         "inspect_lens: start-up check passed in %.0f ms: rows of two chunked requests, one of them "
-        "steered, in these ways: %s; %d of %d taps compared with %s rows",
+        "steered, in these ways: %s; %d of %d rows of a token compared with %s rows",
         1000 * (time.monotonic() - began),
         ", ".join(paths) or "none",
         n_compared,
-        len(stepper.state.taps),
+        len(check.taps),
         "eager" if may_force_eager else "repeated",
     )
 
@@ -168,7 +169,7 @@ class _Check:
         inbox: Inbox,
         facts: EngineFacts,
         scale: float,
-        is_exporting: bool,
+        rank: int,
     ) -> None:
         self._runner = runner
         # The wrapper would make the taps idle.
@@ -177,7 +178,13 @@ class _Check:
         self._inbox = inbox
         self._facts = facts
         self._scale = scale
-        self._is_exporting = is_exporting
+        state = stepper.state
+        self.rows = own_rows(facts, state, rank)
+        """Of a token at all taps, those that this worker sends."""
+        self.taps = [state.row_taps[row] for row in self.rows]
+        steered = steered_row(state)
+        self.steered_at = self.rows.index(steered) if steered in self.rows else None
+        """Where the row of the steered tap is among them."""
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []
 
@@ -195,7 +202,7 @@ class _Check:
     def run(self, shape: _Shape, *, is_eager: bool, is_steered: bool) -> _Run:
         """Run a shape in one way."""
         stepper, state = self._stepper, self._stepper.state
-        n_rows, hidden = len(state.row_taps), state.ring.shape[1]
+        n_rows, hidden = len(self.rows), state.ring.shape[1]
         ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
         silent = torch.zeros(n_rows, dtype=torch.bool)
         vectors = self.vectors(shape)
@@ -217,12 +224,12 @@ class _Check:
                     stepper.begin(keys, np.cumsum(counts) - counts, counts, position.copy())
                     first, n = int(state.header[1]), int(counts.sum())
                     lies = slice(first, first + n_rows * n)
-                    if self._is_exporting:
+                    if n_rows:
                         self._used.append((lies.start, lies.stop))
                         state.ring[lies] = marker
                     self._pass(shape)
                     path = self._path(modes, is_eager=is_eager)
-                    if self._is_exporting:
+                    if n_rows:
                         rows = state.ring[lies].view(n_rows, n, hidden).cpu()
                         silent |= is_same_bits(rows, marker.cpu()).any(dim=1)
                         _place(ring, rows, step, position)
@@ -233,7 +240,7 @@ class _Check:
             stepper.leave(keys)
             for key in keys:
                 stepper.remove(key)
-        exported = self._inbox.take(ring.shape, ring.dtype) if self._is_exporting else Exported()
+        exported = self._inbox.take(ring.shape, ring.dtype) if n_rows else Exported()
         return _Run(path, ring, silent.tolist(), exported)
 
     def clear(self) -> None:
@@ -304,8 +311,7 @@ def _judge(
     check: _Check, shape: _Shape, plain: _Run, eager: _Run, own: _Run, again: _Run
 ) -> tuple[list[str], list[bool]]:
     """What is wrong with the rows of a shape, and which taps could be compared."""
-    state = check._stepper.state
-    taps, steered_at = state.row_taps, steered_row(state)
+    taps, steered_at = check.taps, check.steered_at
     found = []
 
     def say(run: _Run, which: Sequence[bool], what: str) -> None:
@@ -330,7 +336,7 @@ def _judge(
     most = 0.05 if own.ring.dtype == torch.float32 else 0.5
     base = plain.ring.float()
     steady = (_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
-    if steady[steered_at] and check.can_steer:
+    if steered_at is not None and check.can_steer and steady[steered_at]:
         steered = base[steered_at].clone()
         steered[1] += check.vectors(shape)
         for run in (eager, own):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
+from inspect_lens._vllm.model.attention import attention_facts
 from inspect_lens._vllm.model.find_layers import decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
 from inspect_lens._vllm.model.submodules import block_module, check_reduced
@@ -179,6 +181,9 @@ def _install(worker: Any, settings: Settings) -> None:
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
     exporter = Exporter(arena, copier_for(arena, worker.device, state.parts))
+    if {"q", "k"} <= set(facts.sites):
+        heads = int(config.model_config.get_total_num_kv_heads())
+        exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
     stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag, rank=tp_rank())
     warm_up(
         state, {w.width // w.shards for w in widths} - {facts.hidden}
@@ -220,7 +225,7 @@ def _attach_hooks(runner: Any, stepper: HookedStepper, *args: Any) -> None:
     except CompatError as error:
         if Settings.load().required:
             raise
-        logger.warning("inspect_lens: custom hooks, queries and keys: off: %s", error)
+        logger.warning("inspect_lens: custom hooks: off: %s", error)
 
 
 def is_exporting_rank() -> bool:
@@ -308,7 +313,7 @@ def _check_after_warm_up(
                 exporter,
                 facts,
                 scale=scale_for(rows[steered_row(stepper.state)], is_sharded=tp_size() > 1),
-                is_exporting=is_exporting_rank(),
+                rank=tp_rank(),
                 may_force_eager=stepper.hooks is not None,
             )
         return result
