@@ -190,7 +190,9 @@ def test_queries_and_keys_take_no_leave_to_run_code() -> None:
     assert request is not None
     assert request.qk is not None
     assert (request.qk.layers, request.qk.transport) == ("all", "binary")
-    check_request(request, replace(FACTS, allows_code=False))
+    sites: tuple[Any, ...] = ("q", "k")
+    served = {"sites": sites, "taps": tap_points(sites, FACTS.layers), "ring_rows": 192}
+    check_request(request, replace(FACTS, allows_code=False, **served))
 
 
 # -- what comes back ---------------------------------------------------------------
