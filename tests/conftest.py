@@ -44,6 +44,7 @@ def offline_llm() -> Iterator[Any]:
 
     # Read when an engine is made.
     os.environ["INSPECT_LENS_ALLOW_CODE"] = "1"
+    os.environ["INSPECT_LENS_SITES"] = "resid_pre,q,k,resid_post"
     try:
         # Compiled ones are those of `tests/engine`, and the server.
         llm = LLM(
@@ -53,7 +54,7 @@ def offline_llm() -> Iterator[Any]:
             enforce_eager=True,
         )
     finally:
-        del os.environ["INSPECT_LENS_ALLOW_CODE"]
+        del os.environ["INSPECT_LENS_ALLOW_CODE"], os.environ["INSPECT_LENS_SITES"]
     yield llm
     llm.llm_engine.engine_core.shutdown()
 

@@ -99,8 +99,8 @@ class Settings:
     )
     hook_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,
-        "Upper bound, in bytes, of what the hooks of one request may save, of the queries and keys "
-        "of one request, and of all that persistent hooks saved and nobody has cleared.",
+        "Upper bound, in bytes, of what the hooks of one request may save, and of all that "
+        "persistent hooks saved and nobody has cleared.",
     )
     self_check: bool = _setting(  # type: ignore[assignment]
         True,

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
@@ -30,7 +29,6 @@ from inspect_lens._engine.export.overflow import overflow
 from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
-    QK,
     ROWS,
     SCORES,
     Block,
@@ -57,13 +55,12 @@ from .row_writer import Placing
 from .stream import STORAGE
 from .temp_dirs import let_go, new_folder
 
-__all__ = ["QK", "ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
+__all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
 _SWEEP_S, _SWEEP_AGAIN_S = 1.0, 0.02
 """Seconds between two looks at memory that nothing uses; and where more of it was left."""
-_ATTENTION: Any = dict[int, dict[str, Any]]
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
@@ -72,13 +69,12 @@ class Collected:
     """What arrived for one request."""
 
     tensors: dict[int, TensorData]
-    """(rows of a token, positions, width) of `ROWS` and `QK`, and (shares of workers, positions,
-    columns) of `SCORES`, where they were asked for."""
+    """(rows of a token, or shares of workers, positions, width or columns) of each result."""
     n_steered: int
-    """Tokens that the worker steered; a token that was computed twice counts once."""
+    """Tokens that the worker steered; one that was computed twice counts once."""
     paths: tuple[str, ...]
     attention: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What its workers know of their attention layers, where queries and keys were asked for."""
+    """By layer, what the pattern of its attention depends on."""
 
 
 class Collector:
@@ -126,8 +122,8 @@ class Collector:
             key: the request.
             envelope: what it asks for.
         """
-        # Without the lock, for which the thread that takes openings up would be waited: nobody
-        # looks for a request before it is opened.
+        # Without the lock, which the thread that takes openings up may hold: nobody looks for a
+        # request before it is opened.
         self._pending[key] = Pending(envelope)
 
     def discard(self, key: str) -> None:
@@ -218,11 +214,7 @@ class Collector:
                     "was reduced; nothing wrong is returned"
                 )
             tensors[i] = stream.take(counts[i], self._threads)
-        attention: dict[int, dict[str, Any]] = {}
-        if QK in tensors:
-            for _, worker in pending.shares:
-                attention |= worker.attention
-        return Collected(tensors, pending.steered_tokens(n_fed), paths, attention)
+        return Collected(tensors, pending.steered_tokens(n_fed), paths, pending.attention)
 
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
@@ -277,14 +269,12 @@ class Collector:
 
     def close(self) -> None:
         """Stop the threads and remove the socket's file; safe to call twice."""
-        # A forked child inherits the object but neither the threads nor the right to clean up.
         if self._is_closing or os.getpid() != self._pid:
-            return
+            return  # a forked child has neither the threads nor the right to clean up
         self._is_closing = True
         self._thread.join(timeout=2)
         self._threads.shutdown(wait=False)
-        self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)
         let_go(self._folder, self._lock)
 
     def _pop(self, key: str) -> Pending | None:
@@ -369,8 +359,7 @@ class Collector:
                 # time out.
                 logger.error("inspect_lens: the memory of a worker cannot be read: %s", error)
                 return
-        if message.attention:
-            worker.attention = msgspec.msgpack.decode(message.attention, type=_ATTENTION)
+        worker.learn(message.attention)
         for opening in message.openings:
             pending = self._pending.get(opening.key)
             # A pre-empted request may be taken up again, under its number.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +146,11 @@ class Pending:
                 return None
             made[i] = stream.take(stream.room, threads)
         return made
+
+    @property
+    def attention(self) -> dict[int, dict[str, Any]]:
+        """What its workers know of their attention layers, by layer."""
+        return {n: known for _, worker in self.shares for n, known in worker.attention.items()}
 
     @property
     def is_whole(self) -> bool:

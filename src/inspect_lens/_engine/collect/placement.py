@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +40,11 @@ class Worker:
         """One past the last position for which there is room."""
         self.listed: dict[tuple[int, int], NDArray[np.int64]] = {}
         """Explicit positions, by stream and record."""
+
+    def learn(self, attention: bytes) -> None:
+        """Take note of what the worker tells of its attention layers."""
+        if attention:
+            self.attention = msgspec.msgpack.decode(attention, type=dict[int, dict[str, Any]])
 
     def enter(self, opening: Opening, streams: dict[int, Stream]) -> None:
         """Note where the rows of a request belong."""

@@ -19,7 +19,7 @@ from inspect_lens.spec import DType, TensorData
 __all__ = ["OWN", "PERSISTENT", "Gathered", "SavedResults", "pack_saved", "unpack_saved"]
 
 OWN, PERSISTENT = "own", "persistent"
-"""Parts of what a worker sends: by index of the hook, by index, and queries and keys."""
+"""Parts of what a worker sends, each by index of the hook."""
 
 _ARRAY = 1
 _TORCH = {

@@ -13,6 +13,7 @@ from inspect_lens.spec import (
     CaptureSpec,
     DType,
     EngineFacts,
+    QKSpec,
     Reduce,
     Site,
     SiteWidth,
@@ -26,7 +27,16 @@ from inspect_lens.spec import (
 
 from .interning import written
 
-__all__ = ["LAG", "CaptureEnvelope", "Fold", "Operation", "RowPart", "owners", "seal_capture"]
+__all__ = [
+    "LAG",
+    "CaptureEnvelope",
+    "Fold",
+    "Operation",
+    "RowPart",
+    "owners",
+    "seal_capture",
+    "seal_qk",
+]
 
 Operation = Literal["none", "mean", "max", "norm"]
 """What a worker makes of rows. There is no `last`: it is a choice of positions."""
@@ -230,6 +240,17 @@ def seal_capture(
     if not is_partial and not is_folded:
         return sealed
     return replace(sealed, token=secrets.randbits(62), is_folded=is_folded)
+
+
+def seal_qk(
+    qk: QKSpec | None, facts: EngineFacts, n_prompt: int, n_max: int
+) -> CaptureEnvelope | None:
+    """Queries and keys as the capture that they are: of `all` layers, those that are served."""
+    if qk is None:
+        return None
+    layers = facts.layers if qk.layers == "all" else qk.layers
+    asked = CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
+    return seal_capture(asked, facts, n_prompt, n_max)
 
 
 def _possible_last(where: range | tuple[int, ...], n_prompt: int) -> range | tuple[int, ...]:

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
-    CaptureSpec,
     DType,
     EngineFacts,
     EngineProbe,
     LensRequest,
-    QKSpec,
     Site,
     SteeringVector,
     TapPoint,
@@ -34,7 +32,7 @@ from inspect_lens.spec import (
     tap_point,
 )
 
-from .capture import CaptureEnvelope, seal_capture
+from .capture import CaptureEnvelope, seal_capture, seal_qk
 from .edits import EVERY, EditEnvelope, pack_edits, seal_edits, unpack_edits
 from .interning import read
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
@@ -337,16 +335,8 @@ def seal(
         is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
         edits=edits,
-        qk=seal_capture(_of_qk(request.qk, facts), facts, n_prompt, n_max),
+        qk=seal_qk(request.qk, facts, n_prompt, n_max),
     )
-
-
-def _of_qk(qk: QKSpec | None, facts: EngineFacts) -> CaptureSpec | None:
-    """Queries and keys as the capture that they are: of `all` layers, those that are served."""
-    if qk is None:
-        return None
-    layers = facts.layers if qk.layers == "all" else qk.layers
-    return CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
 
 
 def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:

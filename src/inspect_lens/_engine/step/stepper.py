@@ -48,27 +48,19 @@ class Stepper:
     """Tracks requests and drives the taps of one worker."""
 
     def __init__(
-        self,
-        state: TapState,
-        exporter: Exporter,
-        *,
-        is_exporting: bool = True,
-        lag: int = LAG,
+        self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG,
         rank: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store what the steps need.
 
         Args:
             state: the worker's buffers.
             exporter: where results go.
-            is_exporting: whether this rank sends anything; the residual stream is the same on
-                all tensor-parallel ranks, so the first of them does, and the others where they
-                have shares of a site.
+            is_exporting: whether this rank sends anything; see `Groups`.
             lag: see `Tally`.
             rank: of this worker among tensor-parallel ones.
         """
-        self.state = state
-        self._exporter = exporter
+        self.state, self._exporter = state, exporter
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank)
         tap_index = {tap: i for i, tap in enumerate(state.taps)}

@@ -78,6 +78,8 @@ def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
         launch(rows, residual, tap=0, state=state)
     for width in widths:
         launch_read(rows.new_zeros(1, width), tap=0, state=state)
+        # A router may compute in float32.
+        launch_read(rows.new_zeros(1, width, dtype=torch.float32), tap=0, state=state)
 
 
 def _tap_fake(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.collect.collector import QK, Collected
+from inspect_lens._engine.collect.collector import Collected
 from inspect_lens._engine.collect.merge import narrowed
 from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart, owners
+from inspect_lens._engine.protocol.messages import QK
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Site, TensorData, result_name, rows_for, tap_point

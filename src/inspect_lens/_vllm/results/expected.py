@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import inspect_lens
-from inspect_lens._engine.collect.collector import QK, ROWS, SCORES, Collected
+from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import QK
 from inspect_lens._vllm.compat.seams import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole

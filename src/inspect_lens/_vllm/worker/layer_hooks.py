@@ -1,4 +1,4 @@
-"""Python in the layers for one eager step: reads and edits the stream, reads queries and keys.
+"""Python in the layers for one eager step: reads and edits the stream.
 
 The hooks are put in before the step and taken out behind it, so a compiled step never meets them.
 """

@@ -42,7 +42,7 @@ __all__ = ["exported_taps", "register", "stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-ABI = 2
+ABI = 3
 """Part of the compile-cache key: raise it when the op or its place in the graph changes."""
 
 
@@ -137,38 +137,14 @@ def _install(worker: Any, settings: Settings) -> None:
         return
     # As many steps may be under way as the pipeline has stages, and one more.
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
-    widths = [facts.width_of(tap.site) for tap in here]
-    tap_rows = [rows_for(width, facts.hidden) for width in widths]
     is_first = is_exporting_rank()
-    is_exporting = is_first or any(width.shards > 1 for width in widths)
-    max_requests = int(config.scheduler_config.max_num_seqs)
-    reads_on_gpu = is_first and worker.device.type == "cuda"
-    dtype = config.model_config.dtype
-    state = TapState.allocate(
-        taps=here,
-        hidden=facts.hidden,
-        dtype=dtype,
-        max_tokens=_max_tokens(config, facts),
-        max_groups=max_requests,
-        ring_rows=min(facts.ring_rows, sum(tap_rows) * facts.max_step_tokens),
-        bank_rows=facts.bank_rows,
-        device=worker.device,
-        # One rank sends; the others' rows are the same, or small.
-        sum_rows=min(
-            max_requests * sum(tap_rows), sums_that_fit(settings, facts.hidden, dtype, lag)
-        )
-        if is_first
-        else 0,
-        lag=lag,
-        scratch_bytes=READOUT_BYTES if reads_on_gpu else 0,
-        tap_rows=tap_rows,
-    )
+    is_exporting = is_first or any(facts.width_of(tap.site).shards > 1 for tap in here)
+    state = _allocate(worker, facts, settings, here, lag)
     for index, point in enumerate(here):
-        block = blocks[point.layer]
+        block, width = blocks[point.layer], facts.width_of(point.site)
         assert block is not None
-        own = widths[index].width // widths[index].shards
-        ctl = state.new_ctl(index)
-        add_tap(block, point, ctl, width=own, is_sharded=tp_size() > 1)
+        own = width.width // width.shards
+        add_tap(block, point, state.new_ctl(index), width=own, is_sharded=tp_size() > 1)
     # Without this a compiled graph that was cached without taps would be loaded, and nothing
     # would fire. The value is hashed, so it must not change between runs.
     config.additional_config = {
@@ -185,9 +161,9 @@ def _install(worker: Any, settings: Settings) -> None:
         heads = int(config.model_config.get_total_num_kv_heads())
         exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
     stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag, rank=tp_rank())
-    warm_up(
-        state, {w.width // w.shards for w in widths} - {facts.hidden}
-    )  # not before the stepper has told taps where they note faults
+    widths = {facts.width_of(tap.site) for tap in here}
+    # Not before the stepper has told taps where they note faults.
+    warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
     warm_up_readout(state.ring, state.scratch)
     stepper.probes.most_bytes = settings.probe_bytes
     for item in start_items(settings.register).values():
@@ -212,9 +188,35 @@ def _install(worker: Any, settings: Settings) -> None:
         facts.n_layers,
         state.step_rows,
         facts.bank_rows,
-        len(state.sums) // sum(tap_rows),
+        len(state.sums) // len(state.row_taps),
         state.nbytes / 2**20,
         arena.nbytes / 2**20,
+    )
+
+
+def _allocate(
+    worker: Any, facts: EngineFacts, settings: Settings, taps: tuple[TapPoint, ...], lag: int
+) -> TapState:
+    """The buffers of a worker with some taps."""
+    config = worker.vllm_config
+    dtype, is_first = config.model_config.dtype, is_exporting_rank()
+    max_requests = int(config.scheduler_config.max_num_seqs)
+    tap_rows = [rows_for(facts.width_of(tap.site), facts.hidden) for tap in taps]
+    sums = min(max_requests * sum(tap_rows), sums_that_fit(settings, facts.hidden, dtype, lag))
+    return TapState.allocate(
+        taps=taps,
+        hidden=facts.hidden,
+        dtype=dtype,
+        max_tokens=_max_tokens(config, facts),
+        max_groups=max_requests,
+        ring_rows=min(facts.ring_rows, sum(tap_rows) * facts.max_step_tokens),
+        bank_rows=facts.bank_rows,
+        device=worker.device,
+        # The others' rows are the same, or shares, which they send one by one.
+        sum_rows=sums if is_first else 0,
+        lag=lag,
+        scratch_bytes=READOUT_BYTES if is_first and worker.device.type == "cuda" else 0,
+        tap_rows=tap_rows,
     )
 
 
