@@ -78,7 +78,8 @@ class StepRows:
             del self._prompts[key]
         if free >= 0:
             return self._most
-        return max(self._free // self._most_taps, self._rows // self._taps, self._least)
+        fitting = max(self._free // self._most_taps, self._rows // self._taps, self._least)
+        return min(fitting, self._most)
 
     @property
     def is_idle(self) -> bool:
