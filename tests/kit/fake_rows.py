@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from inspect_lens.spec import BLOCK_SITES, Site, TensorData
+from inspect_lens.spec import SITES, Site, TensorData
 
 __all__ = ["at_site", "residual", "tokens_of"]
 
@@ -31,7 +31,7 @@ def noise(n_layers: int, n_positions: int, hidden: int) -> TensorData:
 
 def at_site(tensor: TensorData, site: Site) -> TensorData:
     """What the fake model has at another site: the stream, turned along its last axis."""
-    turns = BLOCK_SITES[::-1].index(site)
+    turns = SITES[::-1].index(site)
     return TensorData(np.roll(tensor.storage, turns, axis=-1), tensor.dtype)
 
 

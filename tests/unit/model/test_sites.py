@@ -11,11 +11,11 @@ from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import read_activations
 from inspect_lens.solver import with_capture
-from inspect_lens.spec import BLOCK_SITES, CaptureSpec, LensRequest, SteeringVector, result_name
+from inspect_lens.spec import SITES, CaptureSpec, LensRequest, SteeringVector, result_name
 from tests.kit.fake_server import FakeLensServer, at_site, residual
 from tests.unit.model.conftest import RunEval
 
-CAPTURE = {"layers": [1, 2], "site": list(BLOCK_SITES)}
+CAPTURE = {"layers": [1, 2], "site": list(SITES)}
 
 
 def expected(tokens: list[int], site: Any) -> Any:
@@ -30,14 +30,14 @@ def test_the_client_has_a_tensor_per_site(server: FakeLensServer, transport: str
             "one two three", capture=CAPTURE, max_tokens=2, activations_transport=transport
         )
     assert out.activations is not None
-    assert list(out.activations) == [result_name(site) for site in BLOCK_SITES]
+    assert list(out.activations) == [result_name(site) for site in SITES]
     tokens = out.prompt_token_ids + out.token_ids
-    for site in BLOCK_SITES:
+    for site in SITES:
         found = out.activations.numpy(result_name(site))
         np.testing.assert_array_equal(found, expected(tokens, site))
     assert out.receipt is not None
     assert out.receipt.capture is not None
-    assert out.receipt.capture.site == BLOCK_SITES
+    assert out.receipt.capture.site == SITES
 
 
 def test_steering_at_a_site_travels_by_the_native_key(server: FakeLensServer) -> None:
@@ -48,13 +48,13 @@ def test_steering_at_a_site_travels_by_the_native_key(server: FakeLensServer) ->
 
 
 def test_the_sidecar_has_a_tensor_per_site(server: FakeLensServer, run_eval: RunEval) -> None:
-    log = run_eval(server, solver=with_capture([1, 2], site=BLOCK_SITES), n=1)
+    log = run_eval(server, solver=with_capture([1, 2], site=SITES), n=1)
     assert log.status == "success"
     (call,) = read_activations(log)
     acts = call.activations
-    assert list(acts.keys()) == [result_name(site) for site in BLOCK_SITES]
+    assert list(acts.keys()) == [result_name(site) for site in SITES]
     tokens = [*acts.prompt_token_ids, *acts.token_ids]
-    for site in BLOCK_SITES:
+    for site in SITES:
         np.testing.assert_array_equal(acts.numpy(result_name(site)), expected(tokens, site))
     assert acts.layers == (1, 2)
 
