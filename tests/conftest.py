@@ -45,6 +45,7 @@ def offline_llm() -> Iterator[Any]:
 
     # Read when an engine is made.
     os.environ["INSPECT_LENS_ALLOW_CODE"] = "1"
+    os.environ["INSPECT_LENS_SITES"] = "resid_pre,q,k,resid_post"
     try:
         # Compiled ones are those of `tests/engine`, and the server.
         llm = LLM(
@@ -54,7 +55,7 @@ def offline_llm() -> Iterator[Any]:
             enforce_eager=True,
         )
     finally:
-        del os.environ["INSPECT_LENS_ALLOW_CODE"]
+        del os.environ["INSPECT_LENS_ALLOW_CODE"], os.environ["INSPECT_LENS_SITES"]
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
@@ -85,7 +86,7 @@ def lens_server_url(
         # Small enough to be filled, and for whoever fetches what he asks for.
         "INSPECT_LENS_STORE_BYTES": str(STORE_BYTES),
         # The organism's truth vector belongs to the output of an attention.
-        "INSPECT_LENS_SITES": "all",
+        "INSPECT_LENS_SITES": "resid_pre,q,k,v,z,attn_out,resid_mid,mlp_hidden,mlp_out,resid_post",
     }
     log = tmp_path_factory.mktemp("server") / "server.log"
     with api_server(options, environment=environment, log=log) as server:

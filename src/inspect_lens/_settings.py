@@ -32,8 +32,10 @@ class Settings:
     )
     sites: str = _setting(  # type: ignore[assignment]
         "resid_pre,resid_post",
-        "Sites that get a tap in those layers, comma-separated: `resid_pre`, `attn_out`, "
-        "`mlp_out`, `resid_post`, or `all`. Requests for other sites are refused.",
+        "Sites that get a tap in those layers, comma-separated: `resid_pre`, `q`, `k`, `v`, `z`, "
+        "`attn_out`, `resid_mid`, `router_logits`, `mlp_hidden`, `mlp_out`, `resid_post`. `all` "
+        "stands for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other sites are "
+        "refused.",
     )
     ring_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,
@@ -97,8 +99,8 @@ class Settings:
     )
     hook_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30,
-        "Upper bound, in bytes, of what the hooks of one request may save, of the queries and keys "
-        "of one request, and of all that persistent hooks saved and no client has cleared.",
+        "Upper bound, in bytes, of what the hooks of one request may save, and of all that "
+        "persistent hooks saved and nobody has cleared.",
     )
     self_check: bool = _setting(  # type: ignore[assignment]
         True,

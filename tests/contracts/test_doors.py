@@ -20,9 +20,8 @@ BELONGS = {door.where for door in DOORS}
 FINE = {
     "_vllm.worker.worker:wrap_load_model.load_model": "start: refuses what it cannot serve",
     "_vllm.worker.worker:_check_after_warm_up.compile_or_warm_up_model": "start, as above",
-    "_vllm.worker.worker:_tap_input.hook": "traced by the compiler, which takes no handler",
-    "_vllm.worker.worker:_tap_output.hook": "as above",
-    "_vllm.worker.worker:_tap_module.hook": "as above",
+    "_vllm.worker.worker:add_tap.before": "traced by the compiler, which takes no handler",
+    "_vllm.worker.worker:add_tap.after": "as above",
     "_vllm.worker.eager_steps:_forward_context.create_forward_context": "sets one attribute",
     "_vllm.worker.eager_steps:_dispatch_v1.determine": "sets one argument",
     "_vllm.worker.eager_steps:_dispatch_v2.dispatch": "asks `wants_eager`, which is a door",

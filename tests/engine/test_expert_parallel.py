@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
-from inspect_lens.spec import SITES
+from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
-from tests.engine.test_sites import capture
+from tests.engine.test_sites import capture, check
 from tests.kit.architectures import CASES, LAYERS, write
 from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
 
 HIDDEN = 128
+INNER = ("q", "k", "v", "z", "resid_mid", "router_logits")
 
 # vLLM 0.32's experts for CPUs read beyond their weights for tokens of another rank's experts. Told
 # that these weigh nothing, they compute what they should.
@@ -58,7 +59,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
     lines = "[vllm.general_plugins]\nexperts_of_a_rank = experts_of_a_rank:register\n"
     (info / "entry_points.txt").write_text(lines)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("INSPECT_LENS_SITES", "all")
+        environment.setenv("INSPECT_LENS_SITES", ",".join([*BLOCK_SITES, *INNER]))
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         # Processes that begin anew load the plug-in.
         environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -75,14 +76,22 @@ def test_rows_of_experts_on_two_workers_equal_hugging_face(engine: Engine, folde
     config = engine.llm.llm_engine.vllm_config.parallel_config
     assert config.enable_expert_parallel
     twin = HuggingFace(folder)
-    for output in engine.run([tokens(n, seed=n) for n in (1, 40, 120)], capture(*SITES)):
+    for output in engine.run([tokens(n, seed=n) for n in (1, 40, 120)], capture(*BLOCK_SITES)):
         ids = fed(output)
         rows = output.activations["residual_stream"]
         assert rows.shape == (LAYERS, len(ids), HIDDEN)
         assert max_relative_error(rows, twin.residual_stream(ids)) <= TOLERANCE
         assert output.inspect_lens.capture.rows == (3 * LAYERS + 1) * len(ids)
     sent = [tap for taps in engine.llm.collective_rpc("inspect_lens_taps") for tap in taps]
-    assert len(sent) == len(set(sent)) == 3 * LAYERS + 1
+    assert len(sent) == len(set(sent)) == (3 + len(INNER)) * LAYERS + 1
+
+
+def test_router_logits_equal_hugging_face(engine: Engine, folder: Path) -> None:
+    twin = HuggingFace(folder)
+    for output in engine.run([tokens(n, seed=n) for n in (3, 120)], capture(*INNER)):
+        expected = twin.inner_sites(fed(output))
+        assert output.activations["router_logits"].shape == (LAYERS, len(fed(output)), 4)
+        check(output, expected)
 
 
 def test_steering_meets_experts_on_both_workers(engine: Engine, folder: Path) -> None:

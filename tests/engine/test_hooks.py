@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -252,24 +251,3 @@ def test_bytes_of_vllm_lens_run(engine: Engine) -> None:
     for i, layer in enumerate((1, 3)):
         torch.testing.assert_close(saved["norms"][i], rows(output)[layer].norm(dim=-1))
     assert output.inspect_lens.hooks.n_edited == 1
-
-
-def test_queries_and_keys_make_the_pattern_of_the_model(
-    engine: Engine, hugging_face: HuggingFace
-) -> None:
-    prompt = tokens(100, seed=5)
-    output = engine.run([prompt], {"output_qk": True, **ALL}, max_tokens=6)[0]
-    found = output.activations
-    assert found["qk_layers"] == list(range(LAYERS))
-    assert found["attn_q"].shape[:2] == found["attn_k"].shape[:2] == (LAYERS, 105)
-    assert output.inspect_lens.qk.n_positions == 105
-    assert output.inspect_lens.paths == ("eager",)
-    expected = hugging_face.attentions([*prompt, *output.outputs[0].token_ids[:-1]])
-    for layer in range(LAYERS):
-        meta = found["qk_meta"][layer]
-        q, k = found["attn_q"][layer].float(), found["attn_k"][layer].float()
-        k = k.repeat_interleave(meta["num_heads"] // meta["num_kv_heads"], dim=1)
-        logits = torch.einsum("qhd,khd->hqk", q, k) * meta["scale"]
-        mask = torch.ones(105, 105, dtype=torch.bool).triu(1)
-        pattern = logits.masked_fill(mask, float("-inf")).softmax(dim=-1)
-        np.testing.assert_allclose(pattern, expected[layer], atol=1e-4)

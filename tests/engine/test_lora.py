@@ -18,6 +18,8 @@ from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
 
+SITED = ("z", "attn_out", "resid_mid", "mlp_hidden", "mlp_out", "resid_post")
+
 RANK, ALPHA = 8, 16
 
 
@@ -67,7 +69,9 @@ def merged(tiny_folder: Path, adapter: Path) -> HuggingFace:
 @pytest.fixture(scope="module")
 def adapted(tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("INSPECT_LENS_SITES", "all")
+        environment.setenv(
+            "INSPECT_LENS_SITES", "attn_out,resid_mid,z,mlp_hidden,mlp_out,resid_post"
+        )
         # vLLM's LoRA kernels for CPUs read the slot -1 for a request without an adapter, which
         # is the last one: it has to stay empty, or base requests get its adapter.
         made = start(
@@ -109,10 +113,10 @@ def test_rows_are_those_of_each_requests_own_weights(
 def test_modules_under_an_adapter_have_their_sites(
     adapted: Engine, adapter: Path, merged: HuggingFace
 ) -> None:
-    request = {"inspect_lens": {"capture": {"site": ["attn_out", "mlp_out"]}}}
+    request = {"inspect_lens": {"capture": {"site": list(SITED)}}}
     output = run(adapted, adapter, [tokens(5), tokens(60)], request)[1]
-    expected = merged.sites(fed(output))
-    for site in ("attn_out", "mlp_out"):
+    expected = merged.sites(fed(output)) | merged.inner_sites(fed(output))
+    for site in SITED[:-1]:
         assert max_relative_error(output.activations[site], expected[site]) <= TOLERANCE
 
 

@@ -13,13 +13,13 @@ import torch
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
 from inspect_lens.errors import HookError
-from inspect_lens.spec import SITES
+from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.engine.test_probes import HEADS, LINEAR, expected
 from tests.engine.test_reductions import check as check_reduced
 from tests.engine.test_reductions import request
-from tests.engine.test_sites import capture, check
+from tests.engine.test_sites import INNER, SERVED, capture, check
 from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
@@ -34,7 +34,7 @@ ALL = {"output_residual_stream": True}
 )
 def two(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("INSPECT_LENS_SITES", "all")
+        environment.setenv("INSPECT_LENS_SITES", ",".join(SERVED))
         environment.setenv("INSPECT_LENS_ALLOW_CODE", "1")
         # One core for each; the default wants a memory node for each.
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -44,10 +44,23 @@ def two(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
 
 
 def test_rows_of_every_site_equal_hugging_face(two: Engine, hugging_face: HuggingFace) -> None:
-    for output in two.run([tokens(n, seed=n) for n in (1, 50, 150)], capture(*SITES)):
+    for output in two.run([tokens(n, seed=n) for n in (1, 50, 150)], capture(*BLOCK_SITES)):
         check(output, hugging_face.sites(fed(output)))
         n_fed = len(fed(output))
         assert output.inspect_lens.capture.rows == (3 * LAYERS + 1) * n_fed
+
+
+def test_shares_of_ranks_are_put_together(two: Engine, hugging_face: HuggingFace) -> None:
+    # With two ranks both have the one key head: it is taken once.
+    sites = capture(*INNER, "attn_out", capture={"layers": [0, 3]})
+    norms = capture("z", "mlp_hidden", capture={"reduce": "norm"})
+    prompts = [tokens(n, seed=n) for n in (1, 150, 60)]
+    outputs = two.run(prompts, [sites, sites, norms])
+    for output in outputs[:2]:
+        expected = hugging_face.inner_sites(fed(output)) | hugging_face.sites(fed(output))
+        check(output, expected, [0, 3])
+    expected = hugging_face.inner_sites(fed(outputs[2]))
+    check(outputs[2], {site: rows.norm(dim=-1, keepdim=True) for site, rows in expected.items()})
 
 
 @pytest.mark.parametrize("layers", [[0], [LAYERS - 1], [1, 2]])
@@ -123,7 +136,7 @@ def test_probes_read_layers_of_both_stages(two: Engine) -> None:
 
 def test_each_tap_is_sent_by_one_worker(two: Engine) -> None:
     sent = [tap for taps in two.llm.collective_rpc("inspect_lens_taps") for tap in taps]
-    assert len(sent) == len(set(sent)) == 3 * LAYERS + 1
+    assert len(sent) == len(set(sent)) == (3 + len(INNER)) * LAYERS + 1
 
 
 def test_hooks_run_on_the_worker_that_has_the_layer(two: Engine, hugging_face: HuggingFace) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
 from inspect_lens.spec import decode_tensor
 from tests.conftest import STORE_BYTES
+from tests.engine.test_capture import TOLERANCE
+from tests.kit.reference import HuggingFace, max_relative_error
+from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +56,6 @@ def test_queries_and_keys_over_http(client: Any) -> None:
         xargs = {"output_qk": "[1, 4]", "activations_transport": transport}
         answer = chat(client, vllm_xargs=xargs).json()
         assert answer["inspect_lens"]["qk"]["layers"] == [1, 4]
-        assert answer["inspect_lens"]["paths"] == ["eager"]
         assert answer["activations"]["qk_layers"] == {"__json__": [1, 4]}
         meta = answer["activations"]["qk_meta"]["__json__"]
         entry = answer["activations"]["attn_q"]
@@ -62,6 +65,19 @@ def test_queries_and_keys_over_http(client: Any) -> None:
         shape = decode_tensor(entry, raw=raw).shape
         n_fed = answer["inspect_lens"]["n_prompt"] + answer["inspect_lens"]["n_completion"] - 1
         assert shape == (2, n_fed, meta[0]["num_heads"], meta[0]["head_size"])
+
+
+def test_sites_inside_of_the_modules_over_http(client: Any) -> None:
+    prompt = [7 + 13 * i % 900 for i in range(70)]
+    sites = ["q", "k", "v", "z", "resid_mid", "mlp_hidden"]
+    capture = {"site": sites, "positions": "prompt", "layers": [0, 5]}
+    body = {"prompt": prompt, "vllm_xargs": {"inspect_lens": json.dumps({"capture": capture})}}
+    answer = complete(client, **body).json()
+    expected = HuggingFace(ROOT / MODEL).inner_sites(prompt)
+    assert list(answer["activations"]) == sites
+    for site, entry in answer["activations"].items():
+        rows = torch.from_numpy(decode_tensor(entry).to_float32())
+        assert max_relative_error(rows, expected[site][[0, 5]]) <= TOLERANCE, site
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
-from inspect_lens.spec import SITES, result_name
+from inspect_lens.spec import BLOCK_SITES, in_site_order, result_name
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.kit.reference import HuggingFace, max_relative_error
@@ -18,10 +18,15 @@ from tests.kit.reference import HuggingFace, max_relative_error
 pytestmark = pytest.mark.engine
 
 
+INNER = ("q", "k", "v", "z", "resid_mid", "mlp_hidden")
+"""Sites of a model without experts that are not served by `all`."""
+SERVED = in_site_order([*BLOCK_SITES, *INNER])
+
+
 @pytest.fixture(scope="module")
 def sited(tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("INSPECT_LENS_SITES", "all")
+        environment.setenv("INSPECT_LENS_SITES", ",".join(SERVED))
         # Compiled, all sites are served by the server of the suite.
         made = start(tiny_folder, enforce_eager=True)
     yield made
@@ -41,12 +46,12 @@ def check(output: Any, expected: dict[str, torch.Tensor], layers: list[int] | No
 
 
 def test_all_sites_at_once_equal_hugging_face(sited: Engine, hugging_face: HuggingFace) -> None:
-    outputs = sited.run([tokens(n, seed=n) for n in (5, 100)], capture(*SITES))
+    outputs = sited.run([tokens(n, seed=n) for n in (5, 100)], capture(*BLOCK_SITES))
     for output in outputs:
-        assert list(output.activations) == [result_name(site) for site in SITES]
+        assert list(output.activations) == [result_name(site) for site in BLOCK_SITES]
         check(output, hugging_face.sites(fed(output)))
     receipt = outputs[1].inspect_lens.capture
-    assert receipt.site == SITES
+    assert receipt.site == BLOCK_SITES
     # The stream before a block is the stream after the one below: one tap serves both.
     assert receipt.rows == (3 * LAYERS + 1) * (100 + 8 - 1)
 
@@ -55,11 +60,11 @@ def test_taps_stay_where_weights_are_loaded_again(sited: Engine, hugging_face: H
     for _ in range(2):
         sited.llm.collective_rpc("reload_weights")
         sited.llm.reset_prefix_cache()
-        output = sited.run([tokens(70)], capture(*SITES))[0]
+        output = sited.run([tokens(70)], capture(*BLOCK_SITES))[0]
         check(output, hugging_face.sites(fed(output)))
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", BLOCK_SITES)
 def test_one_site_of_chosen_layers(sited: Engine, hugging_face: HuggingFace, site: str) -> None:
     request = capture(site, capture={"layers": [0, 2], "positions": "last_prompt"})
     output = sited.run([tokens(70)], request)[0]
@@ -82,7 +87,7 @@ def test_steering_at_a_site_is_what_hugging_face_would_do(
     vector = SteeringVector(
         activations=v, layer_indices=[layer], scale=scale, norm_match=norm_match, site=site
     )
-    request = capture(*SITES, steer=[vector.model_dump(mode="json")])
+    request = capture(*BLOCK_SITES, steer=[vector.model_dump(mode="json")])
     output = sited.run([tokens(90)], request, max_tokens=12)[0]
 
     def edit(h: torch.Tensor) -> torch.Tensor:
@@ -130,3 +135,104 @@ def test_the_stream_before_the_blocks_is_served_by_default(
 ) -> None:
     output = engine.run([tokens(40)], capture("resid_pre", "resid_post"))[0]
     check(output, hugging_face.sites(fed(output)))
+
+
+def test_sites_inside_of_the_modules_equal_hugging_face(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    # A batch; the longest prompt is fed in chunks, and of its twin the head comes out of the cache.
+    prompts = [tokens(n, seed=n) for n in (5, 100, 150)]
+    sited.run(prompts[2:])
+    outputs = sited.run([*prompts, prompts[2][:140]], capture(*INNER))
+    for output in outputs:
+        assert list(output.activations) == list(in_site_order(INNER))
+        expected = hugging_face.inner_sites(fed(output))
+        assert expected["mlp_hidden"].shape[-1] == 2 * HIDDEN
+        assert expected["k"].shape[-1] == HIDDEN // 2
+        check(output, expected)
+    assert outputs[1].inspect_lens.capture.rows == len(INNER) * LAYERS * (100 + 8 - 1)
+
+
+@pytest.mark.parametrize("site", INNER)
+def test_chosen_rows_of_a_site_inside(sited: Engine, hugging_face: HuggingFace, site: str) -> None:
+    request = capture(site, capture={"layers": [0, 2], "positions": [3, 69, 71]})
+    output = sited.run([tokens(70)], request)[0]
+    expected = {k: v[:, [3, 69, 71]] for k, v in hugging_face.inner_sites(fed(output)).items()}
+    assert list(output.activations) == [site]
+    check(output, expected, [0, 2])
+    assert output.inspect_lens.capture.site == site
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "last", "norm"])
+def test_reductions_of_wide_and_of_narrow_rows(
+    sited: Engine, hugging_face: HuggingFace, reduce: str
+) -> None:
+    request = capture("k", "mlp_hidden", "resid_post", capture={"reduce": reduce})
+    output = sited.run([tokens(100)], request, max_tokens=12)[0]
+    whole = hugging_face.inner_sites(fed(output))
+    whole["resid_post"] = hugging_face.residual_stream(fed(output))
+    reduced = {
+        "mean": lambda rows: rows.mean(dim=1, keepdim=True),
+        "max": lambda rows: rows.amax(dim=1, keepdim=True),
+        "last": lambda rows: rows[:, -1:],
+        "norm": lambda rows: rows.norm(dim=-1, keepdim=True),
+    }[reduce]
+    check(output, {site: reduced(rows) for site, rows in whole.items()})
+
+
+def test_the_stream_between_the_modules_can_be_steered(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    v = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5))
+    vector = SteeringVector(activations=v, layer_indices=[1], scale=2.0, site="resid_mid")
+    request = capture("resid_mid", "resid_post", steer=[vector.model_dump(mode="json")])
+    output = sited.run([tokens(90)], request, max_tokens=6)[0]
+    # At one layer the stream is steered behind the attention; so is it if that returns more.
+    edit = {("attn_out", 1): lambda h: h + 2.0 * v[0]}
+    check(output, {
+        "resid_post": hugging_face.sites(fed(output), edit)["resid_post"],
+        "resid_mid": output.activations["resid_mid"],
+    })  # fmt: skip
+    plain = hugging_face.inner_sites(fed(output))["resid_mid"]
+    moved = output.activations["resid_mid"][:2] - plain[:2]
+    torch.testing.assert_close(moved[0], torch.zeros_like(moved[0]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(moved[1], (2.0 * v).expand_as(moved[1]), rtol=0, atol=1e-4)
+
+
+def test_sites_that_are_only_captured_are_not_written(sited: Engine) -> None:
+    vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
+    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z can be captured, and not steered"):
+        sited.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
+
+
+def test_queries_and_keys_make_the_pattern_of_the_model(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    asked = {"output_qk": True, "output_residual_stream": [1]}
+    outputs = sited.run([tokens(100, seed=5), tokens(9)], asked, max_tokens=6)
+    for output in outputs:
+        found, n = output.activations, len(fed(output))
+        assert found["qk_layers"] == list(range(LAYERS))
+        assert found["attn_q"].shape == (LAYERS, n, HIDDEN // 64, 64)
+        assert found["attn_k"].shape == (LAYERS, n, HIDDEN // 128, 64)
+        assert output.inspect_lens.qk.n_positions == n
+        rows = hugging_face.residual_stream(fed(output))[[1]]
+        assert max_relative_error(found["residual_stream"], rows) <= TOLERANCE
+        expected = hugging_face.attentions(fed(output))
+        for layer, meta in enumerate(found["qk_meta"]):
+            q, k = found["attn_q"][layer], found["attn_k"][layer]
+            k = k.repeat_interleave(meta["num_heads"] // meta["num_kv_heads"], dim=1)
+            logits = torch.einsum("qhd,khd->hqk", q, k) * meta["scale"]
+            mask = torch.ones(n, n, dtype=torch.bool).triu(1)
+            pattern = logits.masked_fill(mask, float("-inf")).softmax(dim=-1)
+            torch.testing.assert_close(pattern, expected[layer], rtol=0, atol=1e-4)
+    # The same numbers as those of a capture of the sites.
+    rows = sited.run([tokens(100, seed=5)], capture("q", "k"), max_tokens=6)[0].activations
+    for name, site in (("attn_q", "q"), ("attn_k", "k")):
+        again = outputs[0].activations[name].flatten(2)
+        torch.testing.assert_close(rows[site], again, rtol=0, atol=1e-6)
+
+
+def test_queries_and_keys_need_their_sites(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="INSPECT_LENS_SITES=q,k"):
+        engine.run([tokens(5)], {"output_qk": True})

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Bits are compared between runs: without a second process arrival times play no part.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["INSPECT_LENS_ALLOW_CODE"] = "1"
+    os.environ["INSPECT_LENS_SITES"] = "resid_pre,q,k,resid_post"
     return tiny_llama(
         tmp_path_factory.mktemp("tiny"), layers=LAYERS, hidden=HIDDEN, dtype=torch.bfloat16
     )

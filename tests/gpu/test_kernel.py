@@ -60,7 +60,7 @@ def test_the_kernel_equals_the_reference(
     rows[described:], slots[described:] = 0, -1
     left = edit_rows(expected, residual, rows, bank)
     assert not len(left)
-    capture_rows(expected, residual, slots, expected_ring)
+    capture_rows(expected, residual, slots, expected_ring, torch.ones_like(slots))
     state.flags[tap] = 3
 
     def run() -> None:
@@ -117,6 +117,50 @@ def test_programs_of_all_operations_equal_the_reference(
         assert torch.equal(hidden[3], before[3]), "tokens without edits keep their bits"
         scale = float(expected.abs().max())
         torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "row"), [(64, 128), (300, 128), (14336, 4096), (8, 4096)])
+@pytest.mark.parametrize("n_tokens", [1, 7, 3000])
+def test_rows_of_another_width_equal_the_reference(
+    dtype: torch.dtype, width: int, row: int, n_tokens: int
+) -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import capture_rows, ring_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch_read
+
+    torch.manual_seed(n_tokens)
+    device, tap, parts = torch.device("cuda"), 1, -(-width // row)
+    state = TapState.allocate(
+        taps=tuple(TapPoint("k", i) for i in range(3)),
+        hidden=row,
+        dtype=dtype,
+        max_tokens=n_tokens,
+        max_groups=2,
+        ring_rows=parts * n_tokens,
+        bank_rows=1,
+        device=device,
+        tap_rows=[1, parts, 1],
+    )
+    state.tokens[:, 1] = torch.randint(-1, 2, (n_tokens,), device=device)
+    state.tokens[:, 2] = torch.arange(n_tokens, device=device)
+    state.base[0, tap], state.base[0, -1] = 0, n_tokens  # the other group does not capture here
+    state.header[1] = origin = parts * n_tokens
+    state.header[0] = described = max(1, n_tokens - 5)
+    # Of a wider tensor, as queries and keys are, and in float32, as a router's may be.
+    wide = torch.randn(n_tokens, 2 * width, device=device)
+    hidden = wide.to(dtype)[:, width:]
+    for rows in (hidden, wide[:, width:]):
+        state.ring.fill_(7.0)
+        expected = state.ring.clone()
+        slots = ring_rows(state.tokens, state.base[:, tap].contiguous(), origin)
+        slots[described:] = -1
+        capture_rows(rows, None, slots, expected, torch.full_like(slots, n_tokens))
+        state.flags[tap] = 0
+        launch_read(rows, tap=tap, state=state)
+        assert (state.ring == 7.0).all(), "an idle tap writes nothing"
+        state.flags[tap] = 2
+        launch_read(rows, tap=tap, state=state)
+        assert torch.equal(state.ring, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

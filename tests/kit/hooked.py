@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,10 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner, Part
 from inspect_lens._engine.hooks.stepper import HookedStepper
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
-from inspect_lens.spec import QKSpec
 from tests.kit.steps import HIDDEN, LAYERS, exporter, sealed
 from tests.kit.steps import Worker as PlainWorker
 
-__all__ = ["Worker", "begin", "heads_of", "hook", "note", "take"]
+__all__ = ["Worker", "begin", "hook", "note", "take"]
 
 
 class Worker(PlainWorker):
@@ -34,7 +33,6 @@ class Worker(PlainWorker):
             most_bytes=most,
             model="the model",
             parameter=lambda name, may_gather: torch.full((2,), float(len(name))),
-            qk_meta=lambda layer: {"scale": 0.5} if layer != 5 else None,
             send=self.exporter.send_saved,
         )
 
@@ -57,8 +55,6 @@ class Worker(PlainWorker):
                         stream[a:b] = rows
                 if pre:
                     stream = stream + 1
-            if need is not None and need.qk:
-                self.hooks.read_qk(layer, partial(heads_of, stream))
             after[layer] = stream
         for key, error in self.hooks.end():
             self.stepper.fail(key, error)
@@ -76,29 +72,20 @@ def _part(stream: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return stream[start:stop].clone()
 
 
-def heads_of(
-    stream: torch.Tensor, spans: Sequence[tuple[int, int]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(stream[a:b, None], 2 * stream[a:b, None]) for a, b in spans]
-
-
 def begin(
     worker: Worker,
     collector: Collector,
     key: str,
     *hooks: Hook,
     persistent: tuple[str, ...] = (),
-    qk: tuple[int, ...] | None = None,
     workers: tuple[Worker, ...] = (),
 ) -> None:
-    request = LensRequest(hooks=hooks, qk=None if qk is None else QKSpec(layers=qk))
+    request = LensRequest(hooks=hooks)
     envelope = sealed(collector, request, 8, 8)
-    layers = {layer for hook in hooks for layer in hook.layer_indices} | {*(qk or ())}
+    layers = {layer for hook in hooks for layer in hook.layer_indices}
     eager = {
         "own": [packed_hook(hook) for hook in hooks],
         "persistent": list(persistent),
-        "qk": None if qk is None else list(qk),
-        "qk_named": qk is not None,
     }
     collector.open(key, envelope)
     collector.saved.expect(key, len(layers | ({LAYERS[0]} if persistent else set())))

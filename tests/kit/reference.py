@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,61 @@ class HuggingFace:
                 handle.remove()
         n = len(self._layers)
         return {site: torch.stack([rows[site, i] for i in range(n)]) for site in sites}
+
+    def inner_sites(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the sites inside of a block's modules hold, (layers, tokens, width) float32.
+
+        Queries and keys are those behind rotary embedding, heads behind each other; a model without
+        experts has no `router_logits`, and one with experts no `mlp_hidden`.
+
+        Args:
+            tokens: what is fed to the model.
+        """
+        rows: dict[str, list[torch.Tensor]] = {}
+
+        def note(site: str, value: torch.Tensor) -> None:
+            rows.setdefault(site, []).append(value.detach().reshape(len(tokens), -1).clone())
+
+        def given(site: str) -> Any:
+            return lambda _, args: note(site, args[0])
+
+        def routed(module: Any, args: Any) -> None:
+            note("router_logits", args[0].reshape(len(tokens), -1) @ module.weight.T)
+
+        handles = []
+        for block in self._layers:
+            attention, mlp = block.self_attn, _child(block, _CHILDREN["mlp_out"])
+            middle = _child(block, ("pre_feedforward_layernorm", "post_attention_layernorm"))
+            if hasattr(block, "post_feedforward_layernorm") and middle is not getattr(
+                block, "pre_feedforward_layernorm", None
+            ):
+                middle = mlp  # norms lie behind the modules
+            handles.append(middle.register_forward_pre_hook(given("resid_mid")))
+            handles.append(attention.o_proj.register_forward_pre_hook(given("z")))
+            keep = lambda _, args, output: note("v", output)  # noqa: E731
+            handles.append(attention.v_proj.register_forward_hook(keep))
+            if hasattr(mlp, "down_proj"):
+                handles.append(mlp.down_proj.register_forward_pre_hook(given("mlp_hidden")))
+            else:
+                handles.append(mlp.gate.register_forward_pre_hook(routed))
+        home = sys.modules[type(self._layers[0]).__module__]
+        rotate: Any = home.apply_rotary_pos_emb
+
+        def rotated(*args: Any, **kwargs: Any) -> Any:
+            q, k = rotate(*args, **kwargs)
+            for site, value in (("q", q), ("k", k)):
+                note(site, value[0].transpose(0, 1))
+            return q, k
+
+        home.apply_rotary_pos_emb = rotated  # type: ignore[attr-defined]
+        try:
+            with torch.no_grad():
+                self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+        finally:
+            home.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
+            for handle in handles:
+                handle.remove()
+        return {site: torch.stack(values) for site, values in rows.items()}
 
 
 def _child(block: Any, names: Sequence[str]) -> Any:

@@ -120,18 +120,26 @@ def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str)
             f"({type(error).__name__}: {error}); allowed is the folder of a model on this machine"
         ) from None
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    text = SimpleNamespace(num_hidden_layers=layers)
+    text = SimpleNamespace(**{**config, "num_hidden_layers": layers})
+    heads = int(config.get("num_attention_heads") or 1)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_size = int(config.get("head_dim") or hidden // heads)
     tokens, sequences = step
     engine = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_text_config=text,
             get_hidden_size=lambda: hidden,
+            get_head_size=lambda: head_size,
+            get_num_attention_heads=lambda parallel: heads,
+            get_total_num_kv_heads=lambda: kv_heads,
+            use_mla=bool(config.get("kv_lora_rank")),
             dtype=dtype,
             model=model,
             max_model_len=config.get("max_position_embeddings") or tokens,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=sequences),
         cache_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         device_config=SimpleNamespace(device_type=device),
         speculative_config=None,
     )
@@ -144,7 +152,7 @@ def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str)
         "sites": list(facts.sites),
         "capture_rows": facts.ring_rows,
         "capture_bytes": facts.ring_rows * facts.ring_row_bytes,
-        "all_taps_in_one_step": facts.ring_rows >= len(facts.taps) * tokens,
+        "all_taps_in_one_step": facts.ring_rows >= facts.rows_of(facts.taps) * tokens,
         "steering_rows": facts.bank_rows,
         "steering_bytes": facts.bank_rows * hidden * 4,
         "sum_bytes": settings.sum_bytes,

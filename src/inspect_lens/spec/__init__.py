@@ -8,9 +8,9 @@ from ._body import BodyParts, lens_args, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
 from ._check_edits import check_edits
-from ._eager import check_hooks
+from ._eager import check_hooks, check_qk
 from ._encode import to_extra_args, to_wire_args
-from ._facts import EngineFacts
+from ._facts import EngineFacts, rows_for
 from ._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
 from ._limits import TensorLimits
 from ._names import check_function_name, check_name
@@ -31,9 +31,13 @@ from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
 from ._request import LensRequest, forget_parsed, parse_extra_args
 from ._saved import decode_saved, encode_saved
 from ._sites import (
+    BLOCK_SITES,
     RESID_POST,
+    SITE_TABLE,
     SITES,
     Site,
+    SiteInfo,
+    SiteWidth,
     TapPoint,
     in_site_order,
     result_name,
@@ -90,6 +94,7 @@ from .edits import (
 )
 
 __all__ = [
+    "BLOCK_SITES",
     "EDITS",
     "EDIT_REFERENCE",
     "ENVELOPE_KEY",
@@ -106,6 +111,7 @@ __all__ = [
     "RESID_POST",
     "SENTENCE_POOL",
     "SITES",
+    "SITE_TABLE",
     "STEERING_REFERENCE",
     "TENSOR_REFERENCE",
     "Ablate",
@@ -150,6 +156,8 @@ __all__ = [
     "Set",
     "Site",
     "SiteChoice",
+    "SiteInfo",
+    "SiteWidth",
     "SteerReceipt",
     "SteeringVector",
     "Swap",
@@ -165,6 +173,7 @@ __all__ = [
     "check_hooks",
     "check_name",
     "check_probe",
+    "check_qk",
     "check_request",
     "code_python",
     "decode_saved",
@@ -189,6 +198,7 @@ __all__ = [
     "refuse_own_word",
     "resolve_positions",
     "result_name",
+    "rows_for",
     "run_program",
     "shown",
     "split_body",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
-from ._check_edits import check_edits, check_layers
-from ._eager import check_eager
+from ._check_edits import check_edits, check_layers, check_writable
+from ._eager import check_eager, check_qk
 from ._facts import EngineFacts
 from ._probe import EngineProbe
 from ._request import LensRequest
@@ -51,7 +51,7 @@ def check_request(
         ```
     """
     rows = 0
-    check_eager(request.hooks, request.qk, request.skip_reading_prefix_cache, facts)
+    check_eager(request.hooks, request.skip_reading_prefix_cache, facts)
     if facts.is_speculative and any(use.alarm == "stop" for use in request.probes):
         raise UnsupportedError(
             "probes: alarm='stop' beside speculative decoding, whose drafts have scores before "
@@ -74,11 +74,15 @@ def check_request(
         for site in request.capture.sites:
             check_layers(layers, site, facts, "capture.layers", what)
         taps.update(tap_points(request.capture.sites, layers))
+    if request.qk is not None:
+        check_qk(request.qk, facts)
+        asked_qk = facts.layers if request.qk.layers == "all" else request.qk.layers
+        taps.update(tap_points(("q", "k"), asked_qk))
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.
     step_tokens = facts.least_step_tokens or facts.max_step_tokens
-    if (rows_needed := len(taps) * step_tokens) > facts.ring_rows:
+    if (rows_needed := facts.rows_of(taps) * step_tokens) > facts.ring_rows:
         enough = rows_needed * facts.ring_row_bytes
-        fitting = facts.ring_rows // len(taps)
+        fitting = facts.ring_rows // facts.rows_of(taps)
         smaller = f"max_num_batched_tokens of {fitting} or less, or with " if fitting else ""
         raise UnsupportedError(
             f"capture.layers and probes: {len(taps)} taps times {step_tokens} tokens a "
@@ -88,6 +92,7 @@ def check_request(
         )
     for i, vector in enumerate(request.steer):
         field = f"steer[{i}]"
+        check_writable(vector.site, f"{field}.site")
         check_layers(vector.layer_indices, vector.site, facts, f"{field}.layer_indices")
         shape = vector.activations.shape
         if shape[-1] != facts.hidden:
@@ -136,6 +141,7 @@ def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") ->
         check_probe(probe, facts)  # raises where it does not fit
         ```
     """
+    check_writable(probe.site, f"{field}.site")
     check_layers(probe.layers, probe.site, facts, f"{field}.layers")
     if probe.hidden != facts.hidden:
         raise SpecError(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from inspect_lens.errors import SpecError, UnsupportedError
 
 from ._facts import EngineFacts
-from ._sites import Site, TapPoint, tap_order, tap_point
+from ._sites import SITE_TABLE, Site, TapPoint, tap_order, tap_point
 from .edits import MOST_INSTRUCTIONS, N_REGISTERS, EditBase, Instruction
 
-__all__ = ["check_edits", "check_layers"]
+__all__ = ["check_edits", "check_layers", "check_writable"]
 
 
 def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
@@ -44,6 +44,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
     gates = set()
     for i, edit in enumerate(edits):
         field = f"edits[{i}]"
+        check_writable(edit.site, f"{field}.site")
         check_layers(edit.layers, edit.site, facts, f"{field}.layers")
         if edit.width not in (None, facts.hidden):
             raise SpecError(
@@ -51,6 +52,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
                 f"{facts.model} is {facts.hidden} wide"
             )
         if edit.when is not None:
+            check_writable(edit.when.site, f"{field}.when.site")
             check_layers((edit.when.layer,), edit.when.site, facts, f"{field}.when.layer")
             gate, at = tap_point(edit.when.site, edit.when.layer), min(edit.layers)
             if tap_order(gate) > tap_order(tap_point(edit.site, at)):
@@ -80,6 +82,24 @@ def _rows_of(program: Sequence[Instruction]) -> int:
     """Rows of the table for one program: an entry for each instruction, and its directions."""
     directions = sum((one.read is not None) + (one.write is not None) for one in program)
     return max(len(program), directions)
+
+
+def check_writable(site: Site, field: str) -> None:
+    """Refuse a site that is captured and not written, nor read by what is as wide as the stream.
+
+    Args:
+        site: that was asked for.
+        field: path of the field, for error messages.
+
+    Raises:
+        UnsupportedError: it is one of these.
+    """
+    if not SITE_TABLE[site].is_writable:
+        others = ", ".join(name for name, info in SITE_TABLE.items() if info.is_writable)
+        raise UnsupportedError(
+            f"{field}: {site} can be captured, and not steered, edited or read by probes and "
+            f"gates; that can be {others}"
+        )
 
 
 def check_layers(

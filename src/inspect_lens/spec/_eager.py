@@ -1,4 +1,4 @@
-"""Judging what needs Python in the forward pass: hooks, queries and keys."""
+"""Judging what needs Python in the forward pass, which is hooks, and queries and keys."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from ._facts import EngineFacts
 from ._hook import Hook, code_python
 from ._qk import QKSpec
 
-__all__ = ["check_eager", "check_hooks"]
+__all__ = ["check_eager", "check_hooks", "check_qk"]
 
 
-def check_eager(
-    hooks: tuple[Hook, ...], qk: QKSpec | None, skip_cache: bool | None, facts: EngineFacts
-) -> None:
-    """Judge the parts of a request that make its steps run eagerly.
+def check_eager(hooks: tuple[Hook, ...], skip_cache: bool | None, facts: EngineFacts) -> None:
+    """Judge the part of a request that makes its steps run eagerly.
 
     Args:
         hooks: of the request.
-        qk: queries and keys that it asks for.
         skip_cache: its `skip_reading_prefix_cache`.
         facts: of the engine.
 
@@ -26,26 +23,52 @@ def check_eager(
         SpecError: a layer that the model does not have, or a contradiction.
         UnsupportedError: this engine cannot, or may not.
     """
-    if not hooks and qk is None:
+    if not hooks:
         return
-    what = "apply_hooks" if hooks else "output_qk"
     check_hooks(hooks, facts, "apply_hooks")
     if facts.is_speculative:
         raise UnsupportedError(
-            f"{what} beside speculative decoding, whose rejected drafts would be seen as tokens; "
-            "use an engine without speculative decoding"
+            "apply_hooks beside speculative decoding, whose rejected drafts would be seen as "
+            "tokens; use an engine without speculative decoding"
         )
     if skip_cache is False:
         raise SpecError(
-            f"skip_reading_prefix_cache=false beside {what}: cached tokens are not computed, so "
-            "nothing could be seen of them; leave it out"
+            "skip_reading_prefix_cache=false beside apply_hooks: cached tokens are not computed, "
+            "so nothing could be seen of them; leave it out"
         )
-    if qk is None:
-        return
+
+
+def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
+    """Judge queries and keys against the engine that is to capture them.
+
+    Args:
+        qk: what was asked for.
+        facts: of the engine.
+
+    Raises:
+        SpecError: a layer that the model does not have.
+        UnsupportedError: attention without keys per head, or without taps.
+
+    Example:
+        ```python
+        from inspect_lens.spec import EngineFacts, QKSpec, check_qk, tap_points
+
+        places = {"layers": (0, 1), "sites": ("q", "k")}
+        taps = tap_points(["q", "k"], (0, 1))
+        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 256, "bank_rows": 8}
+        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
+        check_qk(QKSpec(layers=[1]), EngineFacts(**engine, **places, taps=taps, **sizes))
+        ```
+    """
     if facts.has_latent_attention:
         raise UnsupportedError(
             f"output_qk: {facts.model} has multi-head latent attention (MLA), which keeps no keys "
             "per head; capture the residual stream instead"
+        )
+    if not {"q", "k"} <= set(facts.sites):
+        raise UnsupportedError(
+            f"output_qk: this engine has no taps for q and k; it serves {', '.join(facts.sites)}. "
+            "Start it with INSPECT_LENS_SITES=q,k and what else you need"
         )
     if qk.layers != "all":
         _check_layers(qk.layers, facts, "output_qk")

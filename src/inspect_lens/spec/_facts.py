@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._sites import Site, TapPoint
+from ._sites import Site, SiteWidth, TapPoint
 
-__all__ = ["EngineFacts"]
+__all__ = ["EngineFacts", "rows_for"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class EngineFacts:
     max_step_tokens: int
     """Tokens that one step of the engine can hold."""
     ring_rows: int
-    """Rows (one token at one layer) that the capture buffer holds."""
+    """Rows, as wide as the stream, that the capture buffer holds: one for a token at a tap, and
+    more where a site is wider."""
     bank_rows: int
     """Vectors that the steering table holds for all running requests together."""
     vllm_version: str
@@ -50,6 +52,10 @@ class EngineFacts:
     """Whether requests may bring functions to run (INSPECT_LENS_ALLOW_CODE)."""
     has_latent_attention: bool = False
     """Whether attention keeps no keys per head (MLA)."""
+    widths: tuple[SiteWidth, ...] = ()
+    """Of the sites that are not as wide as the stream, or that ranks share."""
+    ranks: int = 1
+    """Tensor-parallel ranks."""
 
     @cached_property
     def _tapped(self) -> frozenset[TapPoint]:
@@ -58,3 +64,36 @@ class EngineFacts:
     def has_tap(self, tap: TapPoint) -> bool:
         """Whether the engine has a tap."""
         return tap in self._tapped
+
+    @cached_property
+    def _widths(self) -> dict[Site, SiteWidth]:
+        return {width.site: width for width in self.widths}
+
+    def width_of(self, site: Site) -> SiteWidth:
+        """How wide the rows of a site are."""
+        return self._widths.get(site) or SiteWidth(site, self.hidden)
+
+    def rows_of(self, taps: Iterable[TapPoint]) -> int:
+        """Rows of the capture buffer, as wide as the stream, that a token takes at some taps."""
+        return sum(rows_for(self.width_of(tap.site), self.hidden) for tap in taps)
+
+
+def rows_for(width: SiteWidth, hidden: int) -> int:
+    """Rows of the capture buffer that a token of one rank takes at a site.
+
+    Args:
+        width: of the site.
+        hidden: width of the buffer's rows.
+
+    Returns:
+        Their number; the last one may be filled in part.
+
+    Example:
+        ```python
+        from inspect_lens.spec import SiteWidth, rows_for
+
+        assert rows_for(SiteWidth("mlp_hidden", 14336), hidden=4096) == 4
+        assert rows_for(SiteWidth("mlp_hidden", 14336, shards=2), hidden=4096) == 2
+        ```
+    """
+    return -(-(width.width // width.shards) // hidden)

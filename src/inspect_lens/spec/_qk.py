@@ -14,6 +14,9 @@ __all__ = ["QKReceipt", "QKSpec"]
 class QKSpec(BaseModel):
     """Queries and keys of some layers, for all tokens that are fed.
 
+    They are captured at the sites `q` and `k`, which the engine has to serve
+    (`INSPECT_LENS_SITES`).
+
     They are those that the attention kernel gets: after the rotary embedding and any
     normalisation. The result has `attn_q` (layers ascending, tokens, query heads, head size),
     `attn_k` (layers ascending, tokens, key heads, head size), `qk_layers`, and `qk_meta`: per

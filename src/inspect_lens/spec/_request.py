@@ -111,11 +111,6 @@ class LensRequest(WireModel):
         edited = (tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
         return sum(vector.activations.nbytes for vector in self.steer) + sum(edited)
 
-    @property
-    def runs_eagerly(self) -> bool:
-        """Whether its steps need Python in the forward pass, which compiled graphs have not."""
-        return bool(self.hooks) or self.qk is not None
-
     @model_validator(mode="after")
     def _check_probes(self) -> Self:
         names = [use.name for use in self.probes]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "BLOCK_SITES",
     "RESID_POST",
     "SITES",
+    "SITE_TABLE",
     "Site",
+    "SiteInfo",
+    "SiteWidth",
     "TapPoint",
     "in_site_order",
     "result_name",
@@ -17,15 +22,69 @@ __all__ = [
     "tap_points",
 ]
 
-Site = Literal["resid_pre", "attn_out", "mlp_out", "resid_post"]
-"""Where a row comes from. `resid_pre` and `resid_post` are the residual stream before and after
-a decoder block, before any norm; `attn_out` and `mlp_out` are what the block's attention (or
-state-space) and feed-forward modules return."""
+Site = Literal[
+    "resid_pre",
+    "q",
+    "k",
+    "v",
+    "z",
+    "attn_out",
+    "resid_mid",
+    "router_logits",
+    "mlp_hidden",
+    "mlp_out",
+    "resid_post",
+]
+"""Where a row comes from; `SITE_TABLE` says what each of them is."""
 
 RESID_POST: Site = "resid_post"
 
-SITES: tuple[Site, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+
+class SiteInfo(NamedTuple):
+    """What is known of a site without a model."""
+
+    what: str
+    """What a row is."""
+    is_wide: bool = True
+    """Whether its rows are as wide as the residual stream."""
+    is_sharded: bool = False
+    """Whether each tensor-parallel rank has a part of the row."""
+    is_writable: bool = True
+    """Whether steering and edits may change it."""
+
+
+SITE_TABLE: Mapping[Site, SiteInfo] = MappingProxyType(
+    {
+        "resid_pre": SiteInfo("residual stream before the block"),
+        "q": SiteInfo("queries of all heads, behind rotary embedding", False, True, False),
+        "k": SiteInfo("keys of all key heads, behind rotary embedding", False, True, False),
+        "v": SiteInfo("values of all key heads", False, True, False),
+        "z": SiteInfo("results of all heads, before the output projection", False, True, False),
+        "attn_out": SiteInfo("what the attention (or state-space) module returns"),
+        "resid_mid": SiteInfo("residual stream between attention and feed-forward module"),
+        "router_logits": SiteInfo("logits of the experts, one per expert", False, False, False),
+        "mlp_hidden": SiteInfo("neurons: what goes into the down projection", False, True, False),
+        "mlp_out": SiteInfo("what the feed-forward module returns"),
+        "resid_post": SiteInfo("residual stream after the block"),
+    }
+)
 """All sites, in the order in which a block computes them."""
+
+SITES: tuple[Site, ...] = tuple(SITE_TABLE)
+"""Names of all sites, in the order in which a block computes them."""
+
+BLOCK_SITES: tuple[Site, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+"""Sites that every supported model has, or nearly so: those of `INSPECT_LENS_SITES=all`."""
+
+
+class SiteWidth(NamedTuple):
+    """How wide the rows of a site are in one model."""
+
+    site: Site
+    width: int
+    """Numbers of a row, over all ranks."""
+    shards: int = 1
+    """Equal parts, in order, that different tensor-parallel ranks have; 1: each rank has it all."""
 
 
 class TapPoint(NamedTuple):

@@ -27,7 +27,7 @@ import torch
 
 from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
-from inspect_lens.spec import SITES, result_name
+from inspect_lens.spec import BLOCK_SITES, result_name
 from tests.engine.conftest import Engine, start, tokens
 from tests.kit.architectures import CASES, LAYERS, Case, write
 from tests.kit.engine_probes import check_probes
@@ -120,7 +120,7 @@ def engine_options(name: str) -> dict[str, Any]:
 
 
 def observe(engine: Engine) -> Seen:
-    request = {"inspect_lens": {"capture": {"site": list(SITES), "positions": "prompt"}}}
+    request = {"inspect_lens": {"capture": {"site": list(BLOCK_SITES), "positions": "prompt"}}}
     outputs = engine.run(PROMPTS, request, max_tokens=4)
     steered = engine.run(
         PROMPTS,
@@ -174,7 +174,7 @@ def check(seen: Seen, name: str) -> None:
     base = one_gpu(name)
     same = compare_routed if is_routed(name) else compare
     for found, expected in zip(seen.prompt_rows, base.prompt_rows, strict=True):
-        assert list(found) == [result_name(site) for site in SITES]
+        assert list(found) == [result_name(site) for site in BLOCK_SITES]
         for site, rows in found.items():
             same(rows, expected[site])
     rows = torch.from_numpy(vectors()[0].activations.to_float32().copy())
@@ -260,7 +260,7 @@ def test_data_parallel_engines_behind_one_server_equal_one(name: str, tmp_path: 
                     steering_vectors=vectors(),
                     **sampling,
                 )
-            capture = {"site": list(SITES), "positions": "prompt"}
+            capture = {"site": list(BLOCK_SITES), "positions": "prompt"}
             return client.generate(prompt, max_tokens=4, capture=capture, **sampling)
 
         # Enough at once that each of the engines gets a part.

@@ -40,6 +40,15 @@ def test_all_that_this_vllm_has_is_served(capsys: pytest.CaptureFixture[str]) ->
     assert len(lines) <= 24, "one screen"
 
 
+def test_wide_sites_take_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSPECT_LENS_SITES", "k,mlp_hidden,resid_post")
+    done = run("--model", str(ROOT / "organism" / "checkpoint"), "--json", "--device", "cpu")
+    buffers = json.loads(done.stdout)["buffers"]
+    assert buffers["sites"] == ["k", "mlp_hidden", "resid_post"]
+    assert buffers["taps"] == 3 * 6
+    assert buffers["capture_rows"] == (1 + 2 + 1) * 6 * 16384, "512 neurons, and a stream of 256"
+
+
 def test_what_is_off_has_its_reason_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doctor, "problems", lambda: {"hooks": "this vLLM has no dispatcher"})
     done = run("--json")

@@ -156,11 +156,11 @@ def test_a_function_that_cannot_travel_is_refused_with_its_name() -> None:
         ({"apply_hooks": [hook(6)]}, {}, SpecError, r"\[0\].layer_indices: layer 6; m has"),
         ({"apply_hooks": [hook(0), hook(1)]}, {}, UnsupportedError, r"\[1\].*layer 1 is not serv"),
         ({"apply_hooks": [hook(0)]}, {"is_speculative": True}, UnsupportedError, "draft"),
-        ({"output_qk": [1]}, {}, UnsupportedError, "layer 1 is not served"),
+        ({"output_qk": True}, {}, UnsupportedError, "INSPECT_LENS_SITES=q,k"),
+        ({"output_qk": [1]}, {"sites": ("q", "k")}, UnsupportedError, "layer 1 is not served"),
         ({"output_qk": True}, {"has_latent_attention": True}, UnsupportedError, "MLA"),
-        ({"output_qk": True}, {"is_speculative": True}, UnsupportedError, "draft"),
         (
-            {"output_qk": True, "skip_reading_prefix_cache": False},
+            {"apply_hooks": [hook(0)], "skip_reading_prefix_cache": False},
             {},
             SpecError,
             "cached tokens are not computed",
@@ -190,7 +190,9 @@ def test_queries_and_keys_take_no_leave_to_run_code() -> None:
     assert request is not None
     assert request.qk is not None
     assert (request.qk.layers, request.qk.transport) == ("all", "binary")
-    check_request(request, replace(FACTS, allows_code=False))
+    sites: tuple[Any, ...] = ("q", "k")
+    served = {"sites": sites, "taps": tap_points(sites, FACTS.layers), "ring_rows": 192}
+    check_request(request, replace(FACTS, allows_code=False, **served))
 
 
 # -- what comes back ---------------------------------------------------------------

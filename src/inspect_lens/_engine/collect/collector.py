@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -69,11 +69,12 @@ class Collected:
     """What arrived for one request."""
 
     tensors: dict[int, TensorData]
-    """(taps, positions, width) of `ROWS`, and (shares of workers, positions, columns) of `SCORES`,
-    where they were asked for."""
+    """(rows of a token, or shares of workers, positions, width or columns) of each result."""
     n_steered: int
-    """Tokens that the worker steered; a token that was computed twice counts once."""
+    """Tokens that the worker steered; one that was computed twice counts once."""
     paths: tuple[str, ...]
+    attention: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By layer, what the pattern of its attention depends on."""
 
 
 class Collector:
@@ -121,8 +122,8 @@ class Collector:
             key: the request.
             envelope: what it asks for.
         """
-        # Without the lock, for which the thread that takes openings up would be waited: nobody
-        # looks for a request before it is opened.
+        # Without the lock, which the thread that takes openings up may hold: nobody looks for a
+        # request before it is opened.
         self._pending[key] = Pending(envelope)
 
     def discard(self, key: str) -> None:
@@ -167,7 +168,7 @@ class Collector:
 
         Args:
             key: the request.
-            counts: of `ROWS` and `SCORES`: positions that were fed, of those asked for; they
+            counts: of each result: positions that were fed, of those asked for; they
                 are the first ones.
             n_fed: tokens that were fed to the model.
             timeout_s: seconds to wait for rows that are on their way.
@@ -213,7 +214,7 @@ class Collector:
                     "was reduced; nothing wrong is returned"
                 )
             tensors[i] = stream.take(counts[i], self._threads)
-        return Collected(tensors, pending.steered_tokens(n_fed), paths)
+        return Collected(tensors, pending.steered_tokens(n_fed), paths, pending.attention)
 
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
@@ -268,14 +269,12 @@ class Collector:
 
     def close(self) -> None:
         """Stop the threads and remove the socket's file; safe to call twice."""
-        # A forked child inherits the object but neither the threads nor the right to clean up.
         if self._is_closing or os.getpid() != self._pid:
-            return
+            return  # a forked child has neither the threads nor the right to clean up
         self._is_closing = True
         self._thread.join(timeout=2)
         self._threads.shutdown(wait=False)
-        self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)
         let_go(self._folder, self._lock)
 
     def _pop(self, key: str) -> Pending | None:
@@ -360,6 +359,7 @@ class Collector:
                 # time out.
                 logger.error("inspect_lens: the memory of a worker cannot be read: %s", error)
                 return
+        worker.learn(message.attention)
         for opening in message.openings:
             pending = self._pending.get(opening.key)
             # A pre-empted request may be taken up again, under its number.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens._engine.export.overflow import COLUMN
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Failure, Opening
+from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES, Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import TensorData
 
@@ -50,6 +51,8 @@ class Pending:
             made[ROWS] = Stream(envelope.capture, envelope.n_prompt)
         if envelope.probes is not None:
             made[SCORES] = Stream(envelope.probes, envelope.n_prompt)
+        if envelope.qk is not None:
+            made[QK] = Stream(envelope.qk, envelope.n_prompt)
         return made
 
     def fail(self, key: str, error: Exception) -> None:
@@ -143,6 +146,11 @@ class Pending:
                 return None
             made[i] = stream.take(stream.room, threads)
         return made
+
+    @property
+    def attention(self) -> dict[int, dict[str, Any]]:
+        """What its workers know of their attention layers, by layer."""
+        return {n: known for _, worker in self.shares for n, known in worker.attention.items()}
 
     @property
     def is_whole(self) -> bool:

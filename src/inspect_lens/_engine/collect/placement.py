@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,7 +16,7 @@ from .stream import Stream
 
 __all__ = ["Worker", "paths_of"]
 
-_STREAMS = 2
+_STREAMS = 3
 
 
 class Worker:
@@ -22,6 +24,8 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.reader = ArenaReader(name)
+        self.attention: dict[int, dict[str, Any]] = {}
+        """What it knows of its attention layers, by layer."""
         self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
         self.paths: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
         self.settled: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
@@ -36,6 +40,11 @@ class Worker:
         """One past the last position for which there is room."""
         self.listed: dict[tuple[int, int], NDArray[np.int64]] = {}
         """Explicit positions, by stream and record."""
+
+    def learn(self, attention: bytes) -> None:
+        """Take note of what the worker tells of its attention layers."""
+        if attention:
+            self.attention = msgspec.msgpack.decode(attention, type=dict[int, dict[str, Any]])
 
     def enter(self, opening: Opening, streams: dict[int, Stream]) -> None:
         """Note where the rows of a request belong."""

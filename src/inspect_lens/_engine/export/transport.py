@@ -84,6 +84,10 @@ class Exporter:
         self.copier = copier
         self._sockets: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
+        self.attention = b""
+        """What front-ends are told of the attention layers, packed."""
+        self._told: set[str] = set()
+        """Front-ends that were."""
         self._stuck: set[str] = set()
         """Front-ends that were waited for in vain: they are not, again, for each failure."""
         self._seq = 0
@@ -94,8 +98,11 @@ class Exporter:
         Returns:
             False when the front-end did not take the message: its requests have failed.
         """
+        is_first = reply not in self._told
+        self._told.add(reply)
         self._pids[reply] = pid
-        return self._send(reply, Opened(self.arena.name, openings))
+        told = self.attention if is_first else b""
+        return self._send(reply, Opened(self.arena.name, openings, told))
 
     def send(self, reply: str, rows: Rows, path: str, taps: range | None = None) -> bool:
         """Send one block of rows; the tensor may be overwritten once its part is released.
@@ -168,6 +175,7 @@ class Exporter:
             socket.close(linger=0)
         self._pids.pop(reply, None)
         self._stuck.discard(reply)
+        self._told.discard(reply)
 
     def close(self) -> None:
         """Free sockets and memory."""

@@ -1,4 +1,4 @@
-"""A live request with hooks, or for queries and keys, and whether what its hooks gave is finite."""
+"""A live request with hooks, and whether what its hooks gave is finite."""
 
 from __future__ import annotations
 
@@ -61,18 +61,14 @@ class HookedRequest:
     pid: int
     hooks: list[tuple[str, str, LoadedHook]]
     """Part of the results, index in it, hook; in the order in which they run."""
-    qk_layers: frozenset[int]
     layers: tuple[int, ...]
     """Layers of this stage where something is done for it."""
     places: tuple[Place, ...] = ()
     """Of its hooks, whether or not they could be read here."""
     contexts: dict[tuple[str, str], HookContext] = field(default_factory=dict)
-    chunks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-    """By layer: queries and keys, step by step."""
     next: int = 0
     """Tokens seen, from position 0."""
     n_edited: int = 0
-    nbytes: int = 0
     error: LensError | None = None
     """Why no hook of it runs any more; the same on all ranks."""
     is_dropped: bool = False
@@ -88,8 +84,7 @@ class HookedRequest:
     def restart(self) -> None:
         """Forget what was seen: the engine computes the request again from its beginning."""
         self.contexts.clear()
-        self.chunks.clear()
-        self.next = self.n_edited = self.nbytes = 0
+        self.next = self.n_edited = 0
 
 
 def finite(

@@ -16,10 +16,10 @@ from inspect_lens._engine.protocol.messages import Saved
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import DType, TensorData
 
-__all__ = ["OWN", "PERSISTENT", "QK", "Gathered", "SavedResults", "pack_saved", "unpack_saved"]
+__all__ = ["OWN", "PERSISTENT", "Gathered", "SavedResults", "pack_saved", "unpack_saved"]
 
-OWN, PERSISTENT, QK = "own", "persistent", "qk"
-"""Parts of what a worker sends: by index of the hook, by index, and queries and keys."""
+OWN, PERSISTENT = "own", "persistent"
+"""Parts of what a worker sends, each by index of the hook."""
 
 _ARRAY = 1
 _TORCH = {
@@ -129,7 +129,7 @@ def _array(code: int, data: memoryview) -> TensorData:
 @dataclass
 class _Waiting:
     n_layers: int
-    """Places where the request runs hooks or reads queries and keys, over all stages."""
+    """Layers where the request runs hooks, over all stages."""
     messages: dict[tuple[int, ...], Saved] = field(default_factory=dict)
     has_failed: bool = False
 
@@ -139,7 +139,7 @@ class Gathered:
     """What all workers sent of one request."""
 
     parts: dict[str, Any]
-    """By `OWN`, `PERSISTENT` and `QK`."""
+    """By `OWN` and `PERSISTENT`."""
     n_fed: int
     n_edited: int
 
@@ -207,7 +207,7 @@ class SavedResults:
                 if left <= 0:
                     raise CaptureError(
                         f"request {key}: {sum(m.n_layers for m in whole)} of {waiting.n_layers} "
-                        f"places with hooks or queries and keys reported within {timeout_s:g} s"
+                        f"layers with hooks reported within {timeout_s:g} s"
                     )
                 self._changed.wait(min(left, 0.1))
         return _gather(whole)
@@ -222,7 +222,6 @@ def _gather(messages: list[Saved]) -> Gathered:
             for index, saved in stage.get(part, {}).items():
                 _merge(merged.setdefault(index, {}), saved, f"hook_results[{index!r}]")
         parts[part] = merged
-    parts[QK] = [layer for stage in stages for layer in stage.get(QK, ())]
     return Gathered(parts, min(m.n_fed for m in messages), sum(m.n_edited for m in messages))
 
 

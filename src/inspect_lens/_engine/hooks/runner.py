@@ -4,10 +4,10 @@ The worker's glue puts Python into the layers for the steps in which one of thes
 and calls `run` there. Nothing here raises into a forward pass: what a hook raises fails its
 request, whose rows go on unedited. So do rows that are not finite.
 
-Tensor-parallel ranks gather queries, keys and parameters while layers run, and run a step eagerly
-or not, all of them alike. So whether a request takes part, and where, is decided by what all ranks
-know: that the scheduler began it and has not ended it, and what it asks for. A request that has
-failed on one of them goes on.
+Tensor-parallel ranks gather parameters while layers run, and run a step eagerly or not, all of them
+alike. So whether a request takes part, and where, is decided by what all ranks know: that the
+scheduler began it and has not ended it, and what it asks for. A request that has failed on one of
+them goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from inspect_lens.errors import CaptureError, HookError, LensError, SpecError
 
 from .context import HookContext
 from .request import HookedRequest, LoadedHook, Place, finite, is_known_to_be_fine, not_finite, side
-from .results import OWN, PERSISTENT, QK, pack_saved
+from .results import OWN, PERSISTENT, pack_saved
 from .unpickle import load_function
 
 __all__ = ["EAGER_KEY", "HookRunner", "Needs", "Part"]
@@ -57,7 +57,6 @@ class Needs:
 
     pre: bool = False
     post: bool = False
-    qk: bool = False
     asks_pre: bool = False
     asks_post: bool = False
     """Whether a hook there may ask for parameters that ranks have to gather."""
@@ -74,7 +73,6 @@ class HookRunner:
         most_bytes: int,
         model: Any = None,
         parameter: Callable[..., torch.Tensor] | None = None,
-        qk_meta: Callable[[int], Mapping[str, Any] | None] | None = None,
         send: Callable[[str, int, Saved], None] | None = None,
     ) -> None:
         """Store what hooks need.
@@ -82,11 +80,10 @@ class HookRunner:
         Args:
             layers: of this worker.
             allowed: whether functions of requests may run.
-            most_bytes: that one request may save, and as much again of queries and keys.
+            most_bytes: that one request may save.
             model: of the worker.
             parameter: finds a parameter of it by name; `may_gather` says whether ranks may gather
                 it, which they do where `Needs` says so.
-            qk_meta: what is to be known of a layer's attention, or None where it has none.
             send: takes reply address, process and message; None on a rank that sends nothing.
         """
         self._layers = frozenset(layers)
@@ -94,7 +91,6 @@ class HookRunner:
         self._most = most_bytes
         self._model = model
         self._parameter = parameter or _no_parameter
-        self._qk_meta = qk_meta or (lambda layer: None)
         self._send = send
         self.live: dict[str, HookedRequest] = {}
         self._persistent: dict[str, LoadedHook] = {}
@@ -109,20 +105,17 @@ class HookRunner:
 
         Args:
             key: of the request.
-            envelope: sealed; `eager` has its hooks, by content and by name, and the layers whose
-                queries and keys it wants.
+            envelope: sealed; `eager` has its hooks, by content and by name.
 
         Raises:
-            SpecError: a function cannot be read, or a layer has no queries and keys.
+            SpecError: a function cannot be read.
         """
         asked = envelope[EAGER_KEY]
-        asked_qk = frozenset(asked["qk"] or ()) & self._layers
-        has_qk = frozenset(layer for layer in asked_qk if self._qk_meta(layer) is not None)
         places = [self._places[name] for name in asked["persistent"] if name in self._places]
         places += [Place.of(item) for item in asked["own"]]
-        at = asked_qk.union(*(place.layers for place in places)) & self._layers
+        at = frozenset[int]().union(*(place.layers for place in places)) & self._layers
         request = HookedRequest(
-            envelope["reply"], envelope["pid"], [], has_qk, tuple(sorted(at)), tuple(places)
+            envelope["reply"], envelope["pid"], [], tuple(sorted(at)), tuple(places)
         )
         if at:
             # First: it takes part on this rank, too, should the rest fail here alone.
@@ -133,10 +126,6 @@ class HookRunner:
                 raise SpecError(f"persistent hook {name} is not registered at this worker")
             hooks.append((PERSISTENT, str(i), self._persistent[name]))
         hooks += [(OWN, str(i), self._load(item)) for i, item in enumerate(asked["own"])]
-        if asked["qk_named"] and has_qk != asked_qk:
-            raise SpecError(
-                f"output_qk: the layers {sorted(asked_qk - has_qk)} have no softmax attention"
-            )
         request.hooks = hooks
 
     def remove(self, key: str) -> None:
@@ -166,7 +155,6 @@ class HookRunner:
         """
         if (request := self.live.get(key)) is not None:
             request.is_dropped = True
-            request.chunks.clear()
 
     def register(self, name: str, item: Mapping[str, Any]) -> None:
         """Make a persistent hook known under a name.
@@ -210,12 +198,11 @@ class HookRunner:
             if part.position > request.next and request.error is None:
                 request.error = CaptureError(
                     f"positions {request.next} to {part.position - 1} were not computed in front "
-                    "of its hooks or its queries and keys"
+                    "of its hooks"
                 )
             self._spans.append((part, request))
             for layer in request.layers:
                 need = needs.setdefault(layer, Needs())
-                need.qk |= layer in request.qk_layers
                 for place in request.places:
                     if layer in place.layers:
                         need.pre |= place.pre
@@ -266,38 +253,6 @@ class HookRunner:
                 edits.append((part.start, stop, stream))
         return edits
 
-    def read_qk(
-        self,
-        layer: int,
-        rows: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[torch.Tensor, torch.Tensor]]],
-    ) -> None:
-        """Keep queries and keys of a layer; called in the forward pass.
-
-        Args:
-            layer: the layer.
-            rows: gives (tokens, heads, head size) of queries and keys of tokens of the step, from
-                first token to end, of all requests together.
-        """
-        # Ranks gather their heads here, so each of them reads, also for a failed request.
-        read = [
-            (request, (part.start, part.start + part.n_tokens))
-            for part, request in self._spans
-            if layer in request.qk_layers
-        ]
-        found = rows([span for _, span in read])
-        for (request, _), (q, k) in zip(read, found, strict=True):
-            if request.error is not None:
-                continue
-            request.nbytes += q.numel() * q.element_size() + k.numel() * k.element_size()
-            if request.nbytes > self._most:
-                request.error = SpecError(
-                    f"output_qk: more than {self._most} bytes; ask for fewer layers or a shorter "
-                    "prompt, or raise INSPECT_LENS_HOOK_BYTES"
-                )
-                request.chunks.clear()
-            elif self._send is not None and not request.is_dropped:
-                request.chunks.setdefault(layer, []).append((q, k))
-
     def fail_step(self, error: BaseException) -> None:
         """Fail all requests of the step: the layer could not be read."""
         for _, request in self._spans:
@@ -312,8 +267,6 @@ class HookRunner:
         """
         for part, request in self._spans:
             request.next = part.position + part.n_tokens
-            for chunks in request.chunks.values():
-                chunks[-1] = (chunks[-1][0].cpu(), chunks[-1][1].cpu())
             if request.error is None and not all(
                 map(is_known_to_be_fine, request.is_fine.values())
             ):
@@ -360,16 +313,7 @@ class HookRunner:
         saved: dict[str, Any] = {"layers": list(request.layers), OWN: {}, PERSISTENT: {}}
         for (group, index), context in request.contexts.items():
             saved[group][index] = context.saved
-        saved[QK] = [
-            {
-                "layer": layer,
-                "q": torch.cat([q for q, _ in chunks]),
-                "k": torch.cat([k for _, k in chunks]),
-                "meta": dict(self._qk_meta(layer) or {}),
-            }
-            for layer, chunks in sorted(request.chunks.items())
-        ]
-        data = pack_saved(saved, most=2 * self._most, where="ctx.saved")
+        data = pack_saved(saved, most=self._most, where="ctx.saved")
         message = Saved(key, len(request.layers), request.next, request.n_edited, data)
         self._send(request.reply, request.pid, message)
 

@@ -15,7 +15,7 @@ __all__ = ["HookedStepper"]
 
 
 class HookedStepper(Stepper):
-    """Passes requests with hooks, and those for queries and keys, on to a runner of hooks."""
+    """Passes requests with hooks on to a runner of hooks."""
 
     hooks: HookRunner | None = None
     """Set once, when the model is there."""
@@ -33,7 +33,7 @@ class HookedStepper(Stepper):
         self.take_up()
         if self.hooks is None:
             if key in self._roster.by_key:
-                self._fail(key, UnsupportedError("hooks, queries and keys are off: see the log"))
+                self._fail(key, UnsupportedError("hooks are off: see the log"))
             return
         try:
             # Also where the request has failed here: ranks take part in gathering alike.

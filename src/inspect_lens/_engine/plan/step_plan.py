@@ -5,7 +5,8 @@ Each token of a step gets four numbers, alike for all taps: the steering configu
 a tap notes that it could not steer the token.
 What a configuration or a group means at one tap stands in small tables beside them. Requests that
 want rows of the same taps form a group; a group's rows lie in the ring as one block
-(taps, tokens, hidden), which leaves the device in one contiguous copy.
+(rows of a token, tokens, hidden), which leaves the device in one contiguous copy. A token has a row
+at each tap, and more of them where a tap is wider than the stream: the parts of its row, in order.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RequestTable:
 
 @dataclass(frozen=True)
 class GroupBlock:
-    """Rows of all requests that belong to one group: (taps of the group, tokens)."""
+    """Rows of all requests that belong to one group: (rows of a token, tokens)."""
 
     group: int
     base: int
@@ -132,8 +133,8 @@ class StepPlan:
     """(tokens, 4): steering configuration, capture group of this step, place in its block, and, of
     requests that are steered, the board record."""
     base: Ints
-    """(groups of this step, taps): row of the first token at a tap, counted from where the step's
-    rows begin, -1 for no capture."""
+    """(groups of this step, taps + 1): row of the first token at a tap, counted from where the
+    step's rows begin, -1 for no capture; and last, how far the parts of a wide row lie apart."""
     steers: Bools
     """(taps,): whether the step steers there."""
     captures: Bools
@@ -163,6 +164,7 @@ def plan_step(
     config_taps: Bools,
     *,
     ring_rows: int,
+    tap_rows: Longs | None = None,
 ) -> StepPlan:
     """Work out one step.
 
@@ -172,6 +174,7 @@ def plan_step(
         group_taps: ascending taps of each capture group.
         config_taps: (configurations, taps); whether a configuration steers at a tap.
         ring_rows: ring rows that the step may fill.
+        tap_rows: (taps,); ring rows of a token at each tap, by default one.
 
     Returns:
         The plan.
@@ -185,11 +188,12 @@ def plan_step(
     tokens[:, 0], tokens[:, 1], tokens[:, 3] = 0, -1, 0
     steered = batch.take(np.flatnonzero(batch.position < table.until[batch.slots]))
     steers = _steer(steered, table, tokens, config_taps)
-    blocks, base = _capture(batch, table, tokens, group_taps, config_taps.shape[1])
-    used = sum(block.n_tokens * len(group_taps[block.group]) for block in blocks)
+    if tap_rows is None:
+        tap_rows = np.ones(config_taps.shape[1], dtype=np.int64)
+    blocks, base, used = _capture(batch, table, tokens, group_taps, tap_rows)
     if used > ring_rows:
         raise OverflowError(f"a step needs {used} ring rows and there are {ring_rows}")
-    captures: Bools = np.logical_or.reduce(base >= 0, axis=0)
+    captures: Bools = np.logical_or.reduce(base[:, :-1] >= 0, axis=0)
     return StepPlan(tokens, base, steers, captures, blocks, steered, used)
 
 
@@ -226,8 +230,8 @@ def _capture(
     table: RequestTable,
     tokens: Ints,
     group_taps: list[Longs],
-    n_taps: int,
-) -> tuple[list[GroupBlock], Ints]:
+    tap_rows: Longs,
+) -> tuple[list[GroupBlock], Ints, int]:
     group = table.group[batch.slots]
     start = np.maximum(table.lo[batch.slots], batch.position)
     stop = np.minimum(table.hi[batch.slots], batch.position + batch.n_tokens)
@@ -239,7 +243,7 @@ def _capture(
                 a, b = positions.searchsorted((start[i], stop[i]))
                 listed[i], counts[i] = positions[a:b], b - a
     present = np.unique(group[counts > 0])
-    base = np.full((len(present), n_taps), -1, dtype=np.int32)
+    base = np.full((len(present), len(tap_rows) + 1), -1, dtype=np.int32)
     blocks: list[GroupBlock] = []
     first_row = 0
     for local, gid in enumerate(present.tolist()):
@@ -256,12 +260,14 @@ def _capture(
         tokens[index, 1] = local
         tokens[index, 2] = np.arange(total, dtype=np.int32)
         taps = group_taps[gid]
-        base[local, taps] = first_row + np.arange(len(taps), dtype=np.int32) * total
+        behind = np.cumsum(tap_rows[taps])
+        base[local, taps] = first_row + (behind - tap_rows[taps]) * total
+        base[local, -1] = total
         blocks.append(
             GroupBlock(gid, first_row, total, batch.slots[members], mine, start[members], own)
         )
-        first_row += len(taps) * total
-    return blocks, base
+        first_row += int(behind[-1]) * total
+    return blocks, base, first_row
 
 
 def _expand(first: Longs, counts: Longs) -> Longs:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -16,18 +16,30 @@ from inspect_lens.spec import (
     CaptureSpec,
     DType,
     EngineFacts,
+    QKSpec,
     Reduce,
     Site,
+    SiteWidth,
     TapPoint,
     in_phase,
     resolve_positions,
-    tap_point,
+    rows_for,
+    tap_order,
     tap_points,
 )
 
 from .interning import written
 
-__all__ = ["LAG", "CaptureEnvelope", "Fold", "Operation", "seal_capture"]
+__all__ = [
+    "LAG",
+    "CaptureEnvelope",
+    "Fold",
+    "Operation",
+    "RowPart",
+    "owners",
+    "seal_capture",
+    "seal_qk",
+]
 
 Operation = Literal["none", "mean", "max", "norm"]
 """What a worker makes of rows. There is no `last`: it is a choice of positions."""
@@ -37,6 +49,20 @@ Fold = Literal["mean", "max", "last"]
 
 LAG = 2
 """Rows at the end of a request that stay apart from it: an engine may run ahead of the last."""
+
+
+class RowPart(NamedTuple):
+    """One row, as wide as the stream, of those that a token has at some taps.
+
+    Workers send rows of one width. A wider row is cut into parts, and one of which ranks have
+    shares comes from each of them. Those of a rank lie behind each other, so that it has one range.
+    """
+
+    rank: int
+    """Tensor-parallel rank that sends it."""
+    tap: TapPoint
+    part: int
+    """Of that rank's share."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +95,26 @@ class CaptureEnvelope:
     is_folded: bool = False
     """Whether rows of sampled tokens stay in the worker, where it has room, until the request is
     over."""
+    widths: tuple[tuple[int, int], ...] = ()
+    """Of each site, numbers of a row and `SiteWidth.shards`; none where all are the stream's."""
+    ranks: int = 1
+    """Tensor-parallel ranks."""
+
+    def width_of(self, site: Site) -> SiteWidth:
+        """How wide the rows of one of the sites are."""
+        if not self.widths:
+            return SiteWidth(site, self.hidden)
+        return SiteWidth(site, *self.widths[self.sites.index(site)])
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the rows that come are the one tensor that was asked for."""
+        return len(self.sites) == 1 and self.width_of(self.sites[0])[1:] == (self.hidden, 1)
+
+    @property
+    def rows(self) -> tuple[RowPart, ...]:
+        """Rows that workers send of a token, in their order; see `RowPart`."""
+        return _rows_of(self.sites, self.layers, self.widths, self.hidden, self.ranks)
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -77,8 +123,8 @@ class CaptureEnvelope:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Taps and width of what the worker sends."""
-        return len(self.taps), 1 if self.operation == "norm" else self.hidden
+        """Rows of a token, and width, of what workers send."""
+        return len(self.rows), 1 if self.operation == "norm" else self.hidden
 
     @property
     def operation(self) -> Operation:
@@ -113,12 +159,9 @@ class CaptureEnvelope:
         if self.is_last or self.operation in ("mean", "max"):
             rows = min(rows, 1)
         itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        return len(self.sites) * len(self.layers) * rows * self.shape[1] * itemsize
-
-    def ranks(self, site: Site) -> list[int]:
-        """Index in `taps` of each layer at a site."""
-        taps = self.taps
-        return [taps.index(tap_point(site, layer)) for layer in self.layers]
+        is_norm = self.operation == "norm"
+        wide = sum(1 if is_norm else self.width_of(site).width for site in self.sites)
+        return wide * len(self.layers) * rows * itemsize
 
     @cached_property
     def alike(self) -> bytes:
@@ -198,6 +241,8 @@ def seal_capture(
         transport=capture.transport,
         reduce=capture.reduce,
         is_last=is_last,
+        widths=tuple([facts.width_of(site)[1:] for site in capture.sites]) if facts.widths else (),
+        ranks=facts.ranks,
     )
     is_partial = sealed.operation in ("mean", "max")
     sampled = (
@@ -216,12 +261,51 @@ def seal_capture(
     return replace(sealed, token=secrets.randbits(62), is_folded=is_folded)
 
 
+def seal_qk(
+    qk: QKSpec | None, facts: EngineFacts, n_prompt: int, n_max: int
+) -> CaptureEnvelope | None:
+    """Queries and keys as the capture that they are: of `all` layers, those that are served."""
+    if qk is None:
+        return None
+    layers = facts.layers if qk.layers == "all" else qk.layers
+    asked = CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
+    return seal_capture(asked, facts, n_prompt, n_max)
+
+
 def _possible_last(where: range | tuple[int, ...], n_prompt: int) -> range | tuple[int, ...]:
     """Positions that may be the last one that is fed: one of the prompt, and all behind it."""
     if isinstance(where, range):
         return range(max(where.start, min(where.stop, n_prompt) - 1), where.stop)
     first = max((p for p in where if p < n_prompt), default=n_prompt)
     return tuple(p for p in where if p >= first)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(
+    sites: tuple[Site, ...],
+    layers: tuple[int, ...],
+    widths: tuple[tuple[int, int], ...],
+    hidden: int,
+    ranks: int,
+) -> tuple[RowPart, ...]:
+    known = {s: SiteWidth(s, *width) for s, width in zip(sites, widths, strict=False)}
+    found = []
+    for tap in tap_points(sites, layers):
+        width = known.get(tap.site) or SiteWidth(tap.site, hidden)
+        n = rows_for(width, hidden)
+        found += [RowPart(r, tap, p) for r in owners(width, ranks) for p in range(n)]
+    return tuple(sorted(found, key=lambda row: (row.rank, tap_order(row.tap), row.part)))
+
+
+def owners(width: SiteWidth, ranks: int) -> range:
+    """Ranks that send the shares of a site's rows, in order.
+
+    Args:
+        width: of the site.
+        ranks: tensor-parallel ranks. Where there are fewer shares, neighbours have the same one,
+            and the first of them sends it.
+    """
+    return range(0, ranks if width.shards > 1 else 1, ranks // width.shards)
 
 
 @lru_cache(maxsize=1024)

@@ -32,7 +32,7 @@ from inspect_lens.spec import (
     tap_point,
 )
 
-from .capture import CaptureEnvelope, seal_capture
+from .capture import CaptureEnvelope, seal_capture, seal_qk
 from .edits import EVERY, EditEnvelope, pack_edits, seal_edits, unpack_edits
 from .interning import read
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
@@ -46,7 +46,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ class Envelope:
 
     edits: tuple[EditEnvelope, ...] = ()
     """Other edits, behind the vectors."""
+    qk: CaptureEnvelope | None = None
+    """Queries and keys, which are a capture of their own beside the other."""
 
     @property
     def edited(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
@@ -145,13 +147,14 @@ class Envelope:
         return max((s.until for s in self.edited), default=0)
 
     @cached_property
-    def alike(self) -> tuple[bytes | None, bytes | None]:
-        """What the requests of a batch have in common, of the capture and of the probes."""
-        capture, probes = self.capture, self.probes
-        return (
-            None if capture is None else capture.alike,
-            None if probes is None else probes.alike,
-        )
+    def alike(self) -> tuple[bytes | None, ...]:
+        """What the requests of a batch have in common, of each result."""
+        return tuple([None if part is None else part.alike for part in self.results])
+
+    @property
+    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | None, ...]:
+        """What is asked for of each result, in the order of `ROWS`, `SCORES` and `QK`."""
+        return self.capture, self.probes, self.qk
 
     @cached_property
     def is_plain(self) -> bool:
@@ -167,12 +170,16 @@ class Envelope:
 
     @property
     def _kept(self) -> tuple[int, int, int] | None:
-        """Of how many taps rows are kept, and first and one past the last position, at most."""
-        parts = [part for part in (self.capture, self.probes) if part is not None]
+        """How many rows of a token are kept, and first and one past the last position, at most."""
+        parts = [part for part in self.results if part is not None]
         if not parts:
             return None
-        taps = {tap for part in parts for tap in part.taps}
-        return len(taps), min(part.lo for part in parts), max(part.hi for part in parts)
+        taps = dict.fromkeys([tap for part in parts for tap in part.taps], 1)
+        for captured in (self.capture, self.qk):
+            # Each rank has its share of a row at the same place.
+            for row in () if captured is None else captured.rows:
+                taps[row.tap] = max(taps[row.tap], row.part + 1)
+        return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 
     def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""
@@ -190,6 +197,7 @@ class Envelope:
                         self.is_speculative,
                         None if capture is None else capture.pack(),
                         None if probes is None else probes.pack(),
+                        None if self.qk is None else self.qk.pack(),
                     )
                 ),
                 "steer": [
@@ -257,7 +265,7 @@ _SHARED_MOST = 2048
 
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
     """An unsteered request."""
-    n_prompt, is_speculative, capture, probes = read(rows)
+    n_prompt, is_speculative, capture, probes, qk = read(rows)
     return Envelope(
         reply=reply,
         pid=pid,
@@ -267,6 +275,7 @@ def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
         n_prompt=n_prompt,
         is_speculative=is_speculative,
         steer_hash=None,
+        qk=None if qk is None else CaptureEnvelope.unpack(qk),
     )
 
 
@@ -326,6 +335,7 @@ def seal(
         is_speculative=facts.is_speculative,
         steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
         edits=edits,
+        qk=seal_qk(request.qk, facts, n_prompt, n_max),
     )
 
 

@@ -12,6 +12,7 @@ from inspect_lens.spec import EnginePath
 
 __all__ = [
     "PATHS",
+    "QK",
     "ROWS",
     "SCORES",
     "Block",
@@ -27,8 +28,8 @@ __all__ = [
     "unpacked",
 ]
 
-ROWS, SCORES = 0, 1
-"""Results that a request may have: captured rows, and what probes made of rows."""
+ROWS, SCORES, QK = 0, 1, 2
+"""Results that a request may have: captured rows, what probes made of rows, queries and keys."""
 
 PATHS: tuple[EnginePath, ...] = ("eager", "compiled", "piecewise", "graph")
 """Ways in which a step runs, in the order of their bits on the board."""
@@ -41,8 +42,8 @@ class Opening(msgspec.Struct, frozen=True, array_like=True, eq=True):
     """The worker's short name of it."""
     key: str
     shares: list[tuple[int, int]]
-    """Per result, captured rows and probe scores: index of the worker's first tap among the
-    request's, and how many of them the worker has."""
+    """Per result, see `ROWS`: index of the worker's first row of a token among the request's, and
+    how many of them the worker has."""
     n_steered: int
     """Steered taps that the worker has."""
 
@@ -53,6 +54,9 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     worker: str
     """Name of its shared memory."""
     openings: list[Opening]
+    attention: bytes = b""
+    """What the worker knows of its attention layers, as it was packed; with its first message to a
+    front-end."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
@@ -107,11 +111,11 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, tag="saved"):
-    """What hooks of a request saved on one worker, and its queries and keys; see `_saved`."""
+    """What hooks of a request saved on one worker; see `hooks/results.py`."""
 
     key: str
     n_layers: int
-    """Places, of those where the request runs hooks or reads queries and keys, of this worker."""
+    """Layers of this worker, of those where the request runs hooks."""
     n_fed: int
     """Tokens that were seen, from position 0."""
     n_edited: int

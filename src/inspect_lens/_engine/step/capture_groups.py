@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from inspect_lens._engine.plan.slot_tables import grown
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
+from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.readout.readers import ProbeStore, Readout
 from inspect_lens._engine.readout.reduce import Form
@@ -17,9 +19,10 @@ from inspect_lens.spec import TapPoint
 __all__ = ["Group", "Groups"]
 
 
-_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, Form | None, bool]
-"""Taps, those whose rows are sent, names of probes, what is made of rows, and whether scores are
-looked at as they come."""
+_Rows = tuple[int, ...]
+_Key = tuple[_Rows, _Rows, tuple[str, ...] | None, _Rows, Form | None, bool]
+"""Taps, those of a token's rows at all taps that are captured, names of probes, those that have
+queries and keys, what is made of captured rows, and whether scores are looked at as they come."""
 
 _KNOWN_MOST = 1024
 
@@ -40,16 +43,25 @@ class Group:
 
     taps: Longs
     """Whose rows go to the ring, ascending."""
+    n_rows: int
+    """Ring rows of a token there."""
     rows: tuple[int, ...] | None
-    """Ranks of taps whose rows are sent as they are, or None."""
+    """Ranks of those of them that are sent as they are, or None."""
     readout: Readout | None
     """What is made of rows where probes are asked for."""
     read: tuple[int, ...]
-    """Ranks of taps that it reads."""
+    """Ranks of those that it reads."""
+    qk: tuple[int, ...] | None
+    """Ranks of those that have queries and keys, or None."""
     form: Form | None
     """What is made of captured rows."""
     is_live: bool
     """Whether scores are looked at as they come."""
+
+    @property
+    def n_results(self) -> int:
+        """Kinds of results that its requests have."""
+        return sum(part is not None for part in (self.rows, self.readout, self.qk))
 
 
 class Window:
@@ -108,8 +120,26 @@ class Groups:
     for what the `ProbeStore` keeps.
     """
 
-    def __init__(self, tap_index: dict[TapPoint, int], probes: ProbeStore) -> None:
+    def __init__(
+        self,
+        tap_index: dict[TapPoint, int],
+        probes: ProbeStore,
+        tap_rows: Longs,
+        rank: int = 0,
+    ) -> None:
+        """Begin without groups.
+
+        Args:
+            tap_index: index of each tap of this worker.
+            probes: that it knows.
+            tap_rows: (taps,); ring rows of a token at each tap.
+            rank: of this worker among tensor-parallel ones. Those behind the first send their
+                shares of what is split over them, and nothing else.
+        """
         self._tap_index = tap_index
+        self._tap_rows = tap_rows
+        self._starts = np.cumsum(tap_rows) - tap_rows
+        self._rank = rank
         self._probes = probes
         self._number: dict[_Key, int] = {}
         self._key: list[_Key | None] = []
@@ -118,9 +148,9 @@ class Groups:
         self._free: list[int] = []
         self.taps: list[Longs] = []
         """Taps of each group, by number."""
-        self._known: dict[tuple[bytes | None, bytes | None], _Wanted] = {}
-        self._windows = (Window(), Window())
-        """Of captured rows, and of probe scores."""
+        self._known: dict[tuple[bytes | None, ...], _Wanted] = {}
+        self._windows = (Window(), Window(), Window())
+        """Of each result."""
 
     def __getitem__(self, group: int) -> Group:
         return self._groups[group]
@@ -133,7 +163,7 @@ class Groups:
     ) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
         """See `Window.select`; None also where a group has one kind of result only."""
         group = self._groups[block.group]
-        if group.rows is None or group.readout is None:
+        if group.n_results == 1:
             return None
         return self._windows[stream].select(block)
 
@@ -146,9 +176,11 @@ class Groups:
             envelopes: what each of them asks for.
         """
         table.lo[slots], table.hi[slots] = np.iinfo(np.int64).max, 0
-        for window, name in zip(self._windows, ("capture", "probes"), strict=True):
-            parts = [getattr(envelope, name) for envelope in envelopes]
-            if parts[0] is not None:
+        results = zip(*[envelope.results for envelope in envelopes], strict=True)
+        for window, of_all in zip(self._windows, results, strict=True):
+            # Requests of a group have the same results.
+            parts = [part for part in of_all if part is not None]
+            if parts:
                 lo = np.asarray([part.lo for part in parts])
                 hi = np.asarray([part.hi for part in parts])
                 window.set(slots, lo, hi)
@@ -157,11 +189,11 @@ class Groups:
 
     def watch_listed(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
         """Note, beside, the positions that a request names."""
-        parts = (envelope.capture, envelope.probes)
+        parts = envelope.results
         for window, part in zip(self._windows, parts, strict=True):
             if part is not None and part.positions is not None:
                 window.listed[slot] = positions = np.asarray(part.positions, dtype=np.int64)
-                if None in parts:
+                if parts.count(None) == len(parts) - 1:
                     table.listed[slot] = positions
 
     def take(self, envelope: Envelope, n: int = 1) -> int | None:
@@ -183,16 +215,21 @@ class Groups:
             return None
         number = self._number.get(key)
         if number is None:
-            taps, rows, names, form, is_live = key
+            taps, rows, names, qk, form, is_live = key
             readout = self._probes.readout(names, probe_taps) if names is not None else None
-            rank = {tap: i for i, tap in enumerate(taps)}
+            here = np.asarray(taps, dtype=np.int64)
+            counts, starts = self._tap_rows[here], self._starts[here]
+            of_each = [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
+            rank = {row: i for i, row in enumerate(chain.from_iterable(of_each))}
             number = self._place(
                 key,
                 Group(
-                    np.asarray(taps, dtype=np.int64),
-                    tuple(rank[t] for t in rows) if rows else None,
+                    here,
+                    int(counts.sum()),
+                    tuple(rank[row] for row in rows) if rows else None,
                     readout,
-                    tuple(rank[self._tap_index[t]] for t in probe_taps),
+                    tuple(rank[int(self._starts[self._tap_index[t]])] for t in probe_taps),
+                    tuple(rank[row] for row in qk) if qk else None,
                     form,
                     is_live,
                 ),
@@ -201,7 +238,7 @@ class Groups:
         return number
 
     def shares(self, envelope: Envelope) -> list[tuple[int, int]]:
-        """Of captured rows and probe scores: see `Opening.shares`."""
+        """Of each result: see `Opening.shares`."""
         return self._wanted(envelope).shares
 
     def _wanted(self, envelope: Envelope) -> _Wanted:
@@ -211,28 +248,31 @@ class Groups:
         if (known := self._known.get(alike)) is not None:
             return known
         here = self._tap_index
-        captured = () if capture is None else capture.taps
+        mine, rows, taps = self._captured(capture)
+        mine_qk, qk, taps_qk = self._captured(envelope.qk)
         probed = () if probes is None else probes.taps
-        rows = tuple(here[t] for t in captured if t in here)
-        probe_taps = tuple(t for t in probed if t in here)
-        taps = tuple(sorted({*rows, *(here[t] for t in probe_taps)}))
+        read = [i for i, t in enumerate(probed) if t in here and not self._rank]
+        probe_taps = tuple(probed[i] for i in read)
+        taps |= taps_qk | {here[t] for t in probe_taps}
         names = probes.names if probes is not None and probe_taps else None
         form = Form.of(capture) if capture is not None and rows else None
         is_live = probes is not None and probes.is_live
         made = _Wanted(
-            (taps, rows, names, form, is_live) if taps else None,
+            (tuple(sorted(taps)), rows, names, qk, form, is_live) if taps else None,
             probe_taps,
-            [self._share(captured), self._share(probed)],
+            [_share(mine), _share(read), _share(mine_qk)],
         )
         if len(self._known) >= _KNOWN_MOST:
             self._known.clear()
         self._known[alike] = made
         return made
 
-    def _share(self, taps: Sequence[TapPoint]) -> tuple[int, int]:
-        """First of some taps that this worker has, and how many it has."""
-        here = [i for i, tap in enumerate(taps) if tap in self._tap_index]
-        return (here[0] if here else 0), len(here)
+    def _captured(self, asked: CaptureEnvelope | None) -> tuple[list[int], _Rows, set[int]]:
+        """Which rows of a capture this worker sends, which of its own these are, and their taps."""
+        here, rows = self._tap_index, () if asked is None else asked.rows
+        mine = [i for i, r in enumerate(rows) if r.rank == self._rank and r.tap in here]
+        own = tuple(int(self._starts[here[rows[i].tap]]) + rows[i].part for i in mine)
+        return mine, own, {here[rows[i].tap] for i in mine}
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""
@@ -253,3 +293,8 @@ class Groups:
         self._number[key], self._key[number] = number, key
         self._groups[number], self.taps[number] = group, group.taps
         return number
+
+
+def _share(at: Sequence[int]) -> tuple[int, int]:
+    """First of what this worker has, and how many it has."""
+    return (at[0] if at else 0), len(at)

@@ -15,7 +15,7 @@ from inspect_lens._engine.export.send_queue import Outbox
 from inspect_lens._engine.export.transport import Exporter, Rows
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Opening, packed
+from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES, Opening, packed
 from inspect_lens._engine.readout.reduce import Form, Part, Reducer
 from inspect_lens._engine.readout.running_reduce import Tally
 from inspect_lens.errors import CapacityError
@@ -161,6 +161,7 @@ class Sender:
                 if group.form.operation not in ("none", "norm"):
                     return None
                 total += len(group.rows) * block.n_tokens * row_bytes
+            total += len(group.qk or ()) * block.n_tokens * row_bytes
         return total
 
     def send(
@@ -193,13 +194,16 @@ class Sender:
         group = self._groups[block.group]
         tokens, width = block.n_tokens // steps, self._ring.shape[1]
         rows = self._ring.as_strided(
-            (len(group.taps), steps, tokens, width),
+            (group.n_rows, steps, tokens, width),
             (tokens * width, apart * width, width, 1),
             first * width,
         )
         if group.rows is not None:
             taps = self._copier.taps(rows, group.rows)
             self._send(ROWS, block, taps.flatten(1, 2), path)
+        if group.qk is not None:
+            taps = self._copier.taps(rows, group.qk)
+            self._send(QK, block, taps.flatten(1, 2), path)
         if group.readout is not None:
             scores = self._copier.apply(partial(group.readout, ranks=group.read), rows)
             self._send(SCORES, block, scores, path)

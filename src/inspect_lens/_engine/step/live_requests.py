@@ -54,6 +54,7 @@ class Roster:
         sender: Sender,
         *,
         is_exporting: bool,
+        is_first: bool = True,
     ) -> None:
         """Store what requests are entered into.
 
@@ -65,6 +66,8 @@ class Roster:
             owners: of requests, by slot.
             sender: of their rows.
             is_exporting: whether this worker sends any.
+            is_first: whether it is the first of its tensor-parallel ranks, which tells of all that
+                is alike on them: steering, and requests of which nothing is split.
         """
         self._tap_index = tap_index
         self._bank = bank
@@ -72,7 +75,7 @@ class Roster:
         self._numbers = numbers
         self._owners = owners
         self._sender = sender
-        self._is_exporting = is_exporting
+        self._is_exporting, self._is_first = is_exporting, is_first
         self.table = RequestTable()
         self.drafts = Drafts()
         self.by_key: dict[str, Request] = {}
@@ -152,8 +155,10 @@ class Roster:
                 except Exception as error:  # noqa: BLE001 - a fault fails its own request
                     failed[request.key] = error
                     continue
-            openings.append(Opening(request.number, request.key, shares, n_steered))
-        if self._is_exporting and openings:
+            n_told = n_steered if self._is_first else 0
+            openings.append(Opening(request.number, request.key, shares, n_told))
+        is_told = self._is_exporting and (self._is_first or group is not None)
+        if is_told and openings:
             self._sender.opened(first.reply, first.pid, openings)
         return failed
 
@@ -178,8 +183,8 @@ class Roster:
         if group is not None:
             self._groups.watch_listed(table, slot, envelope)
             self._sender.watch(slot, envelope, group)
-        if envelope.is_speculative and self._is_exporting:
-            until = envelope.steer_until if steered else 0
+        if envelope.is_speculative and self._is_exporting and (self._is_first or group is not None):
+            until = envelope.steer_until if steered and self._is_first else 0
             if group is not None:
                 until = max(until, int(table.hi[slot]))
             self.drafts.add(slot, envelope.n_prompt, until)

@@ -48,24 +48,24 @@ class Stepper:
     """Tracks requests and drives the taps of one worker."""
 
     def __init__(
-        self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG
-    ) -> None:
+        self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG,
+        rank: int = 0,
+    ) -> None:  # fmt: skip
         """Store what the steps need.
 
         Args:
             state: the worker's buffers.
             exporter: where results go.
-            is_exporting: whether this rank sends anything; the residual stream is the same on
-                all tensor-parallel ranks, so one of them does.
+            is_exporting: whether this rank sends anything; see `Groups`.
             lag: see `Tally`.
+            rank: of this worker among tensor-parallel ones.
         """
-        self.state = state
-        self._exporter = exporter
+        self.state, self._exporter = state, exporter
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank)
         tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self.probes = ProbeStore(state.ring.device, state.scratch)
-        self._groups = Groups(tap_index, self.probes)
+        self._groups = Groups(tap_index, self.probes, state.tap_rows, rank)
         self._numbers = Numbers(exporter.arena.view.board)
         self._faults = Faults(exporter.arena.view.board, exporter.copier)
         state.faults = self._faults.move_to(state.ring.device)
@@ -90,6 +90,7 @@ class Stepper:
             owners,
             self._sender,
             is_exporting=is_exporting,
+            is_first=not rank,
         )
         self._maps = maps_for(state)
         self._outbox = self._sender.outbox
@@ -242,6 +243,7 @@ class Stepper:
                 self._groups.taps,
                 self._bank.config_taps,
                 ring_rows=self.state.step_rows,
+                tap_rows=self.state.tap_rows,
             )
             first_row = self._rounds.begin(plan)
             self._roster.drafts.begin(batch)

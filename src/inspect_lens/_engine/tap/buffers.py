@@ -7,11 +7,14 @@ the life of the worker, as CUDA graphs require.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from weakref import ReferenceType, ref
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
@@ -39,8 +42,9 @@ class TapState:
         header: int32; one allocation that a step fills in one copy: the number of tokens that
             the maps describe, the ring row at which the step's rows begin, a flag per tap, and
             four numbers per token.
-        base: (groups, taps) int32; row of a group's first token at a tap, counted from where the
-            step's rows begin, or -1. So a step that repeats writes none.
+        base: (groups, taps + 1) int32; row of a group's first token at a tap, counted from where
+            the step's rows begin, or -1. So a step that repeats writes none. Last, rows from one
+            part of a wide row to the next.
         bank: steering rows and configurations.
         ring: (parts * rows of a part, hidden) in the dtype of the residual stream.
         sums: (rows, hidden) float32; what grows of sampled tokens.
@@ -50,6 +54,8 @@ class TapState:
         faults: (records,) int64; taps write a one where a steered row of the request with that
             board record would have been too large. Lies in memory that front-ends read.
         step_rows: ring rows that one step may fill.
+        tap_rows: (taps,); ring rows of a token at each tap. Where a tap is wider than the ring,
+            each row of the ring has a part of the token's row; the last one ends with zeros.
         parts: equal parts of the ring that steps take in turn; see `Ring`.
         tap_of: index by address of a tap's `ctl` tensor.
         steering: per tap, whether this step steers there.
@@ -68,6 +74,7 @@ class TapState:
     scratch: torch.Tensor
     faults: torch.Tensor
     step_rows: int
+    tap_rows: NDArray[np.int64]
     parts: int = 1
     tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
@@ -90,6 +97,7 @@ class TapState:
         lag: int = LAG,
         scratch_bytes: int = 0,
         parts: int | None = None,
+        tap_rows: Sequence[int] | None = None,
     ) -> TapState:
         """Allocate all buffers of a worker.
 
@@ -107,6 +115,7 @@ class TapState:
             scratch_bytes: bytes of `scratch`.
             parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
                 them alone. On a CPU rows have left when a step ends, so there it is 1.
+            tap_rows: see `TapState`; by default one each.
         """
         n = len(taps)
         if parts is None:
@@ -115,7 +124,7 @@ class TapState:
         return cls(
             taps=taps,
             header=torch.zeros(HEAD + n + 4 * max_tokens, dtype=torch.int32, device=device),
-            base=torch.full((max_groups, n), -1, dtype=torch.int32, device=device),
+            base=torch.full((max_groups, n + 1), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
             bank=BankTensors.allocate(bank_rows + 1, hidden, n, device, max_tokens),
             ring=torch.zeros(parts * part_rows, hidden, dtype=dtype, device=device),
@@ -125,6 +134,7 @@ class TapState:
             # Until somebody has shared memory for it.
             faults=torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device),
             step_rows=ring_rows,
+            tap_rows=np.asarray([1] * n if tap_rows is None else tap_rows, dtype=np.int64),
             parts=parts,
             steering=[False] * n,
             capturing=[False] * n,
@@ -145,6 +155,16 @@ class TapState:
     def tokens(self) -> torch.Tensor:
         """(tokens, 4) int32; what each token gets, see `StepPlan.tokens`."""
         return self.header[HEAD + len(self.taps) :].view(-1, 4)
+
+    @property
+    def row_starts(self) -> NDArray[np.int64]:
+        """(taps,); of a token's rows at all taps, the first one of each tap."""
+        return np.cumsum(self.tap_rows) - self.tap_rows
+
+    @property
+    def row_taps(self) -> list[TapPoint]:
+        """The tap of each of a token's rows at all taps."""
+        return [tap for tap, n in zip(self.taps, self.tap_rows, strict=True) for _ in range(n)]
 
     @property
     def part_rows(self) -> int:

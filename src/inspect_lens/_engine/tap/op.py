@@ -9,6 +9,7 @@ all layers stay identical and compile once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
             state.faults[tokens[left, 3].long()] = 1
     if state.capturing[tap]:
         rows = ring_rows(tokens, state.base[:, tap], int(state.header[1]))
-        capture_rows(hidden, residual, rows, state.ring)
+        apart = state.base[:, -1].index_select(0, tokens[:, 1].clamp(min=0))
+        capture_rows(hidden, residual, rows, state.ring, apart)
 
 
 def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:
@@ -52,20 +54,32 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
     if not is_asked and not torch.cuda.is_current_stream_capturing():
         return
     # Imported here: Triton is not there on a CPU-only machine.
-    from .kernels.tap_triton import launch
+    from .kernels.tap_triton import launch, launch_read
 
-    launch(hidden, residual, tap=tap, state=state)
+    if hidden.shape[1] == state.ring.shape[1]:
+        launch(hidden, residual, tap=tap, state=state)
+    else:
+        launch_read(hidden, tap=tap, state=state)
 
 
-def warm_up(state: buffers.TapState) -> None:
-    """Compile the kernel for both layouts: a graph capture must not be the first launch."""
+def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
+    """Compile the kernels for all layouts: a graph capture must not be the first launch.
+
+    Args:
+        state: whose taps are launched; they are idle.
+        widths: of taps that are not as wide as the stream.
+    """
     if not state.ring.is_cuda:
         return
-    from .kernels.tap_triton import launch
+    from .kernels.tap_triton import launch, launch_read
 
     rows = torch.zeros(1, state.ring.shape[1], dtype=state.ring.dtype, device=state.ring.device)
     for residual in (None, rows):
         launch(rows, residual, tap=0, state=state)
+    for width in widths:
+        launch_read(rows.new_zeros(1, width), tap=0, state=state)
+        # A router may compute in float32.
+        launch_read(rows.new_zeros(1, width, dtype=torch.float32), tap=0, state=state)
 
 
 def _tap_fake(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:

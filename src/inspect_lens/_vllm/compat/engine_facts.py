@@ -10,9 +10,19 @@ from typing import Any
 
 from inspect_lens._settings import Settings
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import SITES, EngineFacts, Site, in_site_order, tap_points
+from inspect_lens.spec import (
+    BLOCK_SITES,
+    SITE_TABLE,
+    SITES,
+    EngineFacts,
+    Site,
+    in_site_order,
+    rows_for,
+    tap_points,
+)
 
 from .seams import vllm_version
+from .site_widths import width_of
 
 __all__ = ["facts_of", "is_compiled", "refusal"]
 
@@ -106,7 +116,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
 
     Raises:
         SpecError: `INSPECT_LENS_LAYERS` names a layer that the model does not have, or
-            `INSPECT_LENS_SITES` a site that does not exist.
+            `INSPECT_LENS_SITES` a site that does not exist, or that the model does not have.
     """
     model = vllm_config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
@@ -115,15 +125,25 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     layers = _layers(settings.layers, n_layers)
     sites = _sites(settings.sites)
     taps = tap_points(sites, layers)
+    ranks = int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1))
+    widths = tuple(
+        [
+            width_of(site, model, vllm_config.parallel_config, ranks)
+            for site in sites
+            if not SITE_TABLE[site].is_wide
+        ]
+    )
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     # On a GPU a step fills up to one half of the buffer while the other is copied out.
     halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
     row_bytes = halves * hidden * _ITEM_BYTES.get(dtype, 4)
     least = _least_step_tokens(vllm_config, step)
+    rows = {width.site: rows_for(width, hidden) for width in widths}
+    token_rows = sum(rows.get(tap.site, 1) for tap in taps)
     ring_rows = settings.ring_bytes // row_bytes
     if least < step:
         # Shorter steps than these cannot be had, and with them every request is served.
-        ring_rows = max(ring_rows, len(taps) * least)
+        ring_rows = max(ring_rows, token_rows * least)
     return EngineFacts(
         # The last part only: messages that name it are sent to HTTP clients.
         model=str(model.model).rstrip("/").rpartition("/")[2],
@@ -135,7 +155,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         taps=taps,
         max_step_tokens=step,
         least_step_tokens=least,
-        ring_rows=min(len(taps) * step, ring_rows),
+        ring_rows=min(token_rows * step, ring_rows),
         ring_row_bytes=row_bytes,
         bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
         vllm_version=vllm_version(),
@@ -143,6 +163,8 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         is_speculative=vllm_config.speculative_config is not None,
         allows_code=settings.allow_code,
         has_latent_attention=bool(getattr(model, "use_mla", False)),
+        widths=widths,
+        ranks=ranks,
     )
 
 
@@ -191,7 +213,7 @@ def _layers(text: str, n_layers: int) -> tuple[int, ...]:
 
 def _sites(text: str) -> tuple[Site, ...]:
     if text.strip() == "all":
-        return SITES
+        return BLOCK_SITES
     named = [part.strip() for part in text.split(",") if part.strip()]
     found = [site for site in SITES if site in named]
     if not found or set(named) != set(found):

@@ -175,9 +175,8 @@ def problems(root: Path | None = None) -> dict[Feature, str]:
     for lean in LEANS:
         if not has(place, lean.target) and not (lean.instead and has(place, lean.instead)):
             found.setdefault(lean.feature, f"this vLLM has no {lean.target}")
-    for needing in ("qk", "parameters"):
-        if "hooks" in found:
-            found.setdefault(needing, found["hooks"])
+    if "hooks" in found:
+        found.setdefault("parameters", found["hooks"])
     return found
 
 

@@ -69,11 +69,6 @@ DOORS: tuple[Door, ...] = (
     Door(
         "_vllm.worker.layer_hooks:LayerHooks._after", "step loop", "requests with hooks of the step"
     ),
-    Door(
-        "_vllm.worker.attention_qk:QKReader.arm.hook",
-        "step loop",
-        "requests with hooks of the step",
-    ),
     Door("_engine.hooks.runner:HookRunner.run", "step loop", "the request whose hook it is"),
     # Calls to all workers, which run between two steps.
     Door("_vllm.worker.rpc:manage_hooks", "worker calls", "the caller"),

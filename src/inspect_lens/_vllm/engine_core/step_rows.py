@@ -36,7 +36,7 @@ class StepRows:
 
         Args:
             rows: that the capture buffer has for a step.
-            taps: of the engine.
+            taps: rows that a token takes at all taps of the engine.
             most: tokens of a step.
             least: tokens to which it can be cut; at all taps they fit the buffer.
         """
@@ -44,8 +44,8 @@ class StepRows:
         # What those may fill that feed one token, and drafts.
         self._free = rows - least * taps
         self._prompts: dict[str, tuple[Any, int, int, int]] = {}
-        """Requests that may feed many tokens whose rows are kept, and of what: taps, first and one
-        past the last position."""
+        """Requests that may feed many tokens whose rows are kept: rows of a token, and first and
+        one past the last position."""
         self._most_taps = 0
         """Of one of them."""
 
@@ -78,7 +78,8 @@ class StepRows:
             del self._prompts[key]
         if free >= 0:
             return self._most
-        return max(self._free // self._most_taps, self._rows // self._taps, self._least)
+        fitting = max(self._free // self._most_taps, self._rows // self._taps, self._least)
+        return min(fitting, self._most)
 
     @property
     def is_idle(self) -> bool:
@@ -97,7 +98,7 @@ def _rows_of(scheduler: Any) -> StepRows:
             facts = facts_of(config, Settings.load())
             found = StepRows(
                 rows=facts.ring_rows,
-                taps=len(facts.taps),
+                taps=facts.rows_of(facts.taps),
                 most=most,
                 least=facts.least_step_tokens or most,
             )

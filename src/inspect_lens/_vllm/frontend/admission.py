@@ -141,12 +141,11 @@ def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBoo
         max_tokens=sampling.max_tokens,
     )
     envelope = packed.envelope
-    if (eager := seal_eager(request, facts, book)) is not None:
+    if (eager := seal_eager(request, book)) is not None:
         packed = packed.beside(EAGER_KEY, eager)
         sampling.skip_reading_prefix_cache = True
-        if eager["hash"] is not None:
-            # What a hook edits is not known; no other request reads these blocks.
-            core.cache_salt = f"{core.cache_salt or ''}|inspect_lens_hooks:{eager['hash']}"
+        # What a hook edits is not known; no other request reads these blocks.
+        core.cache_salt = f"{core.cache_salt or ''}|inspect_lens_hooks:{eager['hash']}"
     sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
     if envelope.steer_hash is not None:
         # Equal steering shares blocks; nobody else reads them.
@@ -254,8 +253,8 @@ def _sealed(
         raise
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
-            "skip_reading_prefix_cache=false beside a capture or a probe of prompt tokens: cached "
-            "tokens have no rows; leave it out, or ask for positions='completion'"
+            "skip_reading_prefix_cache=false beside a capture, output_qk or a probe of prompt "
+            "tokens: cached tokens have no rows; leave it out, or ask for positions='completion'"
         )
     packed = envelope.pack()
     if reads is not None:
@@ -269,8 +268,7 @@ def _needs_whole_prompt(envelope: Envelope) -> bool:
 
     vLLM always computes the last prompt token.
     """
-    asked = (envelope.capture, envelope.probes)
-    return any(part is not None and part.lo < envelope.n_prompt - 1 for part in asked)
+    return any(part is not None and part.lo < envelope.n_prompt - 1 for part in envelope.results)
 
 
 def _prompt_tokens(prompt: Any) -> tuple[bool, int | None]:

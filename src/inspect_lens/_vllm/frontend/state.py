@@ -205,8 +205,10 @@ class FrontEnd:
         """
         if is_serving():
             require("http")
-        if request.runs_eagerly:
-            require("hooks" if request.hooks else "qk")
+        if request.hooks:
+            require("hooks")
+        if request.qk is not None:
+            require("qk")
         version = self.registry.version
         key = id(request), id(facts)
         known = self._judged.get(key)

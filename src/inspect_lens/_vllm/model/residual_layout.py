@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Layout", "layout_of", "layout_of_forward"]
+__all__ = ["Layout", "forward_of", "layout_of", "layout_of_forward", "terms_of"]
 
 Layout = Literal["fused", "plain", "pair_with_none", "stale", "unknown"]
 Form = frozenset[str]
@@ -44,12 +44,48 @@ def layout_of(layer: type) -> Layout:
     Returns:
         The layout; `unknown` also where there is no source.
     """
+    forward = forward_of(layer)
+    return "unknown" if forward is None else layout_of_forward(forward)
+
+
+def forward_of(layer: type) -> ast.FunctionDef | None:
+    """Syntax tree of a layer's forward, or None where there is no source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(layer.forward)))  # type: ignore[attr-defined]
         forward = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError):
-        return "unknown"
-    return layout_of_forward(forward) if isinstance(forward, ast.FunctionDef) else "unknown"
+        return None
+    return forward if isinstance(forward, ast.FunctionDef) else None
+
+
+def terms_of(
+    forward: ast.FunctionDef, body: list[ast.stmt], values: list[ast.expr]
+) -> list[Form] | None:
+    """The terms of the sum of some values, on each path, behind a part of a forward.
+
+    Args:
+        forward: whose arguments are known.
+        body: the part.
+        values: expressions.
+
+    Returns:
+        A set of terms for each path; terms that are arguments begin with `<`. None where the
+        source does not show them.
+    """
+    arguments: dict[str, Value] = {a.arg: frozenset({f"<{a.arg}>"}) for a in forward.args.args}
+    end = ast.Return(value=ast.Tuple(elts=values, ctx=ast.Load()))
+    try:
+        paths = list(itertools.islice(_run([*body, end], arguments), _MAX_PATHS))
+    except _UnknownError:
+        return None
+    found = []
+    for path in paths:
+        assert isinstance(path, tuple)
+        if not all(value is None or isinstance(value, frozenset) for value in path):
+            return None
+        terms = [value for value in path if isinstance(value, frozenset)]
+        found.append(frozenset[str]().union(*terms))
+    return found
 
 
 def layout_of_forward(forward: ast.FunctionDef) -> Layout:

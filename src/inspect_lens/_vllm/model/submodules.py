@@ -19,7 +19,17 @@ from inspect_lens.spec import Site
 
 from .find_layers import as_rows, describe, has_mixer
 
-__all__ = ["BlockInput", "block_module", "check_reduced", "module_output", "written_argument"]
+__all__ = [
+    "BlockInput",
+    "block_module",
+    "check_reduced",
+    "decoder_attention",
+    "input_of",
+    "is_linear",
+    "module_output",
+    "projections",
+    "written_argument",
+]
 
 _HINT = "leave the site out of INSPECT_LENS_SITES to run this model without it"
 
@@ -55,7 +65,7 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
         for name, child in children.items()
         if not has_mixer(child) and _has_weights(child)
     }
-    modules = [child for child in found.values() if not _is_linear(child)]
+    modules = [child for child in found.values() if not is_linear(child)]
     if len(modules) == 1:
         return modules[0]
     # A feed-forward part without a module of its own, as in OPT: two projections, of which
@@ -64,6 +74,33 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
     if not modules and len(ends) == 1:
         return ends[0]
     raise _unclear(block, site, "a feed-forward or mixture-of-experts module", found)
+
+
+def decoder_attention(block: nn.Module) -> Any:
+    """The one softmax attention layer of a block, vLLM's own; None where there is none, or more."""
+    from vllm.model_executor.layers.attention import Attention
+
+    found = [
+        module
+        for module in block.modules()
+        if isinstance(module, Attention) and getattr(module, "attn_type", "decoder") == "decoder"
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def projections(part: nn.Module) -> list[nn.Module]:
+    """Linear layers of a block's part that end it: their inputs are split over ranks.
+
+    Of one under LoRA it is the wrapper, which is what is called.
+    """
+    found = [m for m in part.modules() if _is_row_parallel(m)]
+    wrapped = {id(_base(m)) for m in found if _base(m) is not m}
+    return [m for m in found if id(m) not in wrapped]
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """First argument of a call, whatever its name."""
+    return next(iter((*args, *kwargs.values())), None)
 
 
 def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
@@ -213,7 +250,8 @@ def _base(module: nn.Module) -> nn.Module:
     return base if isinstance(base, nn.Module) else module
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of vLLM."""
     from vllm.model_executor.layers.linear import LinearBase
 
     return isinstance(_base(module), LinearBase)

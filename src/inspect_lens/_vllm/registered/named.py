@@ -2,31 +2,85 @@
 
 from __future__ import annotations
 
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
-from inspect_lens.spec import TensorData, result_name, tap_point
+from typing import Any
 
-__all__ = ["tensors_by_name"]
+import numpy as np
+
+from inspect_lens._engine.collect.collector import Collected
+from inspect_lens._engine.collect.merge import narrowed
+from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart, owners
+from inspect_lens._engine.protocol.messages import QK
+from inspect_lens._torch import to_torch
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import Site, TensorData, result_name, rows_for, tap_point
+
+__all__ = ["put_qk", "tensors_by_name"]
 
 
 def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, TensorData]:
     """Split what was collected into one tensor per site.
 
     The stream after a block is the stream before the next one, so a tap may serve two sites;
-    its rows stand in both tensors.
+    its rows stand in both tensors. Parts of wide rows are put together.
 
     Args:
-        rows: (taps, tokens, hidden), in the order of `capture.taps`.
+        rows: (rows of a token, tokens, hidden), in the order of `capture.rows`.
         capture: what was asked for.
 
     Returns:
-        (layers ascending, tokens, hidden) by result name, in the order of a block.
+        (layers ascending, tokens, width of the site) by result name, in the order of a block.
     """
-    if len(capture.sites) == 1:
+    if capture.is_simple:
         return {result_name(capture.sites[0]): rows}
-    rank = {tap: i for i, tap in enumerate(capture.taps)}
-    return {
-        result_name(site): TensorData(
-            rows.storage[[rank[tap_point(site, layer)] for layer in capture.layers]], rows.dtype
-        )
-        for site in capture.sites
-    }
+    rank = {row: i for i, row in enumerate(capture.rows)}
+    return {result_name(site): _of_site(rows, capture, site, rank) for site in capture.sites}
+
+
+def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
+    """Put queries and keys on a choice: by head, and with what else a pattern depends on.
+
+    Args:
+        completion: vLLM's `CompletionOutput`, with what was captured beside.
+        qk: what was asked for.
+        collected: what came.
+
+    Raises:
+        CaptureError: layers have heads of different shapes.
+    """
+    metas = [collected.attention[layer] for layer in qk.layers]
+    if len({meta["head_size"] for meta in metas}) > 1:
+        raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
+    size = int(metas[0]["head_size"])
+    found = tensors_by_name(collected.tensors[QK], qk)
+    tensors = {}
+    for name in ("q", "k"):
+        rows = found[name].storage
+        by_head = rows.reshape(*rows.shape[:2], rows.shape[2] // size, size)
+        tensors[f"attn_{name}"] = TensorData(by_head, found[name].dtype)
+    plain = {"qk_layers": list(qk.layers), "qk_meta": metas}
+    completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
+    completion.inspect_lens_plain = plain
+    if not hasattr(completion, "activations"):
+        completion.activations = {}
+        completion.inspect_lens_transport = qk.transport
+    completion.activations |= {name: to_torch(t) for name, t in tensors.items()} | plain
+
+
+def _of_site(
+    rows: TensorData, capture: CaptureEnvelope, site: Site, rank: dict[RowPart, int]
+) -> TensorData:
+    width = capture.width_of(site)
+    ranks, parts = owners(width, capture.ranks), range(rows_for(width, capture.hidden))
+    taps = [tap_point(site, layer) for layer in capture.layers]
+    at = np.asarray([[rank[RowPart(r, tap, p)] for r in ranks for p in parts] for tap in taps])
+    if width[1:] == (capture.hidden, 1):
+        return TensorData(rows.storage[at[:, 0]], rows.dtype)
+    # (layers, parts, tokens, hidden) to (layers, tokens, parts, hidden).
+    found = rows.storage[at].swapaxes(1, 2)
+    if capture.operation == "norm":
+        norms = TensorData(np.ascontiguousarray(found), rows.dtype).to_float32()
+        return narrowed(np.linalg.norm(norms, axis=2), rows.dtype)
+    layers, tokens = found.shape[:2]
+    shares = found.reshape(layers, tokens, width.shards, len(parts) * capture.hidden)
+    own = width.width // width.shards
+    return TensorData(shares[..., :own].reshape(layers, tokens, width.width), rows.dtype)

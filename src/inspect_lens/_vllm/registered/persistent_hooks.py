@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.hooks.results import OWN, PERSISTENT, QK, Gathered
+from inspect_lens._engine.hooks.results import OWN, PERSISTENT, Gathered
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError, LensError, UnsupportedError
@@ -21,7 +19,6 @@ from inspect_lens.spec import (
     Hook,
     HookReceipt,
     LensRequest,
-    QKReceipt,
     TensorData,
     check_hooks,
 )
@@ -130,38 +127,30 @@ class HookBook:
             self._results[key], self._sizes[key] = saved, size
 
 
-def seal_eager(
-    request: LensRequest, facts: EngineFacts, book: HookBook | None
-) -> dict[str, Any] | None:
+def seal_eager(request: LensRequest, book: HookBook | None) -> dict[str, Any] | None:
     """What the workers need of a request whose steps run eagerly.
 
     Args:
         request: judged.
-        facts: of the engine.
         book: persistent hooks of the engine.
 
     Returns:
         Plain data that msgpack carries; None where the request needs nothing of the kind.
     """
     persistent = [] if book is None else book.hooks
-    if not persistent and not request.runs_eagerly:
+    if not persistent and not request.hooks:
         return None
-    qk = request.qk
-    qk_layers = () if qk is None else facts.layers if qk.layers == "all" else qk.layers
     hooks = [*(hook for _, hook in persistent), *request.hooks]
-    layers = set(qk_layers).union(*(hook.layer_indices for hook in hooks))
+    layers = {layer for hook in hooks for layer in hook.layer_indices}
     digest = hashlib.sha256("|".join(hook.content for hook in hooks).encode())
     return {
         "own": [packed_hook(hook) for hook in request.hooks],
         "persistent": [name for name, _ in persistent],
-        "qk": list(qk_layers) if qk is not None else None,
-        "qk_named": qk is not None and qk.layers != "all",
-        "qk_transport": "inline" if qk is None else qk.transport,
         "n_layers": len(layers),
-        "hook_layers": sorted({layer for hook in hooks for layer in hook.layer_indices}),
+        "hook_layers": sorted(layers),
         # For this process; workers do not look at these.
         "book": 0 if book is None else book.number,
-        "hash": digest.hexdigest() if hooks else None,
+        "hash": digest.hexdigest(),
         "sha256": {
             OWN: [hook.fn.sha256 for hook in request.hooks],
             PERSISTENT: [hook.fn.sha256 for _, hook in persistent],
@@ -181,18 +170,14 @@ def packed_hook(hook: Hook) -> dict[str, Any]:
 
 
 class EagerResults:
-    """What hooks saved and what was read of queries and keys, for one finished request."""
+    """What hooks saved for one finished request."""
 
-    def __init__(self, sealed: Mapping[str, Any], gathered: Gathered, n_fed: int) -> None:
+    def __init__(self, sealed: Mapping[str, Any], gathered: Gathered) -> None:
         """Put the parts together.
 
         Args:
             sealed: what `seal_eager` made.
             gathered: from the workers.
-            n_fed: tokens that were fed.
-
-        Raises:
-            CaptureError: layers have queries and keys of different shapes.
         """
         self.saved: dict[str, Any] | None = gathered.parts[OWN] if sealed["own"] else None
         """By index of the hook; None where the request brought none."""
@@ -203,7 +188,6 @@ class EagerResults:
             str(i): gathered.parts[PERSISTENT].get(str(i), {})
             for i in range(len(sealed["persistent"]))
         }
-        self.transport: str = sealed["qk_transport"]
         self.hook_receipt: HookReceipt | None = None
         if sealed["own"] or sealed["persistent"]:
             self.hook_receipt = HookReceipt(
@@ -213,32 +197,6 @@ class EagerResults:
                 n_tokens=gathered.n_fed,
                 n_edited=gathered.n_edited,
             )
-        self.tensors: dict[str, TensorData] = {}
-        self.plain: dict[str, Any] = {}
-        """`qk_layers` and `qk_meta`."""
-        self.qk_receipt: QKReceipt | None = None
-        if sealed["qk"] is not None:
-            self._stack(gathered.parts[QK], n_fed)
-
-    def _stack(self, layers: list[dict[str, Any]], n_fed: int) -> None:
-        layers = sorted(layers, key=lambda item: int(item["layer"]))
-        if not layers:
-            raise CaptureError("output_qk: the model has no layer with softmax attention")
-        for name in ("q", "k"):
-            shapes = {item[name].shape[1:] for item in layers}
-            if len(shapes) > 1:
-                raise CaptureError(
-                    f"output_qk: layers have different heads ({sorted(shapes)}); ask for layers of "
-                    "one kind"
-                )
-            dtype = layers[0][name].dtype
-            rows = np.stack([item[name].storage[:n_fed] for item in layers])
-            self.tensors[f"attn_{name}"] = TensorData(rows, dtype)
-        numbers = [int(item["layer"]) for item in layers]
-        self.plain = {"qk_layers": numbers, "qk_meta": [item["meta"] for item in layers]}
-        self.qk_receipt = QKReceipt(
-            layers=tuple(numbers), n_positions=n_fed, dtype=self.tensors["attn_q"].dtype
-        )
 
 
 def take_eager(
@@ -265,7 +223,7 @@ def take_eager(
     gathered = collector.saved.take(key, n_fed=n_fed, timeout_s=timeout_s)
     if gathered is None:
         return None
-    results = EagerResults(sealed, gathered, n_fed)
+    results = EagerResults(sealed, gathered)
     book = HookBook.books.get(sealed["book"])
     if book is not None and sealed["persistent"]:
         book.keep(key, results.persistent)
@@ -284,17 +242,10 @@ def live_values(value: Any) -> Any:
 
 
 def put_eager(completion: Any, results: EagerResults) -> None:
-    """Put results on a choice: `hook_results`, and queries and keys among its activations."""
+    """Put results on a choice: `hook_results`."""
     if results.saved is not None:
         completion.inspect_lens_saved = results.saved
         completion.hook_results = live_values(results.saved)
-    if results.tensors:
-        completion.inspect_lens_tensors = completion.inspect_lens_tensors | results.tensors
-        completion.inspect_lens_plain = results.plain
-        if not hasattr(completion, "activations"):
-            completion.activations = {}
-            completion.inspect_lens_transport = results.transport
-        completion.activations |= live_values(results.tensors) | results.plain
 
 
 def _nbytes(value: Any) -> int:

@@ -10,11 +10,19 @@ import inspect_lens
 from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import QK
 from inspect_lens._vllm.compat.seams import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens._vllm.registered.probe_scores import Reading
-from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData, in_site_order
+from inspect_lens.spec import (
+    CaptureReceipt,
+    QKReceipt,
+    Receipt,
+    SteerReceipt,
+    TensorData,
+    in_site_order,
+)
 
 __all__ = ["Expected", "Prepared", "fill", "receipt_of", "shorten"]
 
@@ -63,7 +71,11 @@ class Expected:
 
     def counts(self, n_fed: int) -> dict[int, int]:
         """Positions that come, by kind of result, of a request that fed `n_fed` tokens."""
-        return {ROWS: len(self.positions(n_fed)), SCORES: self.n_read(n_fed)}
+        return {
+            ROWS: len(self.positions(n_fed)),
+            SCORES: self.n_read(n_fed),
+            QK: 0 if self.envelope.qk is None else n_fed,
+        }
 
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -126,8 +138,11 @@ def fill(
         )
     if expected.reading is not None:
         values["probes"] = expected.reading.receipts()
+    if (qk := expected.envelope.qk) is not None:
+        n_fed = expected.n_fed(receipt.n_completion)
+        values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
     if eager is not None:
-        values["hooks"], values["qk"] = eager.hook_receipt, eager.qk_receipt
+        values["hooks"] = eager.hook_receipt
         values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
         values["paths"] = tuple(sorted({"eager", *collected.paths}))
 

@@ -12,7 +12,7 @@ from inspect_lens._engine.collect.collector import ROWS, SCORES, STORAGE, Collec
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._torch import to_torch
-from inspect_lens._vllm.registered.named import tensors_by_name
+from inspect_lens._vllm.registered.named import put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens.errors import CaptureError
@@ -53,7 +53,7 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
         False where no worker has taken it up, so that it is too early.
     """
     envelope, n_fed = expected.envelope, expected.n_max
-    if not n_fed or envelope.edited or EAGER_KEY in expected.packed:
+    if not n_fed or envelope.edited or envelope.qk is not None or EAGER_KEY in expected.packed:
         return True  # receipts of these are of what was done
     # What drafts left is settled only when the last step has told.
     coming = None if envelope.is_speculative else collector.preview(key, expected.counts(n_fed))
@@ -64,7 +64,7 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     if expected.reading is not None:
         expected.reading.prepare()
     if coming:
-        if envelope.capture is not None and len(envelope.capture.sites) == 1:
+        if envelope.capture is not None and envelope.capture.is_simple:
             prepared.named = _named(coming[ROWS], envelope.capture)
         if expected.reading is not None:
             prepared.whole = expected.reading.whole(coming[SCORES].storage)
@@ -91,7 +91,7 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
         expected: what is known of it.
         encodes: whether its results are made ready for HTTP, too.
     """
-    if EAGER_KEY in expected.packed:
+    if EAGER_KEY in expected.packed or expected.envelope.qk is not None:
         return False
     n_fed = expected.n_fed(ticket.n_completion)
     if expected.reading is not None:
@@ -107,7 +107,7 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
     if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:
         return True
     # Else the rows have to be the result, where they lie, and fill most of what they lie in.
-    is_plain = capture.reduce == "none" and not capture.is_last and len(capture.sites) == 1
+    is_plain = capture.reduce == "none" and not capture.is_last and capture.is_simple
     most = len(expected.positions(expected.n_max))
     return is_plain and (count == most or (taps == 1 and 5 * count >= 4 * most))
 
@@ -206,6 +206,8 @@ class Choice:
             completion.inspect_lens_tensors, completion.activations = named or _named(
                 collected.tensors[ROWS], capture
             )
+        if expected.envelope.qk is not None:
+            put_qk(completion, expected.envelope.qk, collected)
         if self.eager is not None:
             put_eager(completion, self.eager)
 

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.overflow import COLUMN, overflow
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
 from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens.spec import DType, EngineFacts, TapPoint, TensorData
+from inspect_lens.spec import SITE_TABLE, DType, EngineFacts, TensorData
 
-__all__ = ["KEYS", "Exported", "Inbox", "envelope", "signs"]
+__all__ = ["KEYS", "Exported", "Inbox", "envelope", "own_rows", "signs", "steered_row"]
 
 KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
 """How the names of the two requests begin; each run has its own."""
@@ -35,9 +35,9 @@ class Exported:
     """What came out of a worker."""
 
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(taps, requests, positions, hidden)."""
+    """(rows of a token, requests, positions, hidden)."""
     seen: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """(taps, requests, positions)."""
+    """(rows of a token, requests, positions)."""
     failure: str = ""
     """Why the worker failed a request."""
     is_overflown: bool = False
@@ -50,6 +50,51 @@ def signs(n: int, hidden: int) -> NDArray[np.float32]:
     return (2 * drawn - 1).astype(np.float32)
 
 
+def steered_tap(state: TapState) -> int:
+    """Index of the tap at which the check steers; 0 where none may be written."""
+    writable = (i for i, tap in enumerate(state.taps) if SITE_TABLE[tap.site].is_writable)
+    return next(writable, 0)
+
+
+def steered_row(state: TapState) -> int:
+    """Which of a token's rows at all taps is that tap's."""
+    return int(state.row_starts[steered_tap(state)])
+
+
+def own_rows(facts: EngineFacts, state: TapState, rank: int) -> list[int]:
+    """Which of a token's rows at all taps this worker sends: all, or its shares of some.
+
+    Args:
+        facts: of the engine.
+        state: of the worker.
+        rank: of the worker among tensor-parallel ones.
+    """
+    sent = set(capture(facts, state, 1).rows)
+    starts = zip(state.taps, state.row_starts.tolist(), state.tap_rows.tolist(), strict=True)
+    return [
+        start + part
+        for tap, start, n in starts
+        for part in range(n)
+        if RowPart(rank, tap, part) in sent
+    ]
+
+
+def capture(facts: EngineFacts, state: TapState, n: int) -> CaptureEnvelope:
+    """A capture of the first tokens at all taps."""
+    return CaptureEnvelope(
+        sites=facts.sites,
+        layers=facts.layers,
+        lo=0,
+        hi=n,
+        positions=None,
+        hidden=facts.hidden,
+        dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
+        transport="base64",
+        widths=tuple([facts.width_of(site)[1:] for site in facts.sites]) if facts.widths else (),
+        ranks=facts.ranks,
+    )
+
+
 def envelope(
     reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
 ) -> Mapping[str, Any]:
@@ -60,7 +105,7 @@ def envelope(
         facts: of the engine.
         state: of the worker.
         n: tokens of its prompt.
-        vectors: (n or 1, hidden) to add at the worker's first tap.
+        vectors: (n or 1, hidden) to add at the worker's first tap that may be written.
 
     Returns:
         What workers take.
@@ -69,23 +114,13 @@ def envelope(
     if vectors is not None:
         shared = vectors.shape[0] == 1
         data = TensorData(vectors.numpy() if shared else vectors.numpy()[None], "float32")
-        site, layer = state.taps[0]
+        site, layer = state.taps[steered_tap(state)]
         every = tuple(range(n))
         steer = (SteerEnvelope(site, (layer,), 1.0, False, every, data.sha256, data),)
-    capture = CaptureEnvelope(
-        sites=facts.sites,
-        layers=facts.layers,
-        lo=0,
-        hi=n,
-        positions=None,
-        hidden=facts.hidden,
-        dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
-        transport="base64",
-    )
     return Envelope(
         reply=reply,
         pid=os.getpid(),
-        capture=capture,
+        capture=capture(facts, state, n),
         steer=steer,
         probes=None,
         n_prompt=n,
@@ -97,14 +132,12 @@ def envelope(
 class Inbox:
     """Takes rows as a front-end does: messages from a socket, rows from shared memory."""
 
-    def __init__(self, taps: Sequence[TapPoint], exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter) -> None:
         """Open the socket.
 
         Args:
-            taps: of the worker.
             exporter: of the worker, whose own process this is.
         """
-        self._taps = tuple(taps)
         self._exporter = exporter
         self.address = f"inproc://inspect-lens-check-{id(self):x}"
         self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
@@ -116,7 +149,7 @@ class Inbox:
         """Wait for all rows.
 
         Args:
-            shape: taps, requests, positions, hidden.
+            shape: rows of a token, requests, positions, hidden.
             dtype: of the rows.
 
         Returns:

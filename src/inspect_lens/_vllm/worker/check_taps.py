@@ -6,12 +6,14 @@ import logging
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import HEAD, install
 from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens.errors import CompatError, UnsupportedError
+from inspect_lens.spec import SITE_TABLE
 
 __all__ = ["check_taps", "is_same_bits", "marker_of", "scale_for"]
 
@@ -27,51 +29,51 @@ def check_taps(runner: Any, stepper: Stepper, *, is_sharded: bool = False) -> to
         is_sharded: whether tensor-parallel ranks have to agree on every row.
 
     Returns:
-        (taps, hidden); the rows.
+        (rows of a token, hidden); the rows.
 
     Raises:
         CompatError: a tap did not fire, so the engine must not start.
         UnsupportedError: tensor-parallel ranks see different rows at a tap.
     """
     state = stepper.state
-    n = len(state.taps)
+    taps, n = state.row_taps, len(state.row_taps)
     marker = marker_of(state.ring)
     state.ring[:n].copy_(marker)
     # One token of one group, whose rows lie one behind the other.
     state.tokens[0] = 0
-    state.base[0] = torch.arange(n, dtype=torch.int32)
+    state.base[0] = torch.from_numpy(np.append(state.row_starts, 1).astype(np.int32))
     state.flags.fill_(CAPTURE)
     state.header[0], state.header[1] = 1, 0
-    state.capturing = [True] * n
+    state.capturing = [True] * len(state.taps)
     state.is_active = True
     install(state)
     try:
         getattr(runner._dummy_run, "inspect_lens_original", runner._dummy_run)(1)
     finally:
         state.is_active = False
-        state.capturing = [False] * n
-        state.header[: HEAD + n] = 0
+        state.capturing = [False] * len(state.taps)
+        state.header[: HEAD + len(state.taps)] = 0
     same = is_same_bits(state.ring[:n], marker).tolist()
-    silent = [
-        f"{t.site}.{t.layer}" for t, is_silent in zip(state.taps, same, strict=True) if is_silent
-    ]
-    shares = _different_over_ranks(state.ring[:n]) if is_sharded else []
+    silent = [f"{t.site}.{t.layer}" for t, is_silent in zip(taps, same, strict=True) if is_silent]
+    # Of what ranks have shares these differ, of course.
+    alike = [i for i, tap in enumerate(taps) if not SITE_TABLE[tap.site].is_sharded]
+    shares = [alike[i] for i in _different_over_ranks(state.ring[alike])] if is_sharded else []
     rows = state.ring[:n].clone()
     state.ring[:n].zero_()
     if silent:
         raise CompatError(
-            f"inspect_lens: the taps {', '.join(silent)} did not fire in the start-up check. A "
-            "compiled graph without taps may have been loaded: clear vLLM's compile cache, or "
-            "set INSPECT_LENS_DISABLE=1 to run without the lens"
+            f"inspect_lens: the taps {', '.join(dict.fromkeys(silent))} did not fire in the "
+            "start-up check. A compiled graph without taps may have been loaded: clear vLLM's "
+            "compile cache, or set INSPECT_LENS_DISABLE=1 to run without the lens"
         )
     if shares:
-        names = ", ".join(f"{state.taps[i].site}.{state.taps[i].layer}" for i in shares)
+        names = ", ".join(f"{taps[i].site}.{taps[i].layer}" for i in shares)
         raise UnsupportedError(
             f"inspect_lens: at the taps {names} of {type(runner.get_model()).__name__} each "
             "tensor-parallel rank has its own share of a sum; leave the site out of "
             "INSPECT_LENS_SITES, or use one GPU per stage"
         )
-    logger.info("inspect_lens: start-up check: %d of %d taps fired", n, n)
+    logger.info("inspect_lens: start-up check: all %d taps fired", len(state.taps))
     return rows
 
 

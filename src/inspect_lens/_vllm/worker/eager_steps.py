@@ -1,4 +1,4 @@
-"""Steps that run eagerly: those in which a request with hooks, or for queries and keys, runs.
+"""Steps that run eagerly: those in which a request with hooks runs.
 
 vLLM has the means for encoder-decoder models: a step can be told to replay no graph, and to call
 the model as it was before compilation. Here a step is told so when one of its requests needs

@@ -1,4 +1,4 @@
-"""Python in the layers for one eager step: reads and edits the stream, reads queries and keys.
+"""Python in the layers for one eager step: reads and edits the stream.
 
 The hooks are put in before the step and taken out behind it, so a compiled step never meets them.
 """
@@ -20,9 +20,8 @@ from inspect_lens._engine.tap.op import tap
 from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens._vllm.model.find_layers import as_rows, split_output
 from inspect_lens._vllm.model.residual_layout import layout_of
+from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens._vllm.model.submodules import BlockInput
-
-from .attention_qk import QKReader
 
 __all__ = ["LayerHooks"]
 
@@ -37,7 +36,6 @@ class LayerHooks:
         blocks: Sequence[nn.Module | None],
         hooks: HookRunner,
         state: TapState,
-        qk: QKReader,
         together: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         """Store what steps need.
@@ -46,14 +44,12 @@ class LayerHooks:
             blocks: decoder layers of the model; None for those of other pipeline stages.
             hooks: run in them.
             state: of the taps, which capture what hooks have edited.
-            qk: reads queries and keys.
             together: where ranks may gather parameters; takes whether a hook may ask for some.
         """
         self._together = together
         self._blocks = blocks
         self._hooks = hooks
         self._state = state
-        self._qk = qk
         self._handles: list[Any] = []
 
     def arm(self, needs: Mapping[int, Needs]) -> None:
@@ -73,8 +69,6 @@ class LayerHooks:
             if need.post:
                 after = functools.partial(self._after, layer, need.asks_post)
                 self._handles.append(block.register_forward_hook(after))
-            if need.qk:
-                self._handles.append(self._qk.arm(layer, self._hooks))
 
     def disarm(self) -> None:
         """Take everything out."""
@@ -133,7 +127,7 @@ class LayerHooks:
         self, block: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
         """Let the layer's tap, which ran before its hooks, capture what these made of the rows."""
-        ctl = getattr(block, "_inspect_lens_post", None)
+        ctl = getattr(block, ctl_name("resid_post"), None)
         state = self._state
         if ctl is None or not state.is_active:
             return

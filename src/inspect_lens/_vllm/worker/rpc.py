@@ -18,7 +18,6 @@ from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import EngineFacts
 
-from .attention_qk import QKReader
 from .eager_steps import EagerV1, EagerV2, wrap_eager_seams
 from .layer_hooks import LayerHooks
 
@@ -35,7 +34,7 @@ def attach_hooks(
     facts: EngineFacts,
     settings: Settings,
 ) -> None:
-    """Make a worker ready for requests with hooks, and for queries and keys.
+    """Make a worker ready for requests with hooks.
 
     Args:
         runner: vLLM's, with the lens attached.
@@ -53,17 +52,15 @@ def attach_hooks(
     model = runner.get_model()
     parameters = Parameters(model)
     ranks = Ranks.here()
-    qk = QKReader(blocks, int(runner.model_config.get_total_num_kv_heads()), ranks)
     stepper.hooks = HookRunner(
         layers=[layer for layer in facts.layers if blocks[layer] is not None],
         allowed=settings.allow_code,
         most_bytes=settings.hook_bytes,
         model=model,
         parameter=parameters.get,
-        qk_meta=qk.meta,
         send=None if exporter is None else exporter.send_saved,
     )
-    layers = LayerHooks(blocks, stepper.hooks, stepper.state, qk, parameters.together)
+    layers = LayerHooks(blocks, stepper.hooks, stepper.state, parameters.together)
     adapter = EagerV2 if is_v2 else EagerV1
     adapter(runner, stepper, layers, ranks).attach()
     runner.inspect_lens_parameters = parameters

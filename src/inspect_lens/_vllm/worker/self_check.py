@@ -37,9 +37,9 @@ from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens.errors import CompatError
-from inspect_lens.spec import EngineFacts, EnginePath
+from inspect_lens.spec import SITE_TABLE, EngineFacts, EnginePath
 
-from .check_requests import KEYS, Exported, Inbox, envelope, signs
+from .check_requests import KEYS, Exported, Inbox, envelope, own_rows, signs, steered_row
 from .check_taps import is_same_bits, marker_of
 from .eager_steps import checked_steps
 
@@ -75,9 +75,9 @@ class _Run:
 
     path: EnginePath
     ring: torch.Tensor
-    """(taps, requests, positions, hidden), as the ring had them, on the CPU."""
+    """(rows of a token, requests, positions, hidden), as the ring had them, on the CPU."""
     is_silent: list[bool]
-    """By tap: whether it left a row of some step as it was."""
+    """By row of a token: whether its tap left it of some step as it was."""
     exported: Exported
 
 
@@ -88,7 +88,7 @@ def check_steps(
     facts: EngineFacts,
     *,
     scale: float,
-    is_exporting: bool = True,
+    rank: int = 0,
     may_force_eager: bool = True,
 ) -> None:
     """Feed two requests in chunks, in every way there is, and compare rows with eager ones.
@@ -99,7 +99,8 @@ def check_steps(
         exporter: of this worker.
         facts: of the engine.
         scale: of an element of the steering vectors.
-        is_exporting: whether this rank sends rows; the others run the same passes.
+        rank: of this worker among tensor-parallel ones, of which the first sends rows, and the
+            others their shares of some. Those without any run the same passes.
         may_force_eager: whether this vLLM can be told to run a step eagerly. Else nothing is
             compared with eager rows; the rest is checked.
 
@@ -108,8 +109,8 @@ def check_steps(
             names the way of running and the taps.
     """
     began = time.monotonic()
-    inbox = Inbox(stepper.state.taps, exporter)
-    check = _Check(runner, stepper, inbox, facts, scale, is_exporting)
+    inbox = Inbox(exporter)
+    check = _Check(runner, stepper, inbox, facts, scale, rank)
     found, paths, n_compared = [], [], 0
     is_plain = _is_all_eager(runner.vllm_config)
     shapes = _shapes(runner, stepper, facts)
@@ -127,7 +128,7 @@ def check_steps(
                     "inspect_lens: the start-up check could not run %s: %s", shape.name, error
                 )
                 continue
-            if is_exporting:
+            if check.rows:
                 faults, same = _judge(check, shape, plain, eager, own, again)
                 found += faults
                 n_compared = max(n_compared, sum(same))
@@ -141,16 +142,16 @@ def check_steps(
             "would get wrong rows. Set INSPECT_LENS_DISABLE=1 to run without the lens, or try "
             "enforce_eager; please report it"
         )
-    if is_exporting and not paths:
+    if check.rows and not paths:
         logger.warning("inspect_lens: the start-up check has shown only that every tap fires")
         return
     logger.info(
         "inspect_lens: start-up check passed in %.0f ms: rows of two chunked requests, one of them "
-        "steered, in these ways: %s; %d of %d taps compared with %s rows",
+        "steered, in these ways: %s; %d of %d rows of a token compared with %s rows",
         1000 * (time.monotonic() - began),
         ", ".join(paths) or "none",
         n_compared,
-        len(stepper.state.taps),
+        len(check.taps),
         "eager" if may_force_eager and not is_plain else "repeated",
     )
 
@@ -169,7 +170,7 @@ class _Check:
         inbox: Inbox,
         facts: EngineFacts,
         scale: float,
-        is_exporting: bool,
+        rank: int,
     ) -> None:
         self._runner = runner
         # The wrapper would make the taps idle.
@@ -178,9 +179,20 @@ class _Check:
         self._inbox = inbox
         self._facts = facts
         self._scale = scale
-        self._is_exporting = is_exporting
+        state = stepper.state
+        self.rows = own_rows(facts, state, rank)
+        """Of a token at all taps, those that this worker sends."""
+        self.taps = [state.row_taps[row] for row in self.rows]
+        steered = steered_row(state)
+        self.steered_at = self.rows.index(steered) if steered in self.rows else None
+        """Where the row of the steered tap is among them."""
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []
+
+    @property
+    def can_steer(self) -> bool:
+        """Whether there is a tap that may be written."""
+        return any(SITE_TABLE[tap.site].is_writable for tap in self._stepper.state.taps)
 
     def vectors(self, shape: _Shape) -> torch.Tensor:
         """(positions or 1, hidden) of the steered request."""
@@ -191,14 +203,15 @@ class _Check:
     def run(self, shape: _Shape, *, is_eager: bool, is_steered: bool) -> _Run:
         """Run a shape in one way."""
         stepper, state = self._stepper, self._stepper.state
-        n_taps, hidden = len(state.taps), state.ring.shape[1]
-        ring = torch.zeros(n_taps, 2, shape.length, hidden, dtype=state.ring.dtype)
-        silent = torch.zeros(n_taps, dtype=torch.bool)
+        n_rows, hidden = len(self.rows), state.ring.shape[1]
+        ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
+        silent = torch.zeros(n_rows, dtype=torch.bool)
         vectors = self.vectors(shape)
         self._n_runs += 1
         keys = [f"{key}_{self._n_runs}" for key in KEYS]
         for key in keys:
-            steers = vectors if is_steered and key == keys[1] else None
+            is_mine = is_steered and self.can_steer and key == keys[1]
+            steers = vectors if is_mine else None
             stepper.add(
                 key, envelope(self._inbox.address, self._facts, state, shape.length, steers)
             )
@@ -211,14 +224,14 @@ class _Check:
                     counts = np.asarray(step, dtype=np.int64)
                     stepper.begin(keys, np.cumsum(counts) - counts, counts, position.copy())
                     first, n = int(state.header[1]), int(counts.sum())
-                    lies = slice(first, first + n_taps * n)
-                    if self._is_exporting:
+                    lies = slice(first, first + n_rows * n)
+                    if n_rows:
                         self._used.append((lies.start, lies.stop))
                         state.ring[lies] = marker
                     self._pass(shape)
                     path = self._path(modes, is_eager=is_eager)
-                    if self._is_exporting:
-                        rows = state.ring[lies].view(n_taps, n, hidden).cpu()
+                    if n_rows:
+                        rows = state.ring[lies].view(n_rows, n, hidden).cpu()
                         silent |= is_same_bits(rows, marker.cpu()).any(dim=1)
                         _place(ring, rows, step, position)
                     stepper.end_step(path)
@@ -228,7 +241,7 @@ class _Check:
             stepper.leave(keys)
             for key in keys:
                 stepper.remove(key)
-        exported = self._inbox.take(ring.shape, ring.dtype) if self._is_exporting else Exported()
+        exported = self._inbox.take(ring.shape, ring.dtype) if n_rows else Exported()
         return _Run(path, ring, silent.tolist(), exported)
 
     def clear(self) -> None:
@@ -283,7 +296,7 @@ def _is_all_eager(config: Any) -> bool:
 def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
     """Steps of mixed lengths and steps of decodes, as far as the engine has room for them."""
     config, state = runner.vllm_config, stepper.state
-    most = min(facts.max_step_tokens, state.step_rows // len(state.taps))
+    most = min(facts.max_step_tokens, state.step_rows // len(state.row_taps))
     sequences = int(config.scheduler_config.max_num_seqs)
     drafts = getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0
     shapes = []
@@ -305,11 +318,12 @@ def _judge(
     check: _Check, shape: _Shape, plain: _Run, eager: _Run, own: _Run, again: _Run
 ) -> tuple[list[str], list[bool]]:
     """What is wrong with the rows of a shape, and which taps could be compared."""
-    taps = check._stepper.state.taps
+    taps, steered_at = check.taps, check.steered_at
     found = []
 
     def say(run: _Run, which: Sequence[bool], what: str) -> None:
-        if names := [f"{t.site}.{t.layer}" for t, bad in zip(taps, which, strict=True) if bad]:
+        bad = [f"{t.site}.{t.layer}" for t, is_bad in zip(taps, which, strict=True) if is_bad]
+        if names := dict.fromkeys(bad):
             found.append(f"in {run.path} steps ({shape.name}) the taps {', '.join(names)} {what}")
 
     # Rows that cannot be steered, as a model computes NaN of a dummy token: nothing to compare.
@@ -329,12 +343,13 @@ def _judge(
     most = 0.05 if own.ring.dtype == torch.float32 else 0.5
     base = plain.ring.float()
     steady = (_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
-    if steady[0]:
-        steered = base[0].clone()
+    if steered_at is not None and check.can_steer and steady[steered_at]:
+        steered = base[steered_at].clone()
         steered[1] += check.vectors(shape)
         for run in (eager, own):
-            wrong = bool((_error(steered, run.ring[0].float()) > most / 2).any())
-            say(run, [wrong, *[False] * (len(taps) - 1)], "do not have the steering vectors")
+            wrong = bool((_error(steered, run.ring[steered_at].float()) > most / 2).any())
+            at = [wrong and i == steered_at for i in range(len(taps))]
+            say(run, at, "do not have the steering vectors")
     differs = (_error(eager.ring.float(), own.ring.float()) > most).flatten(1).any(dim=1)
     if not found:
         say(own, (differs & steady).tolist(), "have other rows than an eager pass")

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -22,19 +23,15 @@ from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
-from inspect_lens._vllm.model.find_layers import decoder_layers, split_output
-from inspect_lens._vllm.model.residual_layout import layout_of
-from inspect_lens._vllm.model.submodules import (
-    BlockInput,
-    block_module,
-    check_reduced,
-    module_output,
-    written_argument,
-)
+from inspect_lens._vllm.model.attention import attention_facts
+from inspect_lens._vllm.model.find_layers import decoder_layers
+from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
+from inspect_lens._vllm.model.submodules import block_module, check_reduced
 from inspect_lens._vllm.registered.registry import start_items
 from inspect_lens.errors import CompatError
-from inspect_lens.spec import EngineFacts, EngineProbe, Site, TapPoint
+from inspect_lens.spec import EngineFacts, EngineProbe, TapPoint, rows_for
 
+from .check_requests import steered_row
 from .check_taps import check_taps, scale_for
 from .rpc import attach_hooks
 from .runner_v1 import RunnerV1
@@ -45,7 +42,7 @@ __all__ = ["exported_taps", "register", "stats", "wrap_load_model"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-ABI = 2
+ABI = 3
 """Part of the compile-cache key: raise it when the op or its place in the graph changes."""
 
 
@@ -140,30 +137,14 @@ def _install(worker: Any, settings: Settings) -> None:
         return
     # As many steps may be under way as the pipeline has stages, and one more.
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
-    is_exporting = is_exporting_rank()
-    max_requests = int(config.scheduler_config.max_num_seqs)
-    reads_on_gpu = is_exporting and worker.device.type == "cuda"
-    dtype = config.model_config.dtype
-    state = TapState.allocate(
-        taps=here,
-        hidden=facts.hidden,
-        dtype=dtype,
-        max_tokens=_max_tokens(config, facts),
-        max_groups=max_requests,
-        ring_rows=min(facts.ring_rows, len(here) * facts.max_step_tokens),
-        bank_rows=facts.bank_rows,
-        device=worker.device,
-        # One rank sends; the others' rows are the same.
-        sum_rows=min(max_requests * len(here), sums_that_fit(settings, facts.hidden, dtype, lag))
-        if is_exporting
-        else 0,
-        lag=lag,
-        scratch_bytes=READOUT_BYTES if reads_on_gpu else 0,
-    )
+    is_first = is_exporting_rank()
+    is_exporting = is_first or any(facts.width_of(tap.site).shards > 1 for tap in here)
+    state = _allocate(worker, facts, settings, here, lag)
     for index, point in enumerate(here):
-        block = blocks[point.layer]
+        block, width = blocks[point.layer], facts.width_of(point.site)
         assert block is not None
-        add_tap(block, point, state.new_ctl(index), is_sharded=tp_size() > 1)
+        own = width.width // width.shards
+        add_tap(block, point, state.new_ctl(index), width=own, is_sharded=tp_size() > 1)
     # Without this a compiled graph that was cached without taps would be loaded, and nothing
     # would fire. The value is hashed, so it must not change between runs.
     config.additional_config = {
@@ -176,8 +157,13 @@ def _install(worker: Any, settings: Settings) -> None:
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
     exporter = Exporter(arena, copier_for(arena, worker.device, state.parts))
-    stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag)
-    warm_up(state)  # not before the stepper has told taps where they note faults
+    if {"q", "k"} <= set(facts.sites):
+        heads = int(config.model_config.get_total_num_kv_heads())
+        exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
+    stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag, rank=tp_rank())
+    widths = {facts.width_of(tap.site) for tap in here}
+    # Not before the stepper has told taps where they note faults.
+    warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
     warm_up_readout(state.ring, state.scratch)
     stepper.probes.most_bytes = settings.probe_bytes
     for item in start_items(settings.register).values():
@@ -187,7 +173,7 @@ def _install(worker: Any, settings: Settings) -> None:
     # The two model runners of vLLM; the newer one keeps per-model state in an object.
     adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
     adapter(runner, stepper).attach()
-    _attach_hooks(runner, stepper, exporter if is_exporting else None, blocks, facts, settings)
+    _attach_hooks(runner, stepper, exporter if is_first else None, blocks, facts, settings)
     # Whether a feed-forward module leaves a sum to others shows only in its values.
     if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
         _check_after_warm_up(worker, stepper, exporter, facts, is_whole=settings.self_check)
@@ -202,9 +188,35 @@ def _install(worker: Any, settings: Settings) -> None:
         facts.n_layers,
         state.step_rows,
         facts.bank_rows,
-        len(state.sums) // len(here),
+        len(state.sums) // len(state.row_taps),
         state.nbytes / 2**20,
         arena.nbytes / 2**20,
+    )
+
+
+def _allocate(
+    worker: Any, facts: EngineFacts, settings: Settings, taps: tuple[TapPoint, ...], lag: int
+) -> TapState:
+    """The buffers of a worker with some taps."""
+    config = worker.vllm_config
+    dtype, is_first = config.model_config.dtype, is_exporting_rank()
+    max_requests = int(config.scheduler_config.max_num_seqs)
+    tap_rows = [rows_for(facts.width_of(tap.site), facts.hidden) for tap in taps]
+    sums = min(max_requests * sum(tap_rows), sums_that_fit(settings, facts.hidden, dtype, lag))
+    return TapState.allocate(
+        taps=taps,
+        hidden=facts.hidden,
+        dtype=dtype,
+        max_tokens=_max_tokens(config, facts),
+        max_groups=max_requests,
+        ring_rows=min(facts.ring_rows, sum(tap_rows) * facts.max_step_tokens),
+        bank_rows=facts.bank_rows,
+        device=worker.device,
+        # The others' rows are the same, or shares, which they send one by one.
+        sum_rows=sums if is_first else 0,
+        lag=lag,
+        scratch_bytes=READOUT_BYTES if is_first and worker.device.type == "cuda" else 0,
+        tap_rows=tap_rows,
     )
 
 
@@ -215,14 +227,19 @@ def _attach_hooks(runner: Any, stepper: HookedStepper, *args: Any) -> None:
     except CompatError as error:
         if Settings.load().required:
             raise
-        logger.warning("inspect_lens: custom hooks, queries and keys: off: %s", error)
+        logger.warning("inspect_lens: custom hooks: off: %s", error)
 
 
 def is_exporting_rank() -> bool:
     """Whether this rank sends rows: the stream is the same on all tensor-parallel ranks."""
+    return tp_rank() == 0
+
+
+def tp_rank() -> int:
+    """This worker's number among tensor-parallel ranks."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return bool(get_tp_group().rank_in_group == 0)
+    return int(get_tp_group().rank_in_group)
 
 
 def tp_size() -> int:
@@ -233,7 +250,12 @@ def tp_size() -> int:
 
 
 def add_tap(
-    block: nn.Module, point: TapPoint, ctl: torch.Tensor, *, is_sharded: bool = False
+    block: nn.Module,
+    point: TapPoint,
+    ctl: torch.Tensor,
+    *,
+    width: int | None = None,
+    is_sharded: bool = False,
 ) -> None:
     """Put a tap into a decoder layer. Hooks are traced into the compiled graph.
 
@@ -241,60 +263,29 @@ def add_tap(
         block: the layer.
         point: the tap.
         ctl: its identity token.
+        width: of the rows on this rank; None for that of the stream.
         is_sharded: whether tensor parallelism splits the block's sums over ranks.
 
     Raises:
         UnsupportedError: the layer's structure is not known.
     """
-    if point.site == "resid_pre":
-        _tap_input(block, ctl)
-    elif point.site == "resid_post":
-        _tap_output(block, ctl)
+    place = LOCATORS[point.site](block, width or 0)
+    if is_sharded and point.site in ("attn_out", "resid_mid"):
+        check_reduced(block, block_module(block, "attn_out"), point.site)
+    # A buffer, so that tracing lifts it to an input of the graph; not saved with the model.
+    name = ctl_name(point.site)
+    place.module.register_buffer(name, ctl, persistent=False)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tap(*place.read(args, kwargs, None), getattr(module, name))
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tap(*place.read(args, kwargs, output), getattr(module, name))
+
+    if place.is_input:
+        place.module.register_forward_pre_hook(before, with_kwargs=True)
     else:
-        module = block_module(block, point.site)
-        if is_sharded and point.site == "attn_out":
-            check_reduced(block, module, point.site)
-        _tap_module(module, point.site, ctl)
-
-
-# The control tensors are buffers, so that tracing lifts them to inputs of the graph; they are
-# not saved with the model.
-
-
-def _tap_input(block: nn.Module, ctl: torch.Tensor) -> None:
-    block.register_buffer("_inspect_lens_pre", ctl, persistent=False)
-    reader = BlockInput(block)
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden, residual = reader.read(args, kwargs)
-        tap(hidden, residual, module._inspect_lens_pre)
-
-    block.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _tap_output(block: nn.Module, ctl: torch.Tensor) -> None:
-    block.register_buffer("_inspect_lens_post", ctl, persistent=False)
-    layout = layout_of(type(block))
-
-    def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        hidden, residual = split_output(module, output, layout)
-        tap(hidden, residual, module._inspect_lens_post)
-
-    block.register_forward_hook(hook)
-
-
-def _tap_module(module: nn.Module, site: Site, ctl: torch.Tensor) -> None:
-    module.register_buffer("_inspect_lens_ctl", ctl, persistent=False)
-
-    index = written_argument(module)
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        written = kwargs.get("output")
-        if index is not None and index < len(args):
-            written = args[index]
-        tap(module_output(module, written, output, site), None, module._inspect_lens_ctl)
-
-    module.register_forward_hook(hook, with_kwargs=True)
+        place.module.register_forward_hook(after, with_kwargs=True)
 
 
 def sums_that_fit(settings: Settings, hidden: int, dtype: torch.dtype, lag: int) -> int:
@@ -323,8 +314,8 @@ def _check_after_warm_up(
                 stepper,
                 exporter,
                 facts,
-                scale=scale_for(rows[0], is_sharded=tp_size() > 1),
-                is_exporting=is_exporting_rank(),
+                scale=scale_for(rows[steered_row(stepper.state)], is_sharded=tp_size() > 1),
+                rank=tp_rank(),
                 may_force_eager=stepper.hooks is not None,
             )
         return result

@@ -35,7 +35,13 @@ def resident_bytes() -> int:
 
 def test_256_captures_of_a_large_model_without_max_tokens_have_room() -> None:
     facts: Any = SimpleNamespace(
-        n_layers=80, hidden=8192, dtype="bfloat16", is_speculative=False, sites=("resid_post",)
+        n_layers=80,
+        hidden=8192,
+        dtype="bfloat16",
+        is_speculative=False,
+        sites=("resid_post",),
+        widths=(),
+        ranks=1,
     )
     capture = seal_capture(CaptureSpec(), facts, n_prompt=1000, n_max=CONTEXT)
     assert capture is not None

@@ -169,7 +169,7 @@ def test_a_step_may_fill_what_it_could_fill_without_parts(ring_rows: int, parts:
     assert span.first_row + ring_rows <= len(state.ring)
     halves = 1 if parts == 1 else 2
     assert halves * ring_rows <= len(state.ring) < halves * ring_rows + parts
-    assert state.base.shape == (2, len(TAPS)), "it does not grow with the parts"
+    assert state.base.shape == (2, len(TAPS) + 1), "it does not grow with the parts"
 
 
 def cuda_maps(state: TapState) -> CudaMaps:

@@ -12,8 +12,8 @@ import torch
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.runner import Needs, Part
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
-from inspect_lens.errors import CapacityError, CaptureError, HookError, SpecError
-from tests.kit.hooked import Worker, begin, heads_of, hook, note, take
+from inspect_lens.errors import CapacityError, CaptureError, HookError
+from tests.kit.hooked import Worker, begin, hook, note, take
 from tests.kit.steps import LAYERS
 
 
@@ -71,11 +71,12 @@ class Ranks:
     def __init__(self) -> None:
         self.workers = [Worker(most=400), Worker(most=400)]
         self.workers[1].hooks._send = None
-        self.gathered: list[list[tuple[int, int, int]]] = [[], []]
+        self.eager: list[list[int]] = [[], []]
+        """By rank: layers whose step runs eagerly."""
         self.needs: dict[int, Needs] = {}
 
     def step(self, parts: list[tuple[str, int, int]]) -> None:
-        """What each of them gathers, and whether it runs eagerly, has to be the same."""
+        """Whether each of them runs it eagerly has to be the same."""
         needs = []
         for rank, worker in enumerate(self.workers):
             step, start = [], 0
@@ -84,23 +85,15 @@ class Ranks:
                 start += n
             needs.append(worker.hooks.begin(step))
             stream = torch.cat([worker.rows(p.key, p.position, p.n_tokens) for p in step])
-
-            def heads(spans: Any, rank: int = rank, stream: torch.Tensor = stream) -> Any:
-                self.gathered[rank] += [(len(needs), a, b) for a, b in spans]
-                return heads_of(stream, spans)
-
             for layer in LAYERS:
-                if layer not in needs[-1]:
-                    continue
-                if needs[-1][layer].post:
-                    worker.hooks.run(layer, False, partial(rows_of, stream))
-                if needs[-1][layer].qk:
-                    worker.hooks.read_qk(layer, heads)
+                if layer in needs[-1]:
+                    self.eager[rank].append(layer)
+                    if needs[-1][layer].post:
+                        worker.hooks.run(layer, False, partial(rows_of, stream))
             for key, error in worker.hooks.end():
                 worker.stepper.fail(key, error)
         assert needs[0] == needs[1]
         self.needs = needs[0]
-        assert [g[1:] for g in self.gathered[0]] == [g[1:] for g in self.gathered[1]]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -114,29 +107,17 @@ def ranks() -> Iterator[Ranks]:
     made.close()
 
 
-def test_ranks_gather_alike_though_a_result_is_too_large(
-    ranks: Ranks, collector: Collector
-) -> None:
-    first, second = ranks.workers
-    begin(first, collector, "a", qk=(0, 2), workers=(second,))
-    for position in (0, 4, 8, 12):
-        ranks.step([("a", position, 4)])
-    assert len(ranks.gathered[0]) == 2 * 4
-    with pytest.raises(SpecError, match="output_qk: more than 400 bytes"):
-        take(collector, "a", 16)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_gather_alike_though_one_of_them_has_a_fault(
+def test_ranks_run_alike_though_one_of_them_has_a_fault(
     ranks: Ranks, collector: Collector, rank: int
 ) -> None:
     first, second = ranks.workers
-    begin(first, collector, "a", hook(note, 2), qk=(0,), workers=(second,))
+    begin(first, collector, "a", hook(note, 2), workers=(second,))
     ranks.step([("a", 0, 2)])
     ranks.workers[rank].stepper.fail_all(CaptureError("a fault here alone"))
     ranks.step([("a", 2, 1)])
     ranks.step([("a", 3, 1)])
-    assert len(ranks.gathered[0]) == 3
+    assert ranks.eager == [[2] * 3, [2] * 3]
     assert all(worker.stepper.is_watching for worker in ranks.workers)
     for worker in ranks.workers:
         worker.stepper.remove("a")
@@ -145,7 +126,7 @@ def test_ranks_gather_alike_though_one_of_them_has_a_fault(
         take(collector, "a", 4)
 
 
-def test_a_rank_that_cannot_take_a_request_up_gathers_for_it(
+def test_a_rank_that_cannot_take_a_request_up_takes_part(
     ranks: Ranks, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> None:
@@ -153,7 +134,7 @@ def test_a_rank_that_cannot_take_a_request_up_gathers_for_it(
 
     monkeypatch.setattr(ranks.workers[1].hooks, "_load", refuse)
     first, second = ranks.workers
-    begin(first, collector, "a", hook(note, 2), qk=(0,), workers=(second,))
+    begin(first, collector, "a", hook(note, 2), workers=(second,))
     ranks.step([("a", 0, 2)])
     with pytest.raises(CapacityError, match="no room here"):
         take(collector, "a", 2)

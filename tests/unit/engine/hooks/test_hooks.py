@@ -11,13 +11,13 @@ import torch
 
 from inspect_lens import LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.hooks.results import OWN, PERSISTENT, QK, pack_saved, unpack_saved
+from inspect_lens._engine.hooks.results import OWN, PERSISTENT, pack_saved, unpack_saved
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.hooks.unpickle import load_function
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens.errors import CaptureError, HookError, LensError, SpecError
 from tests.kit.hooked import Worker, begin, hook, note, take
-from tests.kit.steps import HIDDEN, LAYERS, sealed
+from tests.kit.steps import LAYERS, sealed
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_hook_that_raises_fails_its_request_and_no_other(
 
 
 def test_what_is_computed_again_is_seen_once(worker: Worker, collector: Collector) -> None:
-    begin(worker, collector, "a", hook(note, 0), qk=(0,))
+    begin(worker, collector, "a", hook(note, 0))
     worker.run([("a", 0, 4)])
     worker.run([("a", 4, 1)])
     worker.run([("a", 0, 6)])  # pre-empted, and computed again
@@ -122,7 +122,6 @@ def test_what_is_computed_again_is_seen_once(worker: Worker, collector: Collecto
     worker.stepper.remove("a")
     found = take(collector, "a", 7)
     assert [c[1:] for c in found.parts[OWN]["0"]["calls"]] == [[0, 6], [6, 1]]
-    assert found.parts[QK][0]["q"].shape == (7, 1, HIDDEN)
 
 
 def test_what_a_worker_sent_when_it_gave_a_request_up_is_not_the_result(
@@ -132,10 +131,10 @@ def test_what_a_worker_sent_when_it_gave_a_request_up_is_not_the_result(
     begin(*request)
     worker.run([("a", 0, 4)])
     worker.stepper.remove("a")  # V2 forgets a pre-empted request
-    with pytest.raises(CaptureError, match=r"0 of 1 places .* within 0.2 s"):
+    with pytest.raises(CaptureError, match=r"0 of 1 layers .* within 0.2 s"):
         collector.saved.take("a", n_fed=6, timeout_s=0.2)
     envelope = sealed(collector, LensRequest(hooks=(request[3],)), 8, 8)
-    eager = {"own": [packed_hook(request[3])], "persistent": [], "qk": None, "qk_named": False}
+    eager = {"own": [packed_hook(request[3])], "persistent": []}
     worker.stepper.add("a", envelope.pack() | {EAGER_KEY: eager})
     worker.run([("a", 0, 6)])
     worker.stepper.remove("a")
@@ -175,31 +174,13 @@ def test_persistent_hooks_run_first_and_know_the_model(
         take(collector, "c", 2)
 
 
-def test_queries_and_keys_have_a_row_per_token(worker: Worker, collector: Collector) -> None:
-    begin(worker, collector, "a", qk=(0, 2))
-    worker.run([("x", 0, 2), ("a", 0, 3)])
-    worker.run([("a", 3, 1)])
-    worker.stepper.remove("a")
-    layers = take(collector, "a", 4).parts[QK]
-    assert [item["layer"] for item in layers] == [0, 2]
-    assert layers[0]["meta"] == {"scale": 0.5}
-    expected = (Worker.rows("a", 0, 4) + 1)[:, None].numpy()
-    np.testing.assert_array_equal(layers[0]["q"].storage, expected)
-    np.testing.assert_array_equal(layers[0]["k"].storage, 2 * expected)
-    begin(worker, collector, "b", qk=(0, 5))
-    with pytest.raises(SpecError, match=r"layers \[5\] have no softmax attention"):
-        take(collector, "b", 4)
-
-
 def test_more_than_the_limit_fails_the_request(collector: Collector) -> None:
     worker = Worker(most=256)
     begin(worker, collector, "a", hook(lambda ctx, h: ctx.saved.update(x=torch.zeros(9999)), 0))
-    begin(worker, collector, "b", qk=(0,))
-    worker.run([("a", 0, 4), ("b", 0, 30)])
+    worker.run([("a", 0, 4)])
     worker.stepper.remove("a")
-    for key in "ab":
-        with pytest.raises(SpecError, match="INSPECT_LENS_HOOK_BYTES"):
-            take(collector, key, 4)
+    with pytest.raises(SpecError, match="INSPECT_LENS_HOOK_BYTES"):
+        take(collector, "a", 4)
     worker.stepper.close()
 
 

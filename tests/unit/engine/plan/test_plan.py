@@ -164,6 +164,27 @@ def explain(plan: StepPlan, row: int) -> tuple[int, int, int]:
     raise AssertionError(row)
 
 
+@settings(deadline=None)
+@given(steps(), st.lists(st.integers(1, 4), min_size=TAPS, max_size=TAPS))
+def test_every_part_of_a_wide_row_has_a_ring_row_of_its_own(step: Step, parts: list[int]) -> None:
+    tap_rows = np.asarray(parts, dtype=np.int64)
+    plan = plan_of(step, tap_rows=tap_rows)
+    used = []
+    for token in plan.tokens[plan.tokens[:, 1] >= 0]:
+        local, place = int(token[1]), int(token[2])
+        apart = int(plan.base[local, -1])
+        block = plan.blocks[local]
+        group = GROUPS[block.group]
+        assert apart == block.n_tokens
+        # In the order in which the block is sent: by tap, by part, by token.
+        rows = [
+            int(plan.base[local, t]) + p * apart + place for t in group for p in range(parts[t])
+        ]
+        assert rows == [block.base + i * apart + place for i in range(len(rows))]
+        used += rows
+    assert sorted(used) == list(range(plan.ring_rows))
+
+
 def test_a_step_that_needs_more_rows_than_there_are_is_an_error() -> None:
     table = RequestTable()
     slot = table.take()

@@ -132,7 +132,7 @@ def test_taps_come_in_the_order_of_a_forward_pass() -> None:
     ]
 
 
-@pytest.mark.parametrize("sites", ["", "resid_mid", "resid_post,oops"])
+@pytest.mark.parametrize("sites", ["", "resid_between", "resid_post,oops"])
 def test_an_unknown_site_is_refused(sites: str) -> None:
     with pytest.raises(SpecError, match="INSPECT_LENS_SITES"):
         taps(sites=sites)
@@ -199,3 +199,48 @@ def test_no_step_of_no_tokens_is_advised() -> None:
     assert enough is not None
     large = replace(tiny, ring_bytes=int(enough[1]))
     check_request(LensRequest(capture=CaptureSpec()), facts_of(config(**UNCUT), large))
+
+
+HEADS = {
+    "model_config__hf_text_config": SimpleNamespace(
+        num_hidden_layers=4, intermediate_size=40, num_local_experts=6
+    ),
+    "model_config__get_head_size": lambda: 3,
+    "model_config__get_total_num_kv_heads": lambda: 2,
+    "model_config__get_num_attention_heads": lambda parallel: 8 // parallel.tensor_parallel_size,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_widths_of_sites_and_their_shares(ranks: int) -> None:
+    parallel = {"parallel_config__tensor_parallel_size": ranks}
+    facts = facts_of(
+        config(**HEADS, **parallel),
+        replace(Settings(), sites="q,k,v,z,router_logits,mlp_hidden,resid_post"),
+    )
+    heads, keys = (24, ranks), (6, min(2, ranks))
+    found = {width.site: width[1:] for width in facts.widths}
+    assert found == {
+        "q": heads, "k": keys, "v": keys, "z": heads, "router_logits": (6, 1),
+        "mlp_hidden": (40, ranks),
+    }  # fmt: skip
+    assert facts.width_of("resid_post")[1:] == (8, 1)
+    # A row of the buffer has 8 numbers.
+    per_layer = {1: 3 + 1 + 1 + 3 + 1 + 5 + 1, 2: 2 + 1 + 1 + 2 + 1 + 3 + 1, 4: 4 * 1 + 1 + 2 + 1}
+    assert facts.rows_of(facts.taps) == 4 * per_layer[ranks]
+    assert facts.ring_rows == facts.rows_of(facts.taps) * 16
+
+
+@pytest.mark.parametrize(
+    ("site", "changes", "message"),
+    [
+        ("router_logits", {}, "no router_logits: it has no experts"),
+        ("mlp_hidden", {}, "no mlp_hidden: it names no number of them"),
+        ("k", {"model_config__use_mla": True}, r"keeps no keys per head \(MLA\)"),
+    ],
+)
+def test_a_site_that_a_model_does_not_have_is_refused_by_name(
+    site: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        facts_of(config(**changes), replace(Settings(), sites=site))

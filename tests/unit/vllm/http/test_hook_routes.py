@@ -76,14 +76,14 @@ def test_a_body_of_vllm_lens_registers_and_requests_carry_the_names(book: HookBo
     assert engine.told[0] == ("prefetch", ["lm_head.weight"])
     action, items = engine.told[1]
     assert action == "register"
-    sealed = seal_eager(LensRequest(), FACTS, book)
+    sealed = seal_eager(LensRequest(), book)
     assert sealed is not None
     assert sealed["persistent"] == list(items)
     assert [item["layers"] for item in items.values()] == [[1, 3], [2]]
     assert (sealed["n_layers"], sealed["hash"] is None) == (3, False)
     assert client.post("/v1/hooks/clear").json() == {"status": "ok"}
     assert engine.told[-1] == ("unregister", list(items))
-    assert seal_eager(LensRequest(), FACTS, book) is None
+    assert seal_eager(LensRequest(), book) is None
 
 
 def test_the_routes_are_in_the_schema(book: HookBook) -> None:

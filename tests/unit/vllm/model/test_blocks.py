@@ -22,7 +22,7 @@ from inspect_lens._vllm.model.submodules import (
 )
 from inspect_lens._vllm.worker.worker import add_tap
 from inspect_lens.errors import UnsupportedError
-from inspect_lens.spec import SITES, TapPoint
+from inspect_lens.spec import BLOCK_SITES, TapPoint
 
 HIDDEN = 8
 
@@ -242,7 +242,7 @@ class Layer(nn.Module):
 
 
 def test_every_site_of_a_block_writes_its_rows() -> None:
-    taps = tuple(TapPoint(site, 0) for site in SITES)
+    taps = tuple(TapPoint(site, 0) for site in BLOCK_SITES)
     state = TapState.allocate(
         taps=taps,
         hidden=HIDDEN,
@@ -258,7 +258,7 @@ def test_every_site_of_a_block_writes_its_rows() -> None:
         add_tap(layer, point, state.new_ctl(i))
     # One group: the three tokens at each of the four taps.
     state.tokens[:3] = torch.tensor([[0, 0, i, 0] for i in range(3)], dtype=torch.int32)
-    state.base[0] = 3 * torch.arange(4, dtype=torch.int32)
+    state.base[0] = 3 * torch.arange(5, dtype=torch.int32)
     state.flags.fill_(CAPTURE)
     state.header[0] = 3
     state.capturing = [True] * 4

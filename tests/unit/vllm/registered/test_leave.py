@@ -35,7 +35,6 @@ def test_leave_is_not_given_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for act in (lambda: register_hooks(llm, []), lambda: collect_hook_results(llm)):
         with pytest.raises(UnsupportedError, match="INSPECT_LENS_ALLOW_CODE=1"):
             act()
-    front.judge({"output_qk": True})
 
 
 def test_leave_is_a_start_setting(monkeypatch: pytest.MonkeyPatch) -> None:

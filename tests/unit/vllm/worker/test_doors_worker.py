@@ -10,18 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("vllm")
+
 
 from inspect_lens import CaptureSpec, Hook, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.runner import HookRunner, Part
 from inspect_lens._engine.protocol.exceptions import ends_process
-from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens._vllm.worker import worker
-from inspect_lens._vllm.worker.attention_qk import QKReader
 from inspect_lens._vllm.worker.rpc import manage_hooks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import ENVELOPE_KEY
@@ -192,19 +190,6 @@ def once(hooks: HookRunner, name: str, fault: BaseException) -> Any:
         raise fault
 
     return method
-
-
-def test_queries_that_cannot_be_read_fail_the_steps_own_requests(fault: BaseException) -> None:
-    errors: list[BaseException] = []
-    hooks: Any = SimpleNamespace(read_qk=raising(fault), fail_step=errors.append)
-    attention: Any = torch.nn.Identity()
-    attention.num_heads = attention.num_kv_heads = attention.head_size = 1
-    reader = QKReader([None], 1, Ranks(SimpleNamespace(world_size=1)))
-    reader._modules = {0: attention}
-    reader.arm(0, hooks)
-    attention.forward = lambda query, key: query
-    assert attention(query=torch.ones(2), key=torch.ones(2)).tolist() == [1, 1]
-    assert errors == [fault]
 
 
 class Leaves:

@@ -120,8 +120,7 @@ def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]
     runner = Runner()
     stepper: Any = Stepper(HookRunner(layers=[0], allowed=True, most_bytes=1 << 20))
     state: Any = SimpleNamespace(is_active=False)
-    qk: Any = None
-    layers = LayerHooks([runner.block], stepper.hooks, state, qk, lambda asks: nullcontext())
+    layers = LayerHooks([runner.block], stepper.hooks, state, lambda asks: nullcontext())
     adapter = eager_steps.EagerV2 if is_v2 else eager_steps.EagerV1
     adapter(runner, stepper, layers, Ranks(SimpleNamespace(world_size=1))).attach()
     return runner, stepper
@@ -129,7 +128,7 @@ def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]
 
 def add(stepper: Stepper, key: str, function: Any) -> None:
     hook = packed_hook(Hook(fn=function, layer_indices=[0]))
-    asked = {"own": [hook], "persistent": [], "qk": None, "qk_named": False}
+    asked = {"own": [hook], "persistent": []}
     stepper.hooks.add(key, {"reply": "", "pid": 0, EAGER_KEY: asked})
 
 

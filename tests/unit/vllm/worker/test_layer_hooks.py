@@ -57,7 +57,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     made.layout = request.param
     known = {"fused": "fused", "stale": "stale"}.get(request.param, "fused")
     monkeypatch.setattr(layer_hooks, "layout_of", lambda kind: known)
-    monkeypatch.setattr("inspect_lens._vllm.worker.worker.layout_of", lambda kind: known)
+    monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_of", lambda kind: known)
     return made
 
 
@@ -80,7 +80,7 @@ def state() -> Iterator[TapState]:
 def runner(function: Callable[..., Any], pre: bool = False) -> HookRunner:
     made = HookRunner(layers=[0], allowed=True, most_bytes=1 << 20)
     hook = packed_hook(Hook(fn=function, layer_indices=[0], pre=pre))
-    asked = {"own": [hook], "persistent": [], "qk": None, "qk_named": False}
+    asked = {"own": [hook], "persistent": []}
     made.add("a", {"reply": "", "pid": 0, EAGER_KEY: asked})
     return made
 
@@ -110,7 +110,7 @@ def test_edits_replace_the_rows_of_the_request_in_every_layout(
     add_tap(block, TapPoint("resid_post", 0), state.new_ctl(0))
     buffers.install(state)
     hooks = runner(lambda ctx, h: 10 * h, pre)
-    layers = LayerHooks([block], hooks, state, NoQK(), lambda asks: nullcontext())
+    layers = LayerHooks([block], hooks, state, lambda asks: nullcontext())
     before = whole(block, block(None, hidden, second))
     layers.arm(hooks.begin([Part("x", 0, 2, 0), Part("a", 2, 3, 0), Part("y", 5, 1, 0)]))
     # The step captures all tokens, and the tap comes before the hooks.
@@ -150,7 +150,7 @@ def test_a_layer_that_cannot_be_read_fails_the_requests_and_not_the_step(state: 
     block = Odd()
     for pre in (False, True):
         hooks = runner(lambda ctx, h: h, pre)
-        layers = LayerHooks([block], hooks, state, NoQK(), lambda asks: nullcontext())
+        layers = LayerHooks([block], hooks, state, lambda asks: nullcontext())
         layers.arm(hooks.begin([Part("a", 0, TOKENS, 0)]))
         assert block(torch.zeros(TOKENS, HIDDEN)).keys() == {"hidden"}
         layers.disarm()

@@ -132,7 +132,7 @@ def test_two_chunked_requests_are_run_in_every_way(
     )
     said = caplog.messages[-1]
     assert "piecewise (mixed lengths), graph (decodes)" in said
-    assert "3 of 3 taps compared with eager rows" in said
+    assert "3 of 3 rows of a token compared with eager rows" in said
     assert worker.is_clean()
 
 
@@ -287,7 +287,7 @@ def test_rows_that_eager_passes_do_not_agree_on_are_not_compared(
     worker.runner.hurt = hurt
     with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
         worker.check()
-    assert "1 of 3 taps compared" in caplog.messages[-1]
+    assert "1 of 3 rows of a token compared" in caplog.messages[-1]
     assert worker.is_clean()
 
 
@@ -297,7 +297,7 @@ def test_rows_that_cannot_be_steered_do_not_stop_the_start(
     worker.runner.hurt = lambda i, mode, x: x * float("nan")
     with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
         worker.check()
-    assert "0 of 3 taps compared" in caplog.messages[-1]
+    assert "0 of 3 rows of a token compared" in caplog.messages[-1]
     assert worker.is_clean()
 
 
@@ -307,7 +307,7 @@ def test_a_rank_that_sends_nothing_runs_the_same_passes(
     worker.check()
     silent = Worker()
     silent.stepper._is_exporting = silent.stepper._roster._is_exporting = False
-    silent.check(is_exporting=False)
+    silent.check(rank=1)
     assert silent.runner.ran == worker.runner.ran
     assert silent.is_clean()
     silent.stepper.close()

@@ -124,14 +124,19 @@ def capture_rows(
     residual: torch.Tensor | None,
     slots: torch.Tensor,
     ring: torch.Tensor,
+    apart: torch.Tensor,
 ) -> None:
-    """Write the stream of captured tokens to the ring.
+    """Write the stream of captured tokens, or what else a site holds, to the ring.
+
+    A row that is wider than the ring is cut into parts as wide as it is; the last one ends with
+    zeros.
 
     Args:
-        hidden: (tokens, hidden).
-        residual: (tokens, hidden) or None.
-        slots: (tokens,) int32; ring slot per token, -1 for none.
+        hidden: (tokens, width).
+        residual: (tokens, width) or None.
+        slots: (tokens,) int32; ring row of each token's first part, -1 for none.
         ring: (rows, hidden); written.
+        apart: (tokens,) int32; ring rows from one part of a token's row to the next.
     """
     (index,) = (slots >= 0).nonzero(as_tuple=True)
     if not len(index):
@@ -139,7 +144,10 @@ def capture_rows(
     stream = hidden[index]
     if residual is not None:
         stream = (stream.float() + residual[index].float()).to(ring.dtype)
-    ring[slots[index].long()] = stream.to(ring.dtype)
+    first, step, width = slots[index].long(), apart[index].long(), ring.shape[1]
+    for i, part in enumerate(torch.split(stream.to(ring.dtype), width, dim=1)):
+        missing = width - part.shape[1]
+        ring[first + i * step] = torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
 def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from inspect_lens.spec import Kind
 
 from .tap_reference import largest_norm
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_read"]
 
 SEES_EDITS = tl.constexpr(table.SEES_EDITS)
 GATE_SHIFT = tl.constexpr(table.GATE_SHIFT)
@@ -78,7 +78,7 @@ def _tap(
         config = tl.load(numbers, mask=(flag & 1) != 0, other=0)
         row = tl.load(table + config * TAPS + tap)
         group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
-        first = tl.load(base + group * TAPS + tap, mask=group >= 0, other=-1)
+        first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
         place = tl.load(numbers + 2, mask=first >= 0, other=0)
         slot = tl.where(first >= 0, origin + first + place, -1)
         if (row != 0) | (slot >= 0):
@@ -153,6 +153,71 @@ def _tap(
             if slot >= 0:
                 target = ring + slot.to(tl.int64) * WIDTH + offsets
                 tl.store(target, (mine + other).to(ring.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tap", "n_tokens"])
+def _read(
+    hidden,
+    hidden_stride,
+    header,
+    base,
+    ring,
+    tap,
+    n_tokens,
+    HEAD: tl.constexpr,
+    TAPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if (tl.load(header + HEAD + tap) & 2) == 0:
+        return
+    n_tokens = tl.minimum(n_tokens, tl.load(header))
+    origin = tl.load(header + 1)
+    offsets = tl.arange(0, BLOCK)
+    for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
+        numbers = header + HEAD + TAPS + 4 * token
+        group = tl.load(numbers + 1)
+        first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
+        if first >= 0:
+            row = origin + first + tl.load(numbers + 2)
+            apart = tl.load(base + group * (TAPS + 1) + TAPS)
+            for start in range(0, WIDTH, ROW):
+                at = start + offsets
+                inside = (offsets < ROW) & (at < WIDTH)
+                source = hidden + token.to(tl.int64) * hidden_stride + at
+                values = tl.load(source, mask=inside, other=0.0)
+                target = ring + row.to(tl.int64) * ROW + offsets
+                tl.store(target, values.to(ring.dtype.element_ty), mask=offsets < ROW)
+                row += apart
+
+
+def launch_read(hidden: torch.Tensor, *, tap: int, state: TapState) -> None:
+    """Capture the rows of a tap that is not as wide as the stream; nothing is edited there.
+
+    Args:
+        hidden: (tokens, width).
+        tap: index of the tap.
+        state: what it reads and where rows go.
+    """
+    n_tokens, width = hidden.shape
+    row = state.ring.shape[1]
+    kernel: Any = _read
+    kernel[(min(n_tokens, _PROGRAMS),)](
+        hidden,
+        hidden.stride(0),
+        state.header,
+        state.base,
+        state.ring,
+        tap,
+        n_tokens,
+        HEAD=HEAD,
+        TAPS=len(state.taps),
+        WIDTH=width,
+        ROW=row,
+        BLOCK=triton.next_power_of_2(row),
+        num_warps=4 if row <= 4096 else 8,
+    )
 
 
 def launch(
