@@ -150,7 +150,7 @@ def test_an_engine_with_one_way_is_run_in_that_way_once(
         worker.check()
     # Two chunks each: plain, steered, plain.
     assert len(worker.runner.ran[1:]) == 6
-    assert "3 of 3 taps compared with repeated rows" in caplog.messages[-1]
+    assert "3 of 3 rows of a token compared with repeated rows" in caplog.messages[-1]
     assert worker.is_clean()
     # Either of the two makes a second way.
     getattr(worker.runner.vllm_config.compilation_config, changed).name = "FULL_DECODE_ONLY"
