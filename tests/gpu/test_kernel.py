@@ -137,6 +137,7 @@ def test_rows_of_another_width_equal_the_reference(
         max_tokens=n_tokens,
         max_groups=2,
         ring_rows=parts * n_tokens,
+        parts=2,
         bank_rows=1,
         device=device,
         tap_rows=[1, parts, 1],
