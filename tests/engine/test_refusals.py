@@ -35,10 +35,13 @@ GOOD = {
         ({"output_residual_streams": [1]}, "did you mean"),
         ({"output_residual_stream": [1], "unheard_of": 1}, "unknown key 'unheard_of'"),
         ({"inspect_lens": {"capture": {"layers": [0], "site": "attn_out"}}}, "INSPECT_LENS_SITES"),
-        ({"inspect_lens": {"capture": {"layers": [0], "site": "qk"}}}, "resid_pre, attn_out"),
+        (
+            {"inspect_lens": {"capture": {"layers": [0], "site": "qk"}}},
+            "resid_pre, q, k, v, z, attn_out",
+        ),
         ({"inspect_lens": {"captures": {}}}, "captures"),
         ({"_inspect_lens": {}}, "reserved"),
-        ({"output_qk": [999]}, "layers 0 to 3"),
+        ({"output_qk": [999]}, "no taps for q and k"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_lives(
