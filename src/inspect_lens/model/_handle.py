@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
+from pydantic import PrivateAttr, ValidationError
 
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt, TensorData
 
+from ._logged import LoggedHandle
 from ._places import find, is_there
 from ._store import MemoryStore, MessageIndex
 from ._tensor_info import TensorInfo, read_info, tensor_info, write_info
@@ -32,13 +31,11 @@ REFERENCES = (REFERENCE, "activations/1")
 
 RESIDUAL_STREAM = "residual_stream"
 
-_numbers = count()
-
 MEMORY: MemoryStore[Payload] = MemoryStore()
 """Payloads that this process holds."""
 
 
-class Activations(BaseModel):
+class Activations(LoggedHandle):
     """Captured activations of one model call.
 
     `acts["residual_stream"]` is a torch tensor in the captured dtype, of shape
@@ -61,22 +58,11 @@ class Activations(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True)
-
     tensors: dict[str, TensorInfo]
     """What there is, by name."""
     sha256: str
     """Hash over names, dtypes, shapes and contents of the tensors, 16 hex digits."""
-    n_prompt: int
-    """Prompt tokens."""
-    n_completion: int
-    """Sampled tokens."""
-    uri: str | None = None
-    """The file, relative to the folder of the log; None when it is only in memory."""
-    root: str | None = None
-    """That folder when the file was written."""
 
-    _key: str = PrivateAttr(default_factory=lambda: str(next(_numbers)))
     _steered: bool | None = PrivateAttr(default=None)
     _stamp: str | None = PrivateAttr(default=None)
 
@@ -280,35 +266,8 @@ class Activations(BaseModel):
 
     # -- copies, logs, caches --------------------------------------------------
 
-    @model_serializer(mode="plain")
-    def _serialise(self) -> dict[str, Any]:
-        # Inspect asks seven times per sample; whoever gets it gets a copy.
-        return self._reference
-
-    @cached_property
-    def _reference(self) -> dict[str, Any]:
-        reference: dict[str, Any] = {"$lens": REFERENCE}
-        if self.uri is not None:
-            reference |= {"uri": self.uri, "root": self.root}
-        return reference | {
-            "tensors": {name: write_info(info) for name, info in self.tensors.items()},
-            "sha256": self.sha256,
-            "n_prompt": self.n_prompt,
-            "n_completion": self.n_completion,
-        }
-
-    def __copy__(self) -> Activations:
-        return self
-
-    def __deepcopy__(self, memo: object = None) -> Activations:
-        """Immutable, so a deep copy (Inspect makes many) is the same object."""
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Activations) and self._reference == other._reference
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
+    def _contents(self) -> tuple[str, dict[str, Any]]:
+        return REFERENCE, {"tensors": {n: write_info(info) for n, info in self.tensors.items()}}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for Inspect's cache: the file by absolute address, else the data itself."""

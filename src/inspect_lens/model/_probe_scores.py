@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from itertools import count
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
+from pydantic import PrivateAttr, ValidationError
 
 from inspect_lens._intake import join, write_file
 from inspect_lens.errors import ArtifactError
 
 from ._handle import Activations
+from ._logged import LoggedHandle
 from ._places import find, is_there
 from ._score_file import SCORES_REFERENCE, Column, ScoreData
 from ._store import MemoryStore, MessageIndex
@@ -21,13 +20,12 @@ from ._store import MemoryStore, MessageIndex
 __all__ = ["SCORED_MESSAGES", "ProbeScores"]
 
 _DIGITS = 16
-_numbers = count()
 
 SCORES: MemoryStore[ScoreData] = MemoryStore()
 """Token scores that this process holds."""
 
 
-class ProbeScores(BaseModel):
+class ProbeScores(LoggedHandle):
     """Scores that probes in the engine gave to the tokens of one model call.
 
     The handle is small. The scores stand in a file beside the log, with the hash of each probe,
@@ -54,22 +52,13 @@ class ProbeScores(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True)
-
     probes: tuple[str, ...]
     """Names of the probes that scored the call; the file has their hashes, layers and tokens."""
     sha256: str
     """Of the file, 16 hex digits."""
-    n_prompt: int
-    """Prompt tokens."""
     n_completion: int
     """Sampled tokens; the last one is never read."""
-    uri: str | None = None
-    """The file, relative to the folder of the log; None when it is only in memory."""
-    root: str | None = None
-    """That folder when the file was written."""
 
-    _key: str = PrivateAttr(default_factory=lambda: str(next(_numbers)))
     _activations: Activations | None = PrivateAttr(default=None)
 
     @classmethod
@@ -201,34 +190,8 @@ class ProbeScores(BaseModel):
             )
         return ScoreData.decode(content, where=where)
 
-    @model_serializer(mode="plain")
-    def _serialise(self) -> dict[str, Any]:
-        return self._reference
-
-    @cached_property
-    def _reference(self) -> dict[str, Any]:
-        reference: dict[str, Any] = {"$lens": SCORES_REFERENCE}
-        if self.uri is not None:
-            reference |= {"uri": self.uri, "root": self.root}
-        return reference | {
-            "probes": list(self.probes),
-            "sha256": self.sha256,
-            "n_prompt": self.n_prompt,
-            "n_completion": self.n_completion,
-        }
-
-    def __copy__(self) -> ProbeScores:
-        return self
-
-    def __deepcopy__(self, memo: object = None) -> ProbeScores:
-        """Immutable, so a deep copy (Inspect makes many) is the same object."""
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProbeScores) and self._reference == other._reference
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
+    def _contents(self) -> tuple[str, dict[str, Any]]:
+        return SCORES_REFERENCE, {"probes": list(self.probes)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for Inspect's cache: the file by absolute address, else the data itself."""

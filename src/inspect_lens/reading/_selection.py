@@ -102,18 +102,10 @@ def select_rows(rows: Rows, selector: Selector, model_name: str | None = None) -
     Raises:
         ArtifactError: as for `Selector.keeps`.
     """
-    handle = rows.handle
-    kept = selector.keeps(
-        rows.positions,
-        prompt_token_ids=() if handle is None else handle.prompt_token_ids,
-        token_ids=() if handle is None else handle.token_ids,
-        model_name=model_name,
-    )
-    at = np.flatnonzero(kept)
+    at = _kept(rows, selector, model_name)
     if not at.size:
         return None
-    positions = tuple(rows.positions[i] for i in at)
-    ids = tuple(rows.token_ids[i] for i in at) if rows.token_ids else ()
+    positions, ids = _at(rows, at)
     return rows._replace(acts=rows.acts[:, at], positions=positions, token_ids=ids)
 
 
@@ -133,16 +125,30 @@ def select_scores(
     Raises:
         ArtifactError: as for `Selector.keeps`.
     """
+    at = _kept(rows, selector, model_name)
+    if not at.size:
+        return None
+    positions, ids = _at(rows, at)
+    return rows._replace(scores=rows.scores[at], positions=positions, token_ids=ids)
+
+
+def _kept(
+    rows: Rows | ScoredTokens, selector: Selector, model_name: str | None
+) -> NDArray[np.int64]:
+    """Which of the tokens that were read are of a selection."""
     handle = rows.handle
     kept = selector.keeps(
         rows.positions,
-        prompt_token_ids=handle.prompt_token_ids,
-        token_ids=handle.token_ids,
+        prompt_token_ids=() if handle is None else handle.prompt_token_ids,
+        token_ids=() if handle is None else handle.token_ids,
         model_name=model_name,
     )
-    at = np.flatnonzero(kept)
-    if not at.size:
-        return None
-    positions = tuple(rows.positions[i] for i in at)
-    ids = tuple(rows.token_ids[i] for i in at)
-    return rows._replace(scores=rows.scores[at], positions=positions, token_ids=ids)
+    return np.flatnonzero(kept)
+
+
+def _at(
+    rows: Rows | ScoredTokens, at: NDArray[np.int64]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions and ids of some of the tokens; no ids where they are not known."""
+    ids = tuple(rows.token_ids[i] for i in at) if rows.token_ids else ()
+    return tuple(rows.positions[i] for i in at), ids
