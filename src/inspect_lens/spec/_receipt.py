@@ -40,6 +40,9 @@ class CaptureReceipt(BaseModel):
     rows: int
     """Rows that the engine delivered for these positions: taps times tokens. The stream after
     a block is the stream before the next one, so a row may stand in two tensors."""
+    cached_positions: int = 0
+    """How many of the first positions have rows that an earlier request with the same beginning
+    captured. The engine need not compute them: vLLM's prefix cache may have them."""
 
     @property
     def n_rows(self) -> int:

@@ -38,6 +38,7 @@ from .interning import read
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
 
 __all__ = [
+    "CACHED_KEY",
     "KEPT_KEY",
     "Envelope",
     "Packed",
@@ -86,13 +87,18 @@ class SteerEnvelope:
 USES_KEY = "uses"
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
+CACHED_KEY = "cached"
+"""Of a packed envelope: tokens of the prompt that may come out of the prefix cache, where rows of
+more are wanted; none where that is all the same."""
 
 
 class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
-    __slots__ = ("envelope", "uses")
+    __slots__ = ("envelope", "reuse", "uses")
     envelope: Envelope
+    reuse: object
+    """Of the process that sealed it: see `registered/prompt_rows.py`."""
     uses: str | None
     """Uses of probes as text, for the process that sealed them: what an engine in another process
     is sent has none of it."""

@@ -1,6 +1,6 @@
 """Every name of vLLM that is used without being wrapped, and what is off where one is missing.
 
-With the seams of `seams.py` this is all that we lean on. Names are looked up in vLLM's source, so
+With `seam_table.py` this is all that we lean on. Names are looked up in vLLM's source, so
 that a front-end need not import what only workers do. A name that is missing turns its feature off:
 one line in the log, HTTP 400 with the reason for a request that needs it, nothing else.
 """
@@ -88,6 +88,8 @@ LEANS: tuple[Lean, ...] = (
     Lean("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
     # Imports.
     Lean("vllm.envs:VLLM_PLUGINS", "lens"),
+    Lean("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),
+    Lean("vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator", "lens"),
     Lean("vllm.forward_context:get_forward_context", "lens"),
     Lean("vllm.distributed.parallel_state:get_tp_group", "lens"),
     Lean("vllm.distributed.parallel_state:get_pp_group", "parameters"),

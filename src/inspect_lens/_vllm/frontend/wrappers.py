@@ -93,7 +93,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         plain = without_lens_keys(params)
         core = original(self, request_id, prompt, plain, *args, **kwargs)
         try:
-            seal_core(core, *found, getattr(self, "inspect_lens_book", None))
+            book = getattr(self, "inspect_lens_book", None)
+            seal_core(core, *found, book, getattr(self, "inspect_lens_rows", None))
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=True)
         return core

@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
+from inspect_lens._vllm.registered.prompt_rows import reuse_of
 from inspect_lens.errors import CaptureError, LensError
 
 from .expected import Expected
@@ -109,7 +110,9 @@ class Results:
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
-            self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
+            self._expected[key] = Expected(
+                envelope, n_prompt, reading, packed, owner, n_max, reuse_of(packed)
+            )
         self._the_collector().open(key, envelope)
         if EAGER_KEY in packed:
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])

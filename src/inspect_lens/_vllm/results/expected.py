@@ -15,6 +15,7 @@ from inspect_lens._vllm.compat.seams import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.prompt_rows import Reuse
 from inspect_lens.spec import (
     CaptureReceipt,
     QKReceipt,
@@ -54,7 +55,19 @@ class Expected:
     """Internal id of the request that this choice belongs to."""
     n_max: int
     """Tokens that are fed to the model at most."""
+    reuse: Reuse | None = None
+    """Rows of other requests with the same beginning, and theirs for others."""
     prepared: Prepared | None = None
+
+    @property
+    def asked(self) -> CaptureEnvelope | None:
+        """The capture that was asked for; the envelope's leaves out what is known already."""
+        return self.envelope.capture if self.reuse is None else self.reuse.asked
+
+    @property
+    def n_known(self) -> int:
+        """Captured positions whose rows are known already."""
+        return 0 if self.reuse is None else self.reuse.n_positions
 
     def n_fed(self, n_completion: int) -> int:
         """Tokens that a request fed to the model which sampled so many."""
@@ -90,12 +103,10 @@ class Expected:
 
 def receipt_of(expected: Expected, n_completion: int) -> Receipt:
     """The receipt of a request that samples so many tokens, before its results have come."""
-    capture = expected.envelope.capture
-    positions = expected.positions(expected.n_prompt + n_completion - 1)
     return Receipt(
         n_prompt=expected.n_prompt,
         n_completion=n_completion,
-        capture=None if capture is None else _capture_receipt(capture, positions),
+        capture=_capture_receipt(expected, n_completion),
         steer=None,
         probes=(),
         hooks=None,
@@ -111,9 +122,7 @@ def receipt_of(expected: Expected, n_completion: int) -> Receipt:
 def shorten(receipt: Receipt, expected: Expected, n_completion: int) -> None:
     """Correct a prepared receipt, which nobody has seen yet, of a request that ended early."""
     receipt.__dict__["n_completion"] = n_completion
-    if (capture := expected.envelope.capture) is not None:
-        positions = expected.positions(expected.n_prompt + n_completion - 1)
-        receipt.__dict__["capture"] = _capture_receipt(capture, positions)
+    receipt.__dict__["capture"] = _capture_receipt(expected, n_completion)
 
 
 def fill(
@@ -147,7 +156,11 @@ def fill(
         values["paths"] = tuple(sorted({"eager", *collected.paths}))
 
 
-def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> CaptureReceipt:
+def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | None:
+    capture = expected.asked
+    if capture is None:
+        return None
+    positions = capture.fed(expected.n_fed(n_completion))
     if capture.is_last:
         positions = positions[-1:]
     is_run = bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
@@ -160,4 +173,5 @@ def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> Capt
         dtype=capture.dtype,
         reduce=capture.reduce,
         rows=len(capture.taps) * len(positions),
+        cached_positions=expected.n_known,
     )
