@@ -117,31 +117,31 @@ def causal_trace(
     embedded = runs.capture(ids, [0], EMBEDDING).values[0]
     scale = noise * (float(embedded.std()) if std is None else std)
     rng = np.random.default_rng(seed)
-    asked = [Run(ids)]
+    corrupt = []
     for _ in range(draws):
         noisy = embedded[list(where)] + rng.normal(0.0, scale, (len(where), embedded.shape[1]))
         rows = noisy[None].astype(np.float32)
-        corrupt = Replace(rows=rows, layers=(0,), positions=where, site=EMBEDDING)
-        asked.append(Run(ids, (corrupt,)))
-        asked += [Run(ids, (corrupt, *patches(stored, each, p, site))) for each in near for p in at]
-    found = np.full(len(asked), math.nan)
-    size = len(swept) * len(at)
+        corrupt.append(Replace(rows=rows, layers=(0,), positions=where, site=EMBEDDING))
+    # These first: what a cell brings back is said as soon as it is done.
+    plain = [Run(ids), *(Run(ids, (edit,)) for edit in corrupt)]
+    base = dict(runs.logprobs(plain, [token], in_flight))
+    clean, *noised = (math.exp(base[k][0]) for k in range(len(plain)))
+    cells = [(d, i, j) for d in range(draws) for i in range(len(swept)) for j in range(len(at))]
+    asked = [Run(ids, (corrupt[d], *patches(stored, near[i], at[j], site))) for d, i, j in cells]
+    restored = np.empty((draws, len(swept), len(at)))
     with progress_bar("trace", total=len(asked), done=0, show=progress) as step:
         for k, (logprob,) in runs.logprobs(asked, [token], in_flight):
-            found[k] = math.exp(logprob)
+            d, i, j = cells[k]
+            restored[d, i, j] = math.exp(logprob)
             step()
-            draw, cell = divmod(k - 1, size + 1)
-            if on_cell is not None and k and cell:
-                i, j = divmod(cell - 1, len(at))
-                base = found[1 + draw * (size + 1)]
-                gap, back = found[0] - base, found[k] - base
-                on_cell(PatchCell(swept[i], at[j], back, back / gap if gap else math.nan, draw))
-    by_draw = found[1:].reshape(draws, size + 1)
+            if on_cell is not None:
+                gap, back = clean - noised[d], float(restored[d, i, j]) - noised[d]
+                on_cell(PatchCell(swept[i], at[j], back, back / gap if gap else math.nan, d))
     return CausalTrace(
         layers=swept, positions=at, tokens=tuple(texts), subject=where,
         answer=answer if isinstance(answer, str) else runs.texts([answer])[0],
-        site=site, window=window, noise_std=scale, seed=seed, clean=float(found[0]),
-        corrupted=by_draw[:, 0], restored=by_draw[:, 1:].reshape(draws, len(swept), len(at)),
+        site=site, window=window, noise_std=scale, seed=seed, clean=clean,
+        corrupted=np.array(noised), restored=restored,
     )  # fmt: skip
 
 
