@@ -78,7 +78,7 @@ class SlowRuns:
 
 def _blend(edit: Replace, k: int, before: Any) -> Any:
     rows = torch.from_numpy(np.array(edit.rows.to_float32()[k]))
-    at = list(edit.positions)
+    at = [int(p) for p in edit.positions]
 
     def apply(stream: torch.Tensor) -> torch.Tensor:
         made = stream.clone() if before is None else before(stream)

@@ -57,7 +57,7 @@ def draw_cells(
     axes.set_facecolor("#e3e8ec")
     top = unit or float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
     shown = np.where(hidden, np.nan, values)
-    # Orange restores and blue does the opposite, as in the other figures.
+    # Orange restores, and purple does the opposite.
     drawn = axes.pcolormesh(
         np.arange(n + 1) - 0.5, np.arange(n_layers + 1) - 0.5, shown, cmap="PuOr_r",
         vmin=-top, vmax=top, edgecolors="white", linewidth=0.6,
