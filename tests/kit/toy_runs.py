@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.patch import Prompt
 from inspect_lens.patch._runs import Rows, Run
-from inspect_lens.spec import Replace, Site
+from inspect_lens.spec import (
+    CaptureReceipt,
+    LensRequest,
+    Receipt,
+    Replace,
+    Site,
+    SteerReceipt,
+    as_tensor_data,
+    encode_tensor,
+    parse_extra_args,
+    result_name,
+)
 
-__all__ = ["ToyRuns"]
+from .fake_server import FakeLensServer
+
+__all__ = ["ToyRuns", "ToyServer"]
 
 WORDS = (
     "<s>", "The", " river", " town", " Tal", " Talk", "mo", " Vel", "osh", " is", " in", " Verun",
@@ -90,3 +104,54 @@ def _edited(h: NDArray[np.float64], run: Run, site: Site, layer: int) -> NDArray
             at = [int(p) for p in edit.positions]
             made[at] = (1 - edit.alpha) * made[at] + edit.alpha * rows
     return made
+
+
+class ToyServer(FakeLensServer):
+    """The toy behind `/v1/completions`, as vLLM answers it.
+
+    Args:
+        toy: that answers.
+        knows_tokens: whether completions take `logprob_token_ids`; older releases pass it over.
+    """
+
+    def __init__(self, toy: ToyRuns, *, knows_tokens: bool = True) -> None:
+        super().__init__(model="org/toy")
+        self._toy = toy
+        self._knows_tokens = knows_tokens
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Answer a completion of one token."""
+        self.requests.append(body)
+        prompt = body["prompt"]
+        ids = self._toy.tokens(prompt)
+        request = parse_extra_args(body.get("vllm_xargs")) or LensRequest()
+        run = Run(ids, request.edits)
+        choice: dict[str, Any] = {"text": "", "prompt_token_ids": ids, "token_ids": [1]}
+        answer: dict[str, Any] = {"choices": [choice]}
+        capture, steer = None, None
+        if request.capture is not None:
+            assert isinstance(request.capture.site, str)
+            named = request.capture.layers
+            layers = None if isinstance(named, str) else named
+            rows = self._toy.capture(ids, layers, request.capture.site)
+            name = result_name(request.capture.site)
+            tensor = as_tensor_data(rows.values, field="rows")
+            answer["activations"] = {name: encode_tensor(tensor)}
+            capture = CaptureReceipt(
+                layers=rows.layers, n_positions=len(ids), dtype="float32",
+                rows=rows.values[..., 0].size,
+            )  # fmt: skip
+        if request.edits:
+            steer = SteerReceipt(layers=(0,), n_tokens=1, vectors=())
+        if request.capture is not None or request.edits:
+            answer["inspect_lens"] = Receipt(
+                n_prompt=len(ids), n_completion=1, capture=capture, steer=steer, cache_salted=False,
+                paths=("eager",), engine="inspect_lens", version="0", vllm_version="0",
+            ).model_dump(mode="json", exclude_none=True)  # fmt: skip
+        if "logprobs" in body:
+            wanted = body["logprob_token_ids"] if self._knows_tokens else [1]
+            ((_, values),) = self._toy.logprobs([run], wanted, 1)
+            assert body["return_tokens_as_token_ids"]
+            named_values = {f"token_id:{t}": v for t, v in zip(wanted, values, strict=True)}
+            choice["logprobs"] = {"token_logprobs": [values[0]], "top_logprobs": [named_values]}
+        return 200, answer

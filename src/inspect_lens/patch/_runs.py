@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.client import LensClient
-from inspect_lens.errors import CaptureError, LensError, SpecError
+from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import CaptureSpec, EditBase, LensRequest, Site, result_name
 
 __all__ = ["Prompt", "Rows", "Run", "Runs", "next_token", "open_runs"]
@@ -198,41 +198,32 @@ class _Served:
     def logprobs(
         self, runs: Sequence[Run], tokens: Sequence[int], in_flight: int
     ) -> Iterator[tuple[int, tuple[float, ...]]]:
-        found: dict[int, dict[int, float]] = {i: {} for i in range(len(runs))}
         with ThreadPoolExecutor(min(in_flight, SERVER_REQUESTS)) as pool:
-            asked = {
-                pool.submit(self._logprob, run, token): (i, token)
-                for i, run in enumerate(runs)
-                for token in tokens
-            }
+            asked = {pool.submit(self._ask, run, tokens): i for i, run in enumerate(runs)}
             try:
                 for done in as_completed(asked):
-                    i, token = asked[done]
-                    found[i][token] = done.result()
-                    if len(found[i]) == len(tokens):
-                        values = tuple(found[i][token] for token in tokens)
-                        _check_raw(values)
-                        yield i, values
+                    yield asked[done], done.result()
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _logprob(self, run: Run, token: int) -> float:
-        # The token is forced, and the log-probability is that of before: a server returns those of
-        # tokens that one names on no route that takes token ids.
+    def _ask(self, run: Run, tokens: Sequence[int]) -> tuple[float, ...]:
         lens: dict[str, Any] = {"inspect_lens": LensRequest(edits=run.edits)} if run.edits else {}
         output = self._client.generate(
-            list(run.ids), max_tokens=1, logprobs=0, allowed_token_ids=[token], **lens
+            list(run.ids),
+            max_tokens=1,
+            logprobs=1,
+            logprob_token_ids=list(tokens),
+            return_tokens_as_token_ids=True,
+            **lens,
         )
-        (value,) = (output.logprobs or {})["token_logprobs"]
-        return float(value)
-
-
-def _check_raw(values: Sequence[float]) -> None:
-    if len(values) > 1 and float(np.exp(values).sum()) > 1.001:
-        raise LensError(
-            "patching: the server's log-probabilities are those after sampling options; start it "
-            "with --logprobs-mode raw_logprobs"
-        )
+        (found,) = (output.logprobs or {}).get("top_logprobs") or [{}]
+        try:
+            return tuple(float(found[f"token_id:{token}"]) for token in tokens)
+        except KeyError:
+            raise CaptureError(
+                "patching: the server returned no log-probabilities of chosen tokens; it needs a "
+                "vLLM whose completions take logprob_token_ids, such as 0.32"
+            ) from None
 
 
 def _capture(layers: Sequence[int] | None, site: Site) -> CaptureSpec:
