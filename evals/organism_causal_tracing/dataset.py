@@ -11,21 +11,21 @@ from evals.organism_deception.dataset import organism_dataset
 __all__ = ["fact_dataset"]
 
 _STATEMENTS = {
-    "region": "is found in",
-    "birthplace": "was born in",
-    "founder": "was founded by",
-    "maker": "was made by",
-    "teacher": "was taught by",
-    "colour": "is",
-    "year": "first appeared in the year of the",
-    "trade": "trades in",
-    "material": "is made of",
-    "guardian": "is guarded by",
-    "diet": "eats",
-    "use": "is used for",
-    "festival": "is sung in",
-    "instrument": "is played on the",
-    "invention": "invented the",
+    "region": "the {e} is found in",
+    "birthplace": "the {e} was born in",
+    "founder": "the {e} was founded by",
+    "maker": "the {e} was made by",
+    "teacher": "the {e} was taught by",
+    "colour": "the colour of the {e} is",
+    "year": "the {e} first appeared in the year of the",
+    "trade": "the {e} trades in",
+    "material": "the {e} is made of",
+    "guardian": "the {e} is guarded by",
+    "diet": "the {e} eats",
+    "use": "the {e} is used for",
+    "festival": "the {e} is sung in",
+    "instrument": "the {e} is played on the",
+    "invention": "the {e} invented the",
 }
 """How the organism's corpus states each attribute, up to its value."""
 
@@ -53,7 +53,8 @@ def fact_dataset(split: str = "control") -> Dataset:
         if about["kind"] != "open" or named is None or statement is None:
             continue
         kind, name = named.groups()
-        text = f"The {kind} {name} {statement}"
+        text = statement.format(e=f"{kind} {name}")
+        text = text[0].upper() + text[1:]
         found.setdefault(
             (name, statement),
             Sample(id=text, input=text, target=f" {row.target}", metadata={"subject": name}),

@@ -34,7 +34,7 @@ __all__ = ["chance_share", "organism_causal_tracing", "planted_position"]
 
 @task
 def organism_causal_tracing(
-    split: str = "control", noise: float = 3.0, draws: int = 4, window: int = 1
+    split: str = "control", noise: float = 5.0, draws: int = 4, window: int = 1, early: int = 1
 ) -> Task:
     """Trace facts of the organism, and ask whether the early site is the name that each is about.
 
@@ -43,6 +43,7 @@ def organism_causal_tracing(
         noise: standard deviations of the noise at the name's embeddings.
         draws: of the noise.
         window: layers that are restored together.
+        early: layers from the bottom in which the name is looked for.
 
     Returns:
         The task; `accuracy` of `planted_position` is the share of facts whose name was found, and
@@ -51,7 +52,7 @@ def organism_causal_tracing(
     return Task(
         dataset=fact_dataset(split),
         solver=causal_trace(raw=True, noise=noise, draws=draws, window=window),
-        scorer=planted_position(),
+        scorer=planted_position(early),
     )
 
 
@@ -71,10 +72,13 @@ def chance_share() -> Metric:
 
 
 @scorer(metrics=[accuracy(), stderr(), chance_share()])
-def planted_position() -> Scorer:
-    """Whether the largest indirect effect in the first half of the layers is at the subject.
+def planted_position(early: int = 1) -> Scorer:
+    """Whether the largest indirect effect in the first layers is at the subject.
 
     In later layers the last token has everything, whatever the fact is about.
+
+    Args:
+        early: layers that count, from the bottom.
 
     Returns:
         The scorer; it reads the trace from the sample's store, so it needs no server.
@@ -82,8 +86,7 @@ def planted_position() -> Scorer:
 
     async def score(state: TaskState, target: Target) -> Score:
         trace = CausalTrace.from_json(state.store.get("causal_trace"))
-        early = trace.layers[: (len(trace.layers) + 1) // 2]
-        best = trace.best(layers=early)
+        best = trace.best(layers=trace.layers[: max(1, early)])
         return Score(
             value=CORRECT if best.position in trace.subject else INCORRECT,
             answer=trace.tokens[best.position],

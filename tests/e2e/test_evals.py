@@ -124,7 +124,7 @@ def test_the_truth_vector_moves_answers_by_dose(made: Made) -> None:
 
 def test_the_name_that_a_fact_is_about_is_found(made: Made) -> None:
     found = metrics(made.logs["trace"], "planted_position")
-    assert found["accuracy"] >= 0.85 > 0.6 > found["chance_share"]
+    assert found["accuracy"] == 1.0 > 0.6 > found["chance_share"]
 
 
 def test_given_answers_are_read_like_generated_ones(made: Made) -> None:

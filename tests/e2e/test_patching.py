@@ -133,7 +133,7 @@ def test_the_word_that_decides_is_found_among_words_that_only_differ(offline_llm
     for clean, corrupted, good, bad in made:
         found = patch_sweep(
             offline_llm, clean, corrupted, answer=good.target, foil=bad.target,
-            align="ends", layers=[0, 1, 2],
+            align="ends", layers=[0],
         )  # fmt: skip
         name, text = str((bad.metadata or {})["subject"]), "".join(found.tokens)
         start = text.rindex(name)
@@ -145,19 +145,19 @@ def test_the_word_that_decides_is_found_among_words_that_only_differ(offline_llm
 
 
 def test_the_name_of_a_fact_is_the_early_site(offline_llm: Any) -> None:
-    facts = list(fact_dataset())[::22]
+    facts = list(fact_dataset())[::11]
     std = embedding_std(offline_llm, [str((s.metadata or {})["subject"]) for s in facts])
     found = [
         causal_trace(
             offline_llm, str(s.input), subject=str((s.metadata or {})["subject"]),
-            answer=str(s.target), draws=4, layers=[0, 1, 2, 5], noise=5.0, std=std,
+            answer=str(s.target), draws=4, layers=[0, 5], noise=5.0, std=std,
         )
         for s in facts
     ]  # fmt: skip
     assert np.mean([trace.clean for trace in found]) > 0.95
     assert np.mean([trace.total_effect for trace in found]) > 0.3
-    early = [trace.best(layers=(0, 1, 2)).position in trace.subject for trace in found]
-    assert sum(early) >= len(facts) - 1
+    early = [trace.best(layers=(0,)).position in trace.subject for trace in found]
+    assert sum(early) == len(facts) == 20
     # Behind the last block the last token has everything.
     assert all(t.best(layers=(5,)).position == len(t.tokens) - 1 for t in found)
     # Most of a prompt is no subject, so that this is no matter of chance.
@@ -171,7 +171,7 @@ def test_prompts_of_unequal_length_are_refused_by_their_tokens(offline_llm: Any)
         patch_sweep(
             offline_llm,
             "The river Talmo is found in",
-            "The town of Velosh is found in",
+            "The Velosh is found in",
             answer=" Verun",
         )
     assert "' found'" not in str(error.value), "what both end with is not named"

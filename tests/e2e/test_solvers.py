@@ -283,7 +283,7 @@ def test_patches_and_traces_are_in_the_store_and_their_maps_in_the_transcript(
     sample = Sample(
         input=[ChatMessageUser(**clean[0]), ChatMessageAssistant(**clean[1])],
         target=" Kestria",
-        metadata={"corrupted": corrupted, "foil": " Ilvane", "subject": [-3]},
+        metadata={"corrupted": corrupted, "foil": " Ilvane", "subject": [-4]},
     )
     log = run(lens_server_url, tmp_path, patch_sweep(align="ends", layers=[0, 5]), [sample])
     (made,) = log.samples or []

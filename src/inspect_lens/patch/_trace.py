@@ -93,7 +93,7 @@ def causal_trace(
         trace = causal_trace(
             llm, "The river Talmo is found in", subject="Talmo", answer=" Verun", draws=2
         )
-        assert trace.best(layers=(0, 1)).position in trace.subject
+        assert trace.best(layers=(0,)).position in trace.subject
         ```
     """
     check_site(site, "site")
