@@ -39,8 +39,10 @@ from .scorer import (
 )
 from .solver import (
     activation_oracle,
+    causal_trace,
     contrastive_pairs,
     oracle_interview,
+    patch_sweep,
     probe_gate,
     probe_resample,
     read_given,
@@ -56,6 +58,7 @@ __all__ = [
     "auroc",
     "average_precision",
     "calibration_error",
+    "causal_trace",
     "coherence",
     "contrastive_pairs",
     "deception_probe",
@@ -69,6 +72,7 @@ __all__ = [
     "oracle_answer",
     "oracle_contrast",
     "oracle_interview",
+    "patch_sweep",
     "probe_approver",
     "probe_cascade",
     "probe_ensemble",

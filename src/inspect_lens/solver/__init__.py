@@ -1,4 +1,4 @@
-"""Solvers for Inspect tasks: capture, steer, edit, sweep, and act on a probe."""
+"""Solvers for Inspect tasks: capture, steer, edit, patch, sweep, and act on a probe."""
 
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
@@ -7,6 +7,7 @@ from ._gate import GateAction, probe_gate
 from ._given import read_given
 from ._oracle import activation_oracle, oracle_interview
 from ._pairs import contrastive_pairs
+from ._patch import causal_trace, patch_sweep
 from ._probes import with_probes
 from ._resample import probe_resample
 from ._steer import with_steering
@@ -19,8 +20,10 @@ __all__ = [
     "GateDecision",
     "GateDecisions",
     "activation_oracle",
+    "causal_trace",
     "contrastive_pairs",
     "oracle_interview",
+    "patch_sweep",
     "probe_gate",
     "probe_resample",
     "read_given",
