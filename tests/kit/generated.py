@@ -1,10 +1,11 @@
-"""Files that are made from the code: the tables of settings and seams, and the schema snapshots.
+"""Files made from code and results: tables of pages, figures, notebooks, schema snapshots.
 
 `python -m tests.kit.generated` writes them; a contract test compares.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
+from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
 from .repository import ROOT
 
@@ -112,6 +114,7 @@ def _default(value: Any) -> str:
     return "" if value in ("", None, False, True) else f"`{value}`"
 
 
+@functools.cache
 def generated_files() -> dict[str, str]:
     """What each generated file should hold, by path from the root."""
     content = dict(
@@ -130,7 +133,7 @@ def generated_files() -> dict[str, str]:
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
         )
         content[f"tests/contracts/schema/{model.__name__}.json"] = schema + "\n"
-    return content
+    return content | figure_files()
 
 
 def _page(path: str, part: str, text: str) -> tuple[str, str]:
