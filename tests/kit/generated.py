@@ -24,6 +24,7 @@ from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
 from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
+from .notebooks import notebook_files
 from .repository import ROOT
 
 COMMAND = "python -m tests.kit.generated"
@@ -133,7 +134,7 @@ def generated_files() -> dict[str, str]:
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
         )
         content[f"tests/contracts/schema/{model.__name__}.json"] = schema + "\n"
-    return content | figure_files()
+    return content | figure_files() | notebook_files()
 
 
 def _page(path: str, part: str, text: str) -> tuple[str, str]:
@@ -159,6 +160,7 @@ def main() -> None:
     for path, content in generated_files().items():
         target = ROOT / path
         if not target.exists() or target.read_text(encoding="utf-8") != content:
+            target.parent.mkdir(exist_ok=True)
             target.write_text(content, encoding="utf-8")
             sys.stdout.write(f"wrote {path}\n")
 
