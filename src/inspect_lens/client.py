@@ -84,7 +84,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOutput:
-    """What one request brought back."""
+    """Answer of one request: text, tokens, captured tensors and the receipt."""
 
     text: str
     """Generated text."""

@@ -36,7 +36,7 @@ MEMORY: MemoryStore[Payload] = MemoryStore()
 
 
 class Activations(LoggedHandle):
-    """Captured activations of one model call.
+    """Handle of the activations that one model call captured; tensors are read when asked for.
 
     `acts["residual_stream"]` is a torch tensor in the captured dtype, of shape
     (layers ascending, tokens, hidden); where all tokens were asked for there are

@@ -19,7 +19,7 @@ EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
 
 
 class CaptureReceipt(BaseModel):
-    """What was captured."""
+    """Part of the receipt about captured rows: layers, positions, dtype, number of rows."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,7 +51,7 @@ class CaptureReceipt(BaseModel):
 
 
 class SteerReceipt(BaseModel):
-    """What was steered."""
+    """Part of the receipt about steering: vectors, layers, sites, tokens edited."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,7 +68,7 @@ class SteerReceipt(BaseModel):
 
 
 class Receipt(BaseModel):
-    """Attached to every response of a request that used the lens.
+    """What the engine did for one request; every response that used the lens has one.
 
     Example:
         ```python
