@@ -35,10 +35,12 @@ from inspect_lens.spec import (
 from .capture import CaptureEnvelope, seal_capture, seal_qk
 from .edits import EVERY, EditEnvelope, pack_edits, seal_edits, unpack_edits
 from .interning import read
+from .lens import LensEnvelope, seal_lens
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
 
 __all__ = [
     "KEPT_KEY",
+    "LENS_KEY",
     "Envelope",
     "Packed",
     "SteerEnvelope",
@@ -46,7 +48,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 10
+VERSION = 11
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class SteerEnvelope:
 USES_KEY = "uses"
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
+LENS_KEY = "lens"
+"""Whether a logit lens is asked for, which all ranks read together."""
 
 
 class Packed(dict[str, Any]):
@@ -135,6 +139,8 @@ class Envelope:
     """Other edits, behind the vectors."""
     qk: CaptureEnvelope | None = None
     """Queries and keys, which are a capture of their own beside the other."""
+    lens: LensEnvelope | None = None
+    """What rows predict."""
 
     @property
     def edited(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
@@ -152,20 +158,21 @@ class Envelope:
         return tuple([None if part is None else part.alike for part in self.results])
 
     @property
-    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | None, ...]:
-        """What is asked for of each result, in the order of `ROWS`, `SCORES` and `QK`."""
-        return self.capture, self.probes, self.qk
+    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | LensEnvelope | None, ...]:
+        """What is asked for of each result, in the order of `ROWS`, `SCORES`, `QK` and `LENS`."""
+        return self.capture, self.probes, self.qk, self.lens
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether all that a worker has to know of the request are two ends and its kind."""
-        capture, probes = self.capture, self.probes
+        capture, probes, lens = self.capture, self.probes, self.lens
         return not (
             self.steer
             or self.edits
             or self.is_speculative
             or (capture is not None and (capture.token or capture.positions is not None))
             or (probes is not None and probes.positions is not None)
+            or (lens is not None and lens.positions is not None)
         )
 
     @property
@@ -183,7 +190,7 @@ class Envelope:
 
     def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""
-        capture, probes = self.capture, self.probes
+        capture, probes, lens = self.capture, self.probes, self.lens
         packed = Packed(
             {
                 "v": VERSION,
@@ -191,6 +198,7 @@ class Envelope:
                 "pid": self.pid,
                 "hash": self.steer_hash,
                 KEPT_KEY: self._kept,
+                LENS_KEY: lens is not None,
                 "rows": msgspec.msgpack.encode(
                     (
                         self.n_prompt,
@@ -198,6 +206,7 @@ class Envelope:
                         None if capture is None else capture.pack(),
                         None if probes is None else probes.pack(),
                         None if self.qk is None else self.qk.pack(),
+                        None if lens is None else lens.pack(),
                     )
                 ),
                 "steer": [
@@ -265,7 +274,7 @@ _SHARED_MOST = 2048
 
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
     """An unsteered request."""
-    n_prompt, is_speculative, capture, probes, qk = read(rows)
+    n_prompt, is_speculative, capture, probes, qk, lens = read(rows)
     return Envelope(
         reply=reply,
         pid=pid,
@@ -276,6 +285,7 @@ def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
         is_speculative=is_speculative,
         steer_hash=None,
         qk=None if qk is None else CaptureEnvelope.unpack(qk),
+        lens=None if lens is None else LensEnvelope.unpack(lens),
     )
 
 
@@ -336,6 +346,7 @@ def seal(
         steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
         edits=edits,
         qk=seal_qk(request.qk, facts, n_prompt, n_max),
+        lens=seal_lens(request.lens, facts, n_prompt, n_max),
     )
 
 
