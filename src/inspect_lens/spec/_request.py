@@ -117,6 +117,11 @@ class LensRequest(WireModel):
         )
 
     @property
+    def brings_tensors(self) -> bool:
+        """Whether its answer has tensors."""
+        return not (self.capture is None and self.qk is None and self.lens is None)
+
+    @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensors that it brings."""
         edited = (tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)

@@ -165,7 +165,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         has_latent_attention=bool(getattr(model, "use_mla", False)),
         widths=widths,
         ranks=ranks,
-        vocab=int(model.get_vocab_size()),
+        vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_lens=_no_lens(vllm_config),
     )
 
