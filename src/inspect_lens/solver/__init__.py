@@ -1,10 +1,11 @@
-"""Solvers for Inspect tasks: capture, steer, edit, sweep, and act on a probe."""
+"""Solvers for Inspect tasks: capture, steer, edit, sweep, read a lens, and act on a probe."""
 
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
 from ._edits import with_edits
 from ._gate import GateAction, probe_gate
 from ._given import read_given
+from ._lens import logit_lens
 from ._oracle import activation_oracle, oracle_interview
 from ._pairs import contrastive_pairs
 from ._probes import with_probes
@@ -20,6 +21,7 @@ __all__ = [
     "GateDecisions",
     "activation_oracle",
     "contrastive_pairs",
+    "logit_lens",
     "oracle_interview",
     "probe_gate",
     "probe_resample",
