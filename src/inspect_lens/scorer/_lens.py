@@ -63,8 +63,9 @@ def lens_rank(
         assert set(value) == {"rank@2", "logprob@2", "rank@5", "logprob@5"}
         ```
     """
+    chosen = target
 
-    async def score(state: TaskState, answer: Target) -> Score:
+    async def score(state: TaskState, target: Target) -> Score:
         if not state.output.choices:
             return Score.unscored(
                 reason="no_tokens",
@@ -77,7 +78,7 @@ def lens_rank(
                 "lens_rank: this call had no logit lens; run the solver logit_lens(target=True), "
                 "or ask for one with lens_config(lens=…)"
             )
-        column = _column(table, target)
+        column = _column(table, chosen)
         row = _index(
             table.positions, position + handle.n_prompt if position < 0 else position, "position"
         )

@@ -35,12 +35,11 @@ from inspect_lens.spec import (
 from .capture import CaptureEnvelope, seal_capture, seal_qk
 from .edits import EVERY, EditEnvelope, pack_edits, seal_edits, unpack_edits
 from .interning import read
-from .lens import LensEnvelope, seal_lens
+from .lens import LENS_KEY, LensEnvelope, seal_lens
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
 
 __all__ = [
     "KEPT_KEY",
-    "LENS_KEY",
     "Envelope",
     "Packed",
     "SteerEnvelope",
@@ -88,8 +87,6 @@ class SteerEnvelope:
 USES_KEY = "uses"
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
-LENS_KEY = "lens"
-"""Whether a logit lens is asked for, which all ranks read together."""
 
 
 class Packed(dict[str, Any]):
@@ -190,7 +187,6 @@ class Envelope:
 
     def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""
-        capture, probes, lens = self.capture, self.probes, self.lens
         packed = Packed(
             {
                 "v": VERSION,
@@ -198,15 +194,12 @@ class Envelope:
                 "pid": self.pid,
                 "hash": self.steer_hash,
                 KEPT_KEY: self._kept,
-                LENS_KEY: lens is not None,
+                LENS_KEY: self.lens is not None,
                 "rows": msgspec.msgpack.encode(
                     (
                         self.n_prompt,
                         self.is_speculative,
-                        None if capture is None else capture.pack(),
-                        None if probes is None else probes.pack(),
-                        None if self.qk is None else self.qk.pack(),
-                        None if lens is None else lens.pack(),
+                        *[None if part is None else part.pack() for part in self.results],
                     )
                 ),
                 "steer": [

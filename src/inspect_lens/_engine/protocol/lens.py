@@ -20,7 +20,11 @@ from inspect_lens.spec import (
 
 from .interning import written
 
-__all__ = ["LensEnvelope", "LensForm", "seal_lens"]
+__all__ = ["LENS_KEY", "LensEnvelope", "LensForm", "seal_lens"]
+
+
+LENS_KEY = "lens"
+"""Of a packed envelope: whether a lens is asked for, which all ranks read together."""
 
 
 class LensForm(NamedTuple):

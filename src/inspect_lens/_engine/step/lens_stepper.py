@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.plan.step_plan import Longs
-from inspect_lens._engine.protocol.envelope import LENS_KEY
-from inspect_lens._engine.protocol.lens import LensForm
+from inspect_lens._engine.protocol.lens import LENS_KEY, LensForm
 from inspect_lens._engine.protocol.messages import LENS
 from inspect_lens._engine.readout.logit_lens import read_logits, rows_at_once
 from inspect_lens._engine.readout.reduce import Part
