@@ -84,7 +84,7 @@ def swept(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     solver = steering_sweep(
         TRUTH, SCALES, controls=["random"], capture={"layers": [4, 5], "site": SITES}
     )
-    lens = logit_lens([3, 5], top_k=1, target=True, inner=solver)
+    lens = logit_lens([3, 5], top_k=1, target=" {}", inner=solver)
     with JudgeServer(says_false) as judge:
         (log,) = eval(
             Task(dataset=dataset[:N], solver=lens, scorer=scorers()),

@@ -27,7 +27,7 @@ def lens_rank(
 
     Args:
         target: id of the token. By default the last of those that the solver asked for, which is
-            that of the sample's target with `logit_lens(target=True)`.
+            that of the sample's target with `logit_lens(target=" {}")`.
         layers: those to report; by default all that were read.
         position: of the row, over prompt and completion; a negative one counts from the end of the
             prompt. -1 is the row that predicts the first token of the answer.
@@ -55,7 +55,7 @@ def lens_rank(
 
         task = Task(
             dataset=organism_dataset("demo")[:2],
-            solver=logit_lens(top_k=0, target=True, positions="last_prompt"),
+            solver=logit_lens(top_k=0, target=" {}", positions="last_prompt"),
             scorer=lens_rank(layers=[2, 5]),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
@@ -75,7 +75,7 @@ def lens_rank(
         table = None if handle is None else handle.lens
         if handle is None or table is None:
             raise ArtifactError(
-                "lens_rank: this call had no logit lens; run the solver logit_lens(target=True), "
+                'lens_rank: this call had no logit lens; run the solver logit_lens(target=" {}"), '
                 "or ask for one with lens_config(lens=…)"
             )
         column = _column(table, chosen)
@@ -111,7 +111,7 @@ def _column(table: LensTable, target: int | None) -> int:
     if not table.targets:
         raise SpecError(
             "lens_rank: the lens read no chosen token; allowed is a lens with tokens; run "
-            "logit_lens(target=True) or logit_lens(tokens=[…])"
+            'logit_lens(target=" {}") or logit_lens(tokens=[…])'
         )
     return len(table.targets) - 1 if target is None else _index(table.targets, target, "target")
 

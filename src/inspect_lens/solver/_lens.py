@@ -25,7 +25,7 @@ def logit_lens(
     top_k: int = 5,
     tokens: Sequence[int | str] = (),
     *,
-    target: bool = False,
+    target: str | None = None,
     positions: Positions | Sequence[int] = "all",
     inner: Solver | Agent | None = None,
 ) -> Solver:
@@ -38,7 +38,8 @@ def logit_lens(
         layers: `all`, or layer numbers.
         top_k: most likely tokens to return for each layer and position.
         tokens: whose log-probability and rank to return: ids, or texts that are one token.
-        target: also the first token of the sample's target, as the server splits it into tokens.
+        target: a text whose first token is one of them, with `{}` for the sample's target: `" {}"`
+            in the middle of a sentence, `"{}"` at the start of an answer.
         positions: tokens to read; the row of one predicts the next.
         inner: what to run, such as `react()`; `generate()` by default.
 
@@ -73,24 +74,29 @@ def logit_lens(
         "tokens": list(tokens),
         "positions": positions,
     }
-    if not target or top_k or tokens:
+    if target is not None and "{}" not in target:
+        raise SpecError(f'target={target!r}; give a text with {{}} in it, such as " {{}}"')
+    if target is None or top_k or tokens:
         lens_config(lens=asked, base=GenerateConfig())  # refuse a wrong spec before any sample
     run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         chosen = list(tokens)
-        if target and (first := await _first_token(state.target.text)) not in chosen:
-            chosen.append(first)
+        if target is not None:
+            first = await _first_token(target, state.target.text)
+            chosen = [*(token for token in chosen if token != first), first]
         with lens_scope(lens=asked | {"tokens": chosen}):
             return await (generate(state) if run is None else run(state, generate))
 
     return solve
 
 
-async def _first_token(text: str) -> int:
+async def _first_token(form: str, target: str) -> int:
     """The first token of a text, as the server of the model under evaluation reads it."""
-    if not text:
-        raise SpecError("logit_lens: target=True and the sample has no target; pass tokens=")
+    if not target:
+        raise SpecError("logit_lens: target= is given and the sample has none; pass tokens=")
     api: Any = require_lens("logit_lens").api
-    answer = await api.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+    answer = await api.post(
+        "/tokenize", {"prompt": form.replace("{}", target), "add_special_tokens": False}
+    )
     return int(answer["tokens"][0])
