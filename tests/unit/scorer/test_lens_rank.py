@@ -83,9 +83,7 @@ def test_another_token_and_row_may_be_named(tmp_path: Path) -> None:
         ({"position": 3}, "position=3"),
     ],
 )
-def test_what_was_not_read_is_an_error(
-    tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
+def test_what_was_not_read_is_an_error(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     log = run([read([1, 1, 1])], lens_rank(**options), folder=tmp_path)
     assert log.status == "error"
     assert log.error is not None

@@ -84,6 +84,8 @@ class LensStepper(Stepper):
     def __init__(self, *args: Any, **options: Any) -> None:
         """See `Stepper`."""
         super().__init__(*args, **options)
+        self._is_first = not options.get("rank")
+        """Whether this rank sends what all of them have computed."""
         self._asking: set[str] = set()
         """Live requests with a lens; one that failed here is there until it is over."""
 
@@ -190,11 +192,13 @@ class LensStepper(Stepper):
             made: list[torch.Tensor] = []
             for a in range(0, len(flat), at_once):
                 logits = head.logits(partial(self._rows, flat[a : a + at_once], problem))
+                if not self._is_first:
+                    continue
                 try:
                     made.append(read_logits(logits, form))
                 except Exception as error:  # noqa: BLE001 - the other ranks go on, and are told
                     problem = error
-            if problem is None:
+            if made and problem is None:
                 numbers = torch.cat(made).view(*index.shape, form.columns)
                 yield _part(numbers, requests)
         if problem is not None:

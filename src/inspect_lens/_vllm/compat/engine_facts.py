@@ -175,7 +175,7 @@ def _no_lens(vllm_config: Any) -> str:
     found = {
         "with pipeline parallelism the unembedding is on the last stage, and rows of other layers "
         "are not; use tensor parallelism, or capture the rows": (
-            vllm_config.parallel_config.pipeline_parallel_size > 1
+            getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
         ),
         "with LoRA enabled the unembedding may be an adapter's, which belongs to the tokens of a "
         "step; start the engine without --enable-lora": (

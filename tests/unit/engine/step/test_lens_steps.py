@@ -219,6 +219,8 @@ def test_ranks_meet_or_none_of_them_does(collector: Collector, case: str) -> Non
     meeting = Meeting()
     heads = [HalfHead(meeting, rank) for rank in range(2)]
     workers = [LensWorker(half, rank) for rank, half in enumerate(heads)]
+    sent: list[Any] = []
+    workers[1].stepper._sender._export = lambda *what: sent.append(what)  # type: ignore[method-assign]
     try:
         both = LensRequest(capture={"layers": [2]}, lens=asked().lens)
         begin(workers[0], collector, "a", sealed(collector, asked(), 6, 8))
@@ -241,6 +243,7 @@ def test_ranks_meet_or_none_of_them_does(collector: Collector, case: str) -> Non
                 take(collector, "a", 7, 7)
             assert all(not w.stepper._roster.by_key for w in workers)
         assert heads[0].sizes == heads[1].sizes or case == "memory"
+        assert not sent, "the first rank sends for all"
     finally:
         for worker in workers:
             worker.stepper.close()
