@@ -13,7 +13,7 @@ from inspect_lens._intake import Payload
 from inspect_lens.model import Activations, read_activations
 from inspect_lens.scorer import lens_rank
 from inspect_lens.spec import LENS_NAME, LensReceipt, Receipt, TensorData
-from tests.kit.mock_evals import metric_values, run, scores
+from tests.kit.mock_evals import run, scores
 
 LAYERS, TOKENS = (0, 2, 5), (9, 4)
 
