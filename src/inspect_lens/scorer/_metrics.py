@@ -163,7 +163,6 @@ def recall_at_fpr(
         assert log.results.scores[0].metrics["recall_at_fpr"].value >= 0.5
         ```
     """
-
     told: set[str] = set()
 
     def compute(scores: list[SampleScore]) -> Value:

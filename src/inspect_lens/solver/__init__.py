@@ -1,10 +1,11 @@
-"""Solvers for Inspect tasks: capture, steer, edit, patch, sweep, and act on a probe."""
+"""Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
 from ._edits import with_edits
 from ._gate import GateAction, probe_gate
 from ._given import read_given
+from ._lens import logit_lens
 from ._oracle import activation_oracle, oracle_interview
 from ._pairs import contrastive_pairs
 from ._patch import causal_trace, patch_sweep
@@ -22,6 +23,7 @@ __all__ = [
     "activation_oracle",
     "causal_trace",
     "contrastive_pairs",
+    "logit_lens",
     "oracle_interview",
     "patch_sweep",
     "probe_gate",

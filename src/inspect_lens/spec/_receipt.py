@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ._capture import Reduce, SiteChoice
 from ._hook import HookReceipt
+from ._lens import LensReceipt
 from ._probe import ProbeReceipt
 from ._qk import QKReceipt
 from ._sites import RESID_POST, Site
@@ -92,6 +93,7 @@ class Receipt(BaseModel):
     """What each probe found, in the order of the request."""
     hooks: HookReceipt | None = None
     qk: QKReceipt | None = None
+    lens: LensReceipt | None = None
     cache_salted: bool
     """Whether the prefix cache was isolated for this request."""
     paths: tuple[EnginePath, ...]

@@ -31,13 +31,14 @@ __all__ = [
     "turn_off",
 ]
 
-Feature = Literal["lens", "http", "hooks", "qk", "parameters", "busy"]
+Feature = Literal["lens", "http", "hooks", "qk", "logits", "parameters", "busy"]
 
 FEATURES: dict[Feature, str] = {
     "lens": "captures, steering and probes",
     "http": "lens requests over HTTP",
     "hooks": "custom hooks",
     "qk": "queries and keys",
+    "logits": "the logit lens",
     "parameters": "parameters of the model for hooks",
     "busy": "HTTP 429 where buffers are full",
 }
@@ -102,6 +103,9 @@ LEANS: tuple[Lean, ...] = (
     Lean(f"{_LAYERS}.linear:QKVParallelLinear", "parameters"),
     Lean(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "parameters"),
     Lean(f"{_LAYERS}.attention:Attention", "qk"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor", "logits"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
     Lean(
         "vllm.exceptions:GracefulHTTPError",
         "busy",

@@ -29,6 +29,7 @@ from inspect_lens.spec import (
     forget_parsed,
 )
 
+from .lens_tokens import with_token_ids
 from .state import front_end, not_served
 
 __all__ = [
@@ -67,7 +68,7 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
         return None
     if facts is None:
         raise not_served(processor.inspect_lens_refusal)
-    return front_end().judged(request, facts), facts
+    return with_token_ids(front_end().judged(request, facts), processor, facts), facts
 
 
 def has_lens_keys(params: Any) -> bool:
@@ -267,8 +268,9 @@ def _sealed(
         raise
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
-            "skip_reading_prefix_cache=false beside a capture, output_qk or a probe of prompt "
-            "tokens: cached tokens have no rows; leave it out, or ask for positions='completion'"
+            "skip_reading_prefix_cache=false beside a capture, a lens, output_qk or a probe of "
+            "prompt tokens: cached tokens have no rows; leave it out, or ask for "
+            "positions='completion'"
         )
     packed = envelope.pack()
     if reads is not None:

@@ -223,6 +223,8 @@ class FrontEnd:
             require("hooks")
         if request.qk is not None:
             require("qk")
+        if request.lens is not None:
+            require("logits")
         version = self.registry.version
         key = id(request), id(facts)
         known = self._judged.get(key)

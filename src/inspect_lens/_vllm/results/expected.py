@@ -10,7 +10,8 @@ import inspect_lens
 from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import QK
+from inspect_lens._engine.protocol.lens import LensEnvelope
+from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._vllm.compat.seams import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole
@@ -18,6 +19,7 @@ from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import Reuse
 from inspect_lens.spec import (
     CaptureReceipt,
+    LensReceipt,
     QKReceipt,
     Receipt,
     SteerReceipt,
@@ -88,6 +90,7 @@ class Expected:
             ROWS: len(self.positions(n_fed)),
             SCORES: self.n_read(n_fed),
             QK: 0 if self.envelope.qk is None else n_fed,
+            LENS: 0 if self.envelope.lens is None else len(self.envelope.lens.fed(n_fed)),
         }
 
     def positions(self, n_fed: int) -> Sequence[int]:
@@ -150,10 +153,30 @@ def fill(
     if (qk := expected.envelope.qk) is not None:
         n_fed = expected.n_fed(receipt.n_completion)
         values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
+    if (lens := expected.envelope.lens) is not None:
+        values["lens"] = _lens_receipt(lens, expected.n_fed(receipt.n_completion))
     if eager is not None:
         values["hooks"] = eager.hook_receipt
         values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
         values["paths"] = tuple(sorted({"eager", *collected.paths}))
+
+
+def _is_run(positions: Sequence[int]) -> bool:
+    """Whether positions are consecutive."""
+    return bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
+
+
+def _lens_receipt(lens: LensEnvelope, n_fed: int) -> LensReceipt:
+    positions = lens.fed(n_fed)
+    is_run = _is_run(positions)
+    return LensReceipt(
+        layers=lens.layers,
+        n_positions=len(positions),
+        first_position=positions[0] if is_run else None,
+        listed=None if is_run else tuple(positions),
+        top_k=lens.top_k,
+        tokens=lens.tokens,
+    )
 
 
 def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | None:
@@ -163,7 +186,7 @@ def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | 
     positions = capture.fed(expected.n_fed(n_completion))
     if capture.is_last:
         positions = positions[-1:]
-    is_run = bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
+    is_run = _is_run(positions)
     return CaptureReceipt(
         site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
         layers=capture.layers,

@@ -12,7 +12,7 @@ from inspect_lens._engine.collect.collector import ROWS, SCORES, STORAGE, Collec
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._torch import to_torch
-from inspect_lens._vllm.registered.named import put_qk, tensors_by_name
+from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens.errors import CaptureError
@@ -55,8 +55,8 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     envelope, n_fed = expected.envelope, expected.n_max
     if not n_fed or envelope.edited or envelope.qk is not None or EAGER_KEY in expected.packed:
         return True  # receipts of these are of what was done
-    if expected.n_known:
-        return True  # a part of the rows is known already
+    if expected.n_known or envelope.lens is not None:
+        return True  # a part of the rows is known already, or more is made of them
     # What drafts left is settled only when the last step has told.
     coming = None if envelope.is_speculative else collector.preview(key, expected.counts(n_fed))
     if coming is not None and not coming:
@@ -93,14 +93,15 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
         expected: what is known of it.
         encodes: whether its results are made ready for HTTP, too.
     """
-    if EAGER_KEY in expected.packed or expected.envelope.qk is not None:
+    envelope = expected.envelope
+    if EAGER_KEY in expected.packed or envelope.qk is not None or envelope.lens is not None:
         return False
     n_fed = expected.n_fed(ticket.n_completion)
     if expected.reading is not None:
         n_left = expected.n_read(n_fed) - expected.reading.n_seen
         if expected.reading.n_by_token * n_left > _LIGHT_READS:
             return False
-    if (capture := expected.envelope.capture) is None:
+    if (capture := envelope.capture) is None:
         return True
     if encodes and capture.transport != "binary":
         return False
@@ -215,6 +216,8 @@ class Choice:
             completion.inspect_lens_tensors, completion.activations = named or _named(rows, capture)
         if expected.envelope.qk is not None:
             put_qk(completion, expected.envelope.qk, collected)
+        if expected.envelope.lens is not None:
+            put_lens(completion, expected.envelope.lens, collected)
         if self.eager is not None:
             put_eager(completion, self.eager)
 
