@@ -46,7 +46,7 @@ class Far:
         if links is not None:
             self._listener = Listener(links, local, lost=self._lose, told=self._tell)
             far = self._listener.address
-            self.address = Address(local, links.own_host, far, links.facts).pack()
+            self.address = Address(local, links.own_host, far).pack()
 
     def reader(self, name: str) -> ArenaReader:
         """The memory of a worker of this host or another one.

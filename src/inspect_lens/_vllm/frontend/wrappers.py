@@ -23,6 +23,7 @@ from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.results.alarms import stop_at_alarm
+from inspect_lens._vllm.results.ended import named
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.outputs import (
     attached,
@@ -122,6 +123,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         try:
             _remember(self, key)
+            results.watch(key, self.request_states[key].queue)
             if reading is not None and reading.has_alarm:
                 stop_at_alarm(self.request_states[key], results)
         except BaseException as error:
@@ -311,7 +313,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
         missing: int = params.n if params is not None and asks_for_results(params) else 0
-        async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+        async with contextlib.aclosing(named(original(self, *args, **kwargs))) as outputs:
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault

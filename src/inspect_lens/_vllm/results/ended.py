@@ -1,0 +1,65 @@
+"""Ends requests whose worker has gone: their next token would never come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from inspect_lens.errors import CaptureError, LensError
+
+__all__ = ["Running", "named"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+
+class Running:
+    """Where callers wait for the outputs of requests, by key."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, Any]] = {}
+        self._lock = threading.Lock()
+
+    def watch(self, key: str, queue: Any) -> None:
+        """Take note of a request that has begun; called in its event loop.
+
+        Args:
+            key: of the choice.
+            queue: vLLM's `RequestOutputCollector`, which takes an error, too.
+        """
+        with self._lock:
+            self._queues[key] = asyncio.get_running_loop(), queue
+
+    def forget(self, key: str) -> None:
+        """Take note that it is over."""
+        with self._lock:
+            self._queues.pop(key, None)
+
+    def end(self, failed: Mapping[str, LensError]) -> None:
+        """Have requests end with an error, from any thread."""
+        for key, error in failed.items():
+            with self._lock:
+                found = self._queues.pop(key, None)
+            if found is None:
+                continue
+            loop, queue = found
+            try:
+                loop.call_soon_threadsafe(queue.put, error)
+            except RuntimeError:
+                logger.debug("inspect_lens: nobody waits for request %s any more", key)
+
+
+async def named(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Outputs as they come, and our own error where vLLM wraps it: a worker that has gone."""
+    async with contextlib.aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield output
+        except Exception as error:
+            if isinstance(error.__cause__, CaptureError):
+                text = f"{CaptureError.__name__}: {error.__cause__}"
+                raise CaptureError(text) from error.__cause__
+            raise
