@@ -7,6 +7,7 @@ Served is what vLLM starts with processes of its own: stages and tensor-parallel
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "has_remote_ranks",
     "hosts_refusals",
     "links_of",
+    "routes_of",
     "worker_links",
 ]
 
@@ -91,6 +93,15 @@ def worker_links(settings: Settings, facts: EngineFacts) -> Links:
         most_message=settings.hook_bytes + _MESSAGE_ROOM,
         facts=facts_mark(facts),
     )
+
+
+def routes_of(engine: Any) -> Mapping[str, Any]:
+    """Which data-parallel engine has each running request of an `AsyncLLM`, by internal id.
+
+    Empty where there is one engine, or nobody knows.
+    """
+    found: Mapping[str, Any] = getattr(engine.engine_core, "reqs_in_flight", {})
+    return found
 
 
 def facts_mark(facts: EngineFacts) -> str:

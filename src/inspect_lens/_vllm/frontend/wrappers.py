@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
+from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.seams import is_in_process
 from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
@@ -332,6 +333,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             prompt = kwargs.get("prompt", args[0] if args else None)
             judge_early(self.input_processor, prompt, params)
+            front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
             raise busy(str(error)) from error
         except BaseException as error:  # noqa: BLE001 - a door

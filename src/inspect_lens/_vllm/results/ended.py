@@ -15,6 +15,8 @@ __all__ = ["Running", "named"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
+_CHOSEN_S = 1.0
+
 
 class Running:
     """Where callers wait for the outputs of requests, by key."""
@@ -22,6 +24,10 @@ class Running:
     def __init__(self) -> None:
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, Any]] = {}
         self._lock = threading.Lock()
+        self.routes: Mapping[str, Any] = {}
+        """Which engine has each request, where there are several; see `routes_of`."""
+        self._gone: dict[Any, LensError] = {}
+        """Engines that have lost a worker, and how: vLLM may send them requests still."""
 
     def watch(self, key: str, queue: Any) -> None:
         """Take note of a request that has begun; called in its event loop.
@@ -30,8 +36,12 @@ class Running:
             key: of the choice.
             queue: vLLM's `RequestOutputCollector`, which takes an error, too.
         """
+        loop = asyncio.get_running_loop()
         with self._lock:
-            self._queues[key] = asyncio.get_running_loop(), queue
+            self._queues[key] = loop, queue
+        if self._gone:
+            # By then vLLM has chosen an engine for it.
+            loop.call_later(_CHOSEN_S, self._end_if_gone)
 
     def forget(self, key: str) -> None:
         """Take note that it is over."""
@@ -39,17 +49,30 @@ class Running:
             self._queues.pop(key, None)
 
     def end(self, failed: Mapping[str, LensError]) -> None:
-        """Have requests end with an error, from any thread."""
+        """Have requests end with an error, and all others of their engines; from any thread."""
         for key, error in failed.items():
-            with self._lock:
-                found = self._queues.pop(key, None)
-            if found is None:
-                continue
-            loop, queue = found
-            try:
-                loop.call_soon_threadsafe(queue.put, error)
-            except RuntimeError:
-                logger.debug("inspect_lens: nobody waits for request %s any more", key)
+            if (engine := self.routes.get(key)) is not None:
+                self._gone[engine] = error
+            self._end(key, error)
+        self._end_if_gone()
+
+    def _end_if_gone(self) -> None:
+        with self._lock:
+            keys = list(self._queues)
+        for key in keys:
+            if (error := self._gone.get(self.routes.get(key))) is not None:
+                self._end(key, error)
+
+    def _end(self, key: str, error: LensError) -> None:
+        with self._lock:
+            found = self._queues.pop(key, None)
+        if found is None:
+            return
+        loop, queue = found
+        try:
+            loop.call_soon_threadsafe(queue.put, error)
+        except RuntimeError:
+            logger.debug("inspect_lens: nobody waits for request %s any more", key)
 
 
 async def named(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
