@@ -40,11 +40,15 @@ class Far:
         self._news, self._pending, self._saved = news, pending, saved
         self.ends: Callable[[Mapping[str, CaptureError]], None] = lambda failed: None
         """Called for running requests that have failed with their worker."""
+        self.came: Callable[[], None] = lambda: None
+        """Called when a worker has begun, or begun anew."""
         self.address = local
         """Where workers send results."""
         self._listener: Listener | None = None
         if links is not None:
-            self._listener = Listener(links, local, lost=self._lose, told=self._tell)
+            self._listener = Listener(
+                links, local, lost=self._lose, told=self._tell, came=lambda: self.came()
+            )
             far = self._listener.address
             self.address = Address(local, links.own_host, far).pack()
 

@@ -100,6 +100,7 @@ class Listener:
         *,
         lost: Callable[[Mirror, str], None],
         told: Callable[[], None],
+        came: Callable[[], None],
     ) -> None:
         """Listen.
 
@@ -108,12 +109,13 @@ class Listener:
             forward: address of the collector's socket.
             lost: called in the listener's thread for a worker that has gone, with the reason.
             told: called in the same thread when records of a board have come.
+            came: called there for a worker that has begun.
 
         Raises:
             CapacityError: none of the ports is free.
             ValueError: see `parse_bind`.
         """
-        self._links, self._lost, self._told = links, lost, told
+        self._links, self._lost, self._told, self._came = links, lost, told, came
         self._workers: dict[bytes, _Worker] = {}
         self._mirrors: dict[str, Mirror] = {}
         self._held: bytes | None = None
@@ -247,6 +249,7 @@ class Listener:
         worker.mirror = self._mirrors[hello.worker] = Mirror(hello, self.wake)
         self._workers[worker.identity] = worker
         self._send(worker, Kind.WELCOME)
+        self._came()
 
     def _accept(self, worker: _Worker, frame: Frame) -> None:
         mirror = worker.mirror

@@ -75,7 +75,7 @@ class Results:
         with self._lock:
             if self._collector is None:
                 self._collector = Collector(n_processes=self.n_processes, links=self.links)
-                self._collector.far.ends = self.running.end
+                self.running.listen(self._collector.far)
             return self._collector.address
 
     @property

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from inspect_lens._engine.collect.far import Far
 from inspect_lens.errors import CaptureError, LensError
 
 __all__ = ["Running", "named"]
@@ -28,6 +29,10 @@ class Running:
         """Which engine has each request, where there are several; see `routes_of`."""
         self._gone: dict[Any, LensError] = {}
         """Engines that have lost a worker, and how: vLLM may send them requests still."""
+
+    def listen(self, far: Far) -> None:
+        """Hear of workers that go, and of those that come back."""
+        far.ends, far.came = self.end, self._gone.clear
 
     def watch(self, key: str, queue: Any) -> None:
         """Take note of a request that has begun; called in its event loop.
