@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,9 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 _BURST = 64
 """Frames that are taken in before workers are answered."""
+_FORWARDED = 64
+"""Messages that wait for the collector, at most, beside those in its own socket."""
+_BIND = re.compile(r"(?P<host>\[[\da-fA-F:]+\]|[^:\[\]]+)(:(?P<first>\d+)(-(?P<last>\d+))?)?")
 _PORTS = (49152, 65535)
 
 
@@ -69,25 +73,15 @@ def parse_bind(text: str) -> tuple[str, tuple[int, int]]:
     Raises:
         ValueError: the text is neither.
     """
-    host, _, ports = text.rpartition(":") if "]" not in text else _split_v6(text)
-    if "]" not in text and not host:
-        host, ports = text, ""
-    first, _, last = ports.partition("-")
-    try:
-        found = (int(first), int(last or first)) if ports else _PORTS
-    except ValueError:
-        found = (0, 0)
-    if not host or not 0 < found[0] <= found[1] < 65536:
+    found = _BIND.fullmatch(text)
+    first, last = (found["first"], found["last"]) if found else (None, None)
+    ports = (int(first), int(last or first)) if first else _PORTS
+    if found is None or not 0 < ports[0] <= ports[1] < 65536:
         raise ValueError(
             f"INSPECT_LENS_HOSTS_ADDRESS={text!r}: give an IP address of this host, with ports if "
             "a firewall needs them, such as '10.0.0.1' or '10.0.0.1:7000-7010'"
         )
-    return host, found
-
-
-def _split_v6(text: str) -> tuple[str, str, str]:
-    host, _, ports = text.partition("]")
-    return host + "]", ":", ports.removeprefix(":")
+    return found["host"], ports
 
 
 class Listener:
@@ -139,6 +133,7 @@ class Listener:
         self.address = self._bind()
         self._forward: Any = self._context.socket(zmq.PUSH)
         self._forward.setsockopt(zmq.LINGER, 0)
+        self._forward.setsockopt(zmq.SNDHWM, _FORWARDED)
         self._forward.connect(forward)
         self._thread = threading.Thread(target=self._run, name="inspect-lens-hosts", daemon=True)
         self._thread.start()
@@ -231,12 +226,13 @@ class Listener:
                 self._accept(worker, frame)
         except (FrameError, msgspec.MsgspecError) as error:
             logger.error("inspect_lens: a worker of another host is not listened to: %s", error)
-            self._send(worker, Kind.BYE, content=str(error).encode()[:500])
+            text = f"it has to begin anew: {error}" if is_new else str(error)
+            self._send(worker, Kind.BYE, content=text.encode()[:500])
             self._drop(worker, f"it sent what it should not have: {error}")
 
     def _welcome(self, worker: _Worker, frame: Frame) -> None:
         if frame.kind != Kind.HELLO:
-            raise FrameError("it was not heard of for too long; it has to begin anew")
+            raise FrameError("nothing is known of it")
         hello = msgspec.msgpack.decode(frame.content, type=Hello)
         if not 0 <= hello.nbytes <= self._links.most_bytes or not 0 <= hello.reader < 256:
             raise FrameError(
