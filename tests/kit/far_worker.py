@@ -73,7 +73,7 @@ class _Half:
 
 
 def _serve(pipe: Connection, patches: dict[str, Any]) -> None:
-    link_module.CHUNK = CHUNK
+    link_module.CHUNK = CHUNK  # type: ignore[attr-defined]
     for name, value in patches.items():
         setattr(link_module if hasattr(link_module, name) else shared_memory, name, value)
     half: _Half | None = None
