@@ -84,7 +84,7 @@ def vector() -> dict[str, Any]:
 
 
 def body(kind: str, prompt: str, **more: Any) -> dict[str, Any]:
-    lens: dict[str, Any] = {"capture": {"layers": "all", "sites": SITES.split(",")}}
+    lens: dict[str, Any] = {"capture": {"layers": "all", "site": SITES.split(",")}}
     if kind == "steered":
         lens["steer"] = [vector()]
     elif kind == "probed":
@@ -138,8 +138,8 @@ def check_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
             np.testing.assert_array_equal(tensor.storage, theirs[name].storage, err_msg=kind)
         for part in ("capture", "steer", "probes"):
             assert answer["inspect_lens"].get(part) == other["inspect_lens"].get(part), (kind, part)
-    steered = tensors(found["steered 0"])["resid_post"].storage
-    assert not np.array_equal(steered, tensors(found["plain 0"])["resid_post"].storage)
+    steered = tensors(found["steered 0"])["residual_stream"].storage
+    assert not np.array_equal(steered, tensors(found["plain 0"])["residual_stream"].storage)
     assert found["steered 0"]["inspect_lens"]["steer"]["n_tokens"] > 0
     assert len(found["probed 0"]["inspect_lens"]["probes"][0]["tokens"]) > 0
 

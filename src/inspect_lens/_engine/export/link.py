@@ -106,10 +106,11 @@ class Link:
         return False
 
     def close(self) -> None:
-        """Say goodbye and end the thread."""
+        """Say goodbye and end the thread; safe to call twice."""
+        if self._is_closing:
+            return
         self._is_closing = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake, 1)
         self._thread.join(timeout=2)
         if not self._thread.is_alive():
             os.close(self._wake)
