@@ -112,7 +112,8 @@ class Settings:
         "",
         "Of an engine over several hosts: IP address at which a front-end takes rows of other "
         "hosts, with ports where a firewall needs them, as `10.0.0.1` or `10.0.0.1:7000-7010`. "
-        "Empty means the address that vLLM uses (`VLLM_HOST_IP`), and any free port.",
+        "Empty means `VLLM_HOST_IP`, or the address that vLLM's `--master-addr` or "
+        "`--data-parallel-address` says, and any free port.",
     )
     hosts_key: str = _setting(  # type: ignore[assignment]
         "",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from inspect_lens import SteeringVector
@@ -99,6 +100,12 @@ def body(kind: str, prompt: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
+def listening(pid: int) -> list[int]:
+    """Ports of a process at the wire between the hosts."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return [c.laddr.port for c in found if c.status == "LISTEN" and c.laddr.ip == FIRST]
+
+
 def register(client: httpx.Client) -> None:
     trained = load_probe("probes/organism/deception-lr")
     assert isinstance(trained, Probe)
@@ -176,11 +183,11 @@ def test_tensor_parallel_ranks_on_two_hosts(
         assert tensors(client.post("/v1/completions", json=body("plain", "a")).json())["z"].shape
 
 
-def test_engines_on_two_hosts_and_one_that_is_lost(hosts: TwoHosts, tmp_path: Path) -> None:
-    shared = set(os.listdir("/dev/shm"))
+def test_engines_on_two_hosts_and_one_that_is_lost(hosts: TwoHosts) -> None:
     first, second = engines()
     with (
-        hosts.server(first, second, ENVIRONMENT) as server,
+        tempfile.TemporaryDirectory(prefix="lens-", dir="/tmp") as folder,
+        hosts.server(first, second, ENVIRONMENT | {"TMPDIR": folder}) as server,
         client_of(server.url) as client,
     ):
         register(client)
@@ -210,5 +217,14 @@ def test_engines_on_two_hosts_and_one_that_is_lost(hosts: TwoHosts, tmp_path: Pa
         assert "a worker on another host has gone" in answer.text
         check_same(ask_all(client, rank=0), here)
         assert client.get("/v1/inspect_lens").json()["open_requests"] == 0
+        listens = [(FIRST, port) for port in listening(server.pid)]
+        assert listens, "for the other host"
+        server_process = psutil.Process(server.pid)
+        server_process.terminate()
+        server_process.wait(30)
+        hosts.cut_power()
+        assert not [name for name in os.listdir(folder) if "inspect-lens" in name]
+        for address in listens:
+            with socket.socket() as probe:
+                assert probe.connect_ex(address) != 0, "its port is closed"
     assert not hosts.pids_of_second()
-    assert set(os.listdir("/dev/shm")) <= shared

@@ -23,8 +23,8 @@ from .child import ROOT
 __all__ = ["FIRST", "SECOND", "TwoHosts", "two_hosts", "why_not"]
 
 FIRST, SECOND = "10.213.77.1", "10.213.77.2"
-_WIRES = "lens-wire-a", "lens-wire-b"
-_SPACE = "lens-host-b"
+_WIRES = f"lens-a{os.getpid()}", f"lens-b{os.getpid()}"
+_SPACE = f"lens-{os.getpid()}"
 _OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
@@ -135,5 +135,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
         yield made
     finally:
         made.cut_power()
-        # The wire goes with its other end.
+        # Now: with its other end it would go when the last socket there has.
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "delete", _WIRES[0])
         _ip("netns", "delete", _SPACE)

@@ -61,7 +61,7 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
         return {}
     parallel = vllm_config.parallel_config
     executor = getattr(parallel, "distributed_executor_backend", None)
-    is_open = settings.hosts_open or _is_loopback(_address(settings))
+    is_open = settings.hosts_open or _is_loopback(_address(parallel, settings))
     return {
         "over several hosts with Ray it has not been tried; use vLLM's own processes (--nnodes, or "
         "--data-parallel-backend mp)": executor == "ray"
@@ -81,7 +81,9 @@ def links_of(vllm_config: Any, settings: Settings, facts: EngineFacts) -> Links 
     """How a front-end listens for workers of other hosts; None where there are none."""
     if not _spans_hosts(vllm_config):
         return None
-    return replace(worker_links(settings, facts), address=_address(settings))
+    return replace(
+        worker_links(settings, facts), address=_address(vllm_config.parallel_config, settings)
+    )
 
 
 def worker_links(settings: Settings, facts: EngineFacts) -> Links:
@@ -110,12 +112,15 @@ def facts_mark(facts: EngineFacts) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _address(settings: Settings) -> str:
+def _address(parallel: Any, settings: Settings) -> str:
+    """Of the host with the front-ends, which all others are told, too."""
     if settings.hosts_address:
         return settings.hosts_address
-    from vllm.utils.network_utils import get_ip
+    import vllm.envs
 
-    host = str(get_ip())
+    told = "master_addr" if getattr(parallel, "nnodes", 1) > 1 else "data_parallel_master_ip"
+    host = str(getattr(vllm.envs, "VLLM_HOST_IP", "") or getattr(parallel, told, ""))
+    # IPv6 is written in brackets where a port may follow.
     return f"[{host}]" if ":" in host else host
 
 

@@ -200,6 +200,7 @@ def test_a_message_above_the_limit_ends_the_link(front: FrontEnd, raw: Raw) -> N
     for _ in range(2):
         raw.send(Kind.PART, content=bytes(LINKS.most_message))
     assert "limit" in raw.farewell()
+    assert until(lambda: front.lost)
     assert "limit" in front.lost[0][1]
 
 
