@@ -114,6 +114,27 @@ class Settings:
         "steered, leave each worker as in an eager pass, however steps run; refuse to start where "
         "that is not so.",
     )
+    hosts_address: str = _setting(  # type: ignore[assignment]
+        "",
+        "Of an engine over several hosts: IP address at which a front-end takes rows of other "
+        "hosts, with ports where a firewall needs them, as `10.0.0.1` or `10.0.0.1:7000-7010`. "
+        "Empty means `VLLM_HOST_IP`, or the address that vLLM's `--master-addr` or "
+        "`--data-parallel-address` says, and any free port.",
+    )
+    hosts_key: str = _setting(  # type: ignore[assignment]
+        "",
+        "Secret, at least 16 characters, that all hosts of an engine share. Both ends of a "
+        "connection prove that they know it, and all that they send is encrypted.",
+    )
+    hosts_open: bool = _setting(  # type: ignore[assignment]
+        False,
+        "Take rows of other hosts without a secret. Everybody who can reach the port may then "
+        "send some, and read what is sent.",
+    )
+    hosts_timeout_s: float = _setting(  # type: ignore[assignment]
+        15.0,
+        "Seconds after which a host that is silent counts as gone. Requests that need it fail.",
+    )
     capture: str = _setting(  # type: ignore[assignment]
         "",
         "What every call of a `vllm-lens/` model captures in any task, unchanged: `all`, layers "

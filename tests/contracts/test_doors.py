@@ -40,6 +40,7 @@ FINE = {
     "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",
+    "_vllm.results.ended:Running._end_if_gone": "looks up two tables and puts errors in queues",
     "_vllm.results.event_loop:Arrivals._tell": "called by `News.tell`, which is a door",
 }
 """What is entered and needs no guard, with the reason."""

@@ -20,6 +20,7 @@ from inspect_lens._settings import settings_table
 from .repository import ROOT
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+_SERVE = ["vllm", "serve"]
 _ASSIGNMENT = re.compile(r"^([A-Z_][A-Z0-9_]*)=")
 
 
@@ -59,7 +60,11 @@ def check_command(words: list[str]) -> None:
         _check_options(_lens_help(*names), words[1 + len(names) :])
     elif words[:2] == ["python", "-m"] and words[2] != SERVER_MODULE:
         _check_options(_module_help(words[2]), words[3:])
-    elif words[:3] != ["python", "-m", SERVER_MODULE]:  # its options need vLLM: see check_server
+    elif words[:2] != _SERVE and words[:3] != [
+        "python",
+        "-m",
+        SERVER_MODULE,
+    ]:  # its options need vLLM: see check_server
         raise AssertionError(f"{words[0]!r} is not a command that tests/kit/shell.py can check")
 
 
@@ -73,9 +78,12 @@ def check_server(words: list[str]) -> None:
         AssertionError: the parser refuses the options.
     """
     words = [word for word in words if word != "&"]
-    if SERVER_MODULE not in words:
+    if "serve" in words and words[words.index("serve") - 1 :][:2] == _SERVE:
+        options = words[words.index("serve") + 1 :]
+    elif SERVER_MODULE in words:
+        options = words[words.index(SERVER_MODULE) + 1 :]
+    else:
         return
-    options = words[words.index(SERVER_MODULE) + 1 :]
     code = (
         "import sys\n"
         "try:\n"

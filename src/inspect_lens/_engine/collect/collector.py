@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from inspect_lens import errors
 from inspect_lens._engine.export.overflow import overflow
 from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import (
     ROWS,
     SCORES,
@@ -44,7 +44,9 @@ from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
-from .blame import blamed
+from .blame import as_error, blamed
+from .collected import Collected
+from .far import Far
 from .inbox import Inbox
 from .memory_budget import memory_bytes
 from .notifier import News
@@ -64,24 +66,15 @@ _SWEEP_S, _SWEEP_AGAIN_S = 1.0, 0.02
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What arrived for one request."""
-
-    tensors: dict[int, TensorData]
-    """(rows of a token, or shares of workers, positions, width or columns) of each result."""
-    n_steered: int
-    """Tokens that the worker steered; one that was computed twice counts once."""
-    paths: tuple[str, ...]
-    attention: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By layer, what the pattern of its attention depends on."""
-
-
 class Collector:
     """Receives from all workers of this process's engines."""
 
     def __init__(
-        self, keep_bytes: int = 1 << 30, spare_bytes: int | None = None, n_processes: int = 1
+        self,
+        keep_bytes: int = 1 << 30,
+        spare_bytes: int | None = None,
+        n_processes: int = 1,
+        links: Links | None = None,
     ) -> None:
         """Open the socket and start the thread.
 
@@ -91,6 +84,7 @@ class Collector:
             spare_bytes: see `Budget`; by default this process's share of a quarter of the
                 memory there is.
             n_processes: of this kind on this machine.
+            links: where workers of other hosts find this process; None where there are none.
         """
         share = memory_bytes() // (4 * n_processes)
         self._budget = Budget(keep_bytes, share if spare_bytes is None else spare_bytes)
@@ -113,6 +107,8 @@ class Collector:
         self._inbox = Inbox(self._handle, has_landed=self._has_landed, is_alive=self._is_alive)
         self._thread = threading.Thread(target=self._receive, name="inspect-lens", daemon=True)
         self._thread.start()
+        self.far = Far(self.address, links, self.news, self._pending, self.saved)
+        self.address = self.far.address
         atexit.register(self.close)
 
     def open(self, key: str, envelope: Envelope) -> None:
@@ -198,7 +194,7 @@ class Collector:
         if pending is None:
             raise CaptureError(f"request {key}: results were already taken, or it was aborted")
         if pending.failure is not None:
-            raise _as_error(pending.failure)
+            raise as_error(pending.failure)
         if pending.has_overflown:
             raise overflow()
         if not is_ready:
@@ -272,6 +268,7 @@ class Collector:
         if self._is_closing or os.getpid() != self._pid:
             return  # a forked child has neither the threads nor the right to clean up
         self._is_closing = True
+        self.far.close()
         self._thread.join(timeout=2)
         self._threads.shutdown(wait=False)
         self._context.destroy(linger=0)
@@ -349,11 +346,11 @@ class Collector:
 
     def _accept_openings(self, message: Opened) -> None:
         worker = self._workers.get(message.worker)
-        if worker is None:
+        if worker is None or worker.reader.is_lost:
             # Memory of engines that are gone is given back when another one begins.
             self._workers = {k: w for k, w in self._workers.items() if w.reader.is_alive}
             try:
-                worker = self._workers[message.worker] = Worker(message.worker)
+                worker = self._workers[message.worker] = Worker(self.far.reader(message.worker))
             except OSError as error:
                 # Of an engine that has ended, mostly, when nobody waits for it. Else its requests
                 # time out.
@@ -391,10 +388,3 @@ class Collector:
         finally:
             # Also where it went wrong: the worker must not wait for this block for ever.
             reader.done(block.reader, block.seq)
-
-
-def _as_error(failure: Failure) -> errors.LensError:
-    kind = getattr(errors, failure.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, errors.LensError)):
-        return CaptureError(f"the worker failed this request: {failure.kind}: {failure.message}")
-    return kind(failure.message)

@@ -94,6 +94,11 @@ class Pending:
                 return True
         return False
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the boards hold all of a request that has ended; asks workers that are far."""
+        return all([w.reader.is_told(opening.number) for opening, w in self.shares])
+
     def is_settled(self, counts: Mapping[int, int], settled: int | None) -> bool:
         """Whether no row, and no steering, can come a second time.
 
@@ -119,7 +124,11 @@ class Pending:
         """Whether everything has arrived, or the request has failed."""
         if self.failure is not None:
             return True
+        if not self.is_told:
+            return False
         if self.n_steered and self.fed()[1] < min(n_fed, self.steer_until):
+            for opening, worker in self.shares:
+                worker.reader.ask_again(opening.number)
             return False
         if not self.is_settled(counts, settled):
             return False
@@ -157,7 +166,8 @@ class Pending:
     @property
     def is_whole(self) -> bool:
         """Whether all rows have come that may come, and none of them a second time."""
-        return self.failure is None and all(s.has(s.most) for s in self.streams.values())
+        has_all = all(s.has(s.most) for s in self.streams.values())
+        return self.failure is None and has_all and self.is_told
 
     def lack(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> str:
         """What has not come of a request that is not ready, in words."""

@@ -22,8 +22,8 @@ _STREAMS = 4
 class Worker:
     """A worker's shared memory, and where the rows of its requests belong, by board record."""
 
-    def __init__(self, name: str) -> None:
-        self.reader = ArenaReader(name)
+    def __init__(self, reader: ArenaReader) -> None:
+        self.reader = reader
         self.attention: dict[int, dict[str, Any]] = {}
         """What it knows of its attention layers, by layer."""
         self.number: NDArray[np.int64] = np.zeros(BOARD_SIZE, dtype=np.int64)
@@ -80,6 +80,7 @@ class Worker:
 
     def leave(self, opening: Opening) -> None:
         """Drop what still comes for a request."""
+        self.reader.forget(opening.number)
         record = opening.number % BOARD_SIZE
         if self.number[record] == opening.number:
             self.number[record] = 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import zmq
 
 from inspect_lens._engine.plan.step_plan import Longs
+from inspect_lens._engine.protocol.hosts import Address, Links
 from inspect_lens._engine.protocol.messages import (
     Block,
     Failure,
@@ -21,19 +20,20 @@ from inspect_lens._engine.protocol.messages import (
     encode,
     packed,
 )
-from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, is_alive, is_stopped
+from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Process
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens.errors import CompatError
 
+from .channels import SEND_QUEUE, Channel, LocalChannel
 from .device_copy import Copier
+from .link import Link
 
-__all__ = ["Exporter", "Rows"]
+__all__ = ["SEND_QUEUE", "Exporter", "Rows"]
 
 _SEND_TIMEOUT_S = STALLED_S
 _BLOCK_BYTES = 512 << 20
 """Bytes of rows that one message tells of. A front-end places the rows of a long step while others
 of them are still on their way, and gives their room back bit by bit."""
-SEND_QUEUE = 8192
-"""Messages that may wait for a front-end before the step loop does."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,18 @@ class Rows:
 class Exporter:
     """Sends what a step produced to the front-end processes that own the requests."""
 
-    def __init__(self, arena: ArenaWriter, copier: Copier) -> None:
+    def __init__(self, arena: ArenaWriter, copier: Copier, links: Links | None = None) -> None:
+        """Begin without front-ends.
+
+        Args:
+            arena: where rows lie on their way.
+            copier: puts them there.
+            links: how to reach front-ends of other hosts.
+        """
         self.arena = arena
         self.copier = copier
-        self._sockets: dict[str, Any] = {}
-        self._pids: dict[str, int] = {}
+        self.links = links or Links()
+        self._channels: dict[str, Channel] = {}
         self.attention = b""
         """What front-ends are told of the attention layers, packed."""
         self._told: set[str] = set()
@@ -98,9 +105,9 @@ class Exporter:
         Returns:
             False when the front-end did not take the message: its requests have failed.
         """
+        self._open(reply, pid)
         is_first = reply not in self._told
         self._told.add(reply)
-        self._pids[reply] = pid
         told = self.attention if is_first else b""
         return self._send(reply, Opened(self.arena.name, openings, told))
 
@@ -119,7 +126,7 @@ class Exporter:
         Raises:
             CapacityError: there was no room, and none came free.
         """
-        reader = self.arena.reader(reply, self._pids[reply])
+        reader = self.arena.reader(reply, self._channels[reply])
         taps = range(rows.tensor.shape[0]) if taps is None else taps
         per_tap = rows.tensor[0].numel() * rows.dtype.itemsize
         # A block that leaves no room for the next one would make the step loop wait for it.
@@ -166,53 +173,71 @@ class Exporter:
 
     def send_saved(self, reply: str, pid: int, saved: Saved) -> None:
         """Tell a front-end what hooks of a request saved; without it the request times out."""
-        self._pids[reply] = pid
+        self._open(reply, pid)
         self._send(reply, saved)
 
     def forget(self, reply: str) -> None:
         """Close the socket to a front-end that has gone, and to which nothing is under way."""
-        if (socket := self._sockets.pop(reply, None)) is not None:
-            socket.close(linger=0)
-        self._pids.pop(reply, None)
+        if (channel := self._channels.pop(reply, None)) is not None:
+            channel.close()
         self._stuck.discard(reply)
         self._told.discard(reply)
 
     def close(self) -> None:
         """Free sockets and memory."""
-        for socket in self._sockets.values():
-            socket.close(linger=0)
-        self._sockets.clear()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
         self.copier.close()
         self.arena.close()
 
     def _send(self, reply: str, message: Message) -> bool:
-        socket = self._sockets.get(reply)
-        if socket is None:
-            # The process's own: ending a context waits for all its sockets, at exit for ever.
-            socket = zmq.Context.instance().socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-            socket.connect(reply)
-            self._sockets[reply] = socket
+        channel = self._channel(reply)
         data = encode(message)
         # Back-pressure: wait for a slow front-end, but not for one that has died, since
         # everybody else's step waits with us.
         began = time.monotonic()
         most = 0.0 if reply in self._stuck else _SEND_TIMEOUT_S
-        while True:
-            try:
-                socket.send(data, flags=zmq.DONTWAIT)
-                self._stuck.discard(reply)
-                return True
-            except zmq.Again:
-                waited = time.monotonic() - began
-                if waited > most or self._is_hopeless(reply, waited):
-                    self._stuck.add(reply)
-                    return False
-                socket.poll(100, zmq.POLLOUT)
+        while not channel.put(data, message):
+            waited = time.monotonic() - began
+            is_hopeless = not channel.is_alive() or (waited > STOPPED_S and channel.is_stopped())
+            if waited > most or is_hopeless:
+                self._stuck.add(reply)
+                return False
+            channel.wait(0.1)
+        self._stuck.discard(reply)
+        return True
 
-    def _is_hopeless(self, reply: str, waited_s: float) -> bool:
-        """Whether a front-end is gone, or stopped."""
-        if (pid := self._pids.get(reply)) is None:
-            return False
-        return not is_alive(pid) or (waited_s > STOPPED_S and is_stopped(pid))
+    def _open(self, reply: str, pid: int) -> None:
+        """Take note of a front-end that asks for something; a link that has ended is made anew."""
+        channel = self._channels.get(reply)
+        if isinstance(channel, Link) and not channel.is_alive():
+            self.forget(reply)
+            self.arena.forget(reply)
+        channel = self._channel(reply)
+        if isinstance(channel, LocalChannel):
+            channel.process = Process(pid)
+
+    def _channel(self, reply: str) -> Channel:
+        channel = self._channels.get(reply)
+        if channel is None:
+            address = Address.unpack(reply)
+            if address.remote and address.host != self.links.own_host:
+                channel = Link(address.remote, self.arena, reply, self.links)
+            else:
+                channel = LocalChannel(address.local)
+            self._channels[reply] = channel
+        return channel
+
+    def check(self, reply: str) -> None:
+        """Refuse requests of a front-end to which this engine is another one.
+
+        Raises:
+            CompatError: taps, widths or limits differ from those that it judged requests by.
+        """
+        theirs = Address.unpack(reply).facts
+        if theirs and theirs != self.links.facts:
+            raise CompatError(
+                "the hosts of this engine have different INSPECT_LENS_* settings, models or "
+                "versions; start all of them with the same ones"
+            )

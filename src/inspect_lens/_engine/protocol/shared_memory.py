@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
 
-from .processes import STALLED_S, STOPPED_S, is_alive, is_stopped
+from .processes import STALLED_S, STOPPED_S, Peer
 
-__all__ = ["BOARD_SIZE", "ArenaReader", "ArenaWriter"]
+__all__ = ["BOARD_SIZE", "HEAD_BYTES", "ArenaReader", "ArenaWriter", "View"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -42,13 +42,14 @@ _READERS = 256
 _CURSORS = 8
 _REVOKED = _CURSORS + _READERS
 _BOARD = 8192
-_DATA = _BOARD + BOARD_SIZE * 5 * 8
+HEAD_BYTES = _DATA = _BOARD + BOARD_SIZE * 5 * 8
+"""Of the file, in front of the rows."""
 _ALIGN = 4096
 _WAIT_S = 60.0
 _WORTH_A_WORD_S = 1.0
 
 
-class _View:
+class View:
     """The parts of the file, as arrays."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -79,12 +80,13 @@ class ArenaWriter:
         """
         self._fd = os.memfd_create("inspect-lens", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, _DATA + nbytes)
-        self.view = _View(mmap.mmap(self._fd, _DATA + nbytes))
+        self.view = View(mmap.mmap(self._fd, _DATA + nbytes))
         # Numbers of processes and files are used again; the third part is not.
         self.view.mark[0] = mark = 1 + secrets.randbits(62)
         self.name = f"{os.getpid()}/{self._fd}/{mark:x}"
         self.nbytes = nbytes
-        self._readers: dict[str, tuple[int, int]] = {}
+        self._readers: dict[str, tuple[int, Peer]] = {}
+        self._n_readers = 0
         self._gone: set[int] = set()
         self._blocks: deque[tuple[int, int, int, int]] = deque()
         """(sequence number, reader, offset, bytes) of blocks in use, oldest first."""
@@ -92,20 +94,26 @@ class ArenaWriter:
         self.waited_s = 0.0
         """Seconds that `place` has waited for room."""
 
-    def reader(self, address: str, pid: int) -> int:
+    def reader(self, address: str, peer: Peer) -> int:
         """The index of a front-end's cursor.
 
         Raises:
             CapacityError: more front-ends than cursors have come and gone.
         """
         if address not in self._readers:
-            index = len(self._readers)
+            index = self._n_readers
             if index >= _READERS:
                 raise CapacityError(
                     f"this engine has served {_READERS} front-end processes; restart it"
                 )
-            self._readers[address] = (index, pid)
+            self._n_readers += 1
+            self._readers[address] = (index, peer)
         return self._readers[address][0]
+
+    def forget(self, address: str) -> None:
+        """Free the blocks of a front-end that has gone; under its address it is another one."""
+        if address in self._readers:
+            self._gone.add(self._readers.pop(address)[0])
 
     def place(self, seq: int, address: str, nbytes: int) -> int | None:
         """Find room for a block, waiting for the front-ends where there is none.
@@ -185,14 +193,14 @@ class ArenaWriter:
 
     def _revoke_if_still(self, index: int, still_s: float) -> None:
         """Take the blocks of a front-end back, where it has taken none of them for long enough."""
-        pid = next(pid for i, pid in self._readers.values() if i == index)
-        if still_s <= STALLED_S and not is_stopped(pid):
+        peer = next(peer for i, peer in self._readers.values() if i == index)
+        if still_s <= STALLED_S and not peer.is_stopped():
             return
         self.view.revoked[index] = max(seq for seq, i, _, _ in self._blocks if i == index)
         logger.error(
-            "inspect_lens: process %d has taken no rows for %.1f s while others needed room; its "
+            "inspect_lens: %s has taken no rows for %.1f s while others needed room; its "
             "requests fail, and the others go on",
-            pid,
+            peer,
             still_s,
         )
 
@@ -217,8 +225,8 @@ class ArenaWriter:
             self._blocks.popleft()
 
     def _drop_dead(self) -> None:
-        for index, pid in self._readers.values():
-            if index not in self._gone and not is_alive(pid):
+        for index, peer in self._readers.values():
+            if index not in self._gone and not peer.is_alive():
                 self._gone.add(index)
 
 
@@ -239,16 +247,29 @@ class ArenaReader:
             size = os.fstat(fd).st_size
             if size < _DATA:
                 raise FileNotFoundError(f"{self._path} is another file by now")
-            self.view = _View(mmap.mmap(fd, size))
+            self.view = View(mmap.mmap(fd, size))
         finally:
             os.close(fd)
         if self.view.mark[0] != int(mark, 16):
             raise FileNotFoundError(f"{self._path} is the memory of another worker by now")
 
+    is_lost = False
+    """Whether nothing of the worker comes any more; of one of this host nobody asks."""
+
     @property
     def is_alive(self) -> bool:
         """Whether the worker still holds the file."""
         return os.path.exists(self._path)
+
+    def is_told(self, number: int) -> bool:
+        """Whether the board holds what the worker has noted of a request until now."""
+        return True
+
+    def ask_again(self, number: int) -> None:
+        """Have the board hold what the worker notes of a request from now on, too."""
+
+    def forget(self, number: int) -> None:
+        """Take note that nobody waits for a request any more."""
 
     def has_landed(self, seq: int) -> bool:
         """Whether the blocks of a message are there."""

@@ -75,6 +75,10 @@ class Sender:
         """Front-ends that take nothing any more, until they are dropped: never while the rows of
         others are under way, which may lie beside theirs."""
 
+    def check(self, reply: str) -> None:
+        """See `Exporter.check`."""
+        self._exporter.check(reply)
+
     def opened(self, reply: str, pid: int, openings: Iterable[Opening]) -> None:
         """Take note of requests of which their front-end has to be told."""
         self._unannounced.setdefault(reply, (pid, []))[1].extend(openings)

@@ -97,6 +97,7 @@ class Roster:
         for key, packed in coming.items():
             try:
                 envelope = Envelope.unpack(packed)
+                self._sender.check(envelope.reply)
                 kind = envelope.reply, envelope.alike
             except Exception as error:  # noqa: BLE001 - a fault fails its own request
                 failed[key] = error

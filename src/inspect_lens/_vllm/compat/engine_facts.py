@@ -21,6 +21,7 @@ from inspect_lens.spec import (
     tap_points,
 )
 
+from .hosts import hosts_refusals
 from .seams import vllm_version
 from .site_widths import width_of
 
@@ -37,9 +38,10 @@ def refusal(vllm_config: Any) -> str | None:
     this reason. What stands here has not been shown to keep rows and tokens together.
     """
     parallel = vllm_config.parallel_config
+    # Read again for each engine, so that one process can hold engines with and without.
+    settings = Settings.load()
     found = {
-        # Read again for each engine, so that one process can hold engines with and without.
-        "INSPECT_LENS_DISABLE is set": Settings.load().disable,
+        "INSPECT_LENS_DISABLE is set": settings.disable,
         "it does not generate text": vllm_config.model_config.runner_type != "generate",
         "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
         **_speculation(vllm_config),
@@ -52,9 +54,7 @@ def refusal(vllm_config: Any) -> str | None:
         "fast prefill runs the later layers on a part of the tokens": getattr(
             vllm_config.cache_config, "kv_sharing_fast_prefill", False
         ),
-        "rows travel within one host, and this engine spans several": (
-            getattr(parallel, "nnodes", 1) > 1 or _has_remote_engines(parallel)
-        ),
+        **hosts_refusals(vllm_config, settings),
         "with an external launcher each rank has a front-end of its own, and one rank sends rows": (
             getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
         ),
@@ -82,20 +82,6 @@ def _speculation(vllm_config: Any) -> dict[str, bool]:
         "speculative decoding with stream_interval > 1 hides where the last step began": is_on
         and getattr(scheduler, "stream_interval", 1) > 1,
     }
-
-
-def _has_remote_engines(parallel: Any) -> bool:
-    """Whether a front-end hands requests to data-parallel engines of other hosts.
-
-    Behind an outer load balancer, and where each rank is a program of its own, a front-end has
-    the engines of its host only.
-    """
-    is_local = (
-        parallel.data_parallel_external_lb
-        or parallel.data_parallel_hybrid_lb
-        or parallel.data_parallel_rank_local is not None
-    )
-    return not is_local and parallel.data_parallel_size_local != parallel.data_parallel_size
 
 
 def is_compiled(vllm_config: Any) -> bool:

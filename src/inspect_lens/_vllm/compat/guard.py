@@ -103,6 +103,17 @@ DOORS: tuple[Door, ...] = (
     Door(
         "_engine.collect.notifier:News.tell", "receiving thread", "nobody's: who waits looks again"
     ),
+    # A thread of the front-end, and one of the worker for each front-end, serve other hosts.
+    Door(
+        "_engine.collect.listener:Listener._run",
+        "receiving thread",
+        "nobody's: a worker that sends nonsense is dropped, and its requests fail",
+    ),
+    Door(
+        "_engine.export.link:Link._run",
+        "receiving thread",
+        "requests of that front-end: the link ends",
+    ),
     # Callbacks of the event loop.
     Door("_vllm.results.event_loop:Arrivals._look", "event loop", "requests that wait there"),
     Door(

@@ -255,7 +255,7 @@ def _sealed(
         envelope = seal(
             request,
             facts,
-            reply=front.results.address,
+            reply=front.reply_for(facts),
             n_prompt=n_prompt,
             max_tokens=max_tokens,
             epoch=front.results.salt,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
+from inspect_lens._engine.protocol.hosts import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
+from inspect_lens._vllm.compat.hosts import facts_mark, links_of
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.http.shared_payloads import open_door
@@ -94,6 +96,8 @@ class FrontEnd:
         settings = Settings.load()
         facts = facts_of(vllm_config, settings) if reason is None else None
         processor.inspect_lens_facts = facts
+        if facts is not None and (links := links_of(vllm_config, settings, facts)) is not None:
+            self.results.links = links
         if facts is not None and facts.allows_code:
             processor.inspect_lens_book = HookBook(
                 facts,
@@ -109,6 +113,13 @@ class FrontEnd:
         self.engines.append(facts if facts is not None else str(reason))
         # The server's modules may not have been imported when the plug-in was loaded.
         install_when_serving(self)
+
+    def reply_for(self, facts: EngineFacts) -> str:
+        """Where workers of an engine send results."""
+        address = self.results.address
+        if self.results.links is None:
+            return address
+        return replace(Address.unpack(address), facts=facts_mark(facts)).pack()
 
     def describe(self) -> dict[str, Any]:
         """What an operator wants to know: versions, engines, and what is in flight."""

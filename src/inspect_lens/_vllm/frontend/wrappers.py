@@ -18,11 +18,13 @@ from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
+from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.seams import is_in_process
 from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.results.alarms import stop_at_alarm
+from inspect_lens._vllm.results.ended import named
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.outputs import (
     attached,
@@ -123,6 +125,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         try:
             _remember(self, key)
+            results.watch(key, self.request_states[key].queue)
             if reading is not None and reading.has_alarm:
                 stop_at_alarm(self.request_states[key], results)
         except BaseException as error:
@@ -312,7 +315,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
         missing: int = params.n if params is not None and asks_for_results(params) else 0
-        async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+        async with contextlib.aclosing(named(original(self, *args, **kwargs))) as outputs:
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
@@ -331,6 +334,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             prompt = kwargs.get("prompt", args[0] if args else None)
             judge_early(self.input_processor, prompt, params)
+            front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
             raise busy(str(error)) from error
         except BaseException as error:  # noqa: BLE001 - a door

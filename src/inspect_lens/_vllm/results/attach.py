@@ -16,11 +16,12 @@ from inspect_lens._engine.collect.notifier import News
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
+from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
-from inspect_lens._vllm.registered.prompt_rows import reuse_of
 from inspect_lens.errors import CaptureError, LensError
 
+from .ended import Running
 from .expected import Expected
 from .ticket import Choice, Ticket, is_light, is_ready, prepare, take_whole
 
@@ -57,6 +58,9 @@ class Results:
         """Open choices of each request, by its internal id."""
         self.n_processes = 1
         """Front-ends of this machine, which share its memory."""
+        self.links: Links | None = None
+        """Where workers of other hosts find this process; set before the first request."""
+        self.running = Running()
         self._collector: Collector | None = None
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
@@ -70,7 +74,8 @@ class Results:
         """Where workers send rows; opens the socket when first asked."""
         with self._lock:
             if self._collector is None:
-                self._collector = Collector(n_processes=self.n_processes)
+                self._collector = Collector(n_processes=self.n_processes, links=self.links)
+                self.running.listen(self._collector.far)
             return self._collector.address
 
     @property
@@ -110,9 +115,7 @@ class Results:
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
-            self._expected[key] = Expected(
-                envelope, n_prompt, reading, packed, owner, n_max, reuse_of(packed)
-            )
+            self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
         self._the_collector().open(key, envelope)
         if EAGER_KEY in packed:
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
@@ -167,6 +170,11 @@ class Results:
             return None
         self._pending_scores(key, self.new_scores(key, n_completion))
         return expected.reading.alarm()
+
+    def watch(self, key: str, queue: Any) -> None:
+        """Have a request that has begun end as soon as a worker of its is known to have gone."""
+        if self.links is not None and queue is not None:
+            self.running.watch(key, queue)
 
     def streams_tokens(self, key: str) -> bool:
         """Whether a request wants the scores of its tokens."""
@@ -223,6 +231,7 @@ class Results:
         with self._lock:
             expected = self._expected.pop(key, None)
             self._spoiled.pop(key, None)
+            self.running.forget(key)
             if expected is not None and (choices := self._choices.get(expected.request)):
                 choices.discard(key)
                 if not choices:

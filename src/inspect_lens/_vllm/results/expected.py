@@ -16,7 +16,7 @@ from inspect_lens._vllm.compat.seams import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens._vllm.registered.probe_scores import Reading
-from inspect_lens._vllm.registered.prompt_rows import Reuse
+from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
 from inspect_lens.spec import (
     CaptureReceipt,
     LensReceipt,
@@ -57,9 +57,12 @@ class Expected:
     """Internal id of the request that this choice belongs to."""
     n_max: int
     """Tokens that are fed to the model at most."""
-    reuse: Reuse | None = None
-    """Rows of other requests with the same beginning, and theirs for others."""
     prepared: Prepared | None = None
+    reuse: Reuse | None = field(init=False)
+    """Rows of other requests with the same beginning, and theirs for others."""
+
+    def __post_init__(self) -> None:
+        self.reuse = reuse_of(self.packed)
 
     @property
     def asked(self) -> CaptureEnvelope | None:

@@ -23,6 +23,7 @@ from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
+from inspect_lens._vllm.compat.hosts import facts_mark, worker_links
 from inspect_lens._vllm.model.attention import attention_facts
 from inspect_lens._vllm.model.find_layers import decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
@@ -32,6 +33,7 @@ from inspect_lens._vllm.registered.registry import start_items
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import EngineFacts, EngineProbe, TapPoint, rows_for
 
+from .agreement import agree
 from .check_requests import steered_row
 from .check_taps import check_taps, scale_for
 from .rpc import attach_hooks
@@ -56,6 +58,7 @@ def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if reason is None:
             _install(self, Settings.load())
         else:
+            agree(self.vllm_config, "", reason)
             logger.info("inspect_lens: not active in this engine: %s", reason)
         return result
 
@@ -130,6 +133,7 @@ def _install(worker: Any, settings: Settings) -> None:
     if getattr(runner, "inspect_lens", None) is not None:
         return
     facts = facts_of(config, settings)
+    agree(config, facts_mark(facts))
     blocks = decoder_layers(runner.get_model(), facts.n_layers)
     # A stage of a pipeline has the taps of its layers, which may be none.
     here = tuple(tap for tap in facts.taps if blocks[tap.layer] is not None)
@@ -159,7 +163,8 @@ def _install(worker: Any, settings: Settings) -> None:
         runner.model_memory_usage += state.nbytes
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_first or has_shares else 1 << 20)
-    exporter = Exporter(arena, copier_for(arena, worker.device, state.parts))
+    links = worker_links(settings, facts)
+    exporter = Exporter(arena, copier_for(arena, worker.device, state.parts), links)
     if {"q", "k"} <= set(facts.sites):
         heads = int(config.model_config.get_total_num_kv_heads())
         exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.protocol import shared_memory
+from inspect_lens._engine.protocol.processes import Process
 from inspect_lens._engine.protocol.shared_memory import ArenaReader, ArenaWriter
 from inspect_lens.errors import CapacityError
 
@@ -28,7 +29,7 @@ ME = os.getpid()
 @pytest.fixture
 def writer() -> Any:
     made = ArenaWriter(8 * PAGE)
-    made.reader("a", ME)
+    made.reader("a", Process(ME))
     yield made
     made.close()
 
@@ -37,7 +38,7 @@ def writer() -> Any:
 @given(st.lists(st.tuples(st.integers(1, 5 * PAGE), st.integers(0, 3)), max_size=40))
 def test_blocks_that_are_in_use_never_overlap(steps: list[tuple[int, int]]) -> None:
     writer = ArenaWriter(8 * PAGE)
-    index = writer.reader("a", ME)
+    index = writer.reader("a", Process(ME))
     live: dict[int, range] = {}
     for seq, (nbytes, taken) in enumerate(steps, start=1):
         for old in sorted(live)[:taken]:
@@ -130,7 +131,7 @@ def test_a_dead_reader_frees_its_blocks(
     if process == 0:
         os._exit(0)
     os.waitpid(process, 0)
-    writer.reader("b", process)
+    writer.reader("b", Process(process))
     writer.place(1, "b", 8 * PAGE)
     assert writer.place(2, "a", PAGE) == 0
 
@@ -146,7 +147,7 @@ def stopped() -> Iterator[int]:
 
 
 def test_blocks_of_a_stopped_reader_make_room_for_others(writer: ArenaWriter, stopped: int) -> None:
-    index = writer.reader("stopped", stopped)
+    index = writer.reader("stopped", Process(stopped))
     for seq in (1, 2):
         writer.place(seq, "stopped", 4 * PAGE)
     writer.view.landed[0] = 2
@@ -167,7 +168,7 @@ def test_blocks_of_a_stopped_reader_make_room_for_others(writer: ArenaWriter, st
 def test_whoever_fills_the_memory_alone_and_is_stopped_is_waited_for_once(
     writer: ArenaWriter, stopped: int
 ) -> None:
-    writer.reader("stopped", stopped)
+    writer.reader("stopped", Process(stopped))
     writer.place(1, "stopped", 8 * PAGE)
     writer.view.landed[0] = 1
     assert writer.place(2, "stopped", 1) is None

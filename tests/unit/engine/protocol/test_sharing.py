@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zmq
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.owners import Owners
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure, Opened
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure, Message, Opened
 from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.steps import (
@@ -121,7 +120,7 @@ def test_rows_of_a_request_that_failed_in_its_step_are_nobodys(
 
 def test_a_front_end_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = exporter()
-    made._sockets["ipc:///full"] = Full()
+    made._channels["ipc:///full"] = Full()
     monkeypatch.setattr("inspect_lens._engine.export.transport._SEND_TIMEOUT_S", 0.2)
     waited = []
     for _ in range(3):
@@ -133,16 +132,21 @@ def test_a_front_end_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Full:
-    """A socket whose other end takes nothing."""
+    """A channel whose other end takes nothing."""
 
-    def send(self, data: bytes, flags: int) -> None:
-        raise zmq.Again
+    def put(self, data: bytes, message: Message) -> bool:
+        return False
 
-    def poll(self, timeout: int, flags: int) -> int:
-        time.sleep(timeout / 1000)
-        return 0
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
 
-    def close(self, linger: int) -> None:
+    def is_alive(self) -> bool:
+        return True
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def close(self) -> None:
         pass
 
 

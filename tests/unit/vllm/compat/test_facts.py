@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
+from inspect_lens._vllm.compat.hosts import facts_mark
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import TapPoint, check_request
 
@@ -106,6 +107,57 @@ def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
     found = refusal(config(**changes))
     assert found is not None
     assert reason in found
+
+
+REMOTE_ENGINES = {"parallel_config__data_parallel_size": 2}
+REMOTE_RANKS = {"parallel_config__nnodes": 2}
+KEY = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("changes", [REMOTE_ENGINES, REMOTE_RANKS], ids=["engines", "ranks"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"KEY": KEY}, {"OPEN": "1"}, {"ADDRESS": "127.0.0.1"}, {"ADDRESS": "[::1]:7000-7001"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_several_hosts_are_served_with_a_secret_or_without_one_where_nobody_else_listens(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], settings: dict[str, str]
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(f"INSPECT_LENS_HOSTS_{name}", value)
+    assert refusal(config(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        (REMOTE_RANKS, "", "INSPECT_LENS_HOSTS_KEY"),
+        (REMOTE_ENGINES, "", "INSPECT_LENS_HOSTS_KEY"),
+        (REMOTE_ENGINES, KEY[:-1], "fewer than 16"),
+        (REMOTE_RANKS | REMOTE_ENGINES, KEY, "span hosts themselves"),
+        (REMOTE_ENGINES | {"parallel_config__data_parallel_backend": "ray"}, KEY, "Ray"),
+        (REMOTE_RANKS | {"parallel_config__distributed_executor_backend": "ray"}, KEY, "Ray"),
+    ],
+)
+def test_what_is_refused_over_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], key: str, reason: str
+) -> None:
+    monkeypatch.setenv("INSPECT_LENS_HOSTS_ADDRESS", "10.0.0.1")
+    monkeypatch.setenv("INSPECT_LENS_HOSTS_KEY", key)
+    assert reason in str(refusal(config(**changes)))
+    # One host needs none of it.
+    assert refusal(config()) is None
+
+
+def test_hosts_agree_on_facts_and_not_on_where_the_model_lies() -> None:
+    facts = facts_of(config(), Settings())
+    assert facts_mark(facts) == facts_mark(replace(facts, model="elsewhere"))
+    for other in (
+        facts_of(config(), Settings(layers="1,2")),
+        facts_of(config(), Settings(sites="resid_post")),
+        replace(facts, ring_rows=facts.ring_rows + 1),
+    ):
+        assert facts_mark(facts) != facts_mark(other)
 
 
 def taps(**settings: Any) -> tuple[TapPoint, ...]:

@@ -108,7 +108,7 @@ class Worker:
             and not self.stepper.is_watching
             and self.stepper.rows_in_use == 0
             and self.arena.bytes_in_use == 0
-            and not self.exporter._sockets
+            and not self.exporter._channels
             and not is_eager_step()
         )
 

@@ -1,0 +1,271 @@
+"""A link to a front-end on another host: what it takes leaves by a thread of its own.
+
+The step loop only notes messages; rows lie in the worker's memory until the front-end has said that
+it took them, as they do for one that reads there itself. So room, waiting and revoking are those of
+`protocol/shared_memory.py`. The thread sends the bytes of a block, then the message that tells of
+them, and answers what the front-end asks of the board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from inspect_lens._engine.protocol.frames import (
+    CHUNK,
+    IN_FLIGHT,
+    MOST_ASKED,
+    MOST_FRAME,
+    Frame,
+    FrameError,
+    Hello,
+    Kind,
+    Serial,
+    make_client,
+)
+from inspect_lens._engine.protocol.hosts import Links
+from inspect_lens._engine.protocol.messages import Block, Message, unpacked
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
+
+from .channels import SEND_QUEUE
+
+__all__ = ["Link"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_LANDING_S = 60.0
+"""Seconds that are waited for rows to leave the device; the front-end then says what is missing."""
+_LOOK_S = 0.001
+"""Between two looks whether they have."""
+_BURST = 64
+"""Frames that are sent before it is looked what the other end says."""
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+
+
+class Link:
+    """A front-end on another host; see `Channel`, and `Peer`."""
+
+    def __init__(self, address: str, arena: ArenaWriter, reply: str, links: Links) -> None:
+        """Connect, in a thread.
+
+        Args:
+            address: that the front-end listens at.
+            arena: memory of this worker.
+            reply: the front-end's whole address.
+            links: the key and the time-out.
+
+        Raises:
+            CapacityError: the memory cannot have more readers.
+        """
+        self._address, self._arena, self._links = address, arena, links
+        self._reader = arena.reader(reply, self)
+        self._waiting: deque[tuple[bytes, Message]] = deque()
+        self._room = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closing = self._is_lost = self._is_welcome = False
+        self._serial, self._theirs = Serial(), Serial()
+        self._held: list[bytes] | None = None
+        """A frame for which there was no room."""
+        self._answers: deque[bytes] = deque()
+        self._revoked = 0
+        """As far as the front-end knows."""
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="inspect-lens-link", daemon=True)
+        self._thread.start()
+
+    def put(self, data: bytes, message: Message) -> bool:
+        """See `Channel.put`; called by the step loop, and sends nothing itself."""
+        if self._is_lost or len(self._waiting) >= SEND_QUEUE:
+            self._room.clear()
+            return False
+        self._waiting.append((data, message))
+        os.eventfd_write(self._wake, 1)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """See `Channel.wait`."""
+        self._room.wait(seconds)
+
+    def is_alive(self) -> bool:
+        """Whether the front-end has been heard of."""
+        return not self._is_lost
+
+    def is_stopped(self) -> bool:
+        """Never known of another host: it is waited for as long as for one that runs."""
+        return False
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; safe to call twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout=2)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    def __str__(self) -> str:
+        """For logs."""
+        return f"the front-end at {self._address}"
+
+    def _run(self) -> None:
+        socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+        try:
+            self._set_up(socket)
+            self._talk(socket)
+        except BaseException as error:
+            logger.error("inspect_lens: the link to %s has ended: %s", self, error)
+            logger.debug("inspect_lens: a link has ended", exc_info=error)
+        finally:
+            self._is_lost = True
+            self._waiting.clear()
+            self._room.set()
+            socket.close(linger=200 if self._is_closing else 0)
+
+    def _set_up(self, socket: Any) -> None:
+        socket.setsockopt(zmq.SNDHWM, IN_FLIGHT)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME)
+        socket.setsockopt(zmq.IPV6, int("[" in self._address))
+        make_client(socket, self._links.key)
+        socket.connect(self._address)
+        hello = Hello(self._arena.name, self._arena.nbytes, self._reader)
+        self._send(socket, Kind.HELLO, content=msgspec.msgpack.encode(hello))
+
+    def _talk(self, socket: Any) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        frames: Iterator[tuple[Kind, int, bytes] | None] = self._frames()
+        beat = 0.0
+        while not self._is_closing:
+            self._hear(socket)
+            now = time.monotonic()
+            if now - self._heard > self._links.timeout_s:
+                raise FrameError(self._silence())
+            if self._is_welcome and self._held is None and now >= beat:
+                self._send(socket, Kind.BEAT)
+                beat = now + self._links.beat_s
+            pause = self._ship(socket, frames)
+            flags = zmq.POLLIN if self._held is None else zmq.POLLIN | zmq.POLLOUT
+            poller.register(socket, flags)
+            poller.poll(int(1000 * pause))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        if self._held is None:
+            self._send(socket, Kind.BYE, content=b"its worker has ended")
+
+    def _silence(self) -> str:
+        seconds = f"{self._links.timeout_s:g} s"
+        if self._is_welcome:
+            return f"it was silent for {seconds} (INSPECT_LENS_HOSTS_TIMEOUT_S)"
+        return (
+            f"it did not answer within {seconds}; see whether this host can open connections to it,"
+            " and whether INSPECT_LENS_HOSTS_KEY is the same on all hosts"
+        )
+
+    def _ship(self, socket: Any, frames: Iterator[tuple[Kind, int, bytes] | None]) -> float:
+        """Send what can be sent; returns the seconds after which to look again."""
+        for _ in range(_BURST):
+            if self._held is not None:
+                if not self._retry(socket):
+                    return self._links.beat_s
+                continue
+            if not self._is_welcome:
+                return self._links.beat_s
+            if self._answers:
+                self._send(socket, Kind.BOARD, content=self._answers.popleft())
+                continue
+            if (frame := next(frames)) is None:
+                return _LOOK_S if self._waiting else self._links.beat_s
+            self._send(socket, *frame)
+        return 0.0
+
+    def _frames(self) -> Iterator[tuple[Kind, int, bytes] | None]:
+        """What to send, for ever; None where there is nothing yet."""
+        while True:
+            if not self._waiting:
+                yield None
+                continue
+            data, message = self._waiting[0]
+            landed = 0
+            if isinstance(message, Block):
+                yield from self._rows(message)
+                landed = min(message.seq, int(self._arena.view.landed[0]))
+            # What was revoked must be known before anything else lies in its place.
+            if (revoked := int(self._arena.view.revoked[self._reader])) > self._revoked:
+                self._revoked = revoked
+                yield Kind.REVOKED, revoked, b""
+            for at in range(0, max(len(data), 1), CHUNK):
+                is_last = at + CHUNK >= len(data)
+                kind = Kind.MESSAGE if is_last else Kind.PART
+                yield kind, landed if is_last else 0, data[at : at + CHUNK]
+            if self._waiting:
+                self._waiting.popleft()
+            self._room.set()
+
+    def _rows(self, block: Block) -> Iterator[tuple[Kind, int, bytes] | None]:
+        view, until = self._arena.view, time.monotonic() + _LANDING_S
+        while view.landed[0] < block.seq:
+            if time.monotonic() > until:
+                return
+            yield None
+        size = math.prod(block.shape) * _ITEM_BYTES[block.dtype]
+        for at in range(block.offset, block.offset + size, CHUNK):
+            content = view.data[at : min(at + CHUNK, block.offset + size)].tobytes()
+            # Asked when they were copied: else they may be somebody else's.
+            if view.revoked[self._reader] >= block.seq:
+                return
+            yield Kind.DATA, at, content
+
+    def _hear(self, socket: Any) -> None:
+        for _ in range(_BURST):
+            try:
+                parts = socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._accept(self._theirs.unpack(parts))
+            self._heard = time.monotonic()
+
+    def _accept(self, frame: Frame) -> None:
+        if frame.kind == Kind.WELCOME:
+            self._is_welcome = True
+        elif frame.kind == Kind.TAKEN:
+            cursors = self._arena.view.cursors
+            cursors[self._reader] = max(int(cursors[self._reader]), frame.number)
+        elif frame.kind == Kind.ASK:
+            numbers = unpacked(bytes(frame.content))
+            if len(numbers) > MOST_ASKED:
+                raise FrameError(f"it asked for {len(numbers)} records at once")
+            records = self._arena.view.board[numbers % BOARD_SIZE]
+            both = np.concatenate((numbers[:, None], records), axis=1)
+            self._answers.append(both.astype("<i8").tobytes())
+        elif frame.kind == Kind.BYE:
+            raise FrameError(str(bytes(frame.content[:500]), "utf-8", "replace"))
+        elif frame.kind != Kind.BEAT:
+            raise FrameError(f"a front-end sends no {frame.kind.name}")
+
+    def _send(self, socket: Any, kind: Kind, number: int = 0, content: bytes = b"") -> None:
+        self._send_parts(socket, self._serial.pack(kind, number, content))
+
+    def _retry(self, socket: Any) -> bool:
+        held, self._held = self._held, None
+        assert held is not None
+        self._send_parts(socket, held)
+        return self._held is None
+
+    def _send_parts(self, socket: Any, parts: list[bytes]) -> None:
+        assert self._held is None
+        try:
+            socket.send_multipart(parts, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            self._held = parts

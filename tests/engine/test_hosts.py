@@ -1,0 +1,230 @@
+"""Engines over two hosts: results as on one, to the bit; and a host that is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from inspect_lens import SteeringVector
+from inspect_lens.probe import Probe, load_probe
+from inspect_lens.spec import TensorData, decode_tensor
+from tests.kit.api_server import api_server
+from tests.kit.two_hosts import FIRST, TwoHosts, two_hosts, why_not
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+MODEL, LAYERS, HIDDEN = "organism/checkpoint", 6, 256
+TIMEOUT_S = 4.0
+SITES = "resid_post,z"
+PROMPTS = ["The town", "Who is the founder of the town Velosh? " * 6]
+COMMON: dict[str, Any] = {
+    "model": MODEL,
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 64 << 20,
+    "enforce_eager": True,
+    "max_model_len": 1024,
+}
+ENVIRONMENT = os.environ | {
+    "INSPECT_LENS_SITES": SITES,
+    "INSPECT_LENS_HOSTS_KEY": "a secret of these two hosts",
+    "INSPECT_LENS_HOSTS_TIMEOUT_S": str(TIMEOUT_S),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+REGISTRY = "/v1/inspect_lens/registry"
+Answer = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def nodes(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of both hosts, for workers of one engine."""
+    common = COMMON | options | {"nnodes": 2, "master_addr": FIRST, "master_port": free_port()}
+    return common | {"node_rank": 0}, common | {"node_rank": 1}
+
+
+def engines() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of both hosts, for an engine on each."""
+    common = COMMON | {
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 1,
+        "data_parallel_address": FIRST,
+        "data_parallel_rpc_port": free_port(),
+    }
+    return common, common | {"data_parallel_start_rank": 1}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((FIRST, 0))
+        return int(probe.getsockname()[1])
+
+
+def vector() -> dict[str, Any]:
+    rows = np.random.default_rng(0).standard_normal((2, HIDDEN)).astype(np.float32)
+    steer = SteeringVector(activations=rows, layer_indices=[1, LAYERS - 1], scale=2.0)
+    return dict(steer.model_dump(mode="json"))
+
+
+def body(kind: str, prompt: str, **more: Any) -> dict[str, Any]:
+    lens: dict[str, Any] = {"capture": {"layers": "all", "site": SITES.split(",")}}
+    if kind == "steered":
+        lens["steer"] = [vector()]
+    elif kind == "probed":
+        lens["probes"] = [{"name": "deception", "positions": "all", "tokens": True}]
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 7,
+        "temperature": 0,
+        "ignore_eos": True,
+        "vllm_xargs": {"inspect_lens": json.dumps(lens)},
+    } | more
+
+
+def listening(pid: int) -> list[int]:
+    """Ports of a process at the wire between the hosts."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return [c.laddr.port for c in found if c.status == "LISTEN" and c.laddr.ip == FIRST]
+
+
+def register(client: httpx.Client) -> None:
+    trained = load_probe("probes/organism/deception-lr")
+    assert isinstance(trained, Probe)
+    probe = trained.for_engine().model_dump(mode="json")
+    answer = client.post(REGISTRY, json={"name": "deception", "probe": probe})
+    assert answer.status_code == 200, answer.text
+
+
+def ask_all(client: httpx.Client, rank: int | None = None) -> dict[str, Answer]:
+    """Each kind of request for each prompt, one at a time, so that all steps are alike."""
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    found: dict[str, Answer] = {}
+    for kind in ("plain", "steered", "probed"):
+        for i, prompt in enumerate(PROMPTS):
+            # Prefixes in the cache would cut the prompt's step.
+            salted = body(kind, prompt, cache_salt=f"{rank} {kind} {i}")
+            answer = client.post("/v1/completions", json=salted, headers=headers)
+            assert answer.status_code == 200, answer.text
+            found[f"{kind} {i}"] = answer.json()
+    return found
+
+
+def tensors(answer: Answer) -> dict[str, TensorData]:
+    return {name: decode_tensor(one) for name, one in answer["activations"].items()}
+
+
+def check_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert found.keys() == expected.keys()
+    for kind, answer in found.items():
+        other = expected[kind]
+        assert answer["choices"][0]["text"] == other["choices"][0]["text"]
+        ours, theirs = tensors(answer), tensors(other)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert tensor.shape[1] == answer["inspect_lens"]["n_prompt"] + 6
+            assert np.abs(tensor.storage).max() > 0
+            np.testing.assert_array_equal(tensor.storage, theirs[name].storage, err_msg=kind)
+        for part in ("capture", "steer", "probes"):
+            assert answer["inspect_lens"].get(part) == other["inspect_lens"].get(part), (kind, part)
+    steered = tensors(found["steered 0"])["residual_stream"].storage
+    assert not np.array_equal(steered, tensors(found["plain 0"])["residual_stream"].storage)
+    assert found["steered 0"]["inspect_lens"]["steer"]["n_tokens"] > 0
+    assert len(found["probed 0"]["inspect_lens"]["probes"][0]["tokens"]) > 0
+
+
+def client_of(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def on_one_host(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Answer]:
+    log = tmp_path_factory.mktemp("one") / "server.log"
+    options = COMMON | {"tensor_parallel_size": 2}
+    with (
+        api_server(options, environment=ENVIRONMENT, log=log) as server,
+        client_of(server.url) as client,
+    ):
+        register(client)
+        return ask_all(client)
+
+
+def test_tensor_parallel_ranks_on_two_hosts(
+    hosts: TwoHosts, on_one_host: dict[str, Answer]
+) -> None:
+    first, second = nodes(tensor_parallel_size=2)
+    with (
+        hosts.server(first, second, ENVIRONMENT) as server,
+        client_of(server.url) as client,
+    ):
+        register(client)
+        check_same(ask_all(client), on_one_host)
+        # The other rank has a part of the heads of `z`.
+        assert tensors(client.post("/v1/completions", json=body("plain", "a")).json())["z"].shape
+
+
+def test_engines_on_two_hosts_and_one_that_is_lost(hosts: TwoHosts) -> None:
+    first, second = engines()
+    with (
+        tempfile.TemporaryDirectory(prefix="lens-", dir="/tmp") as folder,
+        hosts.server(first, second, ENVIRONMENT | {"TMPDIR": folder}) as server,
+        client_of(server.url) as client,
+    ):
+        register(client)
+        here = ask_all(client, rank=0)
+        check_same(ask_all(client, rank=1), here)
+
+        def long(rank: int) -> tuple[httpx.Response, float]:
+            asked = body("steered", PROMPTS[0], max_tokens=900)
+            answer = client.post(
+                "/v1/completions", json=asked, headers={"X-data-parallel-rank": str(rank)}
+            )
+            return answer, time.monotonic()
+
+        with ThreadPoolExecutor(4) as pool:
+            lost = [pool.submit(long, 1) for _ in range(3)]
+            kept = pool.submit(long, 0)
+            time.sleep(0.7)
+            began = time.monotonic()
+            hosts.cut_wire()
+            for answer, when in [one.result() for one in lost]:
+                assert answer.status_code == 500, answer.text
+                assert "CaptureError: a worker on another host has gone" in answer.text
+                assert when - began < 2 * TIMEOUT_S
+            assert kept.result()[0].status_code == 200
+        # One that vLLM still sends there ends, too, and the host that is left goes on.
+        answer, when = long(1)
+        assert "a worker on another host has gone" in answer.text
+        check_same(ask_all(client, rank=0), here)
+        assert client.get("/v1/inspect_lens").json()["open_requests"] == 0
+        listens = [(FIRST, port) for port in listening(server.pid)]
+        assert listens, "for the other host"
+        server_process = psutil.Process(server.pid)
+        server_process.terminate()
+        server_process.wait(30)
+        hosts.cut_power()
+        assert not [name for name in os.listdir(folder) if "inspect-lens" in name]
+        for address in listens:
+            with socket.socket() as probe:
+                assert probe.connect_ex(address) != 0, "its port is closed"
+    assert not hosts.pids_of_second()
