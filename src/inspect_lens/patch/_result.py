@@ -310,7 +310,7 @@ class CausalTrace(_Saved):
             self.effect,
             layers=self.layers,
             labels=[self.tokens[p] + "*" * (p in self.subject) for p in self.positions],
-            name="average indirect effect on the probability",
+            name="average indirect effect",
             unit=None,
             hidden=(low <= 0) & (high >= 0),
             title=title,
