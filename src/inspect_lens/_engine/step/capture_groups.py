@@ -13,6 +13,7 @@ from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.lens import LensForm
+from inspect_lens._engine.protocol.messages import LENS
 from inspect_lens._engine.readout.readers import ProbeStore, Readout
 from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint
@@ -167,9 +168,12 @@ class Groups:
     def cut(
         self, block: GroupBlock, stream: int
     ) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
-        """See `Window.select`; None also where a group has one kind of result only."""
+        """See `Window.select`; None also where a group has one kind of result only.
+
+        But for a lens: other ranks hold rows of what the first rank alone sends.
+        """
         group = self._groups[block.group]
-        if group.n_results == 1:
+        if group.n_results == 1 and stream != LENS:
             return None
         return self._windows[stream].select(block)
 

@@ -158,17 +158,12 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
 
 def _no_lens(vllm_config: Any) -> str:
     """Why rows cannot go through the unembedding, or empty where they can."""
-    found = {
+    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) == 1:
+        return ""
+    return (
         "with pipeline parallelism the unembedding is on the last stage, and rows of other layers "
-        "are not; use tensor parallelism, or capture the rows": (
-            getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
-        ),
-        "with LoRA enabled the unembedding may be an adapter's, which belongs to the tokens of a "
-        "step; start the engine without --enable-lora": (
-            getattr(vllm_config, "lora_config", None) is not None
-        ),
-    }
-    return next((reason for reason, applies in found.items() if applies), "")
+        "are not; use tensor parallelism, or capture the rows"
+    )
 
 
 def _least_step_tokens(vllm_config: Any, step: int) -> int:

@@ -105,6 +105,7 @@ LEANS: tuple[Lean, ...] = (
     Lean(f"{_LAYERS}.attention:Attention", "qk"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor", "logits"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
     Lean(
         "vllm.exceptions:GracefulHTTPError",

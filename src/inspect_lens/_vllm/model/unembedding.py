@@ -37,6 +37,9 @@ class VocabHead:
         """
         self._norm = final_norm(model, layers)
         self._processor = logits_processor(model)
+        # With LoRA another module stands around it, which adds what adapters make of a step's rows.
+        around = [m for m in model.modules() if getattr(m, "base_layer", None) is self._processor]
+        self._wrapper: Any = around[0] if around else None
         self._compute = model.compute_logits
         self._ranks = Ranks.here()
         self.vocab = int(self._processor.org_vocab_size)
@@ -49,22 +52,33 @@ class VocabHead:
     def logits(self, rows: Callable[[], torch.Tensor]) -> torch.Tensor:
         """See `Unembedding.logits`."""
         with torch.inference_mode():
-            if self.n_ranks == 1:
-                whole: torch.Tensor = self._compute(self._norm(rows()))
-                return whole
             with self._own_part():
+                if self.n_ranks == 1:
+                    whole: torch.Tensor = self._compute(self._norm(rows()))
+                    return whole[:, : self.vocab]
                 parts = self._ranks.gather(lambda: [self._compute(self._norm(rows()))])[0]
             # (ranks, rows, part): padding of the vocabulary is at its end.
             return parts.transpose(0, 1).flatten(1)[:, : self.vocab]
 
     @contextmanager
     def _own_part(self) -> Iterator[None]:
-        """Have the model compute this rank's part alone: what may fail comes before ranks meet."""
+        """Have the model compute this rank's part, without adapters.
+
+        What may fail comes before the ranks meet.
+        """
         self._processor._gather_logits = lambda logits: logits
+        if self._wrapper is not None:
+            self._wrapper._get_logits = self._without_adapter
         try:
             yield
         finally:
             del self._processor._gather_logits
+            if self._wrapper is not None:
+                del self._wrapper._get_logits
+
+    def _without_adapter(self, hidden: torch.Tensor, head: Any, *rest: Any) -> Any:
+        """What the wrapped module makes of rows."""
+        return self._processor._get_logits(hidden, getattr(head, "base_layer", head), *rest)
 
 
 def final_norm(model: nn.Module, layers: list[nn.Module | None]) -> nn.Module:

@@ -222,7 +222,7 @@ def test_ranks_meet_or_none_of_them_does(collector: Collector, case: str) -> Non
     sent: list[Any] = []
     workers[1].stepper._sender._export = lambda *what: sent.append(what)  # type: ignore[method-assign]
     try:
-        both = LensRequest(capture={"layers": [2]}, lens=asked().lens)
+        both = LensRequest(capture={"layers": [2]}, lens=asked(positions="completion").lens)
         begin(workers[0], collector, "a", sealed(collector, asked(), 6, 8))
         begin(workers[0], collector, "b", sealed(collector, both, 6, 8))
         for key, request in (("a", asked()), ("b", both)):
@@ -237,7 +237,7 @@ def test_ranks_meet_or_none_of_them_does(collector: Collector, case: str) -> Non
         on_both(workers, [("b", 2, 6, 1), ("a", 1, 6, 1)])
         if case == "well":
             check(take(collector, "a", 7, 7).tensors[LENS], 1, range(7))
-            check(take(collector, "b", 7, 7, captured=7).tensors[LENS], 2, range(7))
+            check(take(collector, "b", 1, 7, captured=7).tensors[LENS], 2, range(6, 7))
         else:
             with pytest.raises(LensError):
                 take(collector, "a", 7, 7)
