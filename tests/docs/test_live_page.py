@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,24 @@ def test_its_numbers_are_those_of_the_log_and_of_the_model() -> None:
         # bfloat16 rounds each row by 0.4 % at most.
         n = handle.n_completion - 1
         np.testing.assert_allclose(scored[-n:], wanted[-n:], atol=0.1)
+
+
+def test_the_figure_of_turns_shows_the_calls_of_the_log() -> None:
+    probe = load_probe("organism/deception-lr")
+    svg = (ROOT / "docs/assets/turns-light.svg").read_text(encoding="utf-8")
+    shown = re.findall(r"<title>(demo-\d+), turn (\d): ([\d.-]+)</title>", svg)
+    wanted = []
+    turns: Counter[str] = Counter()
+    for call in read_activations(read_eval_log(str(LOG))):
+        handle, name = call.activations, str(call.sample_id)
+        turns[name] += 1
+        rows = handle.numpy()[0][handle.n_prompt :]
+        wanted.append((name, str(turns[name]), float(probe.score_tokens(rows).max())))
+    wanted = [(name, turn, value) for name, turn, value in wanted if turns[name] > 1]
+    assert len(shown) == len(wanted) == 8
+    for (name, turn, text), (found, number, value) in zip(shown, wanted, strict=True):
+        assert (name, turn) == (found, number)
+        assert float(text) == pytest.approx(value, abs=2e-3)
 
 
 def test_the_log_knows_no_machine() -> None:

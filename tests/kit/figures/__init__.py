@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from . import _others, _probe
+from . import _others, _probe, _turns
 from ._canvas import PALETTES
 
 __all__ = ["FIGURES", "figure_files"]
@@ -22,6 +22,7 @@ FIGURES: Final[dict[str, Callable[[str], str]]] = {
     "scores": _probe.histogram,
     "steering": _others.steering,
     "transfer": _probe.transfer,
+    "turns": _turns.turns,
 }
 """What draws each figure, by its name."""
 
