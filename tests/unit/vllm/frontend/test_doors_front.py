@@ -138,7 +138,7 @@ def test_outputs_that_cannot_be_merged_are_an_error_to_their_reader(
 
     async def read(one: Any) -> list[Any]:
         generate = FRONT_END_WRAPPERS["async_generate"](made)
-        fake = SimpleNamespace(input_processor=None)
+        fake = SimpleNamespace(input_processor=None, engine_core=None)
         return [found async for found in generate(fake, one)]
 
     assert asyncio.run(read(plain)) == [plain]
@@ -313,7 +313,11 @@ def test_a_request_without_the_lens_is_not_touched_by_its_faults(
     arguments = {
         "verify_args": (params,),
         "process_inputs": (processor, "r", "prompt", params),
-        "async_generate": (SimpleNamespace(input_processor=processor), "prompt", params),
+        "async_generate": (
+            SimpleNamespace(input_processor=processor, engine_core=None),
+            "prompt",
+            params,
+        ),
     }[door]
     if extra is OURS:
         with pytest.raises(CaptureError, match=type(fault).__name__):

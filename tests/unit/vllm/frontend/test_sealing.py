@@ -106,7 +106,9 @@ def call(processor: Any, prompt: Any, params: Any) -> Any:
             yield nothing
 
     generate = wrappers.FRONT_END_WRAPPERS["async_generate"](original)
-    return generate(SimpleNamespace(input_processor=processor), prompt, params, "r")
+    return generate(
+        SimpleNamespace(input_processor=processor, engine_core=None), prompt, params, "r"
+    )
 
 
 def process(processor: Any, prompt: Any, params: Any) -> Any:
