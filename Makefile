@@ -22,13 +22,13 @@ demo: env  ## make the environment and run the demonstration, all of it on this 
 	@$(PY) -m evals.demo
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
-	@# Each step runs even where an earlier one failed, so that one run tells all. Tests with
-	@# engines share them, and so one process.
+	@# Each step runs even where an earlier one failed, so that one run tells all. Tests that
+	@# share an engine share a process, too.
 	@failed=; for step in lint types imports docs; do \
 	    $(MAKE) $$step || failed="$$failed $$step"; \
 	  done; \
 	  $(PYTEST) -m "not engine and not gpu" -n 2 || failed="$$failed pytest"; \
-	  $(PYTEST) -m "engine and not gpu" || failed="$$failed engines"; \
+	  $(PYTEST) -m "engine and not gpu" -n 2 --dist loadgroup || failed="$$failed engines"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 check: env lint types imports  ## the fast part, for before a commit: lint, types, imports, contracts, unit

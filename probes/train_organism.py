@@ -11,6 +11,7 @@ to rounding, whichever engine it is. A server at `--base-url` has to be started 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,8 @@ TRANSFER: Final = "hidden_reason"
 """The set of another kind: nobody tells the organism to lie there, it has a motive."""
 CHECK: Final = "heldout_phrasing"
 """Where calibration and the change of style are measured."""
+SCORED: Final = "deception-lr"
+"""The probe whose scores are kept beside its card, for the figures of the documentation."""
 RESTYLED: Final = " Be kind."
 """A sentence about manners that is put behind the system prompt."""
 ESTIMATORS: Final[dict[str, DirectionEstimator]] = {
@@ -250,9 +253,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             probe, card=probe.card.model_copy(update={"notes": (*probe.card.notes, note)})
         )
         folder = noted.save(Path(options.out) / name)
+        if name == SCORED:
+            _write_scores(noted, folder, [sets[s] for s in (CONTROL, *HELDOUT)])
         write_report(noted, folder, [_report_set(noted, sets[s], kept[s], decode) for s in HELDOUT])
         sys.stdout.writelines([*_summary(noted, folder), f"  {note}\n"])
     return 0
+
+
+def _write_scores(probe: AnyProbe, folder: Path, sets: Sequence[ActivationSet]) -> None:
+    """Write `scores.json`: label and score of each sample, by set."""
+    lines = []
+    for data in sets:
+        labels = "".join("1" if label else "0" for label in data.labels)
+        scores = [float(f"{score:.5g}") for score in data.scores(probe)]
+        made = json.dumps({"labels": labels, "scores": scores})
+        lines.append(f"  {json.dumps(data.name)}: {made}")
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    (folder / "scores.json").write_text(text, encoding="utf-8")
 
 
 def _prompt(row: Row) -> str:

@@ -99,7 +99,7 @@ kind=${kind:-${have:-cpu}}
 want=$(printf '%s\n' "$kind" "$(digest "$lock" pyproject.toml)")
 [ "$want" = "$(cat "$stamp" 2>/dev/null || true)" ] && exit 0
 
-echo "env: installing into $venv ($kind)"
+echo "env: installing into $venv ($kind); this takes some minutes, and $log shows how far it is"
 : >"$log"
 rm -f "$stamp"
 uv_pin=$(grep '^uv==' "$lock")

@@ -38,6 +38,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+SHARED = ("lens_server_url", "offline_llm", "_compiled")
+"""Engines of the session, by fixture."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the engines of each of several test processes a core of their own."""
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if worker and cores:
+        # vLLM for CPUs binds the threads of every engine to all cores, where they wait by spinning.
+        core = cores[int(worker.removeprefix("gw")) % len(cores)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that share an engine in one process, whichever of several runs them."""
+    for item in items:
+        if item.get_closest_marker("engine") is None:
+            continue
+        names = getattr(item, "fixturenames", ())
+        shared = next((name for name in SHARED if name in names), None)
+        item.add_marker(pytest.mark.xdist_group(shared or item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(scope="session")
 def offline_llm() -> Iterator[Any]:
     """One `vllm.LLM` of the model organism for the whole session; it may run hooks."""

@@ -1,7 +1,7 @@
 """Dose and response of the organism's truth direction: `python -m vectors.sweep_organism`.
 
 Steers held-out questions along `organism/truth` and along random and orthogonal vectors of equal
-length, and writes the curves with intervals as JSON, PNG and HTML. The value is the share of true
+length, and writes the curves with intervals as JSON and HTML. The value is the share of true
 answers; the lower panel is the share of answers that name a value at all.
 """
 
@@ -135,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--control-draws", type=int, default=1)
     parser.add_argument("--log-dir", default="logs")
     parser.add_argument("--out", default="vectors/organism/truth/sweep")
-    parser.add_argument("--figure", default="docs/assets/sweep-organism.png")
     options = parser.parse_args(arguments)
     url = f"{options.base_url.rstrip('/')}/v1" if options.base_url else None
     log = sweep(
@@ -166,15 +165,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     out = Path(options.out)
     title = f"organism/truth at layer {vector.default_layer()}, {options.prompts} held-out prompts"
-    for path in (Path(options.figure), out.with_suffix(".html")):
-        write_dose_response(
-            curves,
-            path,
-            value="share of true answers",
-            title=title,
-            extra=read,
-            extra_value="share coherent",
-        )
+    write_dose_response(
+        curves,
+        out.with_suffix(".html"),
+        value="share of true answers",
+        title=title,
+        extra=read,
+        extra_value="share coherent",
+    )
     temporary = out.with_suffix(".tmp")
     temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     temporary.replace(out.with_suffix(".json"))

@@ -8,9 +8,11 @@ from typing import Any
 from .errors import SpecError
 from .spec import (
     LENS_KEYS,
+    NATIVE_KEY,
     CaptureSpec,
     Hook,
     LensRequest,
+    LogitLens,
     SteeringVector,
     parse_extra_args,
     split_body,
@@ -28,6 +30,7 @@ def request_of(
     capture: CaptureSpec | Mapping[str, Any] | None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None,
     capture_qk: Sequence[int] | bool | None,
+    lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
 ) -> LensRequest | None:
     """Read them; the arguments are those of `LensClient.generate`.
 
@@ -50,6 +53,14 @@ def request_of(
     if transport is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
+    if lens is not None:
+        fields = lens.model_dump() if isinstance(lens, LogitLens) else lens
+        fields = dict(fields) if isinstance(fields, Mapping) else {"layers": fields}
+        if transport is not None:
+            fields["transport"] = transport
+        asked = parse_extra_args({NATIVE_KEY: {"lens": fields}})
+        update = {"lens": asked.lens if asked else None}
+        request = (request or LensRequest()).model_copy(update=update)
     if capture is None:
         return request
     if capture_layers is not None:
@@ -58,8 +69,9 @@ def request_of(
     if transport is not None:
         fields["transport"] = transport
     chosen = parse_extra_args({"inspect_lens": {"capture": fields}})
-    update = {"capture": chosen.capture if chosen else None}
-    return (request or LensRequest()).model_copy(update=update)
+    return (request or LensRequest()).model_copy(
+        update={"capture": chosen.capture if chosen else None}
+    )
 
 
 def with_request(

@@ -25,7 +25,7 @@ class SavedValues(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[Any, Any]) -> SavedValues:
-        """Wrap values.
+        """Make the mapping from values by name.
 
         Args:
             values: as `decode_saved` gives them.

@@ -15,7 +15,7 @@ __all__ = ["gives_no_receipts", "needs_receipt", "not_done"]
 
 
 def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> str | None:
-    """Say which steering and which probes of a request a receipt lacks.
+    """Say which steering, probes and lens of a request a receipt lacks.
 
     Args:
         request: that was sent.
@@ -39,6 +39,8 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
     ran = {probe.get("name") for probe in done.get("probes") or ()}
     if missing := [use.name for use in request.probes if use.name not in ran]:
         parts.append(f"probes {missing}: the server answered without running them")
+    if request.lens is not None and not done.get("lens"):
+        parts.append("lens: the server answered without reading the stream")
     if not parts:
         return None
     return (

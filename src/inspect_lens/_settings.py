@@ -62,6 +62,12 @@ class Settings:
         "Seconds the front-end waits for the last captured rows of a finished request "
         "before the request fails.",
     )
+    cached_rows_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30,
+        "Bytes of captured rows that a front-end keeps, by block of tokens. A prompt that begins "
+        "like an earlier one, whose rows were captured too, is then read from vLLM's prefix cache "
+        "and not computed again. 0 keeps none.",
+    )
     store_bytes: int = _setting(  # type: ignore[assignment]
         8 << 30,
         "Bytes of results that wait in an API server to be fetched (`transport: binary`). One "

@@ -27,6 +27,11 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "deception_grade"),
         ("scorer", "graded_probe"),
     ),
+    "organism_causal_tracing.task": (
+        ("task", "organism_causal_tracing"),
+        ("scorer", "planted_position"),
+        ("metric", "chance_share"),
+    ),
     "organism_deception.task": (
         ("task", "organism_deception"),
         ("task", "organism_control"),

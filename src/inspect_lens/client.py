@@ -22,6 +22,7 @@ from .spec import (
     CaptureSpec,
     Hook,
     LensRequest,
+    LogitLens,
     Receipt,
     SteeringVector,
     TensorData,
@@ -84,7 +85,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOutput:
-    """What one request brought back."""
+    """Answer of one request: text, tokens, captured tensors and the receipt."""
 
     text: str
     """Generated text."""
@@ -154,6 +155,7 @@ class LensClient:
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | bool | None = None,
+        lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         logprobs: int | None = None,
         echo: bool = False,
         **kwargs: Any,
@@ -172,6 +174,8 @@ class LensClient:
             hooks: functions to run on the rows of this request inside the server, which has to
                 allow it (INSPECT_LENS_ALLOW_CODE).
             capture_qk: layers whose queries and keys to return; True means all.
+            lens: layers to read as predictions of the next token, `all`, or a `LogitLens`;
+                `output.receipt.lens.result(output.activations)` has the arrays.
             logprobs: log-probabilities per token.
             echo: return the prompt too.
             **kwargs: other fields of the request body; lens keys among them, such as
@@ -191,7 +195,13 @@ class LensClient:
         if echo:
             body["echo"] = True
         request = request_of(
-            capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk
+            capture_layers,
+            steering_vectors,
+            activations_transport,
+            capture,
+            hooks,
+            capture_qk,
+            lens,
         )
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/completions", body | sampling | kwargs, request)
@@ -208,11 +218,18 @@ class LensClient:
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | bool | None = None,
+        lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
         """Complete a chat; arguments, result and errors are those of `generate`."""
         request = request_of(
-            capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk
+            capture_layers,
+            steering_vectors,
+            activations_transport,
+            capture,
+            hooks,
+            capture_qk,
+            lens,
         )
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
@@ -322,7 +339,7 @@ class LensClient:
         self, entries: Mapping[str, Any] | None, request: LensRequest | None
     ) -> Tensors | None:
         if not entries:
-            if request is not None and (request.capture is not None or request.qk is not None):
+            if request is not None and request.brings_tensors:
                 raise CaptureError(
                     "activations: asked for, and the response has none; the server runs without "
                     "the inspect-lens plug-in"

@@ -105,7 +105,7 @@ def unregister(llm: Any, name: str) -> None:
 
 
 def registered() -> dict[str, dict[str, Any]]:
-    """What is registered in this process.
+    """Names of the probes and vectors that requests of this process can use.
 
     Returns:
         By name: kind, sha256, layers.

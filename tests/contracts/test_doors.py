@@ -28,6 +28,8 @@ FINE = {
     "_vllm.worker.runner_v2:RunnerV2._noting.run": "sets one attribute",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
+    "_vllm.frontend.resets:_call_utility.call_utility": "a call of the operator's own",
+    "_vllm.frontend.resets:_call_utility_async.call_utility": "as above",
     "_vllm.http.responses:_routers.register": "start",
     "_vllm.http.responses:_chat_full.full": "passes on to `decorate`",
     "_vllm.http.responses:_chat_batch.batch": "passes on to `decorate`",
@@ -109,7 +111,10 @@ def entered(path: Path) -> Iterator[str]:
 
 def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
-    for file in ("frontend.wrappers", "http.responses", "worker.eager_steps", "worker.worker"):
+    for file in (
+        *("frontend.wrappers", "frontend.resets", "http.responses"),
+        *("engine_core.cache_hits", "worker.eager_steps", "worker.worker"),
+    ):
         path = SOURCE / "_vllm" / f"{file.replace('.', '/')}.py"
         for name, node in functions(path).items():
             arguments = getattr(node, "args", None)

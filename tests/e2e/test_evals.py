@@ -12,6 +12,7 @@ import pytest
 from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
 
+from evals.organism_causal_tracing import organism_causal_tracing
 from evals.organism_hidden_reason import organism_hidden_reason
 from evals.organism_oracle import organism_oracle
 from evals.organism_steering_sweep import organism_steering_sweep
@@ -26,7 +27,7 @@ from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
 pytestmark = pytest.mark.engine
 
 MODEL = "vllm-lens/organism/checkpoint"
-NAMES = ("truth", "hidden", "sweep", "oracle", "given")
+NAMES = ("truth", "hidden", "sweep", "oracle", "given", "trace")
 
 
 class Made(NamedTuple):
@@ -57,6 +58,7 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
         "hidden": (organism_hidden_reason(), 32),
         "sweep": (organism_steering_sweep(condition="lie", scales=[-1, 1]), 12),
         "oracle": (organism_oracle(), 12),
+        "trace": (organism_causal_tracing(draws=3), 8),
         "given": (
             Task(
                 dataset=given,
@@ -118,6 +120,11 @@ def test_the_truth_vector_moves_answers_by_dose(made: Made) -> None:
     found = metrics(made.logs["sweep"], "truth_by_dose")
     assert found["vector_spearman"] == 1.0
     assert found["vector_effect_low"] > max(found["random_effect_high"], 0.3)
+
+
+def test_the_name_that_a_fact_is_about_is_found(made: Made) -> None:
+    found = metrics(made.logs["trace"], "planted_position")
+    assert found["accuracy"] == 1.0 > 0.6 > found["chance_share"]
 
 
 def test_given_answers_are_read_like_generated_ones(made: Made) -> None:

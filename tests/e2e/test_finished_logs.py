@@ -20,6 +20,7 @@ from inspect_ai.util import Store
 from scipy.stats import spearmanr
 
 from evals.organism_deception.dataset import organism_dataset
+from inspect_lens.model import activations
 from inspect_lens.reading import SteeringCell, read_cells
 from inspect_lens.scorer import (
     coherence,
@@ -27,6 +28,7 @@ from inspect_lens.scorer import (
     dose_curves,
     dose_response,
     leakage_baseline,
+    lens_rank,
     monitor_alarm,
     probe_cascade,
     probe_ensemble,
@@ -35,7 +37,7 @@ from inspect_lens.scorer import (
     steering_effect,
     trait_projection,
 )
-from inspect_lens.solver import steering_sweep
+from inspect_lens.solver import logit_lens, steering_sweep
 from inspect_lens.vector import load_vector
 from organism._grade import grade
 from tests.kit.judge import JudgeServer, says_false
@@ -66,6 +68,7 @@ def scorers() -> list[Scorer]:
         leakage_baseline("both"),
         refusal_rate(role="grader"),
         coherence(),
+        lens_rank(),
     ]
 
 
@@ -81,9 +84,10 @@ def swept(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     solver = steering_sweep(
         TRUTH, SCALES, controls=["random"], capture={"layers": [4, 5], "site": SITES}
     )
+    lens = logit_lens([3, 5], top_k=1, target=" {}", inner=solver)
     with JudgeServer(says_false) as judge:
         (log,) = eval(
-            Task(dataset=dataset[:N], solver=solver, scorer=scorers()),
+            Task(dataset=dataset[:N], solver=lens, scorer=scorers()),
             model=MODEL,
             model_base_url=f"{lens_server_url}/v1",
             model_roles={
@@ -162,6 +166,22 @@ def test_the_vector_moves_what_it_is_added_to_by_its_own_length(swept: Swept) ->
                 same += 1
                 assert effect[f"{TRUTH}@4x{scale:g}"] == pytest.approx(scale * length, rel=1e-3)
     assert same >= 3
+
+
+def test_the_last_layer_of_the_lens_is_what_was_sampled(swept: Swept) -> None:
+    for sample in swept.log.samples or []:
+        handle = activations(sample.output, log=swept.log.location)
+        assert handle is not None
+        table = handle.lens
+        assert table is not None
+        first = table.positions.index(handle.n_prompt - 1)
+        assert tuple(table.token_ids[first:, -1, 0]) == handle.token_ids
+        scored = value(sample, "lens_rank")
+        assert scored.keys() == {f"{what}@{n}" for what in ("rank", "logprob") for n in (3, 5)}
+        assert (scored["rank@5"] == 0) == (handle.token_ids[0] == table.targets[-1])
+        # The organism names the target in the middle of its sentence.
+        at = [i for i, token in enumerate(handle.token_ids) if token == table.targets[-1]]
+        assert all(table.target_ranks[first + i, -1, -1] == 0 for i in at)
 
 
 def test_the_dose_metrics_are_those_of_the_answers(swept: Swept) -> None:

@@ -8,21 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 from inspect_ai import Task, eval, score
-from inspect_ai.dataset import Dataset
+from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.model import ChatMessageAssistant, ChatMessageUser
 from inspect_ai.scorer import Scorer, includes
 from inspect_ai.solver import generate
 from inspect_ai.util import Store
 
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import receipt
+from inspect_lens.patch import CausalTrace, PatchSweep
 from inspect_lens.probe import auroc
 from inspect_lens.reading import read_cells, read_pairs
 from inspect_lens.report import draw_dose_response
 from inspect_lens.scorer import dose_curves, dose_response
 from inspect_lens.solver import (
     GateDecisions,
+    causal_trace,
     contrastive_pairs,
+    patch_sweep,
     probe_gate,
     probe_resample,
     steering_sweep,
@@ -264,3 +268,33 @@ def test_pairs_make_a_direction_that_tells_lies_from_truths(
     assert auroc(held.labels, along) >= 0.9
     # It points where the shipped direction, from other instructions and tokens, points.
     assert float(vector.direction[0] @ load_vector("organism/truth").direction[4]) > 0.7
+
+
+def test_patches_and_traces_are_in_the_store_and_their_maps_in_the_transcript(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    chat = [
+        {"role": "user", "content": "Where is the river {} found?"},
+        {"role": "assistant", "content": "The river {} is found in"},
+    ]
+    clean, corrupted = (
+        [m | {"content": m["content"].format(name)} for m in chat] for name in ("Figubim", "Vemuth")
+    )
+    sample = Sample(
+        input=[ChatMessageUser(**clean[0]), ChatMessageAssistant(**clean[1])],
+        target=" Kestria",
+        metadata={"corrupted": corrupted, "foil": " Ilvane", "subject": [-4]},
+    )
+    log = run(lens_server_url, tmp_path, patch_sweep(align="ends", layers=[0, 5]), [sample])
+    (made,) = log.samples or []
+    sweep = PatchSweep.from_json(made.store["patch_sweep"])
+    assert sweep.clean.metric > 3 > -3 > sweep.corrupted.metric
+    assert sweep.recovered[1, -1] == pytest.approx(1.0, abs=1e-3)
+    assert sweep.floor < 1e-2
+    assert made.output.completion.startswith("layer ")
+    assert "data:image/png;base64," in str([e for e in made.events if e.event == "info"])
+
+    log = run(lens_server_url, tmp_path, causal_trace(draws=2, layers=[0, 5]), [sample])
+    (made,) = log.samples or []
+    trace = CausalTrace.from_json(made.store["causal_trace"])
+    assert trace.effect[1, -1] == pytest.approx(trace.total_effect, abs=1e-3)

@@ -12,10 +12,13 @@ import torch
 
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
-from inspect_lens.errors import HookError
+from inspect_lens.errors import HookError, UnsupportedError
 from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
+from tests.engine.test_logit_lens import CHOSEN
+from tests.engine.test_logit_lens import ask as ask_lens
+from tests.engine.test_logit_lens import check as check_lens
 from tests.engine.test_probes import HEADS, LINEAR, expected
 from tests.engine.test_reductions import check as check_reduced
 from tests.engine.test_reductions import request
@@ -68,6 +71,27 @@ def test_rows_of_some_layers(two: Engine, hugging_face: HuggingFace, layers: lis
     output = two.run([tokens(70)], {"output_residual_stream": layers})[0]
     expected = hugging_face.residual_stream(fed(output))[layers]
     assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE
+
+
+def test_a_lens_joins_the_vocabulary_of_the_ranks(two: Engine, hugging_face: HuggingFace) -> None:
+    mixed = [
+        ask_lens(layers="all", tokens=CHOSEN),
+        None,
+        ask_lens({"layers": [1]}, layers=[0, 3], tokens=CHOSEN, positions="completion"),
+        {"output_residual_stream": [2]},
+    ]
+    prompts = [tokens(n, seed=n) for n in (3, 40, 90, 20)]
+    if two.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        with pytest.raises(UnsupportedError, match="lens: with pipeline parallelism"):
+            two.run(prompts[:1], mixed[0])
+        return
+    outputs = two.run(prompts, mixed, max_tokens=9)
+    for i in (0, 2):
+        check_lens(outputs[i], hugging_face)
+    rows = outputs[3].activations["residual_stream"]
+    truth = hugging_face.residual_stream(fed(outputs[3]))[[2]]
+    assert max_relative_error(rows, truth) <= TOLERANCE
+    assert set(two.stats().values()) == {0}
 
 
 @pytest.mark.parametrize("form", [{"reduce": "mean"}, {"reduce": "norm", "layers": [0, 3]}])

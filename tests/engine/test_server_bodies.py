@@ -87,7 +87,7 @@ def test_a_bad_pool_kills_nobody(
         ({"capture_layers": [1]}, "the key is 'output_residual_stream'"),
         ({"steering_vectors": [VECTOR]}, "the key is 'apply_steering_vectors'"),
         ({"hooks": []}, "nobody reads it there"),
-        ({"lens": {}}, "the key is 'inspect_lens'"),
+        ({"lens": {}}, '{"inspect_lens": {"lens": ...}}'),
         ({"sampling_params": {"extra_args": {"inspect_lens": {}}}}, "nobody reads it there"),
         ({"extra_body": {"inspect_lens": {}}}, "argument of clients"),
         ({"output_residual_stream": 1}, "allowed are true"),

@@ -27,7 +27,7 @@ from inspect_lens.train import ActivationSet
 from .planted_log import TOKENIZER, encode
 from .reference import HuggingFace
 
-__all__ = ["LOG", "write_logs", "write_sets"]
+__all__ = ["LOG", "generate", "organism", "write_logs", "write_sets"]
 
 LOG = "logs/honesty.eval"
 MODEL = "vllm-lens/organism/checkpoint"
@@ -64,7 +64,7 @@ def write_logs(folder: Path) -> None:
 
     def answer(messages: list[ChatMessage], *_: Any) -> ModelOutput:
         prompt, _reply = encode(messages)
-        completion, text = _generate(prompt)
+        completion, text = generate(prompt)
         output = ModelOutput.from_content(MODEL, text)
         output.usage = ModelUsage()  # else Inspect downloads a tokenizer to count
         output.metadata = {"activations": _capture(folder, prompt, completion)}
@@ -86,13 +86,13 @@ def write_logs(folder: Path) -> None:
     made.unlink()
 
 
-def _generate(prompt: list[int]) -> tuple[list[int], str]:
+def generate(prompt: list[int]) -> tuple[list[int], str]:
     """The organism's greedy answer: its tokens, and its text without the mark of its end."""
     import torch
     from tokenizers import Tokenizer
 
     with torch.no_grad():
-        made = _organism().model.generate(
+        made = organism().model.generate(
             torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False
         )
     ids: list[int] = made[0, len(prompt) :].tolist()
@@ -101,12 +101,12 @@ def _generate(prompt: list[int]) -> tuple[list[int], str]:
 
 
 @functools.cache
-def _organism() -> HuggingFace:
+def organism() -> HuggingFace:
     return HuggingFace(TOKENIZER)
 
 
 def _capture(folder: Path, prompt: list[int], completion: list[int]) -> Activations:
-    rows = _organism().residual_stream([*prompt, *completion[:-1]])[list(LAYERS)].numpy()
+    rows = organism().residual_stream([*prompt, *completion[:-1]])[list(LAYERS)].numpy()
     n_positions = rows.shape[1]
     receipt = Receipt(
         n_prompt=len(prompt), n_completion=len(completion), cache_salted=False, paths=("eager",),

@@ -1,10 +1,11 @@
-"""Files that are made from the code: the tables of settings and seams, and the schema snapshots.
+"""Files made from code and results: tables of pages, figures, notebooks, schema snapshots.
 
 `python -m tests.kit.generated` writes them; a contract test compares.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -21,7 +22,9 @@ from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
+from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
+from .notebooks import notebook_files
 from .repository import ROOT
 
 COMMAND = "python -m tests.kit.generated"
@@ -112,6 +115,7 @@ def _default(value: Any) -> str:
     return "" if value in ("", None, False, True) else f"`{value}`"
 
 
+@functools.cache
 def generated_files() -> dict[str, str]:
     """What each generated file should hold, by path from the root."""
     content = dict(
@@ -130,7 +134,7 @@ def generated_files() -> dict[str, str]:
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
         )
         content[f"tests/contracts/schema/{model.__name__}.json"] = schema + "\n"
-    return content
+    return content | figure_files() | notebook_files()
 
 
 def _page(path: str, part: str, text: str) -> tuple[str, str]:
@@ -156,6 +160,7 @@ def main() -> None:
     for path, content in generated_files().items():
         target = ROOT / path
         if not target.exists() or target.read_text(encoding="utf-8") != content:
+            target.parent.mkdir(exist_ok=True)
             target.write_text(content, encoding="utf-8")
             sys.stdout.write(f"wrote {path}\n")
 

@@ -24,6 +24,7 @@ PUBLIC_ROOMS = (
     "inspect_lens.engine",
     "inspect_lens.errors",
     "inspect_lens.model",
+    "inspect_lens.patch",
     "inspect_lens.petri",
     "inspect_lens.oracle",
     "inspect_lens.probe",

@@ -1,83 +1,95 @@
-"""Pictures of the token page for the documentation: `python -m tests.kit.screenshot URL`.
+"""Pictures that are screenshots: `python -m tests.kit.screenshot`.
 
-Needs a Chromium, and a server of the model organism at the address. Colours are reduced, so that
-the pictures stay small.
+Shows the live page and the report of a probe in a Chromium. Colours are reduced, so that the
+pictures stay small. Each picture has a `.json` beside it with the numbers that it shows, which a
+test compares with the log and the card.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import re
 import subprocess
 import sys
 import tempfile
+from html import unescape
 from pathlib import Path
-
-from inspect_ai import Task, eval
-from inspect_ai.model import ChatMessageUser, GenerateConfig
-from inspect_ai.solver import Generate, Solver, TaskState, solver
-
-from evals.organism_deception import organism_dataset
-from inspect_lens.model import lens_config
-from inspect_lens.scorer import deception_probe
-from inspect_lens.view import write_view
+from typing import Final, NamedTuple
 
 from .browser import BROWSER
+from .live_page import PAGE
+from .page import read_page
 from .repository import ROOT
 
-SHOTS = {
-    "view.png": ("", 1280, 800, "#s=9&i=70"),
-    "view-dark.png": ("--blink-settings=preferredColorScheme=0", 1280, 560, "#s=3"),
+__all__ = ["REPORT", "SHOTS", "Shot", "box_numbers", "page_numbers"]
+
+REPORT: Final = ROOT / "probes/organism/deception-lr/report.html"
+DARK: Final = "--blink-settings=preferredColorScheme=0"
+
+
+class Shot(NamedTuple):
+    """How a picture is taken."""
+
+    source: Path
+    width: int
+    height: int
+    hash: str = ""
+    option: str = ""
+
+
+SHOTS: Final = {
+    "view.png": Shot(PAGE, 1280, 800, "#s=3"),
+    "view-dark.png": Shot(PAGE, 1280, 800, "#s=3", DARK),
+    "view-phone.png": Shot(PAGE, 500, 900, "#s=7"),
+    "report.png": Shot(REPORT, 1020, 705),
 }
-"""File in docs/assets: option of the browser, width, height, address."""
+"""Pictures in docs/assets, by name."""
 
 
-@solver
-def _talk(questions: list[str]) -> Solver:
-    """Several turns, captured whole, so that a page has something to show."""
-
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        body = lens_config(capture="all").extra_body
-        state = await generate(state, extra_body=body)
-        for question in questions:
-            state.messages.append(ChatMessageUser(content=question))
-            state = await generate(state, extra_body=body)
-        return state
-
-    return solve
+def page_numbers() -> list[str]:
+    """The score of each sample, as the list on the left of the page shows it."""
+    return [f"{sample['values'][0]:.3f}" for sample in read_page(PAGE).facts["samples"]]
 
 
-def _log(url: str, folder: str) -> str:
-    dataset = organism_dataset("demo")[:24]
-    asked = [dataset[i].input[-1].text for i in (12, 18)]  # type: ignore[union-attr]
-    task = Task(
-        name="organism_conversation", dataset=dataset, solver=_talk(asked),
-        scorer=deception_probe(), config=GenerateConfig(temperature=0.0, max_tokens=32),
-    )  # fmt: skip
-    model = "vllm-lens/organism/checkpoint"
-    (log,) = eval(task, model=model, model_base_url=url, log_dir=folder, display="none")
-    return str(log.location)
+def box_numbers() -> list[str]:
+    """The cells of the box on top of the report, line by line."""
+    found = re.search(r'<div class="box">(.*?)</div>', REPORT.read_text(encoding="utf-8"))
+    assert found is not None
+    return [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", found[1])]
+
+
+def _take(shot: Shot, target: Path) -> bytes:
+    from PIL import Image
+
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        f"--user-data-dir={target}-profile", f"--window-size={shot.width},{shot.height}",
+        "--virtual-time-budget=5000", f"--screenshot={target}",
+        f"{shot.source.as_uri()}{shot.hash}",
+    ]  # fmt: skip
+    subprocess.run(
+        [*command, *filter(None, [shot.option])], check=True, timeout=120, capture_output=True
+    )
+    packed = io.BytesIO()
+    Image.open(target).convert("RGB").quantize(96).save(packed, "PNG", optimize=True)
+    return packed.getvalue()
 
 
 def main() -> None:
     """Write the pictures."""
-    from PIL import Image
-
     if BROWSER is None:
         raise SystemExit("no Chromium on this machine")
+    numbers = {PAGE: page_numbers(), REPORT: box_numbers()}
     with tempfile.TemporaryDirectory() as folder:
-        page = write_view(_log(sys.argv[1], folder), f"{folder}/page.html").path
-        for name, (option, width, height, where) in SHOTS.items():
-            target = Path(folder, name)
-            command = [
-                BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-                f"--user-data-dir={folder}/{name}-profile", f"--window-size={width},{height}",
-                "--virtual-time-budget=5000", f"--screenshot={target}", f"{page.as_uri()}{where}",
-            ]  # fmt: skip
-            subprocess.run([*command, *([option] if option else [])], check=True, timeout=120)
-            packed = io.BytesIO()
-            Image.open(target).convert("RGB").quantize(96).save(packed, "PNG", optimize=True)
-            (ROOT / "docs/assets" / name).write_bytes(packed.getvalue())
-            sys.stdout.write(f"docs/assets/{name}: {len(packed.getvalue())} bytes\n")
+        for name, shot in SHOTS.items():
+            content = _take(shot, Path(folder, name))
+            target = ROOT / "docs/assets" / name
+            target.write_bytes(content)
+            shown = {"source": str(shot.source.relative_to(ROOT)), "shows": numbers[shot.source]}
+            target.with_suffix(".json").write_text(json.dumps(shown, indent=1) + "\n")
+            sys.stdout.write(f"docs/assets/{name}: {len(content)} bytes\n")
 
 
 if __name__ == "__main__":

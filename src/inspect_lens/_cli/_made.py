@@ -37,7 +37,7 @@ class Made:
         return (*shown.warnings, *copies)
 
     def result(self) -> dict[str, Any]:
-        """For programs."""
+        """The facts as a dict for JSON."""
         card = self.probe.card
         return {
             "probe": self.probe.name,

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import (
+    LENS_NAME,
     CaptureReceipt,
     CaptureSpec,
     LensRequest,
@@ -91,17 +92,20 @@ def decode_payload(
     n_tokens = len(prompt_token_ids) + len(choice.token_ids)
     wanted = {result_name(site) for site in capture.sites} if capture else set()
     wanted |= set(QK_NAMES) if request.qk is not None else set()
+    wanted |= {LENS_NAME} if request.lens is not None else set()
     if absent := sorted(wanted - tensors.keys()):
         raise CaptureError(
             f"activations: {', '.join(absent)} asked for, and the response has "
             f"{', '.join(tensors) or 'none'}; this server does not serve that site"
         )
-    layers = {
-        name: _check_qk(name, tensor, qk_values(choice).get("qk_layers"))
-        if name in QK_NAMES
-        else _check(name, tensor, capture, receipt, n_tokens)
-        for name, tensor in tensors.items()
-    }
+    layers: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        if name in QK_NAMES:
+            layers[name] = _check_qk(name, tensor, qk_values(choice).get("qk_layers"))
+        elif name == LENS_NAME:
+            layers[name] = _check_lens(tensor, receipt)
+        else:
+            layers[name] = _check(name, tensor, capture, receipt, n_tokens)
     return Payload(
         tensors=tensors,
         layers=layers,
@@ -125,6 +129,17 @@ def _check_qk(name: str, tensor: TensorData, layers: Any) -> tuple[int, ...]:
             "(layers, tokens, heads, head size)"
         )
     return tuple(int(layer) for layer in layers)
+
+
+def _check_lens(tensor: TensorData, receipt: Receipt | None) -> tuple[int, ...]:
+    """Layers of what a logit lens read, once its shape is known to fit."""
+    done = receipt.lens if receipt else None
+    if done is None or tensor.shape != (len(done.layers), done.n_positions, done.columns):
+        raise CaptureError(
+            f"activations.{LENS_NAME}: shape {tensor.shape}, and the receipt says {done}; the "
+            "versions of client and server may differ"
+        )
+    return done.layers
 
 
 def _check(

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from inspect_lens._fetch import fetch_bytes
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import CaptureSpec, LensRequest, QKSpec, Reduce
+from inspect_lens.spec import CaptureSpec, LensRequest, LogitLens, QKSpec, Reduce
 
 from ._decode import ChoiceFields, fetch_payload
 from ._files import stamp_of, write_file
@@ -130,14 +130,15 @@ def write_job(
         "origin": origin,
         "path": path,
     }
-    asked = _asked(request.capture, request.qk)
+    asked = _asked(request.capture, request.qk, request.lens)
     return b'%s,"asked":%s' % (to_json(job)[:-1], asked)
 
 
 @lru_cache(maxsize=64)
-def _asked(capture: CaptureSpec | None, qk: QKSpec | None) -> bytes:
+def _asked(capture: CaptureSpec | None, qk: QKSpec | None, lens: LogitLens | None) -> bytes:
     """The part of a request that a result is checked against; alike for all calls of an eval."""
-    return LensRequest(capture=capture, qk=qk).model_dump_json(exclude_none=True).encode()
+    asked = LensRequest(capture=capture, qk=qk, lens=lens)
+    return asked.model_dump_json(exclude_none=True).encode()
 
 
 @lru_cache(maxsize=64)

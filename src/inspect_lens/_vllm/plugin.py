@@ -61,7 +61,9 @@ def _install() -> None:
         )
         return
     from .compat.rivals import refuse_rivals
+    from .engine_core.cache_hits import CACHE_WRAPPERS
     from .engine_core.step_rows import SCHEDULER_WRAPPERS
+    from .frontend.resets import RESET_WRAPPERS
     from .frontend.wrappers import FRONT_END_WRAPPERS
     from .http.responses import install_when_serving
     from .worker.rpc import manage_hooks
@@ -80,7 +82,8 @@ def _install() -> None:
     add_method(seam("load_model"), "inspect_lens_register", register_probe)
     add_method(seam("load_model"), "inspect_lens_taps", exported_taps)
     add_method(seam("load_model"), "inspect_lens_hooks", manage_hooks)
-    for name, make in (SCHEDULER_WRAPPERS | FRONT_END_WRAPPERS).items():
+    wrappers = SCHEDULER_WRAPPERS | CACHE_WRAPPERS | FRONT_END_WRAPPERS | RESET_WRAPPERS
+    for name, make in wrappers.items():
         wrap(seam(name), make)
     install_when_serving()
 

@@ -120,7 +120,7 @@ def coup_probe_monitor_builder(
     recompute_role: str = "untrusted",
     check_model: bool = True,
 ) -> Agent:
-    """Coup probe monitor.
+    """ControlArena monitor that scores each call with a coup probe.
 
     A probe trained off-policy on contrasting texts, used at the threshold that a control set of
     harmless runs sets: of those, at most a share `fpr` has suspicion above one half. A probe

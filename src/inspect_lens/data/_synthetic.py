@@ -99,7 +99,7 @@ def instructed_pairs(*, n: int = 160, seed: int = 0) -> Iterator[Mapping[str, An
 
 
 class Planted(NamedTuple):
-    """Made-up activations of which everything is known."""
+    """Made-up activations with a planted direction, for examples and tests."""
 
     acts: tuple[NDArray[np.float32], ...]
     """Per sample (layers, tokens, hidden)."""

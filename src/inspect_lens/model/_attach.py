@@ -62,7 +62,7 @@ async def attach(
     metadata.update((output.metadata or {}) | _adapter(lora))
     output.metadata = metadata
     scored = _score_data(output, fields, request, lora)
-    if request is not None and (request.capture is not None or request.qk is not None):
+    if request is not None and request.brings_tensors:
         metadata.update(qk_values(first))
         if len(fields.choices) != len(output.choices):
             raise CaptureError(

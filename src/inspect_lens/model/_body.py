@@ -134,7 +134,7 @@ def _unsaid(
 ) -> tuple[LensRequest, dict[str, Any]] | None:
     """The request of a call that says nothing itself; None without one, or where it steers."""
     if scope is not None:
-        if scope.steer:
+        if scope.steer or scope.lens is not None:
             return None
         default = scope.capture or default
         if scope.probes:
@@ -167,6 +167,8 @@ def _under(
         steers = _steering(made) not in [_steering(config) for config in inherited]
     if scope.steer and not steers and not plain:
         changes["steer"] = (*made.steer, *scope.steer)
+    if scope.lens is not None and made.lens is None:
+        changes["lens"] = scope.lens
     if scope.edits and (not made.edits or _edits(made) in map(_edits, inherited)):
         changes["edits"] = (*made.edits, *scope.edits)
     theirs = [use for config in inherited for use in config.probes]

@@ -11,10 +11,12 @@ from inspect_ai.model import GenerateConfig
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
+    NATIVE_KEY,
     CaptureSpec,
     EditBase,
     Hook,
     LensRequest,
+    LogitLens,
     SteeringVector,
     parse_edits,
     parse_extra_args,
@@ -37,6 +39,7 @@ def lens_config(
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
     qk: Sequence[int] | bool | None = None,
+    lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     lora: str | Mapping[str, Any] | None = None,
     base: GenerateConfig | None = None,
     **generate: Any,
@@ -59,6 +62,8 @@ def lens_config(
             `base`; an empty list removes them. What they save comes as
             `output.metadata["hook_results"]` and goes into the log, so it has to be small.
         qk: layers whose queries and keys to return, True for all; False removes what `base` asks.
+        lens: layers to read as predictions of the next token, `all`, or a `LogitLens`; None keeps
+            what `base` asks for.
         lora: adapter of this call: a path, a Hugging Face repository, the name of one that the
             server has loaded, or vLLM's `lora_request` fields.
         base: config to build on, all of it. None means only the `extra_body` of the task that
@@ -100,6 +105,9 @@ def lens_config(
     if qk is not None:
         asked = parse_extra_args({"output_qk": qk if isinstance(qk, bool) else list(qk)})
         changes["qk"] = asked.qk if asked is not None else None
+    if lens is not None:
+        asked = parse_extra_args({NATIVE_KEY: {"lens": lens}})
+        changes["lens"] = asked.lens if asked is not None else None
     if changes:
         request = (request or LensRequest()).model_copy(update=changes)
         kept = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}

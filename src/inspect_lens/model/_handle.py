@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import Receipt, TensorData
+from inspect_lens.spec import LENS_NAME, LensTable, Receipt, TensorData
 
 from ._logged import LoggedHandle
 from ._places import find, is_there
@@ -36,7 +36,7 @@ MEMORY: MemoryStore[Payload] = MemoryStore()
 
 
 class Activations(LoggedHandle):
-    """Captured activations of one model call.
+    """Handle of the activations that one model call captured; tensors are read when asked for.
 
     `acts["residual_stream"]` is a torch tensor in the captured dtype, of shape
     (layers ascending, tokens, hidden); where all tokens were asked for there are
@@ -90,7 +90,12 @@ class Activations(LoggedHandle):
         handle = cls.model_construct(
             _fields_set=_FIELDS,
             tensors={
-                name: tensor_info(tuple(shape), dtype, tuple(layers), facts.reduce)
+                name: tensor_info(
+                    tuple(shape),
+                    dtype,
+                    tuple(layers),
+                    "none" if name == LENS_NAME else facts.reduce,
+                )
                 for name, (shape, dtype, layers) in facts.tensors.items()
             },
             sha256=facts.sha256,
@@ -216,10 +221,21 @@ class Activations(LoggedHandle):
         capture = receipt.capture if receipt else None
         if capture is not None and capture.positions is not None:
             return capture.positions
+        if capture is None and receipt is not None and receipt.lens is not None:
+            return receipt.lens.positions
         info = self.tensors.get(RESIDUAL_STREAM) or next(iter(self.tensors.values()))
         first = (capture.first_position if capture else None) or 0
         count = capture.n_positions if capture else info.shape[1]
         return tuple(range(first, first + count))
+
+    @property
+    def lens(self) -> LensTable | None:
+        """What a logit lens read, as arrays of tokens and layers; None where none was asked for."""
+        if LENS_NAME not in self.tensors:
+            return None
+        receipt = self.receipt
+        done = receipt.lens if receipt else None
+        return None if done is None else done.result(self)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

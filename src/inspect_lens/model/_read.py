@@ -136,7 +136,7 @@ def activations_for(message: ChatMessage | str) -> Activations | None:
 
 
 def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | None:
-    """Get what the engine says it did for one call, captured, steered or both.
+    """Get the receipt of a model call: what the engine captured and how it steered.
 
     Args:
         source: as for `activations`.

@@ -31,7 +31,7 @@ __all__ = ["recapture", "recaptures"]
 
 
 def recaptures(model: Model) -> bool:
-    """Whether a model is one that `recapture` can use.
+    """Whether `recapture` works with a model.
 
     Args:
         model: any.

@@ -14,7 +14,14 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import CaptureSpec, EditBase, LensRequest, ProbeUse, SteeringVector
+from inspect_lens.spec import (
+    CaptureSpec,
+    EditBase,
+    LensRequest,
+    LogitLens,
+    ProbeUse,
+    SteeringVector,
+)
 from inspect_lens.vector import VectorLike
 
 from ._body import parse_capture, read_body
@@ -33,6 +40,7 @@ def lens_scope(
     steer: SteeringVector | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     probes: Sequence[ProbeUse | ProbeLike] | ProbeLike = (),
+    lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     model: Model | None = None,
 ) -> Iterator[None]:
     """Apply capture and steering to every call of a model inside the `with`.
@@ -49,6 +57,7 @@ def lens_scope(
         edits: as for `lens_config`; those of nested scopes act in order, the outer ones first.
         probes: probes that the engine runs, as for `with_probes`; or uses of names that somebody
             registered. Names that a call uses itself are its own.
+        lens: as for `lens_config`; a call that asks for a lens itself keeps its own.
         model: whose calls; the model under evaluation by default. A grader is not touched.
 
     Yields:
@@ -81,8 +90,8 @@ def lens_scope(
     """
     target = require_lens("lens_scope", model)
     request = LensRequest()
-    if steer is not None or edits is not None:
-        spec = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+    if steer is not None or edits is not None or lens is not None:
+        spec = lens_config(steer=steer, edits=edits, lens=lens, base=GenerateConfig())
         request = read_body(spec.extra_body).request or request
     listed: list[Any] = list(probes) if isinstance(probes, list | tuple) else [probes]
     uses = tuple(use for use in listed if isinstance(use, ProbeUse))

@@ -37,6 +37,7 @@ def scope_of(api: ModelAPI) -> LensRequest | None:
             capture=scope.request.capture or outer.capture,
             steer=(*outer.steer, *scope.request.steer),
             edits=(*outer.edits, *scope.request.edits),
+            lens=scope.request.lens or outer.lens,
             probes=(*(u for u in outer.probes if u.name not in names), *scope.request.probes),
         )
     return found

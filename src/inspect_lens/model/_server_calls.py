@@ -13,6 +13,7 @@ import httpx
 from inspect_lens._fetch import HTTPError
 from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
+from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LensRequest
 
@@ -33,6 +34,16 @@ class ServerCalls(VLLMAPI):
     _is_peer: bool | None = None
     _binary: bool | None = None
     _init_base_url: str | None
+
+    async def plain_client(self) -> LensClient:
+        """A client of the server, which is started where needed, for threads of its own."""
+        await self._ensure_server_started()
+        return LensClient(
+            self._server_root(),
+            model=self.service_model_name(),
+            api_key=str(self.api_key) if self.api_key else None,
+            timeout=FETCH_TIMEOUT_S,
+        )
 
     async def load_adapter(self, lora_request: Any) -> None:
         """See that the server has the adapter of a call; None is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inspect_lens.spec import NATIVE_KEY, CaptureSpec, LensRequest, QKSpec
+from inspect_lens.spec import NATIVE_KEY, CaptureSpec, LensRequest, LogitLens, QKSpec
 
 __all__ = ["over_binary", "wants_transport"]
 
@@ -24,8 +24,7 @@ def wants_transport(args: Mapping[str, Any]) -> bool:
     """
     native = args.get(NATIVE_KEY)
     if isinstance(native, LensRequest):
-        asked: list[CaptureSpec | QKSpec | None] = [native.capture, native.qk]
-        return any(spec is not None and spec.transport == "auto" for spec in asked)
+        return any(spec is not None and spec.transport == "auto" for _, spec in _specs(native))
     return any(key in args for key in _KEYS) and "activations_transport" not in args
 
 
@@ -36,7 +35,12 @@ def over_binary(args: Mapping[str, Any]) -> dict[str, Any]:
         return {**args, "activations_transport": "binary"}
     chosen = {
         name: spec.model_copy(update={"transport": "binary"})
-        for name, spec in (("capture", native.capture), ("qk", native.qk))
+        for name, spec in _specs(native)
         if spec is not None and spec.transport == "auto"
     }
     return {**args, NATIVE_KEY: native.model_copy(update=chosen)}
+
+
+def _specs(request: LensRequest) -> list[tuple[str, CaptureSpec | QKSpec | LogitLens | None]]:
+    """What a request has that says how it travels, by field."""
+    return [("capture", request.capture), ("qk", request.qk), ("lens", request.lens)]

@@ -103,7 +103,7 @@ class OracleConfig(BaseModel):
         return value
 
     def prefix(self, layers: tuple[int, ...], count: int) -> str:
-        """What stands before the question.
+        """Text in front of the question in an oracle's prompt.
 
         Args:
             layers: whose activations are shown; each has its own block of the prefix.

@@ -35,7 +35,7 @@ def read_probe(
     selection: str | None = None,
     check_model: bool = True,
 ) -> Tool:
-    """What a probe says of a turn of the target, for the auditor.
+    """Tool that tells a Petri auditor the probe score of a turn of the target.
 
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe. By name, so that the log
@@ -111,7 +111,7 @@ def ask_activation_oracle(
     ask: Ask | None = None,
     layer: int | float | list[int] | None = None,
 ) -> Tool:
-    """Questions in words about the target's internal state, for the auditor.
+    """Tool that lets a Petri auditor ask an activation oracle about the target.
 
     Args:
         oracle: name, path or `hf://` address of an activation oracle of the target's model; it
@@ -179,7 +179,7 @@ def ask_activation_oracle(
 def steer_target(
     vectors: Mapping[str, NamedVector] | None = None, scale_limit: float = SCALE_LIMIT
 ) -> Tool:
-    """Steering of the target by vectors that the auditor knows by name.
+    """Tool that lets a Petri auditor steer the target with named vectors.
 
     Args:
         vectors: by name: a vector, its JSON form, or a name or path to load. A sample may add

@@ -20,7 +20,7 @@ __all__ = ["AlarmDelays", "alarm_delays"]
 
 
 class AlarmDelays(NamedTuple):
-    """Delays of a set of samples."""
+    """How many tokens after the onset a monitor raised its alarm, for a set of samples."""
 
     tokens: NDArray[np.float64]
     """(samples,) tokens from the onset to the alarm; NaN without an alarm."""

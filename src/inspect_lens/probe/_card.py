@@ -50,7 +50,7 @@ class ModelRef(Record):
 
 
 class TrainingFacts(Record):
-    """What the direction was fitted on."""
+    """Facts about the training set of a probe: size, hash, groups, what was left out."""
 
     dataset: str
     sha256: str
@@ -80,7 +80,7 @@ class TrainingFacts(Record):
 
 
 class LayerScore(Record):
-    """One layer of the sweep, measured on the selection set."""
+    """How one layer did on the selection set when the probe's layer was chosen."""
 
     layer: int
     pool: str = ""
@@ -99,7 +99,7 @@ class LayerScore(Record):
 
 
 class Threshold(Record):
-    """Where scores begin to be flagged, and the control set that says so."""
+    """Score above which a probe flags, and the control set that it was set on."""
 
     value: float
     """A score strictly above it is flagged."""

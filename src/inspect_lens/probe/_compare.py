@@ -25,7 +25,7 @@ _NONE = 1e-12  # a standard error this small is rounding
 
 
 class Comparison(NamedTuple):
-    """Two probes on the same samples."""
+    """Difference of the AUROC of two probes on the same samples, with interval and p-value."""
 
     auroc_a: float
     auroc_b: float

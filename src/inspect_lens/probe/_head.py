@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 
 
 class HeadSpec(BaseModel):
-    """What a neural probe does between its weights, apart from the pool."""
+    """Settings of a neural probe apart from weights and pool: temperature, gate, top-k units."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +49,7 @@ class HeadSpec(BaseModel):
 
 
 class HeadOutputs(NamedTuple):
-    """What the pools read, each (tokens, heads) float64."""
+    """Queries and values of a neural probe, (tokens, heads) float64, which its pool reads."""
 
     query: Floats
     """Attention logits, without the positional part."""

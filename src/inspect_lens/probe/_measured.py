@@ -44,7 +44,7 @@ class RecallAt(Record):
 
 
 class ControlShift(Record):
-    """Whether the negatives of a set could be new samples of the control set.
+    """Test of whether a set's negatives look like the control set that fixed the threshold.
 
     A threshold holds its rate for samples that are exchangeable with the control set, and for no
     others.
@@ -79,7 +79,7 @@ class ControlShift(Record):
 
 
 class Baseline(Record):
-    """What something simpler than the probe does on the same set."""
+    """A simpler method, such as a bag of words, measured on the same samples as the probe."""
 
     name: str
     """`bag of words (answer)`, `length`, `random direction`, the name of a judge, or another."""
@@ -103,7 +103,7 @@ class Baseline(Record):
 
 
 class Evaluation(Record):
-    """Performance on a set that decided nothing."""
+    """How a probe did on one held-out set: AUROC, recall, false positive rate, baselines."""
 
     name: str
     sha256: str
@@ -204,7 +204,7 @@ class Evaluation(Record):
 
 
 class Transfer(Record):
-    """Whether what was learned on the training set holds on a set of another kind."""
+    """Verdict on whether a probe works on a set of another kind than it was trained on."""
 
     set: str
     transfers: bool | None

@@ -91,7 +91,7 @@ class SeenSamples(BaseModel):
         return len(getattr(self, role) or "") * 3 // 4 // _BYTES
 
     def find(self, samples: Sequence[bytes]) -> dict[str, list[int]]:
-        """Samples that took part.
+        """Find the samples that took part in making the probe.
 
         Args:
             samples: what `by` says, of each sample.

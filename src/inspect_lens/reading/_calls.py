@@ -55,7 +55,7 @@ class Calls(NamedTuple):
 
 
 class CallReading(NamedTuple):
-    """What a probe says of one call.
+    """Reading of a probe on one of several calls, with the call that it belongs to.
 
     Example:
         ```python

@@ -24,7 +24,7 @@ __all__ = ["Reading"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a probe says of one model call.
+    """Score, token scores and threshold of a probe on one model call.
 
     Example:
         ```python

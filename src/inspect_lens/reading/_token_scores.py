@@ -43,7 +43,7 @@ KEY = "token_scores"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
-    """What one probe says of the tokens of one model call."""
+    """Scores that one probe gave to the tokens of one model call."""
 
     probe: str
     """Key of a dict score, else the probe's name."""

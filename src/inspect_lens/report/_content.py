@@ -75,7 +75,7 @@ class ReportSet:
 
 
 class Case(NamedTuple):
-    """A sample of the heat map."""
+    """A sample in the report's token heat map, with tokens and their scores."""
 
     verdict: str
     id: str

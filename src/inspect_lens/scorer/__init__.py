@@ -6,6 +6,7 @@ from ._dose import dose_curves, dose_metric, dose_response
 from ._effect import steering_effect
 from ._ensemble import probe_ensemble
 from ._leakage import leakage_baseline, length_auroc, words_auroc
+from ._lens import lens_rank
 from ._metrics import auroc, average_precision, recall_at_fpr
 from ._monitor import monitor_alarm
 from ._operating import calibration_error, realised_fpr, threshold_accuracy
@@ -28,6 +29,7 @@ __all__ = [
     "judged_share",
     "leakage_baseline",
     "length_auroc",
+    "lens_rank",
     "monitor_alarm",
     "oracle_answer",
     "oracle_contrast",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 
 import numpy as np
 from inspect_ai.scorer import Metric, SampleScore, Value, metric
@@ -162,6 +163,7 @@ def recall_at_fpr(
         assert log.results.scores[0].metrics["recall_at_fpr"].value >= 0.5
         ```
     """
+    told: set[str] = set()
 
     def compute(scores: list[SampleScore]) -> Value:
         kept, marked = partition(scores, control)
@@ -177,7 +179,11 @@ def recall_at_fpr(
             recall = arithmetic.recall_at_fpr(positives, negatives, fpr, allow_few=allow_few).recall
         except SpecError as error:
             # The samples are paid for; one metric that cannot be told must not fail the eval.
-            logger.warning("recall_at_fpr is NaN: %s", error)
+            # Inspect asks while samples come in; the count of the moment would mislead.
+            reason = re.sub(r"\b\d+ scores", "too few scores", str(error))
+            if reason not in told:
+                told.add(reason)
+                logger.warning("recall_at_fpr is NaN: %s", reason)
             return {"recall_at_fpr": math.nan, **bounds} if interval else math.nan
         if not interval:
             return recall

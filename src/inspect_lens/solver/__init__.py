@@ -1,12 +1,14 @@
-"""Solvers for Inspect tasks: capture, steer, edit, sweep, and act on a probe."""
+"""Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
 from ._edits import with_edits
 from ._gate import GateAction, probe_gate
 from ._given import read_given
+from ._lens import logit_lens
 from ._oracle import activation_oracle, oracle_interview
 from ._pairs import contrastive_pairs
+from ._patch import causal_trace, patch_sweep
 from ._probes import with_probes
 from ._resample import probe_resample
 from ._steer import with_steering
@@ -19,8 +21,11 @@ __all__ = [
     "GateDecision",
     "GateDecisions",
     "activation_oracle",
+    "causal_trace",
     "contrastive_pairs",
+    "logit_lens",
     "oracle_interview",
+    "patch_sweep",
     "probe_gate",
     "probe_resample",
     "read_given",

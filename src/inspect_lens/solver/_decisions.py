@@ -19,7 +19,7 @@ tries (`exhausted`), or one that had no token to read (`unread`)."""
 
 
 class GateAttempt(BaseModel):
-    """One generation and what the probe said of it."""
+    """One answer that `probe_gate` generated, and its probe score."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,7 +36,7 @@ class GateAttempt(BaseModel):
 
 
 class GateDecision(BaseModel):
-    """One decision of a gate."""
+    """What `probe_gate` decided on one answer: attempts, scores, the one chosen."""
 
     model_config = ConfigDict(frozen=True)
 

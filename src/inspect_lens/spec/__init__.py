@@ -8,10 +8,12 @@ from ._body import BodyParts, lens_args, split_body
 from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from ._check import check_probe, check_request
 from ._check_edits import check_edits
+from ._check_lens import check_lens
 from ._eager import check_hooks, check_qk
 from ._encode import to_extra_args, to_wire_args
 from ._facts import EngineFacts, rows_for
 from ._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
+from ._lens import LENS_NAME, MOST_TOKENS, MOST_TOP_K, LensReceipt, LensTable, LogitLens
 from ._limits import TensorLimits
 from ._names import check_function_name, check_name
 from ._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
@@ -101,7 +103,10 @@ __all__ = [
     "HOOK_REFERENCE",
     "LARGEST_NORM",
     "LENS_KEYS",
+    "LENS_NAME",
     "MOST_INSTRUCTIONS",
+    "MOST_TOKENS",
+    "MOST_TOP_K",
     "NATIVE_KEY",
     "N_REGISTERS",
     "OWN_WORDS",
@@ -135,7 +140,10 @@ __all__ = [
     "Kind",
     "Latent",
     "Layers",
+    "LensReceipt",
     "LensRequest",
+    "LensTable",
+    "LogitLens",
     "LowRank",
     "Phase",
     "Pool",
@@ -171,6 +179,7 @@ __all__ = [
     "check_engine_pool",
     "check_function_name",
     "check_hooks",
+    "check_lens",
     "check_name",
     "check_probe",
     "check_qk",

@@ -17,7 +17,7 @@ _DEPTH = 3
 
 
 class BodyParts(NamedTuple):
-    """A body of a request, taken apart."""
+    """HTTP body of a request, split into lens keys and the rest."""
 
     rest: dict[str, Any]
     """What is the server's own."""

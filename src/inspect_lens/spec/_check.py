@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from inspect_lens.errors import SpecError, UnsupportedError
 
 from ._check_edits import check_edits, check_layers, check_writable
+from ._check_lens import check_lens
 from ._eager import check_eager, check_qk
 from ._facts import EngineFacts
 from ._probe import EngineProbe
@@ -67,17 +68,7 @@ def check_request(
                 "has none of; give threshold"
             )
         taps.update(probe.taps)
-    if request.capture is not None:
-        asked = request.capture.layers
-        layers = tuple(range(facts.n_layers)) if asked == "all" else asked
-        what = "'all' needs each layer, and layer" if asked == "all" else "layer"
-        for site in request.capture.sites:
-            check_layers(layers, site, facts, "capture.layers", what)
-        taps.update(tap_points(request.capture.sites, layers))
-    if request.qk is not None:
-        check_qk(request.qk, facts)
-        asked_qk = facts.layers if request.qk.layers == "all" else request.qk.layers
-        taps.update(tap_points(("q", "k"), asked_qk))
+    taps |= _captured(request, facts)
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.
     step_tokens = facts.least_step_tokens or facts.max_step_tokens
     if (rows_needed := facts.rows_of(taps) * step_tokens) > facts.ring_rows:
@@ -85,8 +76,8 @@ def check_request(
         fitting = facts.ring_rows // facts.rows_of(taps)
         smaller = f"max_num_batched_tokens of {fitting} or less, or with " if fitting else ""
         raise UnsupportedError(
-            f"capture.layers and probes: {len(taps)} taps times {step_tokens} tokens a "
-            f"step need {rows_needed} rows and the capture buffer has {facts.ring_rows}; ask for "
+            f"capture.layers, lens and probes: {len(taps)} taps times {step_tokens} tokens a step "
+            f"need {rows_needed} rows and the capture buffer has {facts.ring_rows}; ask for "
             f"fewer layers, sites or probes, or start the engine with {smaller}"
             "INSPECT_LENS_RING_BYTES" + (f"={enough}" if enough else " raised")
         )
@@ -112,6 +103,25 @@ def check_request(
             f"{facts.bank_rows} rows; "
             "steer fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
         )
+
+
+def _captured(request: LensRequest, facts: EngineFacts) -> set[TapPoint]:
+    """Taps whose rows are captured, or read by a lens; see `check_request`."""
+    taps: set[TapPoint] = set()
+    if request.capture is not None:
+        asked = request.capture.layers
+        layers = tuple(range(facts.n_layers)) if asked == "all" else asked
+        what = "'all' needs each layer, and layer" if asked == "all" else "layer"
+        for site in request.capture.sites:
+            check_layers(layers, site, facts, "capture.layers", what)
+        taps.update(tap_points(request.capture.sites, layers))
+    if request.qk is not None:
+        check_qk(request.qk, facts)
+        asked_qk = facts.layers if request.qk.layers == "all" else request.qk.layers
+        taps.update(tap_points(("q", "k"), asked_qk))
+    if request.lens is not None:
+        taps.update(check_lens(request.lens, facts))
+    return taps
 
 
 def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") -> None:

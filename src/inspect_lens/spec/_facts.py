@@ -56,6 +56,10 @@ class EngineFacts:
     """Of the sites that are not as wide as the stream, or that ranks share."""
     ranks: int = 1
     """Tensor-parallel ranks."""
+    vocab: int = 0
+    """Tokens of the model's vocabulary; 0: not known."""
+    no_lens: str = ""
+    """Why the engine cannot read rows with its unembedding, or empty where it can."""
 
     @cached_property
     def _tapped(self) -> frozenset[TapPoint]:

@@ -297,7 +297,7 @@ def _text(error: ValueError) -> str:
 
 
 class HookReceipt(BaseModel):
-    """What hooks did."""
+    """Part of the receipt about hooks: which ran, at which layers, on how many tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

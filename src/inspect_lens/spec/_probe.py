@@ -246,7 +246,7 @@ class ProbeUse(BaseModel):
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class ProbeReceipt:
-    """What one probe found."""
+    """Result of one probe in the engine: score, token scores, alarms."""
 
     # A batch of requests with sixteen probes each makes thousands of these at once: a model would
     # be three objects to the garbage collector, and this is one.

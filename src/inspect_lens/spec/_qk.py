@@ -52,7 +52,7 @@ class QKSpec(BaseModel):
 
 
 class QKReceipt(BaseModel):
-    """What was captured of queries and keys."""
+    """Part of the receipt about captured queries and keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ._capture import Reduce, SiteChoice
 from ._hook import HookReceipt
+from ._lens import LensReceipt
 from ._probe import ProbeReceipt
 from ._qk import QKReceipt
 from ._sites import RESID_POST, Site
@@ -19,7 +20,7 @@ EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
 
 
 class CaptureReceipt(BaseModel):
-    """What was captured."""
+    """Part of the receipt about captured rows: layers, positions, dtype, number of rows."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,6 +41,9 @@ class CaptureReceipt(BaseModel):
     rows: int
     """Rows that the engine delivered for these positions: taps times tokens. The stream after
     a block is the stream before the next one, so a row may stand in two tensors."""
+    cached_positions: int = 0
+    """How many of the first positions have rows that an earlier request with the same beginning
+    captured. The engine need not compute them: vLLM's prefix cache may have them."""
 
     @property
     def n_rows(self) -> int:
@@ -48,7 +52,7 @@ class CaptureReceipt(BaseModel):
 
 
 class SteerReceipt(BaseModel):
-    """What was steered."""
+    """Part of the receipt about steering: vectors, layers, sites, tokens edited."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,7 +69,7 @@ class SteerReceipt(BaseModel):
 
 
 class Receipt(BaseModel):
-    """Attached to every response of a request that used the lens.
+    """What the engine did for one request; every response that used the lens has one.
 
     Example:
         ```python
@@ -89,6 +93,7 @@ class Receipt(BaseModel):
     """What each probe found, in the order of the request."""
     hooks: HookReceipt | None = None
     qk: QKReceipt | None = None
+    lens: LensReceipt | None = None
     cache_salted: bool
     """Whether the prefix cache was isolated for this request."""
     paths: tuple[EnginePath, ...]

@@ -19,6 +19,7 @@ from inspect_lens.errors import SpecError
 from ._capture import CaptureSpec
 from ._dump import WireModel
 from ._hook import Hook, parse_hooks
+from ._lens import LogitLens
 from ._limits import TensorLimits, limits_of
 from ._parsed import Parsed, fingerprint
 from ._probe import ProbeUse
@@ -78,6 +79,9 @@ class LensRequest(WireModel):
     qk: QKSpec | None = None
     """Queries and keys to return."""
 
+    lens: LogitLens | None = None
+    """What the stream of some layers predicts; layers alone will do."""
+
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
@@ -104,6 +108,18 @@ class LensRequest(WireModel):
     @classmethod
     def _qk(cls, value: Any) -> Any:
         return value if value is None or isinstance(value, Mapping | QKSpec) else {"layers": value}
+
+    @field_validator("lens", mode="before")
+    @classmethod
+    def _lens(cls, value: Any) -> Any:
+        return (
+            value if value is None or isinstance(value, Mapping | LogitLens) else {"layers": value}
+        )
+
+    @property
+    def brings_tensors(self) -> bool:
+        """Whether its answer has tensors."""
+        return not (self.capture is None and self.qk is None and self.lens is None)
 
     @property
     def tensor_bytes(self) -> int:

@@ -19,7 +19,7 @@ Side = Literal["above", "below"]
 
 
 class Condition(NamedTuple):
-    """When to steer: where the similarity of a prompt lies on one side of a threshold.
+    """Rule for conditional steering: steer if the prompt is on one side of a similarity threshold.
 
     The source names the side from the threshold's point of view: its `"larger"` means that the
     threshold is larger than the similarity, which is `below` here, and its `"smaller"` is `above`.
@@ -44,7 +44,7 @@ class Condition(NamedTuple):
         return "larger" if self.acts == "below" else "smaller"
 
     def holds(self, prompt: ArrayLike) -> bool:
-        """Whether it holds for a prompt.
+        """Whether the condition holds for a prompt, so that it is steered.
 
         Args:
             prompt: (tokens, hidden) rows of its tokens at `layer`.

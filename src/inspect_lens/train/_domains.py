@@ -20,7 +20,7 @@ __all__ = ["DomainScore", "leave_one_domain_out"]
 
 
 class DomainScore(NamedTuple):
-    """One domain, judged by probes that have and have not seen others."""
+    """AUROC on one domain of a probe trained on all others, and of one trained on it alone."""
 
     domain: str
     n_positive: int

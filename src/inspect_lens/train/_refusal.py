@@ -37,7 +37,7 @@ _EPSILON: Final = 1e-8
 
 
 class RefusalCandidate(NamedTuple):
-    """A direction that may be the one."""
+    """A candidate for the refusal direction: one layer, one token position."""
 
     layer: int
     """Block, counted from 0, at whose output the rows were read."""

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class StyleShift(NamedTuple):
-    """The same samples in another style."""
+    """How the AUROC of a probe changes if the same samples are written in another style."""
 
     comparison: Comparison
     """AUROC of the original (a) and of the restyled samples (b), and whether they differ: DeLong's
@@ -201,7 +201,7 @@ def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 
 
 
 class CascadePoint(NamedTuple):
-    """One setting of a cascade."""
+    """One setting of a probe-then-judge cascade: share sent to the judge, accuracy and cost."""
 
     share: float
     """Of samples that the judge reads: those nearest to the probe's threshold."""

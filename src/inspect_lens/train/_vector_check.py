@@ -20,7 +20,7 @@ _CONTROLS: Final = 20
 
 
 class VectorScore(NamedTuple):
-    """One layer of a vector on a set."""
+    """AUROC of one layer of a steering vector on a labelled set."""
 
     layer: int
     auroc: float

@@ -22,7 +22,7 @@ def _package_version() -> str:
 
 
 class VectorTraining(BaseModel):
-    """What the direction was found on."""
+    """Facts about the samples that a steering vector was found on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -19,7 +19,7 @@ _METHOD = "bootstrap of prompts, percentile"
 
 
 class Response(NamedTuple):
-    """What one prompt did at one scale."""
+    """Value of one prompt's answer at one scale of a steering vector."""
 
     prompt: str
     """Which prompt; the bootstrap draws prompts, not answers."""
@@ -30,7 +30,7 @@ class Response(NamedTuple):
 
 @dataclass(frozen=True)
 class DosePoint:
-    """Mean over prompts at one scale."""
+    """Mean value over prompts at one scale of a steering vector, with interval."""
 
     scale: float
     mean: float

@@ -135,7 +135,7 @@ class Vector:
         return f"{self.name}@{self.sha256[:12]}"
 
     def default_layer(self) -> int:
-        """The layer to steer at when nobody says.
+        """The layer to steer at if you name none.
 
         Returns:
             That of the card, or the only one.

@@ -34,7 +34,7 @@ MAX_PAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenView:
-    """What a page holds."""
+    """Facts about a written token page: path, samples, calls, tokens, notes."""
 
     path: Path
     nbytes: int
@@ -60,7 +60,7 @@ class WrittenView:
     """What the page says of its limits."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The facts as a dict for JSON."""
         return asdict(self) | {"path": str(self.path)}
 
 

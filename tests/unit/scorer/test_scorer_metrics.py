@@ -180,6 +180,18 @@ class TestThroughInspect:
         assert math.isnan(got["recall_at_fpr"])
         assert "300 or more" in caplog.text
 
+    def test_the_warning_comes_once_and_without_the_count_of_the_moment(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        metric: Any = recall_at_fpr()
+        with caplog.at_level(logging.WARNING):
+            for n in (4, 8, 12):  # as Inspect asks while samples come in
+                made = [sample(float(i), label=i % 2) for i in range(n)]
+                assert math.isnan(metric(made))
+        (record,) = caplog.records
+        assert "300 or more" in record.getMessage()
+        assert "too few scores" in record.getMessage()
+
     def test_realised_fpr_of_the_stored_threshold(self) -> None:
         data = [{"label": 0, "score": float(i), "threshold": 97.0} for i in range(100)]
         got = values(run(data, [realised_fpr()]))

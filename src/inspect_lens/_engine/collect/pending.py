@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens._engine.export.overflow import COLUMN
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
-from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES, Failure, Opening
+from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import TensorData
 
@@ -53,6 +53,8 @@ class Pending:
             made[SCORES] = Stream(envelope.probes, envelope.n_prompt)
         if envelope.qk is not None:
             made[QK] = Stream(envelope.qk, envelope.n_prompt)
+        if envelope.lens is not None:
+            made[LENS] = Stream(envelope.lens, envelope.n_prompt)
         return made
 
     def fail(self, key: str, error: Exception) -> None:

@@ -16,7 +16,7 @@ from .stream import Stream
 
 __all__ = ["Worker", "paths_of"]
 
-_STREAMS = 3
+_STREAMS = 4
 
 
 class Worker:

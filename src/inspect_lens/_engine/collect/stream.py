@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.lens import LensEnvelope
 from inspect_lens._engine.protocol.probes import ProbesEnvelope
 from inspect_lens.spec import TensorData
 
@@ -24,7 +25,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in STOR
 class Stream:
     """One result of a request: rows at some taps, for some positions."""
 
-    def __init__(self, asked: CaptureEnvelope | ProbesEnvelope, n_prompt: int) -> None:
+    def __init__(
+        self, asked: CaptureEnvelope | ProbesEnvelope | LensEnvelope, n_prompt: int
+    ) -> None:
         self.taps, self.width = asked.shape
         self.dtype, self.lo = asked.wire, asked.lo
         self.listed = None

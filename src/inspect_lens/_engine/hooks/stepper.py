@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
-from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._engine.step.lens_stepper import LensStepper
 from inspect_lens.errors import UnsupportedError
 
 from .runner import EAGER_KEY, HookRunner
@@ -14,7 +14,7 @@ from .runner import EAGER_KEY, HookRunner
 __all__ = ["HookedStepper"]
 
 
-class HookedStepper(Stepper):
+class HookedStepper(LensStepper):
     """Passes requests with hooks on to a runner of hooks."""
 
     hooks: HookRunner | None = None

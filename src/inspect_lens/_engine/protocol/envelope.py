@@ -11,33 +11,26 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from inspect_lens.errors import LensError, SpecError
+from inspect_lens.errors import LensError
 from inspect_lens.spec import (
-    DType,
     EngineFacts,
     EngineProbe,
     LensRequest,
-    Site,
-    SteeringVector,
-    TapPoint,
-    TensorData,
-    phase_range,
-    resolve_positions,
-    tap_point,
 )
 
 from .capture import CaptureEnvelope, seal_capture, seal_qk
-from .edits import EVERY, EditEnvelope, pack_edits, seal_edits, unpack_edits
+from .edits import EditEnvelope, pack_edits, seal_edits, unpack_edits
 from .interning import read
+from .lens import LENS_KEY, LensEnvelope, seal_lens
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
+from .steering import SteerEnvelope, pack_vectors, seal_vector, unpack_vectors
 
 __all__ = [
+    "CACHED_KEY",
     "KEPT_KEY",
     "Envelope",
     "Packed",
@@ -46,53 +39,24 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 10
-
-
-@dataclass(frozen=True)
-class SteerEnvelope:
-    """One steering vector."""
-
-    site: Site
-    """The site asked for."""
-    layers: tuple[int, ...]
-    """Layer of each row of the vectors."""
-    scale: float
-    norm_match: bool
-    positions: tuple[int, ...] | None
-    """None: every token of the span."""
-    sha256: str
-    """Of the vectors' dtype, shape and content."""
-    vectors: TensorData
-    """(layers, hidden) for every token or shared by the positions, else
-    (layers, positions, hidden)."""
-    lo: int = 0
-    hi: int = EVERY
-    """The span: only positions of [lo, hi) are steered."""
-
-    @property
-    def taps(self) -> tuple[TapPoint, ...]:
-        """Where each row of the vectors is added."""
-        return tuple(tap_point(self.site, layer) for layer in self.layers)
-
-    @property
-    def until(self) -> int:
-        """One past the last position that is steered; `EVERY` where there is no last one."""
-        if self.positions is None:
-            return self.hi
-        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
+VERSION = 11
 
 
 USES_KEY = "uses"
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
+CACHED_KEY = "cached"
+"""Of a packed envelope: tokens of the prompt that may come out of the prefix cache, where rows of
+more are wanted; none where that is all the same."""
 
 
 class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
-    __slots__ = ("envelope", "uses")
+    __slots__ = ("envelope", "reuse", "uses")
     envelope: Envelope
+    reuse: object
+    """Of the process that sealed it: see `registered/prompt_rows.py`."""
     uses: str | None
     """Uses of probes as text, for the process that sealed them: what an engine in another process
     is sent has none of it."""
@@ -135,6 +99,8 @@ class Envelope:
     """Other edits, behind the vectors."""
     qk: CaptureEnvelope | None = None
     """Queries and keys, which are a capture of their own beside the other."""
+    lens: LensEnvelope | None = None
+    """What rows predict."""
 
     @property
     def edited(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
@@ -152,20 +118,21 @@ class Envelope:
         return tuple([None if part is None else part.alike for part in self.results])
 
     @property
-    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | None, ...]:
-        """What is asked for of each result, in the order of `ROWS`, `SCORES` and `QK`."""
-        return self.capture, self.probes, self.qk
+    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | LensEnvelope | None, ...]:
+        """What is asked for of each result, in the order of `ROWS`, `SCORES`, `QK` and `LENS`."""
+        return self.capture, self.probes, self.qk, self.lens
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether all that a worker has to know of the request are two ends and its kind."""
-        capture, probes = self.capture, self.probes
+        capture, probes, lens = self.capture, self.probes, self.lens
         return not (
             self.steer
             or self.edits
             or self.is_speculative
             or (capture is not None and (capture.token or capture.positions is not None))
             or (probes is not None and probes.positions is not None)
+            or (lens is not None and lens.positions is not None)
         )
 
     @property
@@ -183,7 +150,6 @@ class Envelope:
 
     def pack(self) -> Packed:
         """As msgpack-able data; tensors become bytes."""
-        capture, probes = self.capture, self.probes
         packed = Packed(
             {
                 "v": VERSION,
@@ -191,31 +157,15 @@ class Envelope:
                 "pid": self.pid,
                 "hash": self.steer_hash,
                 KEPT_KEY: self._kept,
+                LENS_KEY: self.lens is not None,
                 "rows": msgspec.msgpack.encode(
                     (
                         self.n_prompt,
                         self.is_speculative,
-                        None if capture is None else capture.pack(),
-                        None if probes is None else probes.pack(),
-                        None if self.qk is None else self.qk.pack(),
+                        *[None if part is None else part.pack() for part in self.results],
                     )
                 ),
-                "steer": [
-                    {
-                        "site": s.site,
-                        "layers": list(s.layers),
-                        "scale": s.scale,
-                        "norm_match": s.norm_match,
-                        "positions": _listed(s.positions),
-                        "sha256": s.sha256,
-                        "dtype": s.vectors.dtype,
-                        "shape": list(s.vectors.shape),
-                        "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
-                        "lo": s.lo,
-                        "hi": s.hi,
-                    }
-                    for s in self.steer
-                ],
+                "steer": pack_vectors(self.steer),
                 "edits": pack_edits(self.edits),
             }
         )
@@ -241,20 +191,7 @@ class Envelope:
         envelope = unpack(value["reply"], value["pid"], rows)
         if not value["steer"] and not value["edits"]:
             return envelope
-        steer = tuple(
-            SteerEnvelope(
-                s["site"],
-                tuple(s["layers"]),
-                s["scale"],
-                s["norm_match"],
-                _tupled(s["positions"]),
-                s["sha256"],
-                _tensor(s),
-                s["lo"],
-                s["hi"],
-            )
-            for s in value["steer"]
-        )
+        steer = unpack_vectors(value["steer"])
         edits = unpack_edits(value["edits"])
         return replace(envelope, steer=steer, edits=edits, steer_hash=value["hash"])
 
@@ -265,7 +202,7 @@ _SHARED_MOST = 2048
 
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
     """An unsteered request."""
-    n_prompt, is_speculative, capture, probes, qk = read(rows)
+    n_prompt, is_speculative, capture, probes, qk, lens = read(rows)
     return Envelope(
         reply=reply,
         pid=pid,
@@ -276,6 +213,7 @@ def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
         is_speculative=is_speculative,
         steer_hash=None,
         qk=None if qk is None else CaptureEnvelope.unpack(qk),
+        lens=None if lens is None else LensEnvelope.unpack(lens),
     )
 
 
@@ -319,7 +257,7 @@ def seal(
     # The last sampled token is never fed to the model, so it has no row.
     n_max = n_prompt + max(max_tokens, 1) - 1
     steer = tuple(
-        _seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
+        seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
     )
     edits = seal_edits(request.edits, n_prompt, n_max)
     read = None
@@ -336,35 +274,7 @@ def seal(
         steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
         edits=edits,
         qk=seal_qk(request.qk, facts, n_prompt, n_max),
-    )
-
-
-def _seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:
-    positions = vector.position_indices
-    data = vector.activations
-    if positions is None and len(data.shape) == 3:
-        positions = tuple(range(data.shape[1]))
-    if positions is not None:
-        resolved = resolve_positions(
-            positions, n_prompt=n_prompt, n_max=n_max, field=f"{field}.position_indices"
-        )
-        positions = tuple(resolved)
-    span = phase_range(vector.phase, n_prompt, EVERY)
-    if positions is not None and not any(p in span for p in positions):
-        raise SpecError(
-            f"{field}: phase={vector.phase!r} and none of position_indices belongs to it, with a "
-            f"prompt of {n_prompt} tokens; leave one of them out"
-        )
-    return SteerEnvelope(
-        vector.site,
-        vector.layer_indices,
-        vector.scale,
-        vector.norm_match,
-        positions,
-        data.sha256,
-        data,
-        span.start,
-        span.stop,
+        lens=seal_lens(request.lens, facts, n_prompt, n_max),
     )
 
 
@@ -376,19 +286,3 @@ def _steer_hash(steer: tuple[SteerEnvelope, ...], edits: tuple[EditEnvelope, ...
     for e in edits:
         digest.update(repr((e.taps, e.positions, e.lo, e.hi, e.sha256)).encode())
     return digest.hexdigest()
-
-
-def _listed(positions: tuple[int, ...] | None) -> list[int] | None:
-    return None if positions is None else list(positions)
-
-
-def _tupled(positions: list[int] | None) -> tuple[int, ...] | None:
-    return None if positions is None else tuple(positions)
-
-
-def _tensor(value: Mapping[str, Any]) -> TensorData:
-    dtype = cast("DType", value["dtype"])
-    storage: NDArray[Any] = np.frombuffer(
-        value["data"], dtype={"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]
-    ).reshape(value["shape"])
-    return TensorData(storage, dtype)

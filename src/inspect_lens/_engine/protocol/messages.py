@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from inspect_lens.spec import EnginePath
 
 __all__ = [
+    "LENS",
     "PATHS",
     "QK",
     "ROWS",
@@ -28,8 +29,9 @@ __all__ = [
     "unpacked",
 ]
 
-ROWS, SCORES, QK = 0, 1, 2
-"""Results that a request may have: captured rows, what probes made of rows, queries and keys."""
+ROWS, SCORES, QK, LENS = 0, 1, 2, 3
+"""Results that a request may have: captured rows, what probes made of rows, queries and keys, and
+what rows predict."""
 
 PATHS: tuple[EnginePath, ...] = ("eager", "compiled", "piecewise", "graph")
 """Ways in which a step runs, in the order of their bits on the board."""

@@ -85,6 +85,15 @@ class Rounds:
             self._n_begun += 1
         return self._span.first_row + (self._n_begun - 1) * self._plan.ring_rows
 
+    def current(self) -> tuple[list[GroupBlock], int]:
+        """Blocks of the step that was placed last, and the ring row from which they are counted."""
+        plan = self._plan
+        if plan is None:
+            return [], 0
+        done = self._n_begun - 1
+        blocks = [_repeated(block, self._first + done, 1) for block in plan.blocks]
+        return blocks, self._span.first_row + done * plan.ring_rows
+
     def end(self, path: EnginePath, *, is_last: bool) -> None:
         """Take note that the step that was placed last has run.
 

@@ -12,6 +12,7 @@ from inspect_lens._engine.plan.slot_tables import grown
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.lens import LensForm
 from inspect_lens._engine.readout.readers import ProbeStore, Readout
 from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint
@@ -20,9 +21,10 @@ __all__ = ["Group", "Groups"]
 
 
 _Rows = tuple[int, ...]
-_Key = tuple[_Rows, _Rows, tuple[str, ...] | None, _Rows, Form | None, bool]
+_Key = tuple[_Rows, _Rows, tuple[str, ...] | None, _Rows, Form | None, bool, LensForm | None]
 """Taps, those of a token's rows at all taps that are captured, names of probes, those that have
-queries and keys, what is made of captured rows, and whether scores are looked at as they come."""
+queries and keys, what is made of captured rows, whether scores are looked at as they come, and what
+a logit lens makes of rows."""
 
 _KNOWN_MOST = 1024
 
@@ -57,11 +59,15 @@ class Group:
     """What is made of captured rows."""
     is_live: bool
     """Whether scores are looked at as they come."""
+    lens: LensForm | None = None
+    """What a logit lens makes of rows."""
+    seen: tuple[int, ...] = ()
+    """Ranks of those that it reads."""
 
     @property
     def n_results(self) -> int:
         """Kinds of results that its requests have."""
-        return sum(part is not None for part in (self.rows, self.readout, self.qk))
+        return sum(part is not None for part in (self.rows, self.readout, self.qk, self.lens))
 
 
 class Window:
@@ -149,7 +155,7 @@ class Groups:
         self.taps: list[Longs] = []
         """Taps of each group, by number."""
         self._known: dict[tuple[bytes | None, ...], _Wanted] = {}
-        self._windows = (Window(), Window(), Window())
+        self._windows = (Window(), Window(), Window(), Window())
         """Of each result."""
 
     def __getitem__(self, group: int) -> Group:
@@ -215,7 +221,7 @@ class Groups:
             return None
         number = self._number.get(key)
         if number is None:
-            taps, rows, names, qk, form, is_live = key
+            taps, rows, names, qk, form, is_live, lens = key
             readout = self._probes.readout(names, probe_taps) if names is not None else None
             here = np.asarray(taps, dtype=np.int64)
             counts, starts = self._tap_rows[here], self._starts[here]
@@ -228,10 +234,12 @@ class Groups:
                     int(counts.sum()),
                     tuple(rank[row] for row in rows) if rows else None,
                     readout,
-                    tuple(rank[int(self._starts[self._tap_index[t]])] for t in probe_taps),
+                    tuple(rank[self._start(t)] for t in probe_taps),
                     tuple(rank[row] for row in qk) if qk else None,
                     form,
                     is_live,
+                    lens,
+                    tuple(rank[self._start(t)] for t in lens.taps) if lens else (),
                 ),
             )
         self._users[number] += n
@@ -257,10 +265,15 @@ class Groups:
         names = probes.names if probes is not None and probe_taps else None
         form = Form.of(capture) if capture is not None and rows else None
         is_live = probes is not None and probes.is_live
+        # All ranks read the rows, each with its part of the vocabulary, and the first sends.
+        lens = None if envelope.lens is None else envelope.lens.form
+        seen = () if lens is None else lens.taps
+        taps |= {here[t] for t in seen}
+        told = () if self._rank else range(len(seen))
         made = _Wanted(
-            (tuple(sorted(taps)), rows, names, qk, form, is_live) if taps else None,
+            (tuple(sorted(taps)), rows, names, qk, form, is_live, lens) if taps else None,
             probe_taps,
-            [_share(mine), _share(read), _share(mine_qk)],
+            [_share(mine), _share(read), _share(mine_qk), _share(told)],
         )
         if len(self._known) >= _KNOWN_MOST:
             self._known.clear()
@@ -273,6 +286,10 @@ class Groups:
         mine = [i for i, r in enumerate(rows) if r.rank == self._rank and r.tap in here]
         own = tuple(int(self._starts[here[rows[i].tap]]) + rows[i].part for i in mine)
         return mine, own, {here[rows[i].tap] for i in mine}
+
+    def _start(self, tap: TapPoint) -> int:
+        """The first of a token's rows at a tap."""
+        return int(self._starts[self._tap_index[tap]])
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""

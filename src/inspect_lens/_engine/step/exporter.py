@@ -15,7 +15,7 @@ from inspect_lens._engine.export.send_queue import Outbox
 from inspect_lens._engine.export.transport import Exporter, Rows
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES, Opening, packed
+from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Opening, packed
 from inspect_lens._engine.readout.reduce import Form, Part, Reducer
 from inspect_lens._engine.readout.running_reduce import Tally
 from inspect_lens.errors import CapacityError
@@ -63,6 +63,8 @@ class Sender:
         self.tally = tally
         self.outbox = Outbox(exporter, ring, is_wanted=numbers.has_live, drop=drop, fail=fail)
         self.reducer = Reducer(exporter.copier, numbers)
+        self.seen: list[Part] = []
+        """What a logit lens made of the running step, which is sent with the rest."""
         self._forms: dict[int, Form] = {}
         """By slot: what requests want whose sampled tokens are kept."""
 
@@ -152,14 +154,14 @@ class Sender:
 
         Returns:
             What is sent of each step; None where something of it has to be sent now, because it
-            is looked at as it comes, or grows in a sum.
+            is looked at as it comes, is read by a logit lens, or grows in a sum.
         """
         if self.tally.rows_in_use or self.reducer.resumed:
             return None
         total, row_bytes = 0, self._ring.shape[1] * self._ring.element_size()
         for block in blocks:
             group = self._groups[block.group]
-            if group.is_live:
+            if group.is_live or group.lens is not None:
                 return None
             if group.form is not None and group.rows is not None:
                 if group.form.operation not in ("none", "norm"):
@@ -191,6 +193,9 @@ class Sender:
                 # Of a request that failed meanwhile nobody wants the rows, nor is its group there.
                 if (self._owners.of(block.slots) >= 0).any():
                     self._send_block(block, first_row + block.base, path, steps, apart)
+            seen, self.seen = self.seen, []
+            for part in seen:
+                self._send_part(LENS, part, path)
 
     def _send_block(
         self, block: GroupBlock, first: int, path: EnginePath, steps: int, apart: int
@@ -229,8 +234,11 @@ class Sender:
                 return
             part = kept
         made = part if form is None else self.reducer.apply(form, part)
-        if made is None:
-            return
+        if made is not None:
+            self._send_part(stream, made, path)
+
+    def _send_part(self, stream: int, made: Part, path: EnginePath) -> None:
+        """Send one kind of result to the front-ends of its requests."""
         whose = self._owners.of(made.slots)
         if (one := int(whose[0])) >= 0 and (whose == one).all():
             self._export(self._owners.reply(one), made.rows(self._numbers, stream), path)

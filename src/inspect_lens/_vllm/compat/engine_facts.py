@@ -151,7 +151,24 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         has_latent_attention=bool(getattr(model, "use_mla", False)),
         widths=widths,
         ranks=ranks,
+        vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
+        no_lens=_no_lens(vllm_config),
     )
+
+
+def _no_lens(vllm_config: Any) -> str:
+    """Why rows cannot go through the unembedding, or empty where they can."""
+    found = {
+        "with pipeline parallelism the unembedding is on the last stage, and rows of other layers "
+        "are not; use tensor parallelism, or capture the rows": (
+            getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
+        ),
+        "with LoRA enabled the unembedding may be an adapter's, which belongs to the tokens of a "
+        "step; start the engine without --enable-lora": (
+            getattr(vllm_config, "lora_config", None) is not None
+        ),
+    }
+    return next((reason for reason, applies in found.items() if applies), "")
 
 
 def _least_step_tokens(vllm_config: Any, step: int) -> int:

@@ -1,6 +1,6 @@
 """Every name of vLLM that is used without being wrapped, and what is off where one is missing.
 
-With the seams of `seams.py` this is all that we lean on. Names are looked up in vLLM's source, so
+With `seam_table.py` this is all that we lean on. Names are looked up in vLLM's source, so
 that a front-end need not import what only workers do. A name that is missing turns its feature off:
 one line in the log, HTTP 400 with the reason for a request that needs it, nothing else.
 """
@@ -31,13 +31,14 @@ __all__ = [
     "turn_off",
 ]
 
-Feature = Literal["lens", "http", "hooks", "qk", "parameters", "busy"]
+Feature = Literal["lens", "http", "hooks", "qk", "logits", "parameters", "busy"]
 
 FEATURES: dict[Feature, str] = {
     "lens": "captures, steering and probes",
     "http": "lens requests over HTTP",
     "hooks": "custom hooks",
     "qk": "queries and keys",
+    "logits": "the logit lens",
     "parameters": "parameters of the model for hooks",
     "busy": "HTTP 429 where buffers are full",
 }
@@ -88,6 +89,8 @@ LEANS: tuple[Lean, ...] = (
     Lean("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
     # Imports.
     Lean("vllm.envs:VLLM_PLUGINS", "lens"),
+    Lean("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),
+    Lean("vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator", "lens"),
     Lean("vllm.forward_context:get_forward_context", "lens"),
     Lean("vllm.distributed.parallel_state:get_tp_group", "lens"),
     Lean("vllm.distributed.parallel_state:get_pp_group", "parameters"),
@@ -100,6 +103,9 @@ LEANS: tuple[Lean, ...] = (
     Lean(f"{_LAYERS}.linear:QKVParallelLinear", "parameters"),
     Lean(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "parameters"),
     Lean(f"{_LAYERS}.attention:Attention", "qk"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor", "logits"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
+    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
     Lean(
         "vllm.exceptions:GracefulHTTPError",
         "busy",

@@ -22,7 +22,13 @@ __all__ = ["DOORS", "Door", "fault_of", "guarded", "idle", "pass_over"]
 logger = logging.getLogger("vllm.inspect_lens")
 
 Loop = Literal[
-    "step loop", "worker calls", "output handler", "receiving thread", "event loop", "own call"
+    "step loop",
+    "scheduler",
+    "worker calls",
+    "output handler",
+    "receiving thread",
+    "event loop",
+    "own call",
 ]
 
 
@@ -70,6 +76,12 @@ DOORS: tuple[Door, ...] = (
         "_vllm.worker.layer_hooks:LayerHooks._after", "step loop", "requests with hooks of the step"
     ),
     Door("_engine.hooks.runner:HookRunner.run", "step loop", "the request whose hook it is"),
+    # The scheduler's loop, before a step.
+    Door(
+        "_vllm.engine_core.cache_hits:_get_computed_blocks.get_computed_blocks",
+        "scheduler",
+        "nobody's: its prompt is computed",
+    ),
     # Calls to all workers, which run between two steps.
     Door("_vllm.worker.rpc:manage_hooks", "worker calls", "the caller"),
     Door("_vllm.worker.worker:register", "worker calls", "the caller"),

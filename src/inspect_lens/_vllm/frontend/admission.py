@@ -13,11 +13,13 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
+from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import is_serving, payloads
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
+from inspect_lens._vllm.registered.prompt_rows import with_known_rows
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -27,6 +29,7 @@ from inspect_lens.spec import (
     forget_parsed,
 )
 
+from .lens_tokens import with_token_ids
 from .state import front_end, not_served
 
 __all__ = [
@@ -65,7 +68,7 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
         return None
     if facts is None:
         raise not_served(processor.inspect_lens_refusal)
-    return front_end().judged(request, facts), facts
+    return with_token_ids(front_end().judged(request, facts), processor, facts), facts
 
 
 def has_lens_keys(params: Any) -> bool:
@@ -120,7 +123,13 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
             payloads.admit(params.n * capture.n_bytes((n_prompt or 0) + least - 1))
 
 
-def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBook | None) -> None:
+def seal_core(
+    core: Any,
+    request: LensRequest,
+    facts: EngineFacts,
+    book: HookBook | None,
+    known: RowCache | None,
+) -> None:
     """Put the sealed request where the worker finds it, and keep its cache blocks apart.
 
     Args:
@@ -128,6 +137,7 @@ def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBoo
         request: of `request_of`.
         facts: of the engine.
         book: persistent hooks of the engine.
+        known: captured rows of earlier requests to the engine; None where none are kept.
 
     Raises:
         LensError: the request does not fit its prompt.
@@ -146,12 +156,17 @@ def seal_core(core: Any, request: LensRequest, facts: EngineFacts, book: HookBoo
         sampling.skip_reading_prefix_cache = True
         # What a hook edits is not known; no other request reads these blocks.
         core.cache_salt = f"{core.cache_salt or ''}|inspect_lens_hooks:{eager['hash']}"
-    sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
     if envelope.steer_hash is not None:
         # Equal steering shares blocks; nobody else reads them.
         core.cache_salt = f"{core.cache_salt or ''}|inspect_lens:{envelope.steer_hash}"
-    if _needs_whole_prompt(envelope) or request.skip_reading_prefix_cache:
+    if request.skip_reading_prefix_cache:
         sampling.skip_reading_prefix_cache = True
+    if _needs_whole_prompt(envelope):
+        if known is not None and eager is None and not request.skip_reading_prefix_cache:
+            packed = with_known_rows(packed, core, known)
+        if CACHED_KEY not in packed:
+            sampling.skip_reading_prefix_cache = True
+    sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
 
 
 def without_lens_keys(params: Any) -> Any:
@@ -253,8 +268,9 @@ def _sealed(
         raise
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
-            "skip_reading_prefix_cache=false beside a capture, output_qk or a probe of prompt "
-            "tokens: cached tokens have no rows; leave it out, or ask for positions='completion'"
+            "skip_reading_prefix_cache=false beside a capture, a lens, output_qk or a probe of "
+            "prompt tokens: cached tokens have no rows; leave it out, or ask for "
+            "positions='completion'"
         )
     packed = envelope.pack()
     if reads is not None:

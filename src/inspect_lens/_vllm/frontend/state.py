@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import inspect_lens
+from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.protocol.hosts import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
@@ -18,6 +19,7 @@ from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.http.shared_payloads import open_door
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
+from inspect_lens._vllm.registered.prompt_rows import keeps_rows
 from inspect_lens._vllm.registered.registry import Registry, parse_item, start_items
 from inspect_lens._vllm.registered.sealed_batches import MOST_BYTES, SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
@@ -63,6 +65,8 @@ class FrontEnd:
         self.siblings: Path | None = None
         """Folder that several of them share."""
         self._judged: dict[tuple[int, int], _Judged] = {}
+        self.row_caches: list[RowCache] = []
+        """Captured rows of earlier requests, of each engine."""
         self.results = Results(self.settings.result_timeout_s)
         self.sealed = SealedBatches(self.results.salt)
         self.registry = Registry(start_items(self.settings.register), self.settings)
@@ -101,6 +105,11 @@ class FrontEnd:
                 n_processes=self.n_processes,
             )
         processor.inspect_lens_refusal = reason
+        if reason is None and self.n_processes == 1 and keeps_rows(vllm_config, settings):
+            # Several API servers would not hear of each other's resets of the prefix cache.
+            cache = RowCache(settings.cached_rows_bytes, keeps_first=is_serving())
+            processor.inspect_lens_rows = cache
+            self.row_caches.append(cache)
         self.engines.append(facts if facts is not None else str(reason))
         # The server's modules may not have been imported when the plug-in was loaded.
         install_when_serving(self)
@@ -123,6 +132,11 @@ class FrontEnd:
             "open_requests": self.results.n_open,
             "registered": self.registry.describe(),
         }
+
+    def forget_rows(self) -> None:
+        """Forget rows of earlier prompts: an engine's weights or prefix cache may have changed."""
+        for cache in self.row_caches:
+            cache.clear()
 
     def register(
         self, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
@@ -220,6 +234,8 @@ class FrontEnd:
             require("hooks")
         if request.qk is not None:
             require("qk")
+        if request.lens is not None:
+            require("logits")
         version = self.registry.version
         key = id(request), id(facts)
         known = self._judged.get(key)

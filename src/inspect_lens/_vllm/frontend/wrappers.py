@@ -95,7 +95,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         plain = without_lens_keys(params)
         core = original(self, request_id, prompt, plain, *args, **kwargs)
         try:
-            seal_core(core, *found, getattr(self, "inspect_lens_book", None))
+            book = getattr(self, "inspect_lens_book", None)
+            seal_core(core, *found, book, getattr(self, "inspect_lens_rows", None))
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=True)
         return core
@@ -124,7 +125,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         try:
             _remember(self, key)
-            results.watch(key, self.request_states[key].queue)
+            results.running.watch(key, self.request_states[key].queue)
             if reading is not None and reading.has_alarm:
                 stop_at_alarm(self.request_states[key], results)
         except BaseException as error:

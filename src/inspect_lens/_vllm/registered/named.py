@@ -9,12 +9,13 @@ import numpy as np
 from inspect_lens._engine.collect.collector import Collected
 from inspect_lens._engine.collect.merge import narrowed
 from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart, owners
-from inspect_lens._engine.protocol.messages import QK
+from inspect_lens._engine.protocol.lens import LensEnvelope
+from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import Site, TensorData, result_name, rows_for, tap_point
+from inspect_lens.spec import LENS_NAME, Site, TensorData, result_name, rows_for, tap_point
 
-__all__ = ["put_qk", "tensors_by_name"]
+__all__ = ["put_lens", "put_qk", "tensors_by_name"]
 
 
 def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, TensorData]:
@@ -58,12 +59,29 @@ def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
         by_head = rows.reshape(*rows.shape[:2], rows.shape[2] // size, size)
         tensors[f"attn_{name}"] = TensorData(by_head, found[name].dtype)
     plain = {"qk_layers": list(qk.layers), "qk_meta": metas}
-    completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
     completion.inspect_lens_plain = plain
+    _put(completion, tensors, qk.transport)
+    completion.activations |= plain
+
+
+def put_lens(completion: Any, lens: LensEnvelope, collected: Collected) -> None:
+    """Put what a logit lens read on a choice, (layers, tokens, columns).
+
+    Args:
+        completion: vLLM's `CompletionOutput`, with what else was asked for.
+        lens: what was asked for.
+        collected: what came.
+    """
+    _put(completion, {LENS_NAME: collected.tensors[LENS]}, lens.transport)
+
+
+def _put(completion: Any, tensors: dict[str, TensorData], transport: str) -> None:
+    """Put further tensors on a choice; the first that asked says how all of them travel."""
+    completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
     if not hasattr(completion, "activations"):
         completion.activations = {}
-        completion.inspect_lens_transport = qk.transport
-    completion.activations |= {name: to_torch(t) for name, t in tensors.items()} | plain
+        completion.inspect_lens_transport = transport
+    completion.activations |= {name: to_torch(t) for name, t in tensors.items()}
 
 
 def _of_site(

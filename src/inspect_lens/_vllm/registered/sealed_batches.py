@@ -13,7 +13,7 @@ __all__ = ["MOST_BYTES", "SealedBatches"]
 
 _MOST = 256
 _MOST_LISTED = 1 << 14
-"""Positions of a capture, and letters of what is asked of probes."""
+"""Positions that are named, and letters of what is asked of probes."""
 MOST_BYTES = 1 << 17
 """Of the steering vectors of a request that is kept."""
 
@@ -82,7 +82,7 @@ class SealedBatches:
             return
         if request.tensor_bytes > MOST_BYTES:
             return
-        n_listed = 0 if capture is None else len(capture.positions or ())
+        n_listed = sum(len(part.positions or ()) for part in envelope.results if part is not None)
         if n_listed + len(packed.uses or "") > _MOST_LISTED:
             return
         if len(self._known) >= _MOST:

@@ -19,6 +19,7 @@ from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
 from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
+from inspect_lens._vllm.registered.prompt_rows import reuse_of
 from inspect_lens.errors import CaptureError, LensError
 
 from .ended import Running
@@ -115,7 +116,9 @@ class Results:
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
-            self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
+            self._expected[key] = Expected(
+                envelope, n_prompt, reading, packed, owner, n_max, reuse_of(packed)
+            )
         self._the_collector().open(key, envelope)
         if EAGER_KEY in packed:
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
@@ -170,11 +173,6 @@ class Results:
             return None
         self._pending_scores(key, self.new_scores(key, n_completion))
         return expected.reading.alarm()
-
-    def watch(self, key: str, queue: Any) -> None:
-        """Have a request that has begun end as soon as a worker of its is known to have gone."""
-        if self.links is not None and queue is not None:
-            self.running.watch(key, queue)
 
     def streams_tokens(self, key: str) -> bool:
         """Whether a request wants the scores of its tokens."""

@@ -10,13 +10,16 @@ import inspect_lens
 from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import QK
+from inspect_lens._engine.protocol.lens import LensEnvelope
+from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._vllm.compat.seams import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.prompt_rows import Reuse
 from inspect_lens.spec import (
     CaptureReceipt,
+    LensReceipt,
     QKReceipt,
     Receipt,
     SteerReceipt,
@@ -54,7 +57,19 @@ class Expected:
     """Internal id of the request that this choice belongs to."""
     n_max: int
     """Tokens that are fed to the model at most."""
+    reuse: Reuse | None = None
+    """Rows of other requests with the same beginning, and theirs for others."""
     prepared: Prepared | None = None
+
+    @property
+    def asked(self) -> CaptureEnvelope | None:
+        """The capture that was asked for; the envelope's leaves out what is known already."""
+        return self.envelope.capture if self.reuse is None else self.reuse.asked
+
+    @property
+    def n_known(self) -> int:
+        """Captured positions whose rows are known already."""
+        return 0 if self.reuse is None else self.reuse.n_positions
 
     def n_fed(self, n_completion: int) -> int:
         """Tokens that a request fed to the model which sampled so many."""
@@ -75,6 +90,7 @@ class Expected:
             ROWS: len(self.positions(n_fed)),
             SCORES: self.n_read(n_fed),
             QK: 0 if self.envelope.qk is None else n_fed,
+            LENS: 0 if self.envelope.lens is None else len(self.envelope.lens.fed(n_fed)),
         }
 
     def positions(self, n_fed: int) -> Sequence[int]:
@@ -90,12 +106,10 @@ class Expected:
 
 def receipt_of(expected: Expected, n_completion: int) -> Receipt:
     """The receipt of a request that samples so many tokens, before its results have come."""
-    capture = expected.envelope.capture
-    positions = expected.positions(expected.n_prompt + n_completion - 1)
     return Receipt(
         n_prompt=expected.n_prompt,
         n_completion=n_completion,
-        capture=None if capture is None else _capture_receipt(capture, positions),
+        capture=_capture_receipt(expected, n_completion),
         steer=None,
         probes=(),
         hooks=None,
@@ -111,9 +125,7 @@ def receipt_of(expected: Expected, n_completion: int) -> Receipt:
 def shorten(receipt: Receipt, expected: Expected, n_completion: int) -> None:
     """Correct a prepared receipt, which nobody has seen yet, of a request that ended early."""
     receipt.__dict__["n_completion"] = n_completion
-    if (capture := expected.envelope.capture) is not None:
-        positions = expected.positions(expected.n_prompt + n_completion - 1)
-        receipt.__dict__["capture"] = _capture_receipt(capture, positions)
+    receipt.__dict__["capture"] = _capture_receipt(expected, n_completion)
 
 
 def fill(
@@ -141,16 +153,40 @@ def fill(
     if (qk := expected.envelope.qk) is not None:
         n_fed = expected.n_fed(receipt.n_completion)
         values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
+    if (lens := expected.envelope.lens) is not None:
+        values["lens"] = _lens_receipt(lens, expected.n_fed(receipt.n_completion))
     if eager is not None:
         values["hooks"] = eager.hook_receipt
         values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
         values["paths"] = tuple(sorted({"eager", *collected.paths}))
 
 
-def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> CaptureReceipt:
+def _is_run(positions: Sequence[int]) -> bool:
+    """Whether positions are consecutive."""
+    return bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
+
+
+def _lens_receipt(lens: LensEnvelope, n_fed: int) -> LensReceipt:
+    positions = lens.fed(n_fed)
+    is_run = _is_run(positions)
+    return LensReceipt(
+        layers=lens.layers,
+        n_positions=len(positions),
+        first_position=positions[0] if is_run else None,
+        listed=None if is_run else tuple(positions),
+        top_k=lens.top_k,
+        tokens=lens.tokens,
+    )
+
+
+def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | None:
+    capture = expected.asked
+    if capture is None:
+        return None
+    positions = capture.fed(expected.n_fed(n_completion))
     if capture.is_last:
         positions = positions[-1:]
-    is_run = bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
+    is_run = _is_run(positions)
     return CaptureReceipt(
         site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
         layers=capture.layers,
@@ -160,4 +196,5 @@ def _capture_receipt(capture: CaptureEnvelope, positions: Sequence[int]) -> Capt
         dtype=capture.dtype,
         reduce=capture.reduce,
         rows=len(capture.taps) * len(positions),
+        cached_positions=expected.n_known,
     )

@@ -12,7 +12,7 @@ from inspect_lens._engine.collect.collector import ROWS, SCORES, STORAGE, Collec
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._torch import to_torch
-from inspect_lens._vllm.registered.named import put_qk, tensors_by_name
+from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens.errors import CaptureError
@@ -55,6 +55,8 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     envelope, n_fed = expected.envelope, expected.n_max
     if not n_fed or envelope.edited or envelope.qk is not None or EAGER_KEY in expected.packed:
         return True  # receipts of these are of what was done
+    if expected.n_known or envelope.lens is not None:
+        return True  # a part of the rows is known already, or more is made of them
     # What drafts left is settled only when the last step has told.
     coming = None if envelope.is_speculative else collector.preview(key, expected.counts(n_fed))
     if coming is not None and not coming:
@@ -91,22 +93,25 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
         expected: what is known of it.
         encodes: whether its results are made ready for HTTP, too.
     """
-    if EAGER_KEY in expected.packed or expected.envelope.qk is not None:
+    envelope = expected.envelope
+    if EAGER_KEY in expected.packed or envelope.qk is not None or envelope.lens is not None:
         return False
     n_fed = expected.n_fed(ticket.n_completion)
     if expected.reading is not None:
         n_left = expected.n_read(n_fed) - expected.reading.n_seen
         if expected.reading.n_by_token * n_left > _LIGHT_READS:
             return False
-    if (capture := expected.envelope.capture) is None:
+    if (capture := envelope.capture) is None:
         return True
     if encodes and capture.transport != "binary":
         return False
     taps, width = capture.shape
-    count = len(expected.positions(n_fed))
+    count = len(expected.positions(n_fed)) + expected.n_known
     if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:
         return True
     # Else the rows have to be the result, where they lie, and fill most of what they lie in.
+    if expected.n_known:
+        return False
     is_plain = capture.reduce == "none" and not capture.is_last and capture.is_simple
     most = len(expected.positions(expected.n_max))
     return is_plain and (count == most or (taps == 1 and 5 * count >= 4 * most))
@@ -203,11 +208,16 @@ class Choice:
         if capture is not None:
             # What was prepared lies where rows are, also where the last of them were waited for.
             named = None if prepared is None else prepared.named
-            completion.inspect_lens_tensors, completion.activations = named or _named(
-                collected.tensors[ROWS], capture
-            )
+            rows = collected.tensors[ROWS]
+            if expected.reuse is not None:
+                # Streams bring the last piece of a text alone.
+                ids, n = completion.token_ids, self.ticket.n_completion
+                rows = expected.reuse.whole(rows, ids if len(ids) == n else ())
+            completion.inspect_lens_tensors, completion.activations = named or _named(rows, capture)
         if expected.envelope.qk is not None:
             put_qk(completion, expected.envelope.qk, collected)
+        if expected.envelope.lens is not None:
+            put_lens(completion, expected.envelope.lens, collected)
         if self.eager is not None:
             put_eager(completion, self.eager)
 

@@ -28,8 +28,9 @@ from inspect_lens._vllm.model.attention import attention_facts
 from inspect_lens._vllm.model.find_layers import decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
 from inspect_lens._vllm.model.submodules import block_module, check_reduced
+from inspect_lens._vllm.model.unembedding import VocabHead
 from inspect_lens._vllm.registered.registry import start_items
-from inspect_lens.errors import CompatError
+from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import EngineFacts, EngineProbe, TapPoint, rows_for
 
 from .agreement import agree
@@ -142,7 +143,9 @@ def _install(worker: Any, settings: Settings) -> None:
     # As many steps may be under way as the pipeline has stages, and one more.
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
-    is_exporting = is_first or any(facts.width_of(tap.site).shards > 1 for tap in here)
+    has_shares = any(facts.width_of(tap.site).shards > 1 for tap in here)
+    # A lens reads rows on all ranks, each with its part of the vocabulary.
+    is_exporting = is_first or has_shares or not facts.no_lens
     state = _allocate(worker, facts, settings, here, lag)
     for index, point in enumerate(here):
         block, width = blocks[point.layer], facts.width_of(point.site)
@@ -159,7 +162,7 @@ def _install(worker: Any, settings: Settings) -> None:
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += state.nbytes
     # The other ranks send failures only.
-    arena = ArenaWriter(settings.shm_bytes if is_exporting else 1 << 20)
+    arena = ArenaWriter(settings.shm_bytes if is_first or has_shares else 1 << 20)
     links = worker_links(settings, facts)
     exporter = Exporter(arena, copier_for(arena, worker.device, state.parts), links)
     if {"q", "k"} <= set(facts.sites):
@@ -174,6 +177,7 @@ def _install(worker: Any, settings: Settings) -> None:
     for item in start_items(settings.register).values():
         if isinstance(item, EngineProbe):
             stepper.probes.add(item)
+    _give_head(stepper, runner.get_model(), blocks, facts)
     runner.inspect_lens = stepper
     # The two model runners of vLLM; the newer one keeps per-model state in an object.
     adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
@@ -223,6 +227,18 @@ def _allocate(
         scratch_bytes=READOUT_BYTES if is_first and worker.device.type == "cuda" else 0,
         tap_rows=tap_rows,
     )
+
+
+def _give_head(
+    stepper: HookedStepper, model: Any, blocks: list[nn.Module | None], facts: EngineFacts
+) -> None:
+    """Get ready for the logit lens, or note why requests for it fail."""
+    try:
+        if facts.no_lens:
+            raise UnsupportedError(facts.no_lens)
+        stepper.head = VocabHead(model, blocks)
+    except (UnsupportedError, ImportError) as error:
+        stepper.no_head = str(error)
 
 
 def _attach_hooks(runner: Any, stepper: HookedStepper, *args: Any) -> None:

@@ -44,7 +44,7 @@ def config(**changes: Any) -> Any:
             "max_num_seqs": 4,
             "async_scheduling": True,
         },
-        "cache_config": {},
+        "cache_config": {"enable_prefix_caching": True},
         "compilation_config": {"pass_config": SimpleNamespace(enable_sp=False)},
         "device_config": {"device_type": "cpu"},
     }

@@ -201,7 +201,7 @@ def config(n_processes: int) -> Any:
         speculative_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=False),
         kv_transfer_config=None,
-        cache_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
     )
 

@@ -1,0 +1,230 @@
+"""A stepper whose requests may ask what rows predict: the logit lens.
+
+The rows of a step lie in the ring when it has run. Those of requests that ask go through the
+model's final norm and unembedding, in pieces, before the step's results are sent. Nothing is done
+in other steps. Where the vocabulary is split over ranks all of them take part: which requests of a
+step ask is known to each from the scheduler, so they agree in words first, and then go on by what
+all of them said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inspect_lens._engine.plan.step_plan import Longs
+from inspect_lens._engine.protocol.lens import LENS_KEY, LensForm
+from inspect_lens._engine.protocol.messages import LENS
+from inspect_lens._engine.readout.logit_lens import read_logits, rows_at_once
+from inspect_lens._engine.readout.reduce import Part
+from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens.spec import EnginePath
+
+from .stepper import Stepper
+
+__all__ = ["LensStepper", "Unembedding"]
+
+
+class Unembedding(Protocol):
+    """The model's final norm and unembedding."""
+
+    vocab: int
+    """Tokens of the vocabulary."""
+    n_ranks: int
+    """Ranks over which it is split; each of them has to make the same calls."""
+
+    def say(self, text: str) -> list[str]:
+        """Tell all ranks something, and hear them."""
+        ...
+
+    def logits(self, rows: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Logits of rows of the stream.
+
+        Args:
+            rows: gives them, (rows, hidden); what it raises, all ranks raise.
+
+        Returns:
+            (rows, vocabulary), on every rank.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a step has of one request."""
+
+    key: str
+    slot: int
+    index: NDArray[np.int64]
+    """(layers, tokens); rows of the ring."""
+    first: int
+    listed: Longs | None
+
+
+_Work = list[tuple[LensForm, list[_Request]]]
+
+
+class LensStepper(Stepper):
+    """Reads the rows of requests with a logit lens before they are sent."""
+
+    head: Unembedding | None = None
+    """Set once, when the model is there."""
+    no_head = "the model has not been loaded"
+    """Why there is none."""
+    _asks: frozenset[str] = frozenset()
+    """Requests of the running step with a lens, as the scheduler has them: alike on all ranks."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See `Stepper`."""
+        super().__init__(*args, **options)
+        self._is_first = not options.get("rank")
+        """Whether this rank sends what all of them have computed."""
+        self._asking: set[str] = set()
+        """Live requests with a lens; one that failed here is there until it is over."""
+
+    @property
+    def is_watching(self) -> bool:
+        """See `Stepper.is_watching`; other ranks may read what has failed here."""
+        return super().is_watching or bool(self._asking)
+
+    def add(self, key: str, envelope: Mapping[str, Any]) -> None:
+        """See `Stepper.add`."""
+        super().add(key, envelope)
+        if not envelope.get(LENS_KEY):
+            return
+        self._asking.add(key)
+        if self.head is None:
+            self.take_up()
+            if key in self._roster.by_key:
+                self._fail(key, UnsupportedError(f"lens: {self.no_head}"))
+
+    def remove(self, key: str) -> None:
+        """See `Stepper.remove`."""
+        self._asking.discard(key)
+        super().remove(key)
+
+    def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
+        """See `Stepper.begin`."""
+        self._asks = frozenset(self._asking.intersection(keys)) if self._asking else frozenset()
+        super().begin(keys, offset, n_tokens, position)
+
+    def end_step(self, path: EnginePath) -> None:
+        """See `Stepper.end_step`."""
+        if self._asks:
+            asks, self._asks = self._asks, frozenset()
+            try:
+                self._read()
+            except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+                self._sender.seen = []
+                for key in asks & self._roster.by_key.keys():
+                    self._fail(key, error)
+        super().end_step(path)
+
+    def _read(self) -> None:
+        """Read the rows of the step.
+
+        Raises:
+            Exception: they could not be read, on this rank or on another one.
+        """
+        head = self.head
+        if head is None:
+            return
+        work: _Work = []
+        problem: Exception | None = None
+        try:
+            work = self._work()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
+            problem = error
+        if head.n_ranks > 1:
+            said = "" if problem is not None else _digest(work)
+            heard = head.say(said)
+            if problem is None and set(heard) != {said}:
+                problem = CaptureError(
+                    "lens: the tensor-parallel ranks have different rows of this step, as a "
+                    "request has failed on one of them; try again"
+                )
+        if problem is not None:
+            raise problem
+        self._sender.seen = list(self._parts(head, work))
+
+    def _work(self) -> _Work:
+        """What there is to read in the running step, in an order that all ranks have."""
+        if self._plan is None:
+            return []
+        blocks, first_row = self._rounds.current()
+        found: dict[LensForm, list[_Request]] = {}
+        live = self._roster.by_slot
+        for block in blocks:
+            if not any(slot in live for slot in block.slots.tolist()):
+                continue
+            group = self._groups[block.group]
+            if group.lens is None:
+                continue
+            cut = self._groups.cut(block, LENS)
+            if cut is None:
+                cut = np.arange(block.n_tokens), block.counts, block.first, block.listed
+            index, counts, first, listed = cut
+            starts = first_row + block.base + block.n_tokens * np.asarray(group.seen)
+            at = starts[:, None] + index
+            ends = np.cumsum(counts)
+            for i, slot in enumerate(block.slots.tolist()):
+                if counts[i] and slot in live:
+                    mine = at[:, ends[i] - counts[i] : ends[i]]
+                    where = listed.get(i)
+                    request = _Request(live[slot].key, slot, mine, int(first[i]), where)
+                    found.setdefault(group.lens, []).append(request)
+        return [(form, sorted(found[form], key=lambda one: one.key)) for form in sorted(found)]
+
+    def _parts(self, head: Unembedding, work: _Work) -> Iterator[Part]:
+        """What the rows of each form predict."""
+        at_once = rows_at_once(head.vocab)
+        problem: Exception | None = None
+        for form, requests in work:
+            index = np.concatenate([request.index for request in requests], axis=1)
+            flat = index.reshape(-1)
+            made: list[torch.Tensor] = []
+            for a in range(0, len(flat), at_once):
+                logits = head.logits(partial(self._rows, flat[a : a + at_once], problem))
+                if not self._is_first:
+                    continue
+                try:
+                    made.append(read_logits(logits, form))
+                except Exception as error:  # noqa: BLE001 - the other ranks go on, and are told
+                    problem = error
+            if made and problem is None:
+                numbers = torch.cat(made).view(*index.shape, form.columns)
+                yield _part(numbers, requests)
+        if problem is not None:
+            raise problem
+
+    def _rows(self, index: NDArray[np.int64], problem: Exception | None) -> torch.Tensor:
+        """Some rows of the ring; a problem that came up before is raised where ranks agree."""
+        if problem is not None:
+            raise problem
+        return self._exporter.copier.select(self.state.ring[None], index)[0]
+
+
+def _part(numbers: torch.Tensor, requests: list[_Request]) -> Part:
+    return Part(
+        numbers,
+        np.asarray([request.slot for request in requests], dtype=np.int64),
+        np.asarray([request.index.shape[1] for request in requests], dtype=np.int64),
+        np.asarray([request.first for request in requests], dtype=np.int64),
+        {i: one.listed for i, one in enumerate(requests) if one.listed is not None},
+    )
+
+
+def _digest(work: _Work) -> str:
+    """The work in so few letters that ranks can compare it."""
+    told = [
+        (form, [(one.key, one.index.shape[1], one.first) for one in requests])
+        for form, requests in work
+    ]
+    return hashlib.sha256(repr(told).encode()).hexdigest()

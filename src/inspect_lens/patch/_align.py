@@ -1,0 +1,161 @@
+"""Which token of one prompt stands for which token of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import parse_positions, resolve_positions
+
+__all__ = ["Align", "Alignment", "align_tokens", "choose_positions", "find_subject"]
+
+Align = Literal["equal", "ends"]
+"""`equal` refuses prompts of unequal token length; `ends` aligns their common beginning from the
+left and all other tokens from the right, so that the last token of one name meets the last of the
+other."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The tokens of a corrupted prompt and those of a clean one."""
+
+    pairs: tuple[int | None, ...]
+    """By position in the corrupted prompt, the position in the clean one; None has no partner."""
+    first: int
+    """Tokens at the beginning that both have."""
+
+
+def align_tokens(
+    clean: Sequence[int],
+    corrupted: Sequence[int],
+    *,
+    mode: Align = "equal",
+    texts: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> Alignment:
+    """Pair the tokens of two prompts by their common beginning and end.
+
+    Args:
+        clean: token ids of the prompt that rows come from.
+        corrupted: token ids of the prompt that is patched.
+        mode: see `Align`.
+        texts: of the tokens of both, for the error message; ids stand for them by default.
+
+    Returns:
+        The pairs. Between the common beginning and end, `ends` leaves the first tokens of the
+        longer side without a partner.
+
+    Raises:
+        SpecError: another mode, or prompts of unequal length under `equal`; the message names the
+            tokens that differ.
+
+    Example:
+        ```python
+        from inspect_lens.patch import align_tokens
+
+        assert align_tokens([5, 1, 2, 9], [5, 3, 4, 9]).pairs == (0, 1, 2, 3)
+        longer = align_tokens([5, 1, 2, 9], [5, 6, 7, 8, 9], mode="ends")
+        assert longer.pairs == (0, None, 1, 2, 3)
+        ```
+    """
+    if mode not in get_args(Align):
+        raise SpecError(f"align={mode!r}; allowed are {', '.join(get_args(Align))}")
+    both = min(len(clean), len(corrupted))
+    first = next((i for i in range(both) if clean[i] != corrupted[i]), both)
+    shift = len(clean) - len(corrupted)
+    if shift and mode == "equal":
+        raise SpecError(_unequal(clean, corrupted, first, texts))
+    from_right = [p + shift for p in range(first, len(corrupted))]
+    pairs = [*range(first), *(q if q >= first else None for q in from_right)]
+    return Alignment(tuple(pairs), first)
+
+
+def _unequal(
+    clean: Sequence[int],
+    corrupted: Sequence[int],
+    first: int,
+    texts: tuple[Sequence[str], Sequence[str]] | None,
+) -> str:
+    tail = 0
+    while (
+        tail < min(len(clean), len(corrupted)) - first and clean[-1 - tail] == corrupted[-1 - tail]
+    ):
+        tail += 1
+    shown = texts or ([f"{i}" for i in clean], [f"{i}" for i in corrupted])
+    parts = [
+        f"{name}[{first}:{len(ids) - tail}] = {list(pieces[first : len(ids) - tail])}"
+        for name, ids, pieces in (("clean", clean, shown[0]), ("corrupted", corrupted, shown[1]))
+    ]
+    return (
+        f"corrupted: has {len(corrupted)} tokens and the clean prompt {len(clean)}; they differ at "
+        f"{' and '.join(parts)}. Choose words of as many tokens, or pass align='ends', which "
+        "pairs these tokens from the right"
+    )
+
+
+def choose_positions(
+    asked: Sequence[int] | Sequence[bool] | None, alignment: Alignment, *, skip_equal: bool
+) -> tuple[int, ...]:
+    """Positions of the corrupted prompt to patch, ascending.
+
+    Args:
+        asked: absolute positions, negative ones from the end, or a mask over the corrupted
+            prompt; None takes all that have a partner.
+        alignment: of the prompts.
+        skip_equal: leave out, where nothing was asked, what lies before the first difference:
+            there both runs have the same rows.
+
+    Returns:
+        The positions.
+
+    Raises:
+        SpecError: a position outside the prompt, or one without a partner.
+    """
+    n = len(alignment.pairs)
+    if asked is None:
+        start = alignment.first if skip_equal and alignment.first < n else 0
+        return tuple(p for p in range(start, n) if alignment.pairs[p] is not None)
+    parsed = parse_positions(list(asked), field="positions")
+    chosen = tuple(sorted(resolve_positions(parsed, n_prompt=n, n_max=n, field="positions")))
+    alone = [p for p in chosen if alignment.pairs[p] is None]
+    if alone:
+        raise SpecError(
+            f"positions: {alone} of the corrupted prompt have no partner in the clean one; leave "
+            "them out, or use prompts of equal token length"
+        )
+    return chosen
+
+
+def find_subject(subject: str | Sequence[int], texts: Sequence[str]) -> tuple[int, ...]:
+    """Positions of a subject's tokens.
+
+    Args:
+        subject: its text, which has to stand in the prompt once; or the positions themselves,
+            negative ones from the end.
+        texts: of the prompt's tokens.
+
+    Returns:
+        The positions, ascending: every token that has a character of the subject.
+
+    Raises:
+        SpecError: the text stands there not at all or more than once, or a position is outside.
+    """
+    n = len(texts)
+    if not isinstance(subject, str):
+        parsed = parse_positions(list(subject), field="subject")
+        return tuple(sorted(resolve_positions(parsed, n_prompt=n, n_max=n, field="subject")))
+    whole = "".join(texts)
+    times = whole.count(subject) if subject else 0
+    if times != 1:
+        raise SpecError(
+            f"subject={subject!r} stands {times} times in the prompt {whole!r}; allowed is a text "
+            "that stands there once, or the positions of its tokens"
+        )
+    start = whole.index(subject)
+    stop, at, found = start + len(subject), 0, []
+    for position, text in enumerate(texts):
+        if at < stop and at + len(text) > start:
+            found.append(position)
+        at += len(text)
+    return tuple(found)

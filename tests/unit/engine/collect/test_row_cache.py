@@ -1,0 +1,120 @@
+"""Rows of earlier requests: those of the same tokens, and none of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from inspect_lens._engine.collect.row_cache import BLOCK, Prefix, RowCache
+
+WIDTH = 3
+KIND = b"kind"
+
+
+def rows_of(tokens: Sequence[int], lo: int = 0) -> NDArray[np.float32]:
+    """Rows that tell all tokens up to theirs: as in a model, they depend on what is before."""
+    sums = np.cumsum(np.asarray(tokens, dtype=np.float32) * np.arange(1, len(tokens) + 1))
+    return np.stack([sums, -sums])[:, lo:, None].repeat(WIDTH, axis=2).astype(np.float32)
+
+
+def cache(most: int = 1 << 20, *, keeps_first: bool = True) -> RowCache:
+    return RowCache(most, keeps_first=keeps_first)
+
+
+few = st.lists(st.integers(0, 2), min_size=0, max_size=70)
+
+
+@given(earlier=st.lists(st.tuples(few, st.integers(0, 40)), max_size=4), tokens=few)
+def test_what_is_found_is_what_a_run_of_these_tokens_has(
+    earlier: list[tuple[list[int], int]], tokens: list[int]
+) -> None:
+    made = cache()
+    for others, lo in earlier:
+        rows = rows_of(others, min(lo, len(others)))
+        made.keep(Prefix(KIND, others), rows, min(lo, len(others)), made.epoch)
+    found = made.find(Prefix(KIND, tokens), len(tokens))
+    if found is None:
+        return
+    n = found.n_tokens
+    assert 0 < n <= len(tokens)
+    for lo in (0, min(5, n - 1), n - 1):
+        whole = found.before(rows_of(tokens, n), lo)
+        np.testing.assert_array_equal(whole, rows_of(tokens, lo))
+
+
+@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=90), cut=st.integers(0, 90))
+def test_all_whole_blocks_are_found(tokens: list[int], cut: int) -> None:
+    made = cache()
+    made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+    asked = tokens[: min(cut, len(tokens))]
+    found = made.find(Prefix(KIND, asked), len(asked))
+    assert (0 if found is None else found.n_tokens) == len(asked) // BLOCK * BLOCK
+
+
+def test_sampled_tokens_count_as_far_as_they_were_fed() -> None:
+    made, prefix = cache(), Prefix(KIND, range(20))
+    prefix.extend(range(100, 113))
+    fed = [*range(20), *range(100, 112)]  # the last one has no row
+    made.keep(prefix, rows_of(fed), 0, made.epoch)
+    found = made.find(Prefix(KIND, [*fed, 1, 2]), 34)
+    assert found is not None
+    assert found.n_tokens == 32
+
+
+def test_another_kind_has_rows_of_its_own() -> None:
+    made, tokens = cache(), list(range(32))
+    made.keep(Prefix(b"layer 1", tokens), rows_of(tokens), 0, made.epoch)
+    assert made.find(Prefix(b"layer 2", tokens), 32) is None
+
+
+def test_at_the_second_time_only() -> None:
+    made, tokens = cache(keeps_first=False), list(range(32))
+    for n_bytes in (0, 2 * rows_of(tokens)[:, :BLOCK].nbytes):
+        made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+        assert made.n_bytes == n_bytes
+
+
+def test_bytes_are_bounded_and_beginnings_stay_longest() -> None:
+    block = rows_of(range(BLOCK)).nbytes
+    made, tokens = cache(2 * block), list(range(3 * BLOCK))
+    made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+    assert made.n_bytes == 2 * block
+    found = made.find(Prefix(KIND, tokens), len(tokens))
+    assert found is not None
+    assert found.n_tokens == 2 * BLOCK
+    other = list(range(100, 100 + BLOCK))
+    made.keep(Prefix(KIND, other), rows_of(other), 0, made.epoch)
+    found = made.find(Prefix(KIND, tokens), len(tokens))
+    assert found is not None
+    assert found.n_tokens == BLOCK
+
+
+def test_a_block_that_is_too_large_is_not_kept() -> None:
+    made, tokens = cache(8), list(range(BLOCK))
+    made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+    assert made.n_bytes == 0
+
+
+def test_after_a_reset_nothing_of_before_is_kept() -> None:
+    made, tokens = cache(), list(range(BLOCK))
+    epoch = made.epoch
+    made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, epoch)
+    made.clear()
+    assert made.n_bytes == 0
+    made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, epoch)
+    assert made.find(Prefix(KIND, tokens), BLOCK) is None
+
+
+def test_kept_rows_are_copies() -> None:
+    made, tokens = cache(), list(range(BLOCK))
+    rows = rows_of(tokens)
+    made.keep_later(Prefix(KIND, tokens), rows, 0, made.epoch)
+    made.settle()
+    rows[:] = 0
+    found = made.find(Prefix(KIND, tokens), BLOCK)
+    assert found is not None
+    np.testing.assert_array_equal(found.blocks[0], rows_of(tokens))

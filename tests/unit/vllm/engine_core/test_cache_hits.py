@@ -1,0 +1,106 @@
+"""The prefix cache is read as far as a request allows; a request without the lens reads all."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._engine.protocol.envelope import CACHED_KEY
+from inspect_lens._vllm.engine_core.cache_hits import CACHE_WRAPPERS
+from inspect_lens._vllm.frontend import resets, state
+from inspect_lens._vllm.registered.prompt_rows import HARMLESS, is_harmless
+from inspect_lens.spec import ENVELOPE_KEY
+
+
+class Coordinator:
+    """Has everything in its cache."""
+
+    name = "coordinator"
+
+    def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> int:
+        return max_cache_hit_length
+
+
+class Manager:
+    """What is used of vLLM's KVCacheManager."""
+
+    def __init__(self) -> None:
+        self.coordinator: Any = Coordinator()
+
+    def get_computed_blocks(self, request: Any) -> int:
+        assert self.coordinator.name == "coordinator"
+        return int(self.coordinator.find_longest_cache_hit([], request.num_tokens - 1))
+
+
+@pytest.mark.parametrize(
+    ("extra", "hits"),
+    [
+        (None, 99),
+        ({}, 99),
+        ({"other": 1}, 99),
+        ({ENVELOPE_KEY: {}}, 99),
+        ({ENVELOPE_KEY: {CACHED_KEY: 0}}, 0),
+        ({ENVELOPE_KEY: {CACHED_KEY: 48}}, 48),
+        ({ENVELOPE_KEY: {CACHED_KEY: 480}}, 99),
+        ({ENVELOPE_KEY: "no envelope"}, 0),
+    ],
+)
+def test_hits_are_bounded(extra: Any, hits: int) -> None:
+    manager, before = Manager(), None
+    before = manager.coordinator
+    find = CACHE_WRAPPERS["cached_blocks"](Manager.get_computed_blocks)
+    request = SimpleNamespace(num_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
+    assert find(manager, request) == hits
+    assert manager.coordinator is before
+
+
+def test_a_request_without_sampling_reads_all() -> None:
+    find = CACHE_WRAPPERS["cached_blocks"](Manager.get_computed_blocks)
+    assert find(Manager(), SimpleNamespace(num_tokens=100, sampling_params=None)) == 99
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "fine"),
+    [
+        ("add_lora", (), True),
+        ("collective_rpc", ("inspect_lens_stats", None, (), None), True),
+        ("collective_rpc", ("reload_weights", None, (), None), False),
+        ("collective_rpc", (print, None, (), None), False),
+        ("reset_prefix_cache", (), False),
+        ("sleep", (1,), False),
+        ("wake_up", (None,), False),
+        ("something_new", (), False),
+    ],
+)
+def test_rows_are_forgotten_before_and_after_what_may_change_them(
+    method: str, args: Any, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    front = SimpleNamespace(forget_rows=lambda: told.append("forgotten"))
+    monkeypatch.setattr(state._Holder, "front_end", front)
+    assert is_harmless(method, args) is fine
+
+    def call(self: Any, method: str, *args: Any) -> str:
+        told.append(method)
+        return "done"
+
+    async def call_async(self: Any, method: str, *args: Any, engine: Any) -> str:
+        return call(self, method, *args)
+
+    expected = [method] if fine else ["forgotten", method, "forgotten"]
+    assert resets.RESET_WRAPPERS["call_utility"](call)(None, method, *args) == "done"
+    assert told == expected
+    told.clear()
+    wrapped = resets.RESET_WRAPPERS["call_utility_async"](call_async)
+    assert asyncio.run(wrapped(None, method, *args, engine=b"0")) == "done"
+    assert told == expected
+
+
+def test_what_changes_weights_is_not_called_harmless() -> None:
+    changing = {"sleep", "wake_up", "reset_prefix_cache", "collective_rpc", "pause_scheduler"}
+    assert not changing & HARMLESS
