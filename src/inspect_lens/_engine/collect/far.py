@@ -52,6 +52,11 @@ class Far:
             far = self._listener.address
             self.address = Address(local, links.own_host, far).pack()
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether there are any."""
+        return self._listener is not None
+
     def reader(self, name: str) -> ArenaReader:
         """The memory of a worker of this host or another one.
 

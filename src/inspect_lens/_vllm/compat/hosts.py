@@ -102,7 +102,8 @@ def routes_of(engine: Any) -> Mapping[str, Any]:
 
     Empty where there is one engine, or nobody knows.
     """
-    found: Mapping[str, Any] = getattr(engine.engine_core, "reqs_in_flight", {})
+    client = getattr(engine, "engine_core", None)
+    found: Mapping[str, Any] = getattr(client, "reqs_in_flight", {})
     return found
 
 

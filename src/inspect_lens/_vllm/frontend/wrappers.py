@@ -125,7 +125,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         try:
             _remember(self, key)
-            results.watch(key, self.request_states[key].queue)
+            results.running.watch(key, self.request_states[key].queue)
             if reading is not None and reading.has_alarm:
                 stop_at_alarm(self.request_states[key], results)
         except BaseException as error:

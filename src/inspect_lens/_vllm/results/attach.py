@@ -171,11 +171,6 @@ class Results:
         self._pending_scores(key, self.new_scores(key, n_completion))
         return expected.reading.alarm()
 
-    def watch(self, key: str, queue: Any) -> None:
-        """Have a request that has begun end as soon as a worker of its is known to have gone."""
-        if self.links is not None and queue is not None:
-            self.running.watch(key, queue)
-
     def streams_tokens(self, key: str) -> bool:
         """Whether a request wants the scores of its tokens."""
         expected = self._expected.get(key)

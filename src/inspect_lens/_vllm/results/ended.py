@@ -25,6 +25,7 @@ class Running:
     def __init__(self) -> None:
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, Any]] = {}
         self._lock = threading.Lock()
+        self._has_far_workers = False
         self.routes: Mapping[str, Any] = {}
         """Which engine has each request, where there are several; see `routes_of`."""
         self._gone: dict[Any, LensError] = {}
@@ -33,14 +34,18 @@ class Running:
     def listen(self, far: Far) -> None:
         """Hear of workers that go, and of those that come back."""
         far.ends, far.came = self.end, self._gone.clear
+        self._has_far_workers = far.is_listening
 
     def watch(self, key: str, queue: Any) -> None:
         """Take note of a request that has begun; called in its event loop.
 
         Args:
             key: of the choice.
-            queue: vLLM's `RequestOutputCollector`, which takes an error, too.
+            queue: vLLM's `RequestOutputCollector`, which takes an error, too; None where the
+                caller steps the engine.
         """
+        if queue is None or not self._has_far_workers:
+            return
         loop = asyncio.get_running_loop()
         with self._lock:
             self._queues[key] = loop, queue
