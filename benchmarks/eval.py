@@ -5,11 +5,12 @@ python -m benchmarks.eval --out benchmarks/results/eval.json                   #
 python -m benchmarks.eval --shape organism --samples 8 --runs 1 --out eval.json  # a CPU
 ```
 
-The same eval through Inspect's own `vllm` provider on a server without the lens, and through ours:
-nothing asked, a layer captured, captured and scored, its mean captured and scored, and a probe in
-the engine with its scorer. All servers live side by side; a round is one Inspect process that runs
-every arm of every load, and the order of arms moves on from round to round. Seconds are those of
-`eval()`, the written log included. The exit code says whether a limit was missed.
+The same eval through Inspect's own `vllm` provider on a server without the lens, without a scorer
+and with Inspect's `includes()`, and through ours: nothing asked, a layer captured, captured and
+scored, its mean captured and scored, and a probe in the engine with its scorer. All servers live
+side by side; a round is one Inspect process that runs every arm of every load, and the order of
+arms moves on from round to round. Seconds are those of `eval()`, the written log included. The exit
+code says whether a limit was missed.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from .shapes import SHAPES
 __all__ = ["LIMITS", "limits_missed", "main", "parse", "plan", "summarise"]
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("plain", "idle", "capture", "capture-scored", "mean-scored", "probe-scored")
+ARMS = ("plain", "plain-scored", "idle", "capture", "capture-scored", "mean-scored", "probe-scored")
 PEER = "peer"
 LIMITS = {"probe-scored": 1.03, "capture-scored": 1.08, "mean-scored": 1.08, "capture": 1.03}
 """Seconds of an arm over those of `plain`, medians of all rounds."""
+SCORED = "plain-scored"
+"""What a scored arm is compared with, too: any scorer at all takes time of Inspect's event loop."""
 SERVED = "model"
 _OF_THIS_MACHINE = ("out", "folder", "package_path", "site_path", "inspect_path", "peer_path")
 
@@ -219,7 +222,7 @@ def round_of(
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By load and arm: medians, and the ratio to `plain`.
+    """By load and arm: medians, and the ratio to `plain`; of scored arms to `plain-scored`, too.
 
     Args:
         runs: that were measured.
@@ -231,7 +234,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for load in dict.fromkeys(run["load"] for run in runs):
         arms = dict.fromkeys(run["arm"] for run in runs if run["load"] == load)
         each = {a: [r for r in runs if (r["load"], r["arm"]) == (load, a)] for a in arms}
-        plain = [run["seconds"] for run in each.get("plain", [])]
+        plain, scored = ([run["seconds"] for run in each.get(a, [])] for a in ("plain", SCORED))
         for arm, found in each.items():
             seconds = [run["seconds"] for run in found]
             facts: dict[str, Any] = {
@@ -243,6 +246,8 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
             if plain:
                 facts["ratio"] = facts["seconds"] / statistics.median(plain)
+            if scored and arm.endswith("-scored"):
+                facts["ratio_to_scored"] = facts["seconds"] / statistics.median(scored)
             made.setdefault(load, {})[arm] = facts
     return made
 
@@ -262,12 +267,18 @@ def limits_missed(summary: dict[str, Any]) -> list[str]:
 
 def table(summary: dict[str, Any]) -> str:
     """The summary for a reader."""
-    lines = ["| load | arm | seconds | ratio | event loop, s | n |", "|---|---|--:|--:|--:|--:|"]
+    lines = [
+        "| load | arm | seconds | ratio | to plain-scored | event loop, s | n |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
     for load, arms in summary.items():
         for arm, facts in arms.items():
-            ratio = f"{facts['ratio']:.3f}" if "ratio" in facts else "-"
+            ratio, scored = (
+                f"{facts[key]:.3f}" if key in facts else "-" for key in ("ratio", "ratio_to_scored")
+            )
             spread = f"{facts['seconds']:.2f} ({facts['lowest']:.2f} to {facts['highest']:.2f})"
-            row = (load, arm, spread, ratio, f"{facts['loop_cpu_s']:.2f}", str(facts["n"]))
+            loop = f"{facts['loop_cpu_s']:.2f}"
+            row = (load, arm, spread, ratio, scored, loop, str(facts["n"]))
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 

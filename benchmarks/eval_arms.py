@@ -28,7 +28,7 @@ from inspect_ai.model import (
     execute_tools,
     get_model,
 )
-from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
+from inspect_ai.scorer import Score, Scorer, Target, includes, mean, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import Tool, ToolCall, tool
 
@@ -107,7 +107,7 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
         "mean-scored": {"layers": [layer], "positions": "completion", "reduce": "mean"},
     }
     options: dict[str, Any] = {"api_key": "none"}
-    if arm == "plain":
+    if arm.startswith("plain"):
         return get_model(f"vllm/{asked['served']}", base_url=urls["plain"] + "/v1", **options)
     if arm == "peer":
         return get_model(f"vllm-lens/{asked['served']}", base_url=urls["peer"] + "/v1", **options)
@@ -128,6 +128,8 @@ def _solver(arm: str, asked: dict[str, Any], load: dict[str, Any]) -> Solver:
 
 
 def _scorer(arm: str, asked: dict[str, Any]) -> Scorer | None:
+    if arm == "plain-scored":
+        return includes()
     if arm == "mean-scored":
         return mean_projection(asked["probe"])
     if arm not in ("capture-scored", "probe-scored"):

@@ -42,9 +42,13 @@ def test_ratios_are_of_medians_and_a_limit_that_is_missed_is_said() -> None:
     runs.append(run("capture", 11.0))
     (missed,) = driver.limits_missed(driver.summarise(runs))
     assert missed.startswith("x: capture: 1.065")
+    # A scorer of any kind takes time: what ours takes beyond that stands beside.
+    beside = driver.summarise([*runs, run("plain-scored", 10.2)])["x"]
+    assert beside["probe-scored"]["ratio_to_scored"] == pytest.approx(10.3 / 10.2)
+    assert "ratio_to_scored" not in beside["capture"]
     # What was not measured does not hold.
     assert len(driver.limits_missed(driver.summarise(runs[:3]))) == len(driver.LIMITS)
-    assert "| x | plain | 10.00 (9.00 to 99.00) | 1.000 |" in driver.table(summary)
+    assert "| x | plain | 10.00 (9.00 to 99.00) | 1.000 | - |" in driver.table(summary)
 
 
 def test_servers_and_inspect_find_their_own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +89,7 @@ def test_every_arm_runs_and_gets_what_it_asks_for(
     assert [(line["load"], line["arm"]) for line in lines] == asked["plan"]
     assert all(line["seconds"] > 0 and line["log_bytes"] > 0 for line in lines)
     # Warm-up of two, then three samples, then two agents of three turns; on one server each.
-    assert len(plain) == 2 + 3 + 6
+    assert len(plain) == 2 * (2 + 3 + 6)  # without a scorer, and with one
     assert len(posted) == 5 * (2 + 3 + 6)
     requests = [parse_extra_args(body.get("vllm_xargs")) for body in posted]
     kinds = Counter(

@@ -24,11 +24,11 @@ from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Proces
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens.errors import CompatError
 
-from .channels import SEND_QUEUE, Channel, LocalChannel
+from .channels import Channel, LocalChannel
 from .device_copy import Copier
 from .link import Link
 
-__all__ = ["SEND_QUEUE", "Exporter", "Rows"]
+__all__ = ["Exporter", "Rows"]
 
 _SEND_TIMEOUT_S = STALLED_S
 _BLOCK_BYTES = 512 << 20
