@@ -25,7 +25,7 @@ from inspect_lens.spec import (
     tap_point,
 )
 
-__all__ = ["EVERY", "EditEnvelope", "pack_edits", "seal_edits", "unpack_edits"]
+__all__ = ["EVERY", "EditEnvelope", "Edited", "pack_edits", "seal_edits", "unpack_edits"]
 
 EVERY = 1 << 62
 """End of a span that has none."""
@@ -33,8 +33,30 @@ EVERY = 1 << 62
 Program = tuple[Instruction, ...]
 
 
+class Edited:
+    """Where a vector or an edit acts."""
+
+    site: Site
+    layers: tuple[int, ...]
+    positions: tuple[int, ...] | None
+    lo: int
+    hi: int
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """The tap of each layer."""
+        return tuple(tap_point(self.site, layer) for layer in self.layers)
+
+    @property
+    def until(self) -> int:
+        """One past the last position that is edited; `EVERY` where there is no last one."""
+        if self.positions is None:
+            return self.hi
+        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
+
+
 @dataclass(frozen=True)
-class EditEnvelope:
+class EditEnvelope(Edited):
     """One edit, or a gate that later ones read."""
 
     site: Site
@@ -50,18 +72,6 @@ class EditEnvelope:
     """The span: only positions of [lo, hi) are edited."""
     sha256: str
     """Of the programs."""
-
-    @property
-    def taps(self) -> tuple[TapPoint, ...]:
-        """Where each entry of `programs` runs."""
-        return tuple(tap_point(self.site, layer) for layer in self.layers)
-
-    @property
-    def until(self) -> int:
-        """One past the last position that is edited; `EVERY` where there is no last one."""
-        if self.positions is None:
-            return self.hi
-        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
 
     @property
     def is_listed(self) -> bool:

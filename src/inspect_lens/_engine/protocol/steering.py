@@ -14,20 +14,18 @@ from inspect_lens.spec import (
     DType,
     Site,
     SteeringVector,
-    TapPoint,
     TensorData,
     phase_range,
     resolve_positions,
-    tap_point,
 )
 
-from .edits import EVERY
+from .edits import EVERY, Edited
 
 __all__ = ["SteerEnvelope", "pack_vectors", "seal_vector", "unpack_vectors"]
 
 
 @dataclass(frozen=True)
-class SteerEnvelope:
+class SteerEnvelope(Edited):
     """One steering vector."""
 
     site: Site
@@ -46,18 +44,6 @@ class SteerEnvelope:
     lo: int = 0
     hi: int = EVERY
     """The span: only positions of [lo, hi) are steered."""
-
-    @property
-    def taps(self) -> tuple[TapPoint, ...]:
-        """Where each row of the vectors is added."""
-        return tuple(tap_point(self.site, layer) for layer in self.layers)
-
-    @property
-    def until(self) -> int:
-        """One past the last position that is steered; `EVERY` where there is no last one."""
-        if self.positions is None:
-            return self.hi
-        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
 
 
 def pack_vectors(vectors: Sequence[SteerEnvelope]) -> list[dict[str, Any]]:

@@ -164,19 +164,21 @@ def fill(
         values["paths"] = tuple(sorted({"eager", *collected.paths}))
 
 
-def _is_run(positions: Sequence[int]) -> bool:
-    """Whether positions are consecutive."""
-    return bool(positions) and positions[-1] - positions[0] + 1 == len(positions)
+def _first_or_all(positions: Sequence[int]) -> tuple[int | None, tuple[int, ...] | None]:
+    """The first of consecutive positions, or all of others."""
+    if positions and positions[-1] - positions[0] + 1 == len(positions):
+        return positions[0], None
+    return None, tuple(positions)
 
 
 def _lens_receipt(lens: LensEnvelope, n_fed: int) -> LensReceipt:
     positions = lens.fed(n_fed)
-    is_run = _is_run(positions)
+    first, listed = _first_or_all(positions)
     return LensReceipt(
         layers=lens.layers,
         n_positions=len(positions),
-        first_position=positions[0] if is_run else None,
-        listed=None if is_run else tuple(positions),
+        first_position=first,
+        listed=listed,
         top_k=lens.top_k,
         tokens=lens.tokens,
     )
@@ -189,13 +191,13 @@ def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | 
     positions = capture.fed(expected.n_fed(n_completion))
     if capture.is_last:
         positions = positions[-1:]
-    is_run = _is_run(positions)
+    first, listed = _first_or_all(positions)
     return CaptureReceipt(
         site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
         layers=capture.layers,
         n_positions=len(positions),
-        first_position=positions[0] if is_run else None,
-        positions=None if is_run else tuple(positions),
+        first_position=first,
+        positions=listed,
         dtype=capture.dtype,
         reduce=capture.reduce,
         rows=len(capture.taps) * len(positions),
