@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests that share an engine in one process, whichever of several runs them."""
     for item in items:
