@@ -22,6 +22,7 @@ from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 
+from .coverage import coverage_markdown
 from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
 from .notebooks import notebook_files
@@ -125,6 +126,7 @@ def generated_files() -> dict[str, str]:
             _page("docs/evals.md", "evals", evals_markdown()),
             _page("docs/reference/cli.md", "cli", cli_markdown()),
             _page("docs/gallery.md", "probes", probes_markdown()),
+            _page("docs/coverage.md", "coverage", coverage_markdown()),
         ]
     )
     gallery = content["docs/gallery.md"]
