@@ -28,7 +28,7 @@ test: env  ## run everything that runs on a CPU: lint, types, imports, docs, eve
 	    $(MAKE) $$step || failed="$$failed $$step"; \
 	  done; \
 	  $(PYTEST) -m "not engine and not gpu" -n 2 || failed="$$failed pytest"; \
-	  $(PYTEST) -m "engine and not gpu" -n 2 --dist loadgroup || failed="$$failed engines"; \
+	  $(PYTEST) -m "engine and not gpu" -n 2 --dist loadscope || failed="$$failed engines"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 check: env lint types imports  ## the fast part, for before a commit: lint, types, imports, contracts, unit

@@ -38,10 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-SHARED = ("lens_server_url", "offline_llm", "_compiled")
-"""Engines of the session, by fixture."""
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Give the engines of each of several test processes a core of their own."""
     worker = getattr(config, "workerinput", {}).get("workerid", "")
@@ -52,15 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share an engine in one process, whichever of several runs them."""
-    for item in items:
-        if item.get_closest_marker("engine") is None:
-            continue
-        names = getattr(item, "fixturenames", ())
-        shared = next((name for name in SHARED if name in names), None)
-        item.add_marker(pytest.mark.xdist_group(shared or item.nodeid.partition("::")[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests that share an engine in one process, with `--dist loadscope`."""
+    from tests.kit.shared_engines import SharedEngines
+
+    return SharedEngines(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="session")
