@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from .repository import ROOT
 
