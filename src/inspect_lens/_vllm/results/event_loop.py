@@ -17,6 +17,7 @@ from typing import Any
 
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.guard import fault_of
+from inspect_lens._vllm.metrics import waited
 
 from .attach import Results
 
@@ -76,7 +77,8 @@ class Arrivals:
         self._waiting.append(waiting)
         self._call()
         try:
-            await waiting.done
+            with waited():
+                await waiting.done
         except asyncio.CancelledError:
             results.forget(output)
             raise
