@@ -208,6 +208,20 @@ def test_the_wait_for_the_last_rows_is_measured(read: Read, engine: Engine, in_l
     assert read("running") == 0
 
 
+def test_a_fault_in_the_event_loop_fails_each_that_waits(
+    read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("x")
+
+    keys = [captured(engine) for _ in range(2)]
+    monkeypatch.setattr(engine.results, "attach_each", broken)
+    errors = attach(engine, [output(completion(0, key)) for key in keys])
+    assert [type(error) for error in errors] == [CaptureError] * 2
+    assert read("failures_total", error="CaptureError") == 2
+    engine.results.abandon(keys)
+
+
 def test_a_worker_that_has_gone_fails_each_of_its_requests(read: Read) -> None:
     async def lose() -> None:
         running = Running()
