@@ -21,6 +21,7 @@ from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.metrics import METRICS
 
 from .coverage import coverage_markdown
 from .figures import figure_files
@@ -62,6 +63,16 @@ def seams_markdown() -> str:
     rows += [
         f"| `{seam.target.replace(':', '.')}` | {seam.process} | {seam.reason} |"
         for seam in (*SEAMS, *SERVE_SEAMS, *EAGER_SEAMS)
+    ]
+    return "\n".join(rows)
+
+
+def metrics_markdown() -> str:
+    """The table of metrics."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{m.name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.labels)} | {m.doc} |"
+        for m in METRICS
     ]
     return "\n".join(rows)
 
@@ -123,6 +134,7 @@ def generated_files() -> dict[str, str]:
         [
             _page("docs/how-to/settings.md", "settings", settings_markdown()),
             _page("docs/reference/compatibility.md", "seams", seams_markdown()),
+            _page("docs/how-to/serve.md", "metrics", metrics_markdown()),
             _page("docs/evals.md", "evals", evals_markdown()),
             _page("docs/reference/cli.md", "cli", cli_markdown()),
             _page("docs/gallery.md", "probes", probes_markdown()),

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -86,16 +86,24 @@ class CachedRows:
 class RowCache:
     """Rows of blocks, the least recently used of which go first. Any thread may ask."""
 
-    def __init__(self, most_bytes: int, *, keeps_first: bool) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        *,
+        keeps_first: bool,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
         """Begin empty.
 
         Args:
             most_bytes: bytes of rows that are kept at most; 0 keeps none.
             keeps_first: whether a block is kept when it is met for the first time. Else at the
                 second time: a batch whose prompts have nothing in common is then spared the copies.
+            on_change: called after rows were kept or forgotten; must not raise.
         """
         self.most_bytes = most_bytes
         self._keeps_first = keeps_first
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._rows: OrderedDict[bytes, NDArray[Any]] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -158,6 +166,7 @@ class RowCache:
             at = i * BLOCK - lo
             block = np.ascontiguousarray(rows[:, at : at + BLOCK])
             self._put(keys[i], block.copy() if block.base is not None else block, epoch)
+        self._tell()
 
     def keep_later(self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int) -> None:
         """`keep` in a thread of its own; nothing is kept while that is far behind."""
@@ -187,6 +196,11 @@ class RowCache:
             self._rows.clear()
             self._seen.clear()
             self._n_bytes = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
 
     def _wants(self, key: bytes) -> bool:
         if key in self._rows:

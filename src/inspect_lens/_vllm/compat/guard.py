@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
 from inspect_lens._engine.step.stepper import Stepper
+from inspect_lens._vllm.metrics import refused
 from inspect_lens.errors import CaptureError, LensError
 
 __all__ = ["DOORS", "Door", "fault_of", "guarded", "idle", "pass_over"]
@@ -197,7 +198,7 @@ def pass_over(error: BaseException, *, uses_lens: bool) -> None:
         LensError: it does; or the error was meant.
     """
     if ends_process(error) or isinstance(error, LensError):
-        raise error
+        raise refused(error)
     if uses_lens:
-        raise fault_of(error) from error
+        raise refused(fault_of(error)) from error
     logger.error("inspect_lens: a fault beside a request without the lens", exc_info=error)

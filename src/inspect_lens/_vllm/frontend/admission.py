@@ -18,6 +18,7 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import is_serving, payloads
+from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.prompt_rows import with_known_rows
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
@@ -167,6 +168,7 @@ def seal_core(
         if CACHED_KEY not in packed:
             sampling.skip_reading_prefix_cache = True
     sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
+    requested(request, eager is not None)
 
 
 def without_lens_keys(params: Any) -> Any:

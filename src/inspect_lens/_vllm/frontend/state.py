@@ -12,6 +12,7 @@ import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.protocol.hosts import Address
 from inspect_lens._settings import Settings
+from inspect_lens._vllm import metrics
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
@@ -105,14 +106,22 @@ class FrontEnd:
                 n_processes=self.n_processes,
             )
         processor.inspect_lens_refusal = reason
+        if reason is None and is_serving():
+            metrics.begin()
+            payloads.report()
         if reason is None and self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
-            cache = RowCache(settings.cached_rows_bytes, keeps_first=is_serving())
+            cache = RowCache(
+                settings.cached_rows_bytes, keeps_first=is_serving(), on_change=self._note_rows
+            )
             processor.inspect_lens_rows = cache
             self.row_caches.append(cache)
         self.engines.append(facts if facts is not None else str(reason))
         # The server's modules may not have been imported when the plug-in was loaded.
         install_when_serving(self)
+
+    def _note_rows(self) -> None:
+        metrics.keeps(sum(cache.n_bytes for cache in self.row_caches))
 
     def reply_for(self, facts: EngineFacts) -> str:
         """Where workers of an engine send results."""

@@ -21,6 +21,7 @@ from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.seams import is_in_process
 from inspect_lens._vllm.http.responses import as_json, is_serving
+from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.results.alarms import stop_at_alarm
@@ -336,7 +337,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             judge_early(self.input_processor, prompt, params)
             front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
-            raise busy(str(error)) from error
+            raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
         return outputs_of(self, *args, **kwargs)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
+from inspect_lens._vllm.metrics import refused
 from inspect_lens.errors import CapacityError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -255,6 +256,7 @@ def _vector_bytes(request: LensRequest) -> int:
 
 async def refuse(error: LensError, send: Send) -> None:
     """Answer with an error, in the form of vLLM's own."""
+    refused(error)
     about = {"message": str(error), "type": type(error).__name__, "param": None}
     body = json.dumps({"error": {**about, "code": error.status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from inspect_lens._vllm.metrics import refused_as
+
 from .payloads import CLIENT, TTL_S, PayloadStore
 from .shared_payloads import fetch_payload
 
@@ -30,12 +32,14 @@ def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Pat
         try:
             data = await fetch_payload(handle, payloads, siblings())
         except LookupError:
+            refused_as(404, "UnknownHandle")
             return Response(
                 status_code=404,
                 content=f"handle {handle!r} is of another server process; ask again over a "
                 "new connection",
             )
         if data is None:
+            refused_as(410, "ExpiredHandle")
             return Response(
                 status_code=410,
                 content=f"handle {handle!r} has expired {TTL_S:g} s after its result came, or was "

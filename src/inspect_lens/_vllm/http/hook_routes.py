@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, packed_hook, raise_first
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import encode_saved, parse_hooks
@@ -36,6 +37,7 @@ def add_hook_routes(app: Any) -> None:
                 return await handler(_book_of(engine), engine, await _body(request))
             except LensError as error:
                 code = error.status if error.status < 500 else 400
+                refused_as(code, type(error).__name__)
                 body = {"message": str(error), "type": type(error).__name__, "code": code}
                 return JSONResponse({"error": body}, status_code=code)
 

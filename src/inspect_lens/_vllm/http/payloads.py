@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,7 @@ class PayloadStore:
         max_bytes: int | None = None,
         ttl_s: float = TTL_S,
         fetched_ttl_s: float = FETCHED_TTL_S,
+        on_change: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
         """Begin empty.
 
@@ -55,10 +56,14 @@ class PayloadStore:
             max_bytes: of everything; by default what the settings say when the first result comes.
             ttl_s: seconds after which a result goes that was not fetched.
             fetched_ttl_s: the same of one that was.
+            on_change: is told how many results wait, how many bytes are held, how many may be,
+                and how many results have expired unfetched since the last call.
         """
         self._given_bytes = max_bytes
         self._ttl_s = ttl_s
         self._fetched_ttl_s = fetched_ttl_s
+        self._on_change = on_change
+        self._n_expired = 0
         self._nonce = secrets.token_hex(4)
         # Each in the order in which its items expire.
         self._waiting: OrderedDict[str, _Payload] = OrderedDict()
@@ -87,6 +92,7 @@ class PayloadStore:
         client = CLIENT.get()
         with self._lock:
             self._drop(time.monotonic(), room_for=0)
+            self._tell()
             self._check(size, client, held=sum(self._of_client.values()))
 
     def put(self, data: bytes | memoryview) -> str:
@@ -108,6 +114,7 @@ class PayloadStore:
             self._waiting[handle] = _Payload(data, now + self._ttl_s, client)
             self._n_bytes += size
             self._of_client[client] += size
+            self._tell()
             self._wake_later()
         return handle
 
@@ -116,6 +123,7 @@ class PayloadStore:
         with self._lock:
             for handle in handles:
                 self._remove(self._waiting, handle)
+            self._tell()
 
     def get(self, handle: str) -> bytes | memoryview | None:
         """The payload, or None when the handle is unknown or has expired."""
@@ -126,6 +134,7 @@ class PayloadStore:
                 self._leave(item)
                 self._fetched[handle] = _Payload(item.data, now + self._fetched_ttl_s)
             item = self._fetched.get(handle)
+            self._tell()
         return item.data if item is not None else None
 
     def made(self, handle: str) -> bool:
@@ -143,6 +152,16 @@ class PayloadStore:
         """Bytes that are held."""
         with self._lock:
             return self._n_bytes
+
+    def report(self) -> None:
+        """Tell what is held to whoever was named when this was made."""
+        with self._lock:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            expired, self._n_expired = self._n_expired, 0
+            self._on_change(len(self._waiting), self._n_bytes, self.max_bytes, expired)
 
     def _check(self, size: int, client: str, *, held: int) -> None:
         """Raise where results of a client have no room beside what is held."""
@@ -166,6 +185,7 @@ class PayloadStore:
         for items in (self._fetched, self._waiting):
             for handle, _ in list(_until_valid(items, now)):
                 self._remove(items, handle)
+                self._n_expired += items is self._waiting
         while self._fetched and self._n_bytes + room_for > self.max_bytes:
             self._remove(self._fetched, next(iter(self._fetched)))
 
@@ -192,6 +212,7 @@ class PayloadStore:
         with self._lock:
             self._timer = None
             self._drop(time.monotonic(), room_for=0)
+            self._tell()
             if self._waiting or self._fetched:
                 self._wake_later()
 

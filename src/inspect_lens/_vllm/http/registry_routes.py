@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.registry import parse_item
 from inspect_lens.errors import LensError, SpecError
@@ -102,4 +103,5 @@ async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, boo
 
 def _refusal(error: LensError) -> dict[str, Any]:
     code = error.status if error.status < 500 else 400
+    refused_as(code, type(error).__name__)
     return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}

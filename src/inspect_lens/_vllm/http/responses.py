@@ -11,6 +11,7 @@ from typing import Any
 from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.seams import SERVE_SEAMS, seam, verify, wrap
+from inspect_lens._vllm.metrics import delivered, failed, refused, stored
 from inspect_lens._vllm.results.outputs import choices_of, has_fields
 from inspect_lens.errors import CompatError, LensError, UnsupportedError
 from inspect_lens.spec import (
@@ -49,7 +50,7 @@ class _Front:
     end: Any = None
 
 
-payloads = PayloadStore()
+payloads = PayloadStore(on_change=stored)
 """The store of this process; a handle is valid at the process that made it."""
 
 
@@ -92,13 +93,15 @@ def as_json(completion: Any) -> dict[str, Any]:
         try:
             for name, tensor in tensors.items():
                 entries[name] = _entry(tensor, is_binary=is_binary)
-        except LensError:
+        except LensError as error:
             payloads.discard([entry["handle"] for entry in entries.values() if is_binary])
+            failed(error)
             raise
         plain = getattr(completion, "inspect_lens_plain", {})
         result["activations"] = entries | {n: {"__json__": value} for n, value in plain.items()}
     if (saved := getattr(completion, "inspect_lens_saved", None)) is not None:
         result["hook_results"] = encode_saved(saved)
+    delivered(completion)
     return result
 
 
@@ -234,9 +237,11 @@ def _tokens_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_handler(handler: Any, request: Any) -> None:
     """Refuse where another API's handler would rebuild the response without our fields."""
     if ".openai." not in type(handler).__module__ and parse_extra_args(request.vllm_xargs):
-        raise UnsupportedError(
-            f"{type(handler).__name__} has no place for activations; use /v1/chat/completions or "
-            "/v1/completions"
+        raise refused(
+            UnsupportedError(
+                f"{type(handler).__name__} has no place for activations; use /v1/chat/completions "
+                "or /v1/completions"
+            )
         )
 
 
@@ -336,9 +341,11 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             except BaseException as error:  # noqa: BLE001 - a door
                 pass_over(error, uses_lens=has_lens_words(self))
             if is_ours:
-                raise UnsupportedError(
-                    f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling through "
-                    "/v1/chat/completions or /v1/completions"
+                raise refused(
+                    UnsupportedError(
+                        f"{what} cannot be used with {', '.join(LENS_KEYS[:3])}; use sampling "
+                        "through /v1/chat/completions or /v1/completions"
+                    )
                 )
             return original(self, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.seams import is_engine_apart
+from inspect_lens._vllm.metrics import looked_up
 from inspect_lens.spec import TensorData
 
 __all__ = ["HARMLESS", "Reuse", "is_harmless", "keeps_rows", "reuse_of", "with_known_rows"]
@@ -105,13 +106,15 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     prefix = Prefix(hashlib.blake2b(repr(kind).encode()).digest(), core.prompt_token_ids)
     epoch = cache.epoch
     # The last token of a prompt is computed in any case, and one row has to come.
-    known = cache.find(prefix, min(envelope.n_prompt, asked.hi) - 1)
+    end = min(envelope.n_prompt, asked.hi)
+    known = cache.find(prefix, end - 1)
     if known is not None and known.n_tokens <= asked.lo:
         known = None
     n_known = 0
     if known is not None:
         n_known = known.n_tokens
         envelope = replace(envelope, capture=replace(asked, lo=n_known))
+    looked_up(end - asked.lo, max(n_known - asked.lo, 0))
     made = envelope.pack() if n_known else Packed(packed)
     made[CACHED_KEY] = n_known
     made.envelope, made.uses = envelope, packed.uses

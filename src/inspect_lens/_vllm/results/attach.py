@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
 from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._vllm.compat.guard import fault_of
+from inspect_lens._vllm.metrics import failed, running, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens.errors import CaptureError, LensError
 
@@ -116,6 +117,7 @@ class Results:
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
             self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
+            running(len(self._expected))
         self._the_collector().open(key, envelope)
         if EAGER_KEY in packed:
             self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
@@ -227,6 +229,7 @@ class Results:
             expected = self._expected.pop(key, None)
             self._spoiled.pop(key, None)
             self.running.forget(key)
+            running(len(self._expected))
             if expected is not None and (choices := self._choices.get(expected.request)):
                 choices.discard(key)
                 if not choices:
@@ -246,8 +249,9 @@ class Results:
         Raises:
             LensError: a result is not whole, or the worker failed the request.
         """
-        if errors := self.attach_all([output]):
-            raise errors.pop()
+        with waited():
+            if errors := self.attach_all([output]):
+                raise errors.pop()
 
     def attach_all(self, outputs: Iterable[Any]) -> list[LensError]:
         """`attach` for many outputs: those of a batch mostly end in one step.
@@ -336,14 +340,14 @@ class Results:
             for choice in job.choices:
                 if (steer_hash := choice.expected.envelope.steer_hash) is not None:
                     self._failures[steer_hash.rpartition(":")[2]] += 1
-            job.error = error
+            job.error = failed(error)
             return False
         except BaseException as error:
             if ends_process(error):
                 raise
             logger.exception("inspect_lens: the results of a request could not be put together")
             self._drop(job)
-            job.error = as_exception(error)
+            job.error = as_exception(failed(error))
             return False
         return True
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from inspect_lens._engine.collect.far import Far
+from inspect_lens._vllm.metrics import failed
 from inspect_lens.errors import CaptureError, LensError
 
 __all__ = ["Running", "named"]
@@ -80,7 +81,7 @@ class Running:
             return
         loop, queue = found
         try:
-            loop.call_soon_threadsafe(queue.put, error)
+            loop.call_soon_threadsafe(queue.put, failed(error))
         except RuntimeError:
             logger.debug("inspect_lens: nobody waits for request %s any more", key)
 

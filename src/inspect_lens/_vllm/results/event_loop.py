@@ -17,6 +17,7 @@ from typing import Any
 
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.guard import fault_of
+from inspect_lens._vllm.metrics import failed, waited
 
 from .attach import Results
 
@@ -76,7 +77,8 @@ class Arrivals:
         self._waiting.append(waiting)
         self._call()
         try:
-            await waiting.done
+            with waited():
+                await waiting.done
         except asyncio.CancelledError:
             results.forget(output)
             raise
@@ -119,7 +121,7 @@ class Arrivals:
         self._ready.clear()
         for one in waiting:
             if not one.done.done():
-                one.done.set_exception(fault_of(error))
+                one.done.set_exception(failed(fault_of(error)))
 
     def _look_at_all(self) -> None:
         self._is_called = False
@@ -199,7 +201,7 @@ def _told(waiting: list[_Waiting]) -> Iterator[None]:
         logger.exception("inspect_lens: a fault in the event loop")
         for one in waiting:
             if not one.done.done():
-                one.done.set_exception(fault_of(error))
+                one.done.set_exception(failed(fault_of(error)))
         if ends_process(error):
             raise
 

@@ -1,0 +1,289 @@
+"""Metrics of an API server for Prometheus, on the `/metrics` that vLLM serves.
+
+vLLM's route shows every metric of the process's default registry, or of all API servers together
+where several run. So metrics that are registered there need no route of their own. They are
+made when a server learns of an engine that the lens serves. Before, and in every other process,
+each function here does nothing. None is called for a single token or step, and none raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+
+from inspect_lens.errors import LensError
+from inspect_lens.spec import LensRequest
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+__all__ = [
+    "KINDS",
+    "METRICS",
+    "Metric",
+    "begin",
+    "delivered",
+    "failed",
+    "keeps",
+    "looked_up",
+    "refused",
+    "refused_as",
+    "requested",
+    "running",
+    "stored",
+    "waited",
+]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+KINDS = ("capture", "steer", "edit", "probe", "lens", "qk", "hook")
+"""What a request may ask for, each the value of a label."""
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, as it is registered and documented."""
+
+    name: str
+    """As `/metrics` shows it; a histogram's is followed by `_bucket`, `_sum` and `_count`."""
+    kind: Literal["counter", "gauge", "histogram"]
+    doc: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "inspect_lens_requests_total",
+        "counter",
+        "Requests handed to the engine, by what they ask for; one that asks for two things counts "
+        "in both.",
+        ("kind",),
+    ),
+    Metric("inspect_lens_running", "gauge", "Choices of lens requests under way."),
+    Metric(
+        "inspect_lens_refusals_total",
+        "counter",
+        "Requests refused before they cost anything, and handles without a result, by HTTP status "
+        "and error.",
+        ("status", "error"),
+    ),
+    Metric(
+        "inspect_lens_failures_total",
+        "counter",
+        "Requests that began and ended with an error, by error; none is answered in part.",
+        ("error",),
+    ),
+    Metric("inspect_lens_rows_total", "counter", "Captured rows put into responses."),
+    Metric("inspect_lens_bytes_total", "counter", "Bytes of tensors put into responses."),
+    Metric(
+        "inspect_lens_wait_seconds",
+        "histogram",
+        "Seconds between the end of a text and its results.",
+    ),
+    Metric("inspect_lens_store_results", "gauge", "Results that wait to be fetched."),
+    Metric("inspect_lens_store_bytes", "gauge", "Bytes of results that are held in memory."),
+    Metric("inspect_lens_store_limit_bytes", "gauge", "Bytes of results that may be held."),
+    Metric("inspect_lens_store_expired_total", "counter", "Results that expired before a fetch."),
+    Metric("inspect_lens_row_cache_bytes", "gauge", "Bytes of rows kept from earlier prompts."),
+    Metric(
+        "inspect_lens_row_cache_queries_total",
+        "counter",
+        "Captured prompt positions looked up in the row cache.",
+    ),
+    Metric(
+        "inspect_lens_row_cache_hits_total",
+        "counter",
+        "Those of them whose rows it had.",
+    ),
+)
+"""Every metric; `docs/how-to/serve.md` lists the same, and a test compares."""
+
+
+class _Holder:
+    made: ClassVar[dict[str, Any]] = {}
+    """Metrics by name; none where nobody could read them."""
+
+
+def begin(registry: CollectorRegistry | None = None) -> None:
+    """Register the metrics of this process; once is enough.
+
+    Without `prometheus_client`, which vLLM depends on, there are none.
+
+    Args:
+        registry: where to; by default the one that vLLM's route shows.
+    """
+    if _Holder.made:
+        return
+    try:
+        # Here: what is imported earlier than vLLM has prepared for several processes counts alone.
+        import prometheus_client
+
+        into = prometheus_client.REGISTRY if registry is None else registry
+        made = {metric.name: _made(metric, into) for metric in METRICS}
+        for kind in KINDS:
+            # A counter that is shown before it counts has a rate from the first request on.
+            made["inspect_lens_requests_total"].labels(kind)
+    except Exception as error:  # noqa: BLE001 - a server must not fail for want of metrics
+        logger.warning("inspect_lens: no metrics: %s: %s", type(error).__name__, error)
+        return
+    _Holder.made = made
+
+
+def _made(metric: Metric, registry: CollectorRegistry) -> Any:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    if metric.kind == "counter":
+        return Counter(metric.name, metric.doc, metric.labels, registry=registry)
+    if metric.kind == "histogram":
+        return Histogram(
+            metric.name, metric.doc, metric.labels, registry=registry, buckets=_SECONDS
+        )
+    # Of several API servers: what they have together.
+    return Gauge(
+        metric.name, metric.doc, metric.labels, registry=registry, multiprocess_mode="livesum"
+    )
+
+
+P = ParamSpec("P")
+E = TypeVar("E", bound=BaseException)
+
+
+def _guarded(note: Callable[Concatenate[dict[str, Any], P], None]) -> Callable[P, None]:
+    """Make a function do nothing where there are no metrics, and never raise."""
+
+    @functools.wraps(note)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not (made := _Holder.made):
+            return
+        try:
+            note(made, *args, **kwargs)
+        except Exception:
+            # Once: what fails for one request would for all.
+            _Holder.made = {}
+            logger.exception("inspect_lens: metrics are off from now on")
+
+    return run
+
+
+@_guarded
+def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
+    """Count a request that is handed to the engine.
+
+    Args:
+        made: the metrics.
+        request: what it asks for.
+        has_hooks: whether hooks run on it, its own or those of every request.
+    """
+    asked = (
+        *(request.capture is not None, request.steer or request.steer_named, request.edits),
+        *(request.probes, request.lens is not None, request.qk is not None, has_hooks),
+    )
+    for kind, is_asked in zip(KINDS, asked, strict=True):
+        if is_asked:
+            made["inspect_lens_requests_total"].labels(kind).inc()
+
+
+@_guarded
+def running(made: dict[str, Any], n: int) -> None:
+    """Note how many choices are under way."""
+    made["inspect_lens_running"].set(n)
+
+
+@_guarded
+def refused_as(made: dict[str, Any], status: int, error: str) -> None:
+    """Count a refusal by its HTTP status and the name of its error."""
+    made["inspect_lens_refusals_total"].labels(str(status), error).inc()
+
+
+def refused(error: E) -> E:
+    """Count a request that is refused, and return its error for whoever raises it.
+
+    Args:
+        error: one of ours; else it ends the process, and is not counted. One that a server
+            answers with HTTP 500 counts as a failure.
+    """
+    if isinstance(error, LensError):
+        if error.status < 500:
+            refused_as(error.status, type(error).__name__)
+        else:
+            failed(error)
+    return error
+
+
+@_guarded
+def _failed(made: dict[str, Any], error: BaseException) -> None:
+    # Classes of others are many; a metric has one series for each value of a label.
+    name = type(error).__name__ if isinstance(error, LensError) else "Fault"
+    made["inspect_lens_failures_total"].labels(name).inc()
+
+
+def failed(error: E) -> E:
+    """Count a request that ends without its results, and return its error."""
+    _failed(error)
+    return error
+
+
+@_guarded
+def delivered(made: dict[str, Any], completion: Any) -> None:
+    """Count what a choice's response has.
+
+    Args:
+        made: the metrics.
+        completion: vLLM's, with its receipt and tensors.
+    """
+    if (capture := completion.inspect_lens.capture) is not None:
+        made["inspect_lens_rows_total"].inc(capture.rows)
+    n_bytes = sum(tensor.nbytes for tensor in completion.inspect_lens_tensors.values())
+    made["inspect_lens_bytes_total"].inc(n_bytes)
+
+
+@_guarded
+def _waited(made: dict[str, Any], seconds: float) -> None:
+    made["inspect_lens_wait_seconds"].observe(seconds)
+
+
+@contextlib.contextmanager
+def waited() -> Iterator[None]:
+    """Measure how long the results of an output take that has ended."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _waited(time.perf_counter() - began)
+
+
+@_guarded
+def stored(made: dict[str, Any], waiting: int, n_bytes: int, most: int, expired: int) -> None:
+    """Note what the store of results holds.
+
+    Args:
+        made: the metrics.
+        waiting: results that were not fetched.
+        n_bytes: of everything that is held.
+        most: bytes that may be held.
+        expired: results that have expired since the last call, and were not fetched.
+    """
+    made["inspect_lens_store_results"].set(waiting)
+    made["inspect_lens_store_bytes"].set(n_bytes)
+    made["inspect_lens_store_limit_bytes"].set(most)
+    made["inspect_lens_store_expired_total"].inc(expired)
+
+
+@_guarded
+def keeps(made: dict[str, Any], n_bytes: int) -> None:
+    """Note bytes of rows that are kept for later prompts."""
+    made["inspect_lens_row_cache_bytes"].set(n_bytes)
+
+
+@_guarded
+def looked_up(made: dict[str, Any], asked: int, found: int) -> None:
+    """Count prompt positions whose rows were looked up, and those whose rows were there."""
+    made["inspect_lens_row_cache_queries_total"].inc(asked)
+    made["inspect_lens_row_cache_hits_total"].inc(found)

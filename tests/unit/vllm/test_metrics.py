@@ -1,0 +1,389 @@
+"""Metrics of an API server: what each event adds, and that none of them hurts anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, multiprocess
+
+from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._engine.collect.row_cache import BLOCK, Prefix, RowCache
+from inspect_lens._vllm import metrics
+from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.frontend import state, wrappers
+from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http.bodies import refuse
+from inspect_lens._vllm.http.fetch_route import add_fetch_route
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.write_key import may_write
+from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
+from inspect_lens._vllm.results.ended import Running
+from inspect_lens.errors import CapacityError, CaptureError, HookError, LensError, SpecError
+from inspect_lens.spec import ENVELOPE_KEY, Ablate, TensorData
+from tests.kit.repository import ROOT
+from tests.kit.steps import HIDDEN
+from tests.unit.vllm.frontend.test_front import facts, probe
+from tests.unit.vllm.frontend.test_sealing import IDS, call, extra, parameters, process, steer
+from tests.unit.vllm.results.test_ahead import N_PROMPT, Engine
+from tests.unit.vllm.results.test_arrivals import attach
+from tests.unit.vllm.results.test_results import completion, output
+
+
+class Read:
+    """Values of a registry; None where a series is not shown."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"inspect_lens_{name}", labels)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Read:
+    monkeypatch.setattr(metrics._Holder, "made", {})
+    registry = CollectorRegistry()
+    metrics.begin(registry)
+    return Read(registry)
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    front = FrontEnd()
+    front.engines = [facts(8)]
+    front.register("p", probe(8))
+    monkeypatch.setattr(state._Holder, "front_end", front)
+    return SimpleNamespace(
+        inspect_lens_facts=facts(8),
+        inspect_lens_refusal=None,
+        model_config=SimpleNamespace(max_model_len=64),
+    )
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.worker.stepper.close()
+    made.collector.close()
+
+
+def test_registered_are_the_metrics_that_the_page_lists(read: Read) -> None:
+    shown = {
+        sample.name
+        for family in read.registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith(("_created", "_bucket", "_sum"))
+    }
+    labelled = {m.name for m in metrics.METRICS if m.labels} - {"inspect_lens_requests_total"}
+    expected = {m.name for m in metrics.METRICS} - labelled
+    assert {name.removesuffix("_count") for name in shown} == expected
+    page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(inspect_lens_\w+)`", page, re.MULTILINE)) == {
+        m.name for m in metrics.METRICS
+    }
+    assert all(f"`{kind}`" in page for kind in metrics.KINDS)
+
+
+def test_a_request_counts_once_for_each_kind_when_it_is_sealed(read: Read, processor: Any) -> None:
+    call(processor, IDS, parameters(extra(capture={}), {}))
+    assert read("requests_total", kind="capture") == 0, "judged, and not handed on yet"
+    process(processor, IDS, parameters(extra(capture={}, probes=["p"]), {}))
+    process(processor, IDS, parameters(steer(), {}))
+    process(processor, IDS, parameters({}, {}))
+    found = {kind: read("requests_total", kind=kind) for kind in metrics.KINDS}
+    assert found == dict.fromkeys(metrics.KINDS, 0) | {"capture": 1, "probe": 1, "steer": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        (LensRequest(lens={"top_k": 1}), "lens"),
+        (LensRequest(qk={}), "qk"),
+        (LensRequest(edits=[Ablate(direction=np.ones(8), layers=(0,))]), "edit"),
+    ],
+    ids=["lens", "qk", "edit"],
+)
+def test_other_kinds(read: Read, asked: LensRequest, kind: str) -> None:
+    metrics.requested(asked, False)
+    assert {k for k in metrics.KINDS if read("requests_total", kind=k)} == {kind}
+    metrics.requested(LensRequest(), True)
+    assert read("requests_total", kind="hook") == 1
+
+
+@pytest.mark.parametrize("edge", [call, process])
+def test_a_refusal_counts_once_by_status_and_error(read: Read, processor: Any, edge: Any) -> None:
+    with pytest.raises(SpecError):
+        edge(processor, IDS, parameters(extra(capture={"layers": [9]}), {}))
+    assert read("refusals_total", status="400", error="SpecError") == 1
+    assert read("requests_total", kind="capture") == 0
+
+
+def test_a_full_store_refuses_before_a_request_is_scheduled(
+    read: Read, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise CapacityError("full")
+
+    monkeypatch.setattr(wrappers, "judge_early", full)
+    with pytest.raises(Exception, match="full"):
+        call(processor, IDS, parameters(extra(capture={}), {}))
+    assert read("refusals_total", status="429", error="CapacityError") == 1
+
+
+def test_a_fault_of_ours_is_a_failure_and_that_of_a_plain_request_is_nobodys(read: Read) -> None:
+    with pytest.raises(CaptureError):
+        pass_over(KeyError("x"), uses_lens=True)
+    pass_over(KeyError("x"), uses_lens=False)
+    assert read("failures_total", error="CaptureError") == 1
+
+
+def test_refusals_of_middleware_and_of_keys(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send(message: Any) -> None:
+        pass
+
+    asyncio.run(refuse(SpecError("no"), send))
+    assert read("refusals_total", status="400", error="SpecError") == 1
+    monkeypatch.setenv("INSPECT_LENS_REGISTRY_KEY", "k")
+    assert may_write(SimpleNamespace(headers={"authorization": "Bearer k"}))
+    assert read("refusals_total", status="401", error="Unauthorized") is None
+    assert not may_write(SimpleNamespace(headers={}))
+    assert read("refusals_total", status="401", error="Unauthorized") == 1
+
+
+def captured(engine: Engine, n_fed: int = N_PROMPT) -> str:
+    key = engine.start(LensRequest(capture=CaptureSpec(layers=(0,), transport="binary")))
+    if n_fed:
+        engine.step([key], 0, n_fed)
+    return key
+
+
+def test_what_a_response_has_is_counted_and_the_wait_for_it(read: Read, engine: Engine) -> None:
+    keys = [captured(engine) for _ in range(3)]
+    assert read("running") == 3
+    outputs = engine.end(keys[:2], n_completion=1)
+    assert engine.errors == []
+    assert read("running") == 1
+    # A row is one token at one layer, of float32.
+    for one in outputs:
+        responses.as_json(one.outputs[0])
+    assert read("rows_total") == 2 * N_PROMPT
+    assert read("bytes_total") == 2 * N_PROMPT * HIDDEN * 4
+    engine.results.abandon(keys[2:])
+    assert read("running") == 0
+    assert read("failures_total", error="CaptureError") is None
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_the_wait_for_the_last_rows_is_measured(read: Read, engine: Engine, in_loop: bool) -> None:
+    engine.results.timeout_s = 0.3
+    key = captured(engine, n_fed=0)
+    choice = completion(0, key)
+    if in_loop:
+        (error,) = attach(engine, [output(choice)])
+        assert isinstance(error, CaptureError)
+    else:
+        with pytest.raises(CaptureError):
+            engine.results.attach(output(choice))
+    assert read("wait_seconds_count") == 1
+    assert 0.3 <= (read("wait_seconds_sum") or 0) < 5
+    assert read("failures_total", error="CaptureError") == 1
+    assert read("running") == 0
+
+
+def test_a_fault_in_the_event_loop_fails_each_that_waits(
+    read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("x")
+
+    keys = [captured(engine) for _ in range(2)]
+    monkeypatch.setattr(engine.results, "attach_each", broken)
+    errors = attach(engine, [output(completion(0, key)) for key in keys])
+    assert [type(error) for error in errors] == [CaptureError] * 2
+    assert read("failures_total", error="CaptureError") == 2
+    engine.results.abandon(keys)
+
+
+def test_a_worker_that_has_gone_fails_each_of_its_requests(read: Read) -> None:
+    async def lose() -> None:
+        running = Running()
+        running._has_far_workers = True
+        for key in "ab":
+            running.watch(key, SimpleNamespace(put=lambda error: None))
+        error = HookError("gone")
+        running.end({"a": error, "b": error, "over": error})
+
+    asyncio.run(lose())
+    assert read("failures_total", error="HookError") == 2
+
+
+def test_errors_of_others_are_one_series(read: Read) -> None:
+    for error in (KeyError(), ValueError(), OSError()):
+        assert metrics.failed(error) is error
+    assert read("failures_total", error="Fault") == 3
+
+
+def test_a_result_that_the_store_cannot_take_is_a_failure(
+    read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = engine.end([captured(engine)], n_completion=1)
+    monkeypatch.setattr(responses, "payloads", PayloadStore(max_bytes=2))
+    with pytest.raises(LensError, match="half of the binary store"):
+        responses.as_json(one.outputs[0])
+    assert read("failures_total", error="UnsupportedError") == 1
+    assert read("rows_total") == 0
+
+
+def held(read: Read) -> tuple[float | None, ...]:
+    return read("store_results"), read("store_bytes"), read("store_expired_total")
+
+
+def test_the_store_shows_what_waits_and_what_nobody_fetched(read: Read) -> None:
+    store = PayloadStore(max_bytes=40, ttl_s=0.2, fetched_ttl_s=30.0, on_change=metrics.stored)
+    store.report()
+    assert read("store_limit_bytes") == 40
+    first, second = store.put(b"x" * 8), store.put(b"y" * 4)
+    assert held(read) == (2, 12, 0)
+    store.get(first)
+    assert held(read) == (1, 12, 0), "it may be asked for once more"
+    time.sleep(0.25)
+    assert store.get(second) is None
+    assert held(read) == (0, 8, 1)
+    store.discard([store.put(b"z")])
+    assert held(read) == (0, 8, 1)
+
+
+def test_handles_without_a_result_count_by_status(read: Read) -> None:
+    app, store = FastAPI(), PayloadStore(ttl_s=0.0)
+    add_fetch_route(app, store, lambda: None)
+    with TestClient(app) as client:
+        assert client.get(f"/v1/activations/{store.put(b'x')}").status_code == 410
+        assert client.get("/v1/activations/unknown").status_code == 404
+    assert read("refusals_total", status="410", error="ExpiredHandle") == 1
+    assert read("refusals_total", status="404", error="UnknownHandle") == 1
+
+
+def test_rows_of_earlier_prompts(read: Read) -> None:
+    front = FrontEnd()
+    for n in (2, 3):
+        made = RowCache(1 << 20, keeps_first=True, on_change=front._note_rows)
+        front.row_caches.append(made)
+        made.keep(Prefix(b"", range(n * BLOCK)), np.ones((1, n * BLOCK, 4), np.float32), 0, 0)
+    assert read("row_cache_bytes") == 5 * BLOCK * 16
+    front.forget_rows()
+    assert read("row_cache_bytes") == 0
+
+
+def test_positions_whose_rows_are_known_are_hits(read: Read, processor: Any) -> None:
+    cache, n = RowCache(1 << 20, keeps_first=True), 2 * BLOCK + 3
+    prompt = {"prompt_token_ids": list(range(n))}
+    for turn in range(2):
+        core = process(processor, prompt, parameters(extra(capture={"layers": [1]}), {}))
+        vars(core).update(lora_request=None, mm_features=None)
+        packed = with_known_rows(core.sampling_params.extra_args[ENVELOPE_KEY], core, cache)
+        reuse = reuse_of(packed)
+        assert reuse is not None
+        assert read("row_cache_queries_total") == (turn + 1) * n
+        assert read("row_cache_hits_total") == turn * 2 * BLOCK == reuse.n_positions
+        rows = np.ones((1, n, 8), np.float32)
+        if not turn:
+            reuse.whole(TensorData(rows, "float32"), ())
+            cache.settle()
+
+
+def test_a_fault_of_a_metric_turns_them_off_and_hurts_nobody(
+    read: Read, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {**metrics._Holder.made}
+    del made["inspect_lens_requests_total"]
+    monkeypatch.setattr(metrics._Holder, "made", made)
+    core = process(processor, IDS, parameters(extra(capture={}), {}))
+    assert core.sampling_params.extra_args
+    assert metrics._Holder.made == {}
+
+
+def test_metrics_that_cannot_be_registered_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics._Holder, "made", {})
+    registry = CollectorRegistry()
+    metrics.begin(registry)
+    metrics.begin(registry)
+    assert len(metrics._Holder.made) == len(metrics.METRICS), "a second engine changes nothing"
+    monkeypatch.setattr(metrics._Holder, "made", {})
+    metrics.begin(registry)
+    assert metrics._Holder.made == {}, "somebody has these names"
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    metrics.begin()
+    assert metrics._Holder.made == {}
+    metrics.running(3)
+
+
+def test_several_api_servers_show_their_sum(tmp_path: Any) -> None:
+    code = (
+        "from inspect_lens._vllm import metrics; metrics.begin(); metrics.running(2); "
+        "metrics.stored(1, 10, 100, 0); metrics.refused_as(400, 'SpecError'); "
+        "input('made\\n')"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    run: dict[str, Any] = {"env": environment, "text": True, "stdout": subprocess.PIPE}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, **run)
+        for _ in range(2)
+    ]
+    try:
+        for one in both:
+            assert one.stdout is not None
+            assert "made" in one.stdout.readline()
+        # As vLLM's `get_prometheus_registry` does.
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry, str(tmp_path))
+        read = Read(registry)
+        assert read("running") == 4
+        assert read("store_limit_bytes") == 200
+        assert read("refusals_total", status="400", error="SpecError") == 2
+    finally:
+        for one in both:
+            one.communicate("\n")
+
+
+def test_a_process_that_serves_nothing_imports_nothing() -> None:
+    code = "import sys, inspect_lens._vllm.metrics as m; m.running(1); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "prometheus_client" not in run.stdout.split()
+
+
+def test_a_server_registers_them_when_it_learns_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(metrics, "begin", lambda: begun.append("begun"))
+    for serves, refused, expected in (
+        (False, None, 0),
+        (True, "it is disabled", 0),
+        (True, None, 1),
+    ):
+        monkeypatch.setattr(state, "is_serving", lambda serves=serves: serves)
+        monkeypatch.setattr(state, "refusal", lambda config, refused=refused: refused)
+        monkeypatch.setattr(state, "facts_of", lambda config, settings: None)
+        monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+        monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
+        config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1))
+        FrontEnd().learn(SimpleNamespace(), config)
+        assert len(begun) == expected
