@@ -42,6 +42,8 @@ ENVIRONMENT = os.environ | {
     "INSPECT_LENS_SITES": SITES,
     "INSPECT_LENS_HOSTS_KEY": "a secret of these two hosts",
     "INSPECT_LENS_HOSTS_TIMEOUT_S": str(TIMEOUT_S),
+    # Rows of the second engine have to come from it, and not from an earlier answer of the first.
+    "INSPECT_LENS_CACHED_ROWS_BYTES": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,11 +81,12 @@ def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
         "distributed_executor_backend": "mp",  # the worker is a process of its own
         "enforce_eager": True,
     }
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary)}
     with (
-        api_server(options, environment=environment, log=tmp_path / "log") as server,
+        # Addresses of sockets lie there, and have to be short.
+        tempfile.TemporaryDirectory(prefix="kill-") as temporary,
+        api_server(
+            options, environment=os.environ | {"TMPDIR": temporary}, log=tmp_path / "log"
+        ) as server,
         ThreadPoolExecutor(len(KINDS)) as pool,
     ):
         tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
@@ -118,7 +120,7 @@ def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
         assert learned_s < LEARN_S
         assert not {"whole", "short"} & set(answers)
         assert not alive, alive
-    _nothing_is_left(temporary)
+        _nothing_is_left(Path(temporary))
 
 
 def _nothing_is_left(folder: Path) -> None:
