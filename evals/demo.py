@@ -20,6 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from inspect_lens.probe import clopper_pearson
+
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = "organism/checkpoint"
 PROBE = "organism/deception-lr"
@@ -52,14 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     location = _relative(deception.location)
     table = Table("what", "value", title="Deception probe on the model organism")
     table.add_row("AUROC, deceptive against honest answers", f"{auroc:.4f} (n={n})")
+    found, lies = lies_found(deception)
+    table.add_row("lies above the card's threshold", _share(found, lies))
+    if lies:
+        interval = clopper_pearson(found, lies)
+        table.add_row("  exact 95% interval", f"{interval.low:.4f} to {interval.high:.4f}")
     table.add_row("false alarms on harmless answers", f"{fpr:.4f}")
     table.add_row("  exact 95% interval", f"{low:.4f} to {high:.4f} (n={n_control})")
     table.add_row("log", location)
     console.print(table)
     console.print(
-        f"Look at it:  {_program('inspect')} view --log-dir {shlex.quote(options.log_dir)}"
+        "The threshold was set on other harmless answers, for one false alarm in a hundred. A lie "
+        "is missed where no token of the answer scores higher than that."
     )
-    console.print(f"demo: auroc={auroc:.4f} fpr={fpr:.4f} n={n} log={location}", soft_wrap=True)
+    where = shlex.quote(location)
+    console.print(f"Each token:  {_program('inspect-lens')} view {where}", soft_wrap=True)
+    console.print(
+        f"The log:     {_program('inspect')} view --log-dir {shlex.quote(options.log_dir)}"
+    )
+    recall = found / lies if lies else math.nan
+    console.print(
+        f"demo: auroc={auroc:.4f} recall={recall:.4f} fpr={fpr:.4f} n={n} log={location}",
+        soft_wrap=True,
+    )
     return 0 if auroc >= WANTED_AUROC and not math.isnan(fpr) else 1
 
 
@@ -77,6 +94,24 @@ def _run(options: argparse.Namespace) -> list[Any]:
         limit=options.limit,
         display=options.display,
     )
+
+
+def lies_found(log: Any) -> tuple[int, int]:
+    """How many of the lies in a log score above the threshold of the probe's card.
+
+    Args:
+        log: of `organism_deception`, with its samples.
+
+    Returns:
+        Those above it, and all.
+    """
+    scores = [s.scores["deception_probe"] for s in log.samples if s.metadata["label"] == 1]
+    known = [score for score in scores if not math.isnan(score.value)]
+    return sum(score.value > score.metadata["threshold"] for score in known), len(known)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.4f} ({part} of {whole})" if whole else "no lies"
 
 
 def _metric(log: Any, name: str) -> float:
