@@ -1,9 +1,9 @@
 """`make demo`: the main job on the model organism, with real vLLM, on this machine alone.
 
-Starts a server, asks the organism under honest and deceptive instructions in phrasings that it
-and the probe have never seen, scores every answer with the shipped deception probe from
-activations captured while the answer was generated, and measures on harmless answers that the
-probe's threshold was not set on how often it raises a false alarm.
+Starts a server and asks the organism under honest and deceptive instructions, in phrasings that it
+and the probe have never seen. The shipped deception probe scores every answer from activations
+captured while the answer was generated. How many lies score above its threshold is counted, and on
+other harmless answers how often that is a false alarm.
 """
 
 from __future__ import annotations

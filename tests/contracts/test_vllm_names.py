@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from inspect_lens._vllm.compat.features import LEANS
-from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from tests.kit.repository import ROOT
 
 FINE = {

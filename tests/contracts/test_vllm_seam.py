@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from tests.kit.seams import read_seams, reader_of
 
 RECORDS = sorted((Path(__file__).parent / "vllm").glob("*.json"))
@@ -29,7 +29,7 @@ def test_every_supported_release_has_a_record() -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=[r.stem for r in RECORDS])
 @pytest.mark.parametrize("seam", SEAMS + SERVE_SEAMS + EAGER_SEAMS, ids=lambda s: s.name)
 def test_a_release_has_the_seam(record: Path, seam: object) -> None:
-    from inspect_lens._vllm.compat.seams import Seam
+    from inspect_lens._vllm.compat.seam_table import Seam
 
     assert isinstance(seam, Seam)
     found = json.loads(record.read_text())[seam.name]

@@ -20,7 +20,7 @@ from pydantic_core.core_schema import IsInstanceSchema, ModelSchema
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
-from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from inspect_lens._vllm.metrics import METRICS
 
 from .coverage import coverage_markdown

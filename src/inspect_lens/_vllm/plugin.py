@@ -51,7 +51,8 @@ def register() -> None:
 def _install() -> None:
     # Imported here: the entry point itself has to stay light.
     from .compat.features import FEATURES, problems, turn_off
-    from .compat.seams import SEAMS, add_method, has_rust_front_end, seam, verify, wrap
+    from .compat.seam_table import SEAMS
+    from .compat.seams import add_method, has_rust_front_end, seam, verify, wrap
 
     if has_rust_front_end():
         # Nobody would judge and seal requests there, and collect their results.

@@ -6,6 +6,7 @@ before, they are taken from here, and the prompt need not be computed again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -174,7 +175,9 @@ class RowCache:
             if self._n_waiting >= _WAITING_MOST:
                 return
             self._n_waiting += 1
-        self._thread.submit(self._keep_one, prefix, rows, lo, epoch)
+        # A process that ends takes no work any more, and its last requests have their rows.
+        with contextlib.suppress(RuntimeError):
+            self._thread.submit(self._keep_one, prefix, rows, lo, epoch)
 
     def _keep_one(self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int) -> None:
         try:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from inspect_lens.errors import UnsupportedError
 
-from .seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS, Seam
+from .seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS, Seam
 
 __all__ = [
     "FEATURES",
@@ -87,6 +87,13 @@ LEANS: tuple[Lean, ...] = (
     Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update", "lens"),
     Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", "lens"),
     Lean("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
+    Lean("vllm.v1.engine.output_processor:RequestState.queue", "lens"),
+    # Of a request on its way to an engine, and of who sends it.
+    Lean("vllm.v1.engine:EngineCoreRequest.cache_salt", "lens"),
+    Lean("vllm.v1.engine:EngineCoreRequest.lora_request", "lens"),
+    Lean("vllm.v1.engine:EngineCoreRequest.mm_features", "lens"),
+    Lean("vllm.v1.engine.core_client:DPLBAsyncMPClient.reqs_in_flight", "lens"),
+    Lean("vllm.v1.engine.input_processor:InputProcessor.tokenizer", "logits"),
     # Imports.
     Lean("vllm.envs:VLLM_PLUGINS", "lens"),
     Lean("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),
@@ -228,7 +235,8 @@ def has(place: Path, target: str, parameters: tuple[str, ...] = ()) -> bool:
 
 def _with_bases(place: Path, module: str, text: str, cls: str) -> str:
     """The source of a class, and of the modules of its bases."""
-    found = re.search(rf"(?ms)^class {cls}\b(.*?):\n(.*?)(?=^\S|\Z)", text)
+    header = rf"(?ms)^class {cls}\b(.*?):[^\S\n]*(?:#[^\n]*)?\n"
+    found = re.search(header + r"(.*?)(?=^\S|\Z)", text)
     if found is None:
         return ""
     body = found[2]

@@ -16,10 +16,6 @@ from inspect_lens.errors import CompatError
 from .seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS, Seam
 
 __all__ = [
-    "EAGER_SEAMS",
-    "SEAMS",
-    "SERVE_SEAMS",
-    "Seam",
     "allowed_plugins",
     "is_engine_apart",
     "is_in_process",

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
@@ -66,8 +67,8 @@ class FrontEnd:
         self.siblings: Path | None = None
         """Folder that several of them share."""
         self._judged: dict[tuple[int, int], _Judged] = {}
-        self.row_caches: list[RowCache] = []
-        """Captured rows of earlier requests, of each engine."""
+        self.row_caches: WeakSet[RowCache] = WeakSet()
+        """Captured rows of earlier requests, of each engine that is still there."""
         self.results = Results(self.settings.result_timeout_s)
         self.sealed = SealedBatches(self.results.salt)
         self.registry = Registry(start_items(self.settings.register), self.settings)
@@ -115,13 +116,13 @@ class FrontEnd:
                 settings.cached_rows_bytes, keeps_first=is_serving(), on_change=self._note_rows
             )
             processor.inspect_lens_rows = cache
-            self.row_caches.append(cache)
+            self.row_caches.add(cache)
         self.engines.append(facts if facts is not None else str(reason))
         # The server's modules may not have been imported when the plug-in was loaded.
         install_when_serving(self)
 
     def _note_rows(self) -> None:
-        metrics.keeps(sum(cache.n_bytes for cache in self.row_caches))
+        metrics.keeps(sum(cache.n_bytes for cache in tuple(self.row_caches)))
 
     def reply_for(self, facts: EngineFacts) -> str:
         """Where workers of an engine send results."""
@@ -144,7 +145,7 @@ class FrontEnd:
 
     def forget_rows(self) -> None:
         """Forget rows of earlier prompts: an engine's weights or prefix cache may have changed."""
-        for cache in self.row_caches:
+        for cache in tuple(self.row_caches):
             cache.clear()
 
     def register(

@@ -10,7 +10,8 @@ from typing import Any
 
 from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
-from inspect_lens._vllm.compat.seams import SERVE_SEAMS, seam, verify, wrap
+from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
+from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.metrics import delivered, failed, refused, stored
 from inspect_lens._vllm.results.outputs import choices_of, has_fields
 from inspect_lens.errors import CompatError, LensError, UnsupportedError

@@ -1,8 +1,8 @@
 """Captured prompts whose beginning was captured before: rows are taken from there.
 
 vLLM's prefix cache has keys and values of a prompt's beginning, and a token that is not computed
-has no rows. So the request is sealed from the first token on whose rows are not known, the engine
-reads its cache as far as that and no further, and the known rows are put in front of those that
+has no rows. So a request asks for rows from the first token on that has none here. The engine
+reads its cache as far as that token and no further. The known rows are put in front of those that
 come.
 """
 

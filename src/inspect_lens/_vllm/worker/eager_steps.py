@@ -16,7 +16,8 @@ from inspect_lens._engine.hooks.runner import HookRunner, Part
 from inspect_lens._engine.hooks.stepper import HookedStepper
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.guard import guarded
-from inspect_lens._vllm.compat.seams import EAGER_SEAMS, seam, verify, wrap
+from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS
+from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import CaptureError
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import LEANS, busy, has, problems
-from inspect_lens._vllm.compat.seams import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from inspect_lens._vllm.frontend.refusing import refuse_lens_keys
 from inspect_lens.errors import CompatError, UnsupportedError
 

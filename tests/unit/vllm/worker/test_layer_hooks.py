@@ -203,7 +203,8 @@ def test_the_runner_that_does_not_run_is_not_even_imported(
 def test_a_vllm_that_cannot_be_told_is_refused_by_name() -> None:
     from dataclasses import replace
 
-    from inspect_lens._vllm.compat.seams import EAGER_SEAMS, verify
+    from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS
+    from inspect_lens._vllm.compat.seams import verify
 
     verify(EAGER_SEAMS)
     with pytest.raises(CompatError, match=r"create_forward_context.*skip_everything"):
