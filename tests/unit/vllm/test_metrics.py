@@ -283,9 +283,9 @@ def test_handles_without_a_result_count_by_status(read: Read) -> None:
 
 def test_rows_of_earlier_prompts(read: Read) -> None:
     front = FrontEnd()
-    for n in (2, 3):
-        made = RowCache(1 << 20, keeps_first=True, on_change=front._note_rows)
-        front.row_caches.append(made)
+    engines = [RowCache(1 << 20, keeps_first=True, on_change=front._note_rows) for _ in range(2)]
+    for n, made in zip((2, 3), engines, strict=True):
+        front.row_caches.add(made)
         made.keep(Prefix(b"", range(n * BLOCK)), np.ones((1, n * BLOCK, 4), np.float32), 0, 0)
     assert read("row_cache_bytes") == 5 * BLOCK * 16
     front.forget_rows()
