@@ -121,7 +121,8 @@ def _label(frame: FrameType) -> str:
 def _own(frame: FrameType | None) -> str:
     """The innermost function of the package, or nothing where the thread is elsewhere."""
     while frame is not None:
-        if f"{os.sep}{_OWN}{os.sep}" in frame.f_code.co_filename:
+        # Not by its file: a clone is often called like the package.
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == _OWN:
             return _label(frame)
         frame = frame.f_back
     return ""

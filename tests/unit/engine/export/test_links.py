@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from inspect_lens._engine.protocol.frames import (
 from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import Block, Failure, Message, decode
 from tests.kit.far_worker import FarWorker, block_bytes
+from tests.kit.waiting import until
 
 KEY = "a secret of two hosts"
 LINKS = Links(address="127.0.0.1", key=KEY, timeout_s=1.5, most_bytes=1 << 16, most_message=1 << 16)
@@ -67,13 +68,6 @@ class FrontEnd:
     def close(self) -> None:
         self.listener.close()
         self._context.destroy(linger=0)
-
-
-def until(is_so: Callable[[], Any], timeout_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(is_so())
 
 
 @pytest.fixture
