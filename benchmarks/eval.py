@@ -153,7 +153,8 @@ def start(
     else:
         shape = SHAPES[options.shape]
         given |= {"dtype": shape.dtype, "load_format": "dummy"}
-        given |= {"max_model_len": shape.max_model_len}
+        # Its cache has a size of its own; the share only has to be free when the server starts.
+        given |= {"max_model_len": shape.max_model_len, "gpu_memory_utilization": 0.05}
     for pair in options.server:
         name, _, value = pair.partition("=")
         given[name] = True if value in ("", "true") else value

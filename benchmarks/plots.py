@@ -22,7 +22,9 @@ RESULTS: Final = Path(__file__).with_name("results")
 ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
-_COST: Final = ("cost-h200-1", "cost-h200-2", "cost-h200-3", "cost-h200-4-edits")
+_COST: Final = (
+    "cost-h200-1", "cost-h200-2", "cost-h200-3", "cost-h200-4-edits", "cost-h200-5-sites",
+)  # fmt: skip
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
 _ARMS: Final = {

@@ -81,8 +81,10 @@ def run(
 
 
 def fill(state: TapState, block: GroupBlock, rows: torch.Tensor) -> None:
-    """Put rows where the taps would."""
-    for base, wanted in zip(state.base[0].tolist(), rows[:, -block.n_tokens :], strict=True):
+    """Put rows where the taps would; the last number of a group is no row of a tap."""
+    for base, wanted in zip(
+        state.base[0, : len(rows)].tolist(), rows[:, -block.n_tokens :], strict=True
+    ):
         begin = int(state.header[1]) + base
         state.ring[begin : begin + len(wanted)] = wanted
 
