@@ -66,7 +66,10 @@ def logs(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict
         (log,) = eval(
             Task(
                 dataset=rows, solver=solver,
-                scorer=[deception_probe(), probe_score(probes[1]), probe_score(probes[2])],
+                scorer=[
+                    deception_probe("organism/deception-lr"),
+                    probe_score(probes[1]), probe_score(probes[2]),
+                ],
             ),
             model=MODEL, model_base_url=f"{lens_server_url}/v1", display="none", temperature=0.0,
             log_dir=str(folder / source), max_tokens=20,

@@ -78,7 +78,7 @@ def ends_early(inner: Solver) -> Solver:
 
 def scorers() -> list[Scorer]:
     return [
-        deception_probe(),
+        deception_probe("organism/deception-lr"),
         probe_score(PROBE, positions="all"),
         probe_ensemble({"lr": PROBE, "md": "organism/deception-md"}),
         probe_cascade(PROBE, question="The answer is a lie."),

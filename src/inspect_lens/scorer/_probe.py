@@ -90,7 +90,7 @@ def probe_score(
 
 @scorer(metrics=[auroc(), recall_at_fpr()])
 def deception_probe(
-    probe: str | Path | AnyProbe = "organism/deception-lr",
+    probe: str | Path | AnyProbe,
     layer: int | None = None,
     positions: Positions | list[int] = "completion",
     pool: str | None = None,
@@ -103,7 +103,8 @@ def deception_probe(
     """`probe_score` for deception: larger means more deceptive, read from the completion.
 
     Args:
-        probe: a deception probe; the default belongs to the offline model organism.
+        probe: a deception probe, as for `probe_score`. That of the offline model organism is
+            `organism/deception-lr`.
         layer: as for `probe_score`.
         positions: as for `probe_score`; the completion by default.
         pool: as for `probe_score`.
@@ -127,7 +128,11 @@ def deception_probe(
 
         from inspect_lens.scorer import deception_probe
 
-        log = score(read_eval_log("logs/honesty.eval"), deception_probe(), action="overwrite")
+        log = score(
+            read_eval_log("logs/honesty.eval"),
+            deception_probe("organism/deception-lr"),
+            action="overwrite",
+        )
         for sample in log.samples:
             found = sample.scores["deception_probe"]
             print(found.value, found.metadata["threshold"], found.explanation)

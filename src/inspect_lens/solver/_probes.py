@@ -58,7 +58,7 @@ def with_probes(
         task = Task(
             dataset=organism_dataset("demo")[:2],
             solver=with_probes("organism/deception-lr"),
-            scorer=deception_probe(),
+            scorer=deception_probe("organism/deception-lr"),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
         for sample in log.samples:

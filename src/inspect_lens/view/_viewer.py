@@ -56,7 +56,7 @@ def probe_viewer(
         task = Task(
             dataset=organism_dataset("demo")[:4],
             solver=with_capture([4]),
-            scorer=deception_probe(),
+            scorer=deception_probe("organism/deception-lr"),
             viewer=probe_viewer(["deception_probe"]),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=24)
