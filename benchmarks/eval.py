@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns 1 where a limit was missed, else 0."""
     options = parse(arguments)
     started = time.perf_counter()
-    runs: list[dict[str, Any]] = []
+    runs = kept(options)
     result: dict[str, Any] = {"options": settings(options), "runs": runs}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, contextlib.ExitStack() as stack:
         asked = prepare(options, Path(folder))
@@ -78,6 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in result["missed"]:
         print(f"missed: {line}")  # noqa: T201 - the report
     return 1 if result["missed"] else 0
+
+
+def kept(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """With `--keep`, what the file has of other loads."""
+    file = Path(options.out)
+    if not options.keep or not file.exists():
+        return []
+    found: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["runs"]
+    return [run for run in found if run["load"] not in loads(options)]
 
 
 def note(runs: list[dict[str, Any]], run: dict[str, Any]) -> None:
@@ -343,6 +352,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--site-path", help="folder with vLLM, for servers")
     parser.add_argument("--inspect-path", help="folder with inspect-ai, for the Inspect process")
     parser.add_argument("--peer-path", help="folder with vllm-lens, for its server and its client")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the runs of other loads in the file"
+    )
     parser.add_argument("--folder", help="where model, logs and activations are written")
     return parser.parse_args(arguments)
 

@@ -5,6 +5,7 @@ Only this module needs Inspect; the driver starts it as a process.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -36,6 +37,8 @@ __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 TURNS = 20
+PYTHONS_THRESHOLD = gc.get_threshold()
+"""Of the garbage collector, before a model of ours sets its own."""
 WORDS_MEDIAN, WORDS_SPREAD = 54, 0.65
 """Log-normal, 67 on average."""
 ANSWER_MEDIAN, ANSWER_SPREAD = 128, 0.55
@@ -77,6 +80,7 @@ def _run(
         scorer=_scorer(arm, asked),
     )
     model = _model(arm, asked)
+    _set_collector(arm)
     before, beside = resource.getrusage(resource.RUSAGE_SELF), _beside_cpu()
     started, loop = time.perf_counter(), time.thread_time()
     (log,) = eval(
@@ -114,6 +118,17 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
     if arm in captures:
         options["capture"] = captures[arm]
     return get_model(f"lens/{asked['served']}", base_url=urls["lens"] + "/v1", **options)
+
+
+def _set_collector(arm: str) -> None:
+    """Leave the garbage collector as a process would find it that runs this arm alone."""
+    from inspect_lens.model._garbage import collect_less
+
+    gc.unfreeze()
+    gc.set_threshold(*PYTHONS_THRESHOLD)
+    gc.collect()  # what an arm before has left
+    if not (arm.startswith("plain") or arm == "peer"):
+        collect_less()
 
 
 def _solver(arm: str, asked: dict[str, Any], load: dict[str, Any]) -> Solver:

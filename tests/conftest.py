@@ -56,6 +56,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return SharedEngines(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a test process how tests are handed out: it is not given the option."""
+    node.workerinput["dist"] = node.config.getvalue("dist")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start with what takes longest, with `--dist loadscope`."""
+    if getattr(config, "workerinput", {}).get("dist") == "loadscope":
+        from tests.kit.shared_engines import longest_first
+
+        items[:] = [items[i] for i in longest_first([i.nodeid.partition("::")[0] for i in items])]
+
+
 @pytest.fixture(scope="session")
 def offline_llm() -> Iterator[Any]:
     """One `vllm.LLM` of the model organism for the whole session; it may run hooks."""

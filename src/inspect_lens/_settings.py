@@ -152,6 +152,12 @@ class Settings:
         "Receive, hash and write captured activations in a process of its own, not in the Inspect "
         "process, if there is more than a handful. Otherwise threads of the Inspect process do it.",
     )
+    garbage_threshold: int = _setting(  # type: ignore[assignment]
+        20_000,
+        "Objects that Python makes before it looks for garbage, in a process that runs evals "
+        "(`gc.set_threshold`; Python's own 700 costs a fifth of an eval's time). 0 leaves Python's "
+        "collector as it is.",
+    )
     parent: int = _setting(  # type: ignore[assignment]
         0,
         "Process with which a vLLM server ends, as a number; the provider sets it for the servers "

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from .repository import ROOT
 
-__all__ = ["SharedEngines", "group_of"]
+__all__ = ["SharedEngines", "group_of", "longest_first"]
 
 _GROUPS = {
     "server": r"\b(lens_server_url|offline_llm)\b",
@@ -17,9 +21,27 @@ _GROUPS = {
 }
 """By group, what a file of tests says that uses an engine of the session."""
 
+_SECONDS = {
+    "server": 600,
+    "compiled": 400,
+    "tests/engine/test_hosts.py": 190,
+    "tests/e2e/test_eval_benchmark.py": 107,
+    "tests/engine/test_unused.py": 96,
+    "tests/engine/test_kills.py": 80,
+    "tests/engine/test_soak.py": 80,
+    "tests/unit/wheel/test_wheel.py": 67,
+}
+"""By group, about what it takes, where the number of its tests does not tell."""
+_SECONDS_OF_A_TEST = 5
+
 
 class SharedEngines(LoadScopeScheduling):  # type: ignore[misc]
     """Files of tests by the engine that they share; each other file is a group of its own."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        # Else groups of many tests go first, and a long one that is left ends alone.
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid.partition("::")[0])
@@ -34,3 +56,19 @@ def group_of(file: str) -> str:
     """
     text = (ROOT / file).read_text(encoding="utf-8")
     return next((name for name, says in _GROUPS.items() if re.search(says, text)), file)
+
+
+def longest_first(files: Sequence[str]) -> list[int]:
+    """The order in which tests are handed out.
+
+    Args:
+        files: of each test, its path in this repository.
+
+    Returns:
+        Indices: those of groups that take long first, and of one group as they were.
+    """
+    groups = [group_of(file) for file in files]
+    seconds = {
+        group: _SECONDS.get(group, n * _SECONDS_OF_A_TEST) for group, n in Counter(groups).items()
+    }
+    return sorted(range(len(files)), key=lambda i: (-seconds[groups[i]], groups[i]))

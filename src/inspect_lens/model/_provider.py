@@ -36,6 +36,7 @@ from ._body import (
     without_refusals,
 )
 from ._engine_probes import Asked, ProbeLike, ask_probes, including
+from ._garbage import collect_less
 from ._host import PrerequisiteError, VLLMServer, _vllm_servers
 from ._inherited import inherited_requests
 from ._lora import adapter_of
@@ -146,6 +147,7 @@ class LensAPI(ServerCalls):
         self._server = self._own_server(self._server, shared=shared)
         if not lazy_init:
             self._resolve_server()
+        collect_less()
 
     # -- server ----------------------------------------------------------------
 
