@@ -179,7 +179,7 @@ class Listener:
                 self._turn(poller)
             except BaseException:  # the thread must outlive it: it serves all workers
                 logger.exception("inspect_lens: workers of other hosts could not be served")
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):
             self._send(worker, Kind.BYE, content=b"its process has ended")
 
     def _turn(self, poller: zmq.Poller) -> None:
