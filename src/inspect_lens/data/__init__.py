@@ -1,8 +1,18 @@
 """Labelled data sets, their registry, and stores of activations on disk."""
 
+from inspect_lens._shards import (
+    Captured,
+    RecordedShard,
+    Recording,
+    SampleRecord,
+    ShardWriter,
+    encode_shard,
+    read_layer,
+    read_records,
+)
+
 from ._registry import DATASETS, DatasetInfo, load_dataset
 from ._sample import Message, ProbeDataset, ProbeSample, Source
-from ._shards import Captured, SampleRecord, encode_shard, read_layer, read_records
 from ._store import MANIFEST, STORE_FORMAT, ActivationStore, read_whole, write_whole
 from ._synthetic import Planted, instructed_pairs, planted_activations
 
@@ -17,7 +27,10 @@ __all__ = [
     "Planted",
     "ProbeDataset",
     "ProbeSample",
+    "RecordedShard",
+    "Recording",
     "SampleRecord",
+    "ShardWriter",
     "Source",
     "encode_shard",
     "instructed_pairs",

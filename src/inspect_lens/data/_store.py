@@ -1,4 +1,4 @@
-"""A set of captured activations on any fsspec path: shards and a manifest."""
+"""A set of captured activations on any fsspec path: shards, and a manifest or a recording."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._intake import read_file
+from inspect_lens._shards import (
+    Captured,
+    Recording,
+    SampleRecord,
+    decode_shard,
+    read_layer,
+    read_records,
+)
 from inspect_lens.errors import ArtifactError, CaptureError
-
-from ._shards import Captured, SampleRecord, decode_shard, read_layer, read_records
 
 __all__ = ["MANIFEST", "STORE_FORMAT", "ActivationStore", "read_whole", "write_whole"]
 
@@ -95,7 +101,7 @@ def read_whole(uri: str) -> bytes | None:
 
 
 class ActivationStore:
-    """Reads what `collect` wrote, shard by shard.
+    """Reads what `collect` wrote or a server recorded, shard by shard.
 
     Args:
         uri: the folder, a local path or fsspec URL.
@@ -129,13 +135,16 @@ class ActivationStore:
             uri: the folder.
 
         Returns:
-            The store; nothing but the manifest is read.
+            The store; nothing but the manifest is read. Of a recording it is what was finished by
+            now, however long the server goes on.
 
         Raises:
-            ArtifactError: there is no manifest, or it is of another format.
+            ArtifactError: there is neither, or it is of another format.
         """
         where = f"{str(uri).rstrip('/')}/{MANIFEST}"
         content = read_whole(where)
+        if content is None and (recording := Recording.find(str(uri))) is not None:
+            return cls(str(uri), recording.manifest())
         if content is None:
             raise ArtifactError(
                 f"{where}: is not there; a store without it is incomplete; run collect again, "

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
 
-__all__ = ["Captured", "SampleRecord", "decode_shard", "encode_shard", "read_layer", "read_records"]
+__all__ = [
+    "Captured",
+    "SampleRecord",
+    "decode_shard",
+    "encode_shard",
+    "read_layer",
+    "read_records",
+    "shard_parts",
+]
 
 _FORMAT: Final = "inspect_lens.shard/1"
 _KEY: Final = "inspect_lens"
@@ -97,6 +105,18 @@ def encode_shard(samples: Sequence[Captured]) -> bytes:
         assert encode_shard([sample]) == encode_shard([sample])
         ```
     """
+    return b"".join(shard_parts(samples))
+
+
+def shard_parts(samples: Sequence[Captured]) -> list[bytes | memoryview]:
+    """Content of a shard file, in parts: large ones are not copied once more.
+
+    Args:
+        samples: see `encode_shard`.
+
+    Raises:
+        CaptureError: samples disagree.
+    """
     full = [s for s in samples if s.acts is not None and s.record.n_rows]
     kinds = {(s.layers, s.acts.dtype, s.acts.storage.shape[2]) for s in full if s.acts}
     if len(kinds) > 1:
@@ -123,7 +143,7 @@ def encode_shard(samples: Sequence[Captured]) -> bytes:
     return _layout(arrays, json.dumps(facts, sort_keys=True))
 
 
-def _layout(arrays: Mapping[str, tuple[str, NDArray[Any]]], facts: str) -> bytes:
+def _layout(arrays: Mapping[str, tuple[str, NDArray[Any]]], facts: str) -> list[bytes | memoryview]:
     """A safetensors file by its specification; its numpy front-end knows no bfloat16."""
     names = {dtype: name for name, dtype in _DTYPES.items()} | {"int32": "I32"}
     header: dict[str, Any] = {"__metadata__": {_KEY: facts}}
@@ -135,8 +155,9 @@ def _layout(arrays: Mapping[str, tuple[str, NDArray[Any]]], facts: str) -> bytes
     text = json.dumps(header).encode()
     # The data begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
-    parts = [np.ascontiguousarray(array).tobytes() for _, array in arrays.values()]
-    return len(text).to_bytes(8, "little") + text + b"".join(parts)
+    parts = [memoryview(np.ascontiguousarray(array)) for _, array in arrays.values()]
+    head = len(text).to_bytes(8, "little") + text
+    return [head, *(part.cast("B") for part in parts if part.nbytes)]
 
 
 def _int32(values: Any) -> NDArray[np.int32]:

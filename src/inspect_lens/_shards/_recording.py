@@ -1,0 +1,304 @@
+"""A folder of shards that servers write while others read it.
+
+A recording has no end, so it has no manifest. Each writer numbers its shards, and writes a small
+file of facts behind each: a shard with facts is whole, and nothing else counts. So a reader sees
+the same whether a writer goes on, has ended or was killed, and can go on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import fsspec
+
+from inspect_lens._intake import read_file, write_file
+from inspect_lens.errors import ArtifactError, SpecError
+
+from ._shard import Captured, decode_shard, shard_parts
+
+__all__ = ["RECORDING", "RECORDING_FORMAT", "RecordedShard", "Recording", "ShardWriter"]
+
+RECORDING: Final = "recording.json"
+"""Says what is recorded; written first."""
+RECORDING_FORMAT: Final = "inspect_lens.recording/1"
+"""Marks that file, and the manifest that is made of a recording."""
+_FACTS = re.compile(r"shard-([0-9a-f]{12})-(\d{6,9})\.json")
+
+
+def shard_name(writer: str, number: int) -> str:
+    """Name of a shard without its ending."""
+    return f"shard-{writer}-{number:06d}"
+
+
+class ShardWriter:
+    """Writes shards of one process; several may write to one folder at once.
+
+    Args:
+        uri: the folder, a local path or fsspec URL.
+        about: what is recorded: model, layers, site and so on. The same for all writers.
+        writer: 12 hex digits that no other writer of the folder has.
+    """
+
+    def __init__(self, uri: str, about: Mapping[str, Any], writer: str) -> None:
+        self.uri = uri.rstrip("/")
+        self.writer = writer
+        self._about = {"format": RECORDING_FORMAT, **about}
+        self._is_claimed = False
+
+    def claim(self) -> None:
+        """Write what is recorded, or compare it with what is there.
+
+        Raises:
+            SpecError: the folder holds something else.
+            ArtifactError: it could not be read.
+            CaptureError: it could not be written.
+        """
+        where = f"{self.uri}/{RECORDING}"
+        content = read_file(where)
+        if content is None:
+            write_file(where, [_json(self._about)])
+        else:
+            there = _read_about(where, content)
+            ours = json.loads(_json(self._about))
+            if differ := sorted(k for k in {*there, *ours} if there.get(k) != ours.get(k)):
+                told = "; ".join(f"{k}: {there.get(k)!r}, now {ours.get(k)!r}" for k in differ)
+                raise SpecError(
+                    f"{self.uri}: holds another recording ({told[:600]}); give this one a folder "
+                    "of its own"
+                )
+        self._is_claimed = True
+
+    def write(self, number: int, samples: Sequence[Captured]) -> tuple[str, int]:
+        """Write a shard; the same number with the same samples may be written again.
+
+        Args:
+            number: of the shard.
+            samples: what it holds, at least one with rows.
+
+        Returns:
+            Name of the file, and its bytes.
+
+        Raises:
+            CaptureError: it could not be written.
+            SpecError: see `claim`.
+        """
+        return self.write_parts(self.writer, number, shard_parts(samples), samples)
+
+    def write_parts(
+        self,
+        writer: str,
+        number: int,
+        parts: Sequence[bytes | memoryview],
+        samples: Sequence[Captured],
+    ) -> tuple[str, int]:
+        """`write`, of a shard that is encoded already, perhaps by a writer that has ended."""
+        if not self._is_claimed:
+            self.claim()
+        name = shard_name(writer, number)
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        write_file(f"{self.uri}/{name}.safetensors", parts)
+        first = next(s for s in samples if s.acts is not None)
+        assert first.acts is not None
+        facts = {
+            "file": f"{name}.safetensors",
+            "sha256": digest.hexdigest(),
+            "n_samples": len(samples),
+            "n_rows": sum(s.record.n_rows for s in samples),
+            "n_empty": sum(not s.record.n_rows for s in samples),
+            "layers": list(first.layers),
+            "hidden": first.acts.storage.shape[2],
+            "dtype": first.acts.dtype,
+        }
+        write_file(f"{self.uri}/{name}.json", [_json(facts)])
+        return f"{name}.safetensors", sum(memoryview(part).nbytes for part in parts)
+
+
+@dataclass(frozen=True)
+class RecordedShard:
+    """A finished shard of a recording."""
+
+    uri: str
+    """Of the file."""
+    facts: Mapping[str, Any]
+    """File, hash, samples and rows."""
+    cursor: str
+    """Of a reader that has taken this shard and those before it; see `Recording.shards`."""
+
+    def samples(self) -> list[Captured]:
+        """Its samples with their activations.
+
+        Raises:
+            ArtifactError: it is missing or damaged.
+        """
+        content = read_file(self.uri)
+        if content is None or hashlib.sha256(content).hexdigest() != self.facts["sha256"]:
+            what = "is not there" if content is None else "has another hash"
+            raise ArtifactError(
+                f"{self.uri}: {what} than its .json says; delete both, and read the others"
+            )
+        return decode_shard(content, where=self.uri)
+
+
+class Recording:
+    """Reads what servers record, also while they do.
+
+    Args:
+        uri: the folder, a local path or fsspec URL.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.data import Captured, Recording, SampleRecord, ShardWriter
+        from inspect_lens.spec import TensorData
+
+        record = SampleRecord(
+            index=0, id="a", label=None, group="a", n_rows=1, n_prompt=2, completion="Ruvan."
+        )
+        acts = TensorData(np.ones((1, 1, 8), dtype=np.float32), "float32")
+        sample = Captured(
+            record=record, acts=acts, layers=(4,), positions=(2,), token_ids=(5, 6, 7)
+        )
+        writer = ShardWriter("acts/live", {"model": {"name": "m"}}, writer="0123456789ab")
+        writer.write(0, [sample])
+
+        cursor = ""
+        for shard in Recording.open("acts/live").shards(after=cursor):
+            assert shard.samples()[0].record.id == "a"
+            cursor = shard.cursor  # keep it: a later run goes on from here
+        assert not list(Recording.open("acts/live").shards(after=cursor))
+        ```
+    """
+
+    def __init__(self, uri: str, about: Mapping[str, Any]) -> None:
+        self.uri = uri
+        self.about = about
+        """What is recorded: model, layers, site, positions."""
+
+    @classmethod
+    def open(cls, uri: str | Path) -> Recording:
+        """Open a recording.
+
+        Args:
+            uri: the folder.
+
+        Returns:
+            The recording; no shard is read.
+
+        Raises:
+            ArtifactError: the folder holds none.
+        """
+        found = cls.find(str(uri))
+        if found is None:
+            raise ArtifactError(
+                f"{uri}: holds no recording ({RECORDING} is not there); give the folder that a "
+                "server's INSPECT_LENS_SINKS names"
+            )
+        return found
+
+    @classmethod
+    def find(cls, uri: str) -> Recording | None:
+        """Open a recording; None where the folder holds none.
+
+        Raises:
+            ArtifactError: its first file cannot be read.
+        """
+        uri = uri.rstrip("/")
+        where = f"{uri}/{RECORDING}"
+        content = read_file(where)
+        return None if content is None else cls(uri, _read_about(where, content))
+
+    def shards(self, after: str = "") -> Iterator[RecordedShard]:
+        """Finished shards that a reader has not taken yet, by writer and number.
+
+        Args:
+            after: `RecordedShard.cursor` of the last shard that was taken; empty for all.
+
+        Raises:
+            SpecError: `after` is no cursor.
+            ArtifactError: a file of facts is damaged.
+        """
+        seen = _read_cursor(after)
+        for writer, number in self._finished():
+            taken = seen.setdefault(writer, set())
+            if number in taken:
+                continue
+            name = shard_name(writer, number)
+            content = read_file(f"{self.uri}/{name}.json")
+            if content is None:
+                continue  # whoever keeps house here has removed it
+            try:
+                facts = json.loads(content)
+                uri = f"{self.uri}/{name}.safetensors"
+                if facts["file"] != f"{name}.safetensors" or not isinstance(facts["sha256"], str):
+                    raise ValueError("it is of another shard")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ArtifactError(
+                    f"{self.uri}/{name}.json: not the facts of a shard ({error}); delete it"
+                ) from None
+            taken.add(number)
+            yield RecordedShard(uri, facts, _cursor(seen))
+
+    def manifest(self) -> dict[str, Any]:
+        """What a manifest would say now, of all that is finished."""
+        facts = [shard.facts for shard in self.shards()]
+        keys = ("file", "sha256", "n_samples", "n_rows")
+        sums = {k: sum(f[k] for f in facts) for k in ("n_samples", "n_rows", "n_empty")}
+        shards = [{k: f[k] for k in keys} for f in facts]
+        return {**self.about, **sums, "shards": shards}
+
+    def _finished(self) -> list[tuple[str, int]]:
+        try:
+            filesystem, path = fsspec.core.url_to_fs(self.uri)
+            filesystem.invalidate_cache(path)
+            names = [str(one).rpartition("/")[2] for one in filesystem.ls(path, detail=False)]
+        except (OSError, ImportError, ValueError) as error:
+            raise ArtifactError(f"{self.uri}: could not be listed ({error})") from error
+        found = [match for name in names if (match := _FACTS.fullmatch(name))]
+        return sorted((match[1], int(match[2])) for match in found)
+
+
+def _read_about(where: str, content: bytes) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads(content)
+        if about["format"] != RECORDING_FORMAT:
+            raise ValueError(f"format {about['format']!r}, this release reads {RECORDING_FORMAT!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{where}: says nothing of a recording ({error})") from None
+    return about
+
+
+def _cursor(seen: Mapping[str, set[int]]) -> str:
+    """What was taken, in a line: of each writer the first number that was not, and those behind."""
+    told: dict[str, list[Any]] = {}
+    for writer, numbers in seen.items():
+        following = 0
+        while following in numbers:
+            following += 1
+        if numbers:
+            told[writer] = [following, sorted(n for n in numbers if n > following)]
+    return json.dumps(told, sort_keys=True)
+
+
+def _read_cursor(text: str) -> dict[str, set[int]]:
+    if not text:
+        return {}
+    try:
+        told = json.loads(text)
+        return {str(w): {*range(int(n)), *map(int, more)} for w, (n, more) in told.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise SpecError(
+            f"after={text[:80]!r}: not a cursor; give RecordedShard.cursor as it came, or nothing"
+        ) from None
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
