@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import SpecError
+import httpx
+
+from .errors import LensError, SpecError
 from .spec import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -13,6 +15,7 @@ from .spec import (
     Hook,
     LensRequest,
     LogitLens,
+    SinkUse,
     SteeringVector,
     parse_extra_args,
     split_body,
@@ -20,7 +23,7 @@ from .spec import (
     to_wire_args,
 )
 
-__all__ = ["request_of", "with_request"]
+__all__ = ["json_of", "request_of", "with_request"]
 
 
 def request_of(
@@ -31,6 +34,7 @@ def request_of(
     hooks: Sequence[Hook | Mapping[str, Any]] | None,
     capture_qk: Sequence[int] | bool | None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
+    sink: SinkUse | Mapping[str, Any] | str | None = None,
 ) -> LensRequest | None:
     """Read them; the arguments are those of `LensClient.generate`.
 
@@ -61,6 +65,12 @@ def request_of(
         asked = parse_extra_args({NATIVE_KEY: {"lens": fields}})
         update = {"lens": asked.lens if asked else None}
         request = (request or LensRequest()).model_copy(update=update)
+    if sink is not None:
+        to = sink.model_dump() if isinstance(sink, SinkUse) else sink
+        asked = parse_extra_args({NATIVE_KEY: {"sink": to}})
+        request = (request or LensRequest()).model_copy(
+            update={"sink": asked.sink if asked else None}
+        )
     if capture is None:
         return request
     if capture_layers is not None:
@@ -98,3 +108,18 @@ def with_request(
     if any(key in LENS_KEYS for key in theirs):
         request = parse_extra_args({key: args[key] for key in LENS_KEYS if key in args})
     return ({**rest, "vllm_xargs": args} if args else rest), request
+
+
+def json_of(response: httpx.Response) -> Any:
+    """The JSON of a good answer; the server's words as an error otherwise."""
+    try:
+        content = response.json()
+    except ValueError:
+        content = {}
+    error = content.get("error") if isinstance(content, dict) else None
+    if response.is_success and error is None:
+        return content
+    status = response.status_code
+    message = error.get("message") if isinstance(error, Mapping) else error
+    text = f"HTTP {status}: {message or response.text[:500] or response.reason_phrase}"
+    raise SpecError(text) if status in (400, 422) else LensError(text)

@@ -15,7 +15,7 @@ __all__ = ["gives_no_receipts", "needs_receipt", "not_done"]
 
 
 def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> str | None:
-    """Say which steering, probes and lens of a request a receipt lacks.
+    """Say which steering, probes, lens and sink of a request a receipt lacks.
 
     Args:
         request: that was sent.
@@ -41,6 +41,8 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
         parts.append(f"probes {missing}: the server answered without running them")
     if request.lens is not None and not done.get("lens"):
         parts.append("lens: the server answered without reading the stream")
+    if request.sink is not None and not done.get("sink"):
+        parts.append(f"sink {request.sink.name!r}: the server answered without recording")
     if not parts:
         return None
     return (

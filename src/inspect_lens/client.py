@@ -12,18 +12,19 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._client_request import request_of, with_request
+from ._client_request import json_of, request_of, with_request
 from ._fetch import HTTPError, fetch_bytes
 from ._hook_results import SavedValues, read_results
 from ._receipts import gives_no_receipts, needs_receipt, not_done
 from ._torch import to_torch
-from .errors import CaptureError, LensError, SpecError
+from .errors import CaptureError, SpecError
 from .spec import (
     CaptureSpec,
     Hook,
     LensRequest,
     LogitLens,
     Receipt,
+    SinkUse,
     SteeringVector,
     TensorData,
     decode_saved,
@@ -140,7 +141,7 @@ class LensClient:
     def model(self) -> str:
         """Name of the model that is asked for."""
         if self._model is None:
-            self._model = str(_json(self._http.get("/v1/models"))["data"][0]["id"])
+            self._model = str(json_of(self._http.get("/v1/models"))["data"][0]["id"])
         return self._model
 
     def generate(
@@ -156,6 +157,7 @@ class LensClient:
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
+        sink: SinkUse | Mapping[str, Any] | str | None = None,
         logprobs: int | None = None,
         echo: bool = False,
         **kwargs: Any,
@@ -176,6 +178,8 @@ class LensClient:
             capture_qk: layers whose queries and keys to return; True means all.
             lens: layers to read as predictions of the next token, `all`, or a `LogitLens`;
                 `output.receipt.lens.result(output.activations)` has the arrays.
+            sink: name of a store or a function of the server that gets the rows too, or a
+                `SinkUse`; `output.receipt.sink` says what became of them.
             logprobs: log-probabilities per token.
             echo: return the prompt too.
             **kwargs: other fields of the request body; lens keys among them, such as
@@ -202,6 +206,7 @@ class LensClient:
             hooks,
             capture_qk,
             lens,
+            sink,
         )
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/completions", body | sampling | kwargs, request)
@@ -219,6 +224,7 @@ class LensClient:
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
+        sink: SinkUse | Mapping[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
         """Complete a chat; arguments, result and errors are those of `generate`."""
@@ -230,6 +236,7 @@ class LensClient:
             hooks,
             capture_qk,
             lens,
+            sink,
         )
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
@@ -301,13 +308,13 @@ class LensClient:
         self._hooks("clear_prefetched", {})
 
     def _hooks(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = _json(self._http.post(f"/v1/hooks/{action}", json=body))
+        answer: dict[str, Any] = json_of(self._http.post(f"/v1/hooks/{action}", json=body))
         return answer
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:
         body = {"model": self.model, "return_token_ids": True} | body
         body, request = with_request(body, request)
-        answer = _json(self._http.post(path, json=body))
+        answer = json_of(self._http.post(path, json=body))
         choice = answer["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
         receipt = answer.get("inspect_lens")
@@ -379,18 +386,3 @@ class LensClient:
 
 VLLMLensClient = LensClient
 """The name that vllm-lens uses."""
-
-
-def _json(response: httpx.Response) -> Any:
-    """The JSON of a good answer; the server's words as an error otherwise."""
-    try:
-        content = response.json()
-    except ValueError:
-        content = {}
-    error = content.get("error") if isinstance(content, dict) else None
-    if response.is_success and error is None:
-        return content
-    status = response.status_code
-    message = error.get("message") if isinstance(error, Mapping) else error
-    text = f"HTTP {status}: {message or response.text[:500] or response.reason_phrase}"
-    raise SpecError(text) if status in (400, 422) else LensError(text)

@@ -5,7 +5,15 @@ The Inspect process and the servers share it. What `collect` and a server wrote 
 """
 
 from ._recording import RECORDING, RECORDING_FORMAT, RecordedShard, Recording, ShardWriter
-from ._shard import Captured, SampleRecord, decode_shard, encode_shard, read_layer, read_records
+from ._shard import (
+    Captured,
+    SampleRecord,
+    decode_shard,
+    encode_shard,
+    read_layer,
+    read_records,
+    shard_parts,
+)
 
 __all__ = [
     "RECORDING",
@@ -19,4 +27,5 @@ __all__ = [
     "encode_shard",
     "read_layer",
     "read_records",
+    "shard_parts",
 ]

@@ -79,7 +79,7 @@ class ShardWriter:
 
         Args:
             number: of the shard.
-            samples: what it holds, at least one with rows.
+            samples: what it holds.
 
         Returns:
             Name of the file, and its bytes.
@@ -105,17 +105,17 @@ class ShardWriter:
         for part in parts:
             digest.update(part)
         write_file(f"{self.uri}/{name}.safetensors", parts)
-        first = next(s for s in samples if s.acts is not None)
-        assert first.acts is not None
+        first = next((s for s in samples if s.acts is not None), None)
+        acts = None if first is None else first.acts
         facts = {
             "file": f"{name}.safetensors",
             "sha256": digest.hexdigest(),
             "n_samples": len(samples),
             "n_rows": sum(s.record.n_rows for s in samples),
             "n_empty": sum(not s.record.n_rows for s in samples),
-            "layers": list(first.layers),
-            "hidden": first.acts.storage.shape[2],
-            "dtype": first.acts.dtype,
+            "layers": [] if first is None else list(first.layers),
+            "hidden": 0 if acts is None else acts.storage.shape[2],
+            "dtype": "" if acts is None else acts.dtype,
         }
         write_file(f"{self.uri}/{name}.json", [_json(facts)])
         return f"{name}.safetensors", sum(memoryview(part).nbytes for part in parts)

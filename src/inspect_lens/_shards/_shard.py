@@ -155,9 +155,8 @@ def _layout(arrays: Mapping[str, tuple[str, NDArray[Any]]], facts: str) -> list[
     text = json.dumps(header).encode()
     # The data begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
-    parts = [memoryview(np.ascontiguousarray(array)) for _, array in arrays.values()]
-    head = len(text).to_bytes(8, "little") + text
-    return [head, *(part.cast("B") for part in parts if part.nbytes)]
+    parts = [np.ascontiguousarray(array).data for _, array in arrays.values() if array.size]
+    return [len(text).to_bytes(8, "little") + text, *(part.cast("B") for part in parts)]
 
 
 def _int32(values: Any) -> NDArray[np.int32]:

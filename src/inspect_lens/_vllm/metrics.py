@@ -35,7 +35,9 @@ __all__ = [
     "refused_as",
     "requested",
     "running",
+    "sink_holds",
     "stored",
+    "sunk",
     "waited",
 ]
 
@@ -101,6 +103,27 @@ METRICS: tuple[Metric, ...] = (
         "inspect_lens_row_cache_hits_total",
         "counter",
         "Those of them whose rows it had.",
+    ),
+    Metric(
+        "inspect_lens_sink_results_total",
+        "counter",
+        "Results at a sink, by what became of them; one that is spilled counts again when it is "
+        "written.",
+        ("sink", "status"),
+    ),
+    Metric("inspect_lens_sink_rows_total", "counter", "Tokens written to a sink.", ("sink",)),
+    Metric("inspect_lens_sink_bytes_total", "counter", "Bytes of rows written to it.", ("sink",)),
+    Metric(
+        "inspect_lens_sink_queue_bytes",
+        "gauge",
+        "Bytes of results that wait in memory for a sink.",
+        ("sink",),
+    ),
+    Metric(
+        "inspect_lens_sink_spilled_bytes",
+        "gauge",
+        "Bytes of results that wait on a disk for it.",
+        ("sink",),
     ),
 )
 """Every metric; `docs/how-to/serve.md` lists the same, and a test compares."""
@@ -287,3 +310,26 @@ def looked_up(made: dict[str, Any], asked: int, found: int) -> None:
     """Count prompt positions whose rows were looked up, and those whose rows were there."""
     made["inspect_lens_row_cache_queries_total"].inc(asked)
     made["inspect_lens_row_cache_hits_total"].inc(found)
+
+
+@_guarded
+def sunk(made: dict[str, Any], sink: str, status: str, rows: int, n_bytes: int) -> None:
+    """Count a result at a sink.
+
+    Args:
+        made: the metrics.
+        sink: its name, which the operator gave.
+        status: what became of the result.
+        rows: tokens that were written.
+        n_bytes: of their rows.
+    """
+    made["inspect_lens_sink_results_total"].labels(sink, status).inc()
+    made["inspect_lens_sink_rows_total"].labels(sink).inc(rows)
+    made["inspect_lens_sink_bytes_total"].labels(sink).inc(n_bytes)
+
+
+@_guarded
+def sink_holds(made: dict[str, Any], sink: str, queued: int, spilled: int) -> None:
+    """Note bytes that wait for a sink, in memory and on a disk."""
+    made["inspect_lens_sink_queue_bytes"].labels(sink).set(queued)
+    made["inspect_lens_sink_spilled_bytes"].labels(sink).set(spilled)

@@ -17,6 +17,7 @@ from inspect_lens.spec import (
     Hook,
     LensRequest,
     LogitLens,
+    SinkUse,
     SteeringVector,
     parse_edits,
     parse_extra_args,
@@ -40,6 +41,7 @@ def lens_config(
     hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
     qk: Sequence[int] | bool | None = None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
+    sink: SinkUse | Mapping[str, Any] | str | None = None,
     lora: str | Mapping[str, Any] | None = None,
     base: GenerateConfig | None = None,
     **generate: Any,
@@ -64,6 +66,9 @@ def lens_config(
         qk: layers whose queries and keys to return, True for all; False removes what `base` asks.
         lens: layers to read as predictions of the next token, `all`, or a `LogitLens`; None keeps
             what `base` asks for.
+        sink: name of a store or a function of the server that gets the rows too, or a `SinkUse`
+            with the sample's label; the receipt says what became of them. None keeps what `base`
+            asks for.
         lora: adapter of this call: a path, a Hugging Face repository, the name of one that the
             server has loaded, or vLLM's `lora_request` fields.
         base: config to build on, all of it. None means only the `extra_body` of the task that
@@ -108,6 +113,10 @@ def lens_config(
     if lens is not None:
         asked = parse_extra_args({NATIVE_KEY: {"lens": lens}})
         changes["lens"] = asked.lens if asked is not None else None
+    if sink is not None:
+        to = sink.model_dump() if isinstance(sink, SinkUse) else sink
+        asked = parse_extra_args({NATIVE_KEY: {"sink": to}})
+        changes["sink"] = asked.sink if asked is not None else None
     if changes:
         request = (request or LensRequest()).model_copy(update=changes)
         kept = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}

@@ -32,6 +32,7 @@ from ._qk import QKReceipt, QKSpec
 from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
 from ._request import LensRequest, forget_parsed, parse_extra_args
 from ._saved import decode_saved, encode_saved
+from ._sink import SinkReceipt, SinkStatus, SinkUse
 from ._sites import (
     BLOCK_SITES,
     RESID_POST,
@@ -162,6 +163,9 @@ __all__ = [
     "RowDType",
     "Scale",
     "Set",
+    "SinkReceipt",
+    "SinkStatus",
+    "SinkUse",
     "Site",
     "SiteChoice",
     "SiteInfo",

@@ -11,6 +11,7 @@ from ._hook import HookReceipt
 from ._lens import LensReceipt
 from ._probe import ProbeReceipt
 from ._qk import QKReceipt
+from ._sink import SinkReceipt
 from ._sites import RESID_POST, Site
 
 __all__ = ["CaptureReceipt", "EnginePath", "Receipt", "SteerReceipt"]
@@ -94,6 +95,8 @@ class Receipt(BaseModel):
     hooks: HookReceipt | None = None
     qk: QKReceipt | None = None
     lens: LensReceipt | None = None
+    sink: SinkReceipt | None = None
+    """What became of the rows at a store or a function of the server."""
     cache_salted: bool
     """Whether the prefix cache was isolated for this request."""
     paths: tuple[EnginePath, ...]

@@ -24,6 +24,7 @@ from ._limits import TensorLimits, limits_of
 from ._parsed import Parsed, fingerprint
 from ._probe import ProbeUse
 from ._qk import QKSpec
+from ._sink import SinkUse
 from ._steer import SteeringVector, VectorUse
 from ._strict import Flag, explain, shown
 from ._words import (
@@ -82,6 +83,10 @@ class LensRequest(WireModel):
     lens: LogitLens | None = None
     """What the stream of some layers predicts; layers alone will do."""
 
+    sink: SinkUse | None = None
+    """Store or function of the server that gets the rows too; its name will do. Without `capture`
+    the response has none of them."""
+
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
@@ -115,6 +120,11 @@ class LensRequest(WireModel):
         return (
             value if value is None or isinstance(value, Mapping | LogitLens) else {"layers": value}
         )
+
+    @field_validator("sink", mode="before")
+    @classmethod
+    def _sink(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     @property
     def brings_tensors(self) -> bool:

@@ -1,0 +1,318 @@
+"""Takes results for a slow receiver: a queue of bounded memory, and threads that empty it.
+
+Whoever offers a result is never kept waiting. What comes faster than the receiver takes it is
+thinned out, written to a disk of this host or dropped, as the operator says, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from inspect_lens._shards import Captured, decode_shard, shard_parts
+from inspect_lens._vllm.metrics import sink_holds, sunk
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import SinkReceipt, SinkStatus
+
+from .config import SinkConfig
+from .receivers import Given, Receiver
+from .sink import Done
+from .spill import Spilled, SpillFolder
+from .waiting import Item, Waiting
+
+__all__ = ["Offered", "Recorder", "new_writer"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_RETRIES_S = (0.5, 2.0, 8.0)
+
+
+def new_writer() -> str:
+    """A name that no other process has."""
+    return secrets.token_hex(6)
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A result at a sink."""
+
+    receipt: SinkReceipt
+    """What is known now."""
+    future: Future[SinkReceipt] | None = None
+    """What will have become of it; None where that is known, or nobody waits for it."""
+
+
+class Recorder:
+    """One sink of one front-end process."""
+
+    def __init__(
+        self, name: str, config: SinkConfig, receiver: Receiver, tensor: str, writer: str = ""
+    ) -> None:
+        """Begin empty; threads begin with the first result.
+
+        Args:
+            name: of the sink.
+            config: what the operator says of it.
+            receiver: who takes the samples.
+            tensor: name of the tensor that it records.
+            writer: name of this process; a new one by default.
+
+        Raises:
+            OSError: the folder for what is spilled cannot be used.
+        """
+        self.name, self.config = name, config
+        self._receiver, self._tensor = receiver, tensor
+        self._writer = writer or new_writer()
+        self._spill = None
+        if config.spill:
+            folder = Path(config.spill) / name
+            self._spill = SpillFolder(folder, config.spill_bytes, self._writer)
+        self._waiting = Waiting(config, is_eager=receiver.is_eager)
+        self._lock = threading.Lock()
+        self._n_offered = 0
+        self._next_number = 0
+        self._free: list[int] = []
+        """Numbers of shards that could not be written: a reader waits for none for ever."""
+        self._again = 0.0
+        """When the receiver is asked once more to take what is spilled."""
+        self.counts: Counter[str] = Counter()
+        """What became of results, by status."""
+        self._is_told = False
+        """Whether the log has said that something failed."""
+        self._has_begun = False
+        if self._spill is not None and self._spill.first() is not None:
+            self._begin()  # with what earlier processes have left
+
+    def take(self, done: Done, *, waits: bool = False) -> Offered:
+        """Take a result into the queue, or say why not; never waits.
+
+        Args:
+            done: the result, whose capture is of this sink's kind.
+            waits: whether somebody will wait for what becomes of it.
+        """
+        with self._lock:
+            index = self._n_offered
+            self._n_offered += 1
+        item = Item(done.captured(self._tensor, index), Future() if waits else None)
+        refused = self._waiting.put(item)
+        if refused is not None:
+            self.count(refused[0])
+            return Offered(self._receipt(item.sample, refused[0], reason=refused[1]))
+        self._begin()
+        self._tell_held()
+        told = self._receipt(item.sample, "queued", reason="waits for the next shard")
+        return Offered(told, item.future)
+
+    def count(self, status: SinkStatus, rows: int = 0, n_bytes: int = 0) -> None:
+        """Count what became of a result.
+
+        Args:
+            status: of the result.
+            rows: tokens that were written.
+            n_bytes: of their rows.
+        """
+        with self._lock:
+            self.counts[status] += 1
+        sunk(self.name, status, rows, n_bytes)
+
+    def describe(self) -> dict[str, object]:
+        """What an operator wants to know; clients may see it, so it has no path."""
+        config = self.config
+        return {
+            "kind": "store" if config.store is not None else "callback",
+            "layers": config.layers,
+            "site": config.site,
+            "positions": config.positions,
+            "dtype": config.dtype,
+            "share": config.share,
+            "requests": config.requests,
+            "when_slow": config.when_slow,
+            "queued_bytes": self._waiting.n_bytes,
+            "spilled_bytes": 0 if self._spill is None else self._spill.n_bytes,
+            "counts": dict(self.counts),
+        }
+
+    def flush(self, timeout_s: float) -> bool:
+        """Have what waits in memory given away; False where the time was too short."""
+        return self._waiting.flush(timeout_s)
+
+    def _receipt(
+        self,
+        sample: Captured,
+        status: SinkStatus,
+        *,
+        shard: str | None = None,
+        reason: str | None = None,
+    ) -> SinkReceipt:
+        rows = sample.record.n_rows
+        return SinkReceipt(name=self.name, status=status, rows=rows, shard=shard, reason=reason)
+
+    # -- threads -----------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._has_begun:
+                return
+            self._has_begun = True
+        works = [self._give_next] if self._spill is None else [self._give_next, self._spill_next]
+        for work in works:
+            name = f"inspect-lens-sink-{self.name}"
+            threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+
+    def _run(self, work: object) -> None:
+        assert callable(work)
+        while True:
+            try:
+                work()
+            except BaseException:
+                logger.exception("inspect_lens: a fault in the sink %r; it goes on", self.name)
+                time.sleep(1.0)
+
+    def _give_next(self) -> None:
+        """Give away what is due, or what is spilled, or wait."""
+        waiting = self._waiting
+        with waiting.changed:
+            wait_s = waiting.due_in()
+            items = waiting.pop() if wait_s <= 0 else []
+            spilled = None if self._spill is None else self._spill.first()
+            if not items and spilled is not None:
+                wait_s = min(wait_s, self._again - time.monotonic())
+            if not items and wait_s > 0:
+                waiting.changed.wait(None if wait_s == float("inf") else wait_s)
+                return
+        if items:
+            self._give(items)
+        elif spilled is not None and time.monotonic() >= self._again:
+            self._give_spilled(spilled)
+
+    def _number(self) -> int:
+        with self._lock:
+            if self._free:
+                return self._free.pop(0)
+            self._next_number += 1
+            return self._next_number - 1
+
+    def _give(self, items: Sequence[Item]) -> None:
+        number = self._number()
+        try:
+            given = self._tried(number, [item.sample for item in items])
+        except Exception as error:  # noqa: BLE001 - of a file system
+            if self._spill is None or not self._has_spilled(items, number):
+                self._free.append(number)
+                self._settle(items, "failed", reason=self._told(error))
+            return
+        if not given.errors:
+            self._settle(items, "written", shard=given.shard)
+            return
+        self._free.append(number)
+        for item, error_of in zip(items, given.errors, strict=True):
+            if error_of is None:
+                self._settle([item], "written")
+            else:
+                self._settle([item], "failed", reason=self._told(error_of))
+
+    def _tried(self, number: int, samples: Sequence[Captured]) -> Given:
+        for pause in _RETRIES_S:
+            try:
+                return self._receiver.give(self._writer, number, samples, ())
+            except Exception as error:
+                if isinstance(error, SpecError) or self._spill is not None:
+                    raise  # a wrong folder stays wrong, and a disk of this host takes the rest
+            time.sleep(pause)
+        return self._receiver.give(self._writer, number, samples, ())
+
+    def _told(self, error: BaseException) -> str:
+        """Log the first failure; what a client is told has no path of the server."""
+        if not self._is_told:
+            self._is_told = True
+            logger.error(
+                "inspect_lens: the sink %r has failed, and goes on; further failures are only "
+                "counted (inspect_lens_sink_results_total)",
+                self.name,
+                exc_info=error,
+            )
+        return f"{type(error).__name__}; the server's log has more"
+
+    def _settle(
+        self,
+        items: Sequence[Item],
+        status: SinkStatus,
+        *,
+        shard: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        is_there = status == "written"
+        for item in items:
+            rows = item.sample.record.n_rows if is_there else 0
+            self.count(status, rows, item.rows_bytes if is_there else 0)
+        self._waiting.gone(items)
+        self._tell_held()
+        for item in items:
+            if item.future is not None and item.future.set_running_or_notify_cancel():
+                item.future.set_result(
+                    self._receipt(item.sample, status, shard=shard, reason=reason)
+                )
+
+    def _tell_held(self) -> None:
+        spilled = 0 if self._spill is None else self._spill.n_bytes
+        sink_holds(self.name, self._waiting.n_bytes, spilled)
+
+    # -- spilling ----------------------------------------------------------------------
+
+    def _spill_next(self) -> None:
+        """Write to disk what waits while more than half of the memory is taken."""
+        with self._waiting.changed:
+            self._waiting.changed.wait_for(lambda: self._waiting.is_slow)
+            items = self._waiting.pop(whole=True)
+        number = self._number()
+        if not self._has_spilled(items, number):
+            self._free.append(number)
+            reason = f"the disk for what is spilled is full (spill_bytes={self.config.spill_bytes})"
+            self._settle(items, "dropped", reason=reason)
+
+    def _has_spilled(self, items: Sequence[Item], number: int) -> bool:
+        """Spill items; False where that cannot be done."""
+        assert self._spill is not None
+        try:
+            parts = shard_parts([item.sample for item in items])
+            if not self._spill.put(self._writer, number, parts):
+                return False
+        except Exception as error:  # noqa: BLE001 - a full disk
+            self._told(error)
+            return False
+        self._settle(items, "spilled", reason="on a disk of the server, to be written later")
+        return True
+
+    def _give_spilled(self, one: Spilled) -> None:
+        assert self._spill is not None
+        try:
+            content = one.path.read_bytes()
+            samples = decode_shard(content, where=one.path.name)
+        except Exception as error:  # noqa: BLE001 - somebody has damaged it
+            self._told(error)
+            self._spill.remove(one)
+            self.count("failed")
+            return
+        try:
+            given = self._receiver.give(one.writer, one.number, samples, [content])
+        except Exception as error:  # noqa: BLE001 - of a file system
+            self._told(error)
+            self._again = time.monotonic() + _RETRIES_S[-1]
+            return
+        self._spill.remove(one)
+        for i, sample in enumerate(samples):
+            error_of = given.errors[i] if given.errors else None
+            if error_of is not None:
+                self._told(error_of)
+                self.count("failed")
+            else:
+                n_bytes = 0 if sample.acts is None else sample.acts.nbytes
+                self.count("written", sample.record.n_rows, n_bytes)
+        self._tell_held()

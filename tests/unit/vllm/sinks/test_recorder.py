@@ -1,0 +1,393 @@
+"""A sink alone: what becomes of results when its receiver is fast, slow, broken or gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inspect_lens._shards import Captured, ShardWriter
+from inspect_lens._vllm.sinks.config import SinkConfig, read_sinks
+from inspect_lens._vllm.sinks.receivers import (
+    FunctionReceiver,
+    Given,
+    StoreReceiver,
+    find_function,
+)
+from inspect_lens._vllm.sinks.recorder import Recorder, new_writer
+from inspect_lens._vllm.sinks.sink import Done, Said
+from inspect_lens.data import ActivationStore, Recording
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import SinkReceipt, SinkUse, TensorData
+from tests.kit.repository import ROOT
+
+ABOUT = {
+    "model": {"name": "m", "sha256": None}, "layers": [3], "hidden": 8, "dtype": "float32",
+    "dataset": {"name": "live"}, "request": {"positions": "all"},
+}  # fmt: skip
+NAME = "residual_stream"
+ROWS = 4
+
+
+def config(**fields: Any) -> SinkConfig:
+    return SinkConfig(**({"store": "memory://nowhere", "layers": (3,)} | fields))
+
+
+def done(key: str, *, rows: int = ROWS, use: SinkUse | None = None) -> Done:
+    values = np.random.default_rng(abs(hash(key)) % 1000).normal(size=(1, rows, 8))
+    return Done(
+        tensors={NAME: TensorData(values.astype(np.float32), "float32")},
+        positions=tuple(range(rows)),
+        layers=(3,),
+        said=Said(key, tuple(range(rows)), f"prompt of {key}", (7,), "text"),
+        use=use,
+    )
+
+
+class Slow:
+    """Takes samples when it is let, and notes them."""
+
+    is_eager = False
+
+    def __init__(self, *, let: bool = False, sleep_s: float = 0.0) -> None:
+        self.may_go = threading.Event()
+        if let:
+            self.may_go.set()
+        self.sleep_s = sleep_s
+        self.given: list[tuple[int, list[str]]] = []
+
+    def give(
+        self, writer: str, number: int, samples: Sequence[Captured], parts: Sequence[Any]
+    ) -> Given:
+        self.may_go.wait()
+        time.sleep(self.sleep_s)
+        self.given.append((number, [sample.record.id for sample in samples]))
+        return Given(shard=f"{writer}-{number}")
+
+    @property
+    def ids(self) -> list[str]:
+        return [key for _, keys in self.given for key in keys]
+
+
+def store_of(uri: str) -> Callable[..., Recorder]:
+    def make(**fields: Any) -> Recorder:
+        writer = new_writer()
+        receiver = StoreReceiver(ShardWriter(uri, ABOUT, writer))
+        return Recorder("live", config(store=uri, **fields), receiver, NAME, writer)
+
+    return make
+
+
+def statuses(recorder: Recorder) -> dict[str, int]:
+    return dict(recorder.counts)
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_rows_in_the_store_are_those_that_were_taken(kind: str, tmp_path: Path) -> None:
+    uri = f"memory://sink-{time.monotonic_ns()}" if kind == "memory" else str(tmp_path / "a")
+    recorder = store_of(uri)(shard_bytes=3000)
+    use = SinkUse(name="live", id="mine", label=True, group="g", columns={"town": "Ruvan"})
+    sent = [done(f"r{i}") for i in range(20)] + [done("r20", use=use), done("r21", rows=0)]
+    told = [recorder.take(one) for one in sent]
+    assert {one.receipt.status for one in told} == {"queued"}
+    assert recorder.flush(20)
+    assert statuses(recorder) == {"written": 22}
+    store = ActivationStore.open(uri)
+    store.verify()
+    found = {sample.record.id: sample for sample in store.samples()}
+    assert len(found) == 22
+    assert len(store.manifest["shards"]) > 3
+    for one in sent:
+        assert one.said is not None
+        key = one.said.key if one.use is None else "mine"
+        sample = found[key]
+        if one.tensors[NAME].shape[1]:
+            assert sample.acts is not None
+            np.testing.assert_array_equal(sample.acts.storage, one.tensors[NAME].storage)
+        assert sample.token_ids == (*one.said.prompt_ids, 7)
+        assert sample.positions == one.positions
+        assert sample.record.prompt == f"prompt of {one.said.key}"
+    mine = found["mine"].record
+    assert (mine.label, mine.group, mine.columns) == (True, "g", {"town": "Ruvan"})
+    assert store.manifest["n_empty"] == 1
+
+
+def test_who_waits_is_told_the_shard_soon(tmp_path: Path) -> None:
+    recorder = store_of(str(tmp_path))(shard_s=1000.0)
+    began = time.monotonic()
+    together = [recorder.take(done(f"r{i}"), waits=True) for i in range(5)]
+    receipts = [one.future.result(20) for one in together if one.future is not None]
+    assert time.monotonic() - began < 10
+    assert {r.status for r in receipts} == {"written"}
+    assert len({r.shard for r in receipts}) == 1, "they wait for one shard"
+    assert receipts[0].shard is not None
+    assert (tmp_path / receipts[0].shard).is_file()
+    assert receipts[0].rows == ROWS
+
+
+def test_a_slow_sink_drops_what_its_memory_cannot_hold_and_counts_it() -> None:
+    receiver = Slow()
+    one = 1500
+    recorder = Recorder("live", config(memory_bytes=20 * one, shard_bytes=one), receiver, NAME)
+    began = time.perf_counter()
+    told = [recorder.take(done(f"r{i}")) for i in range(1000)]
+    assert time.perf_counter() - began < 2, "whoever offers never waits"
+    kept = [i for i, t in enumerate(told) if t.receipt.status == "queued"]
+    assert 10 <= len(kept) <= 20
+    assert "bytes wait for the sink" in str(told[-1].receipt.reason)
+    receiver.may_go.set()
+    assert recorder.flush(20)
+    assert receiver.ids == [f"r{i}" for i in kept]
+    assert statuses(recorder) == {"written": len(kept), "dropped": 1000 - len(kept)}
+
+
+def test_a_slow_sink_that_samples_thins_out_and_keeps_taking() -> None:
+    receiver = Slow()
+    one = 1500
+    fields = {"memory_bytes": 200 * one, "shard_bytes": one, "when_slow": "sample"}
+    recorder = Recorder("live", config(**fields), receiver, NAME)
+    told = [recorder.take(done(f"r{i}")).receipt.status for i in range(2000)]
+    count = Counter(told)
+    assert told[:80] == ["queued"] * 80, "nothing is thinned out while half of it is free"
+    assert count["sampled_out"] > 1000
+    late = [i for i, status in enumerate(told) if status == "queued"][-20:]
+    assert late[-1] - late[0] > 100, "what is kept is spread over what comes"
+    again = Recorder("live", config(**fields), Slow(), NAME)
+    assert [again.take(done(f"r{i}")).receipt.status for i in range(2000)][:200] == told[:200]
+    receiver.may_go.set()
+    assert recorder.flush(20)
+    assert statuses(recorder)["written"] == count["queued"]
+
+
+def test_a_slow_sink_spills_and_drains_in_the_end(tmp_path: Path) -> None:
+    receiver = Slow()
+    one = 1500
+    spill = {"when_slow": "spill", "spill": str(tmp_path)}
+    fields = {"memory_bytes": 40 * one, "shard_bytes": 5 * one} | spill
+    recorder = Recorder("live", config(**fields), receiver, NAME)
+    told = []
+    for i in range(300):
+        told.append(recorder.take(done(f"r{i}"), waits=True))
+        time.sleep(0.001)
+    deadline = time.monotonic() + 20
+    while recorder.counts["spilled"] < 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert recorder.counts["spilled"] >= 200
+    assert recorder.describe()["spilled_bytes"] == sum(
+        f.stat().st_size for f in tmp_path.glob("live/shard-*")
+    )
+    receiver.may_go.set()
+    while recorder.describe()["spilled_bytes"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert recorder.flush(20)
+    counts = statuses(recorder)
+    # What is spilled counts once as that, and once when it is written.
+    assert counts["written"] + counts.get("dropped", 0) == 300
+    assert sorted(receiver.ids) == sorted(set(receiver.ids))
+    assert len(receiver.ids) == counts["written"]
+    final = Counter(t.future.result(5).status for t in told if t.future is not None)
+    assert final["spilled"] == counts["spilled"]
+
+
+def test_a_full_disk_for_what_is_spilled_drops(tmp_path: Path) -> None:
+    receiver = Slow()
+    fields = {"memory_bytes": 10_000, "shard_bytes": 1500, "spill_bytes": 20_000}
+    fields |= {"when_slow": "spill", "spill": str(tmp_path)}
+    recorder = Recorder("live", config(**fields), receiver, NAME)
+    for i in range(200):
+        recorder.take(done(f"r{i}"))
+        time.sleep(0.002)
+    assert sum(f.stat().st_size for f in tmp_path.glob("live/*")) <= 20_000
+    assert recorder.counts["dropped"] > 100
+    assert recorder.counts["spilled"] > 2
+    receiver.may_go.set()
+
+
+SPILL_AND_HANG = """
+import sys, time
+from tests.unit.vllm.sinks.test_recorder import Recorder, Slow, NAME, config, done
+fields = dict(memory_bytes=10_000, shard_bytes=2800, when_slow="spill", spill=sys.argv[1])
+recorder = Recorder("live", config(**fields), Slow(), NAME)
+for i in range(40):
+    recorder.take(done(f"r{i}"))
+    time.sleep(0.01)
+print(recorder.counts["spilled"], flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_spilled_is_written_by_the_next(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SPILL_AND_HANG, str(tmp_path / "spill")],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        n_spilled = int(process.stdout.readline())
+        assert n_spilled > 10
+        spill = {"when_slow": "spill", "spill": str(tmp_path / "spill")}
+        uri = str(tmp_path / "store")
+        # It lives, so its shards are its own.
+        alive = store_of(uri)(**spill)
+        assert alive.describe()["spilled_bytes"] == 0
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        after = store_of(uri)(**spill)
+        deadline = time.monotonic() + 20
+        while after.describe()["spilled_bytes"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    found = [s.record.id for shard in Recording.open(uri).shards() for s in shard.samples()]
+    assert len(found) == len(set(found)) == n_spilled == after.counts["written"]
+    assert not list((tmp_path / "spill/live").glob("shard-*"))
+
+
+class Broken(Slow):
+    def give(self, *args: Any) -> Given:
+        if not self.may_go.is_set():
+            raise OSError("the bucket is gone")
+        return super().give(*args)
+
+
+def test_a_broken_store_fails_its_results_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("inspect_lens._vllm.sinks.recorder._RETRIES_S", (0.01, 0.01, 0.01))
+    receiver = Broken()
+    recorder = Recorder("live", config(linger_s=0.0), receiver, NAME)
+    with caplog.at_level(logging.ERROR, logger="vllm.inspect_lens"):
+        receipts: list[SinkReceipt] = []
+        for i in range(4):
+            offered = recorder.take(done(f"r{i}"), waits=True)
+            assert offered.future is not None
+            receipts.append(offered.future.result(20))
+    assert {r.status for r in receipts} == {"failed"}
+    assert {r.reason for r in receipts} == {"OSError; the server's log has more"}
+    assert len(caplog.records) == 1
+    receiver.may_go.set()
+    offered = recorder.take(done("r4"), waits=True)
+    assert offered.future is not None
+    assert offered.future.result(20).status == "written"
+    assert receiver.given == [(0, ["r4"])], "no number is left out, which readers would note"
+
+
+def test_a_function_gets_every_result_and_its_errors_are_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[str] = []
+
+    def function(sample: Captured, about: Mapping[str, Any]) -> None:
+        assert about["layers"] == [3]
+        assert sample.acts is not None
+        if sample.record.id in ("r1", "r3"):
+            raise SystemExit(1) if sample.record.id == "r1" else ValueError("no")
+        seen.append(sample.record.id)
+
+    made = SinkConfig(callback="mine", layers=(3,))
+    recorder = Recorder("mine", made, FunctionReceiver(function, ABOUT), NAME)
+    told = [recorder.take(done(f"r{i}"), waits=True) for i in range(5)]
+    found = [t.future.result(20).status for t in told if t.future is not None]
+    assert found == ["written", "failed", "written", "failed", "written"]
+    assert seen == ["r0", "r2", "r4"]
+    assert statuses(recorder) == {"written": 3, "failed": 2}
+    assert len([r for r in caplog.records if r.name == "vllm.inspect_lens"]) == 1
+
+
+def test_functions_are_found_by_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(
+        "[inspect_lens.sinks]\nlengths = json:dumps\nlost = json:nothing\nnumber = math:pi\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_function("lengths") is json.dumps
+    for name, why in (("lost", "cannot be loaded"), ("number", "is no function")):
+        with pytest.raises(SpecError, match=why):
+            find_function(name)
+    with pytest.raises(SpecError, match="installed are lengths, lost, number"):
+        find_function("other")
+
+
+def test_memory_is_bounded_by_the_setting() -> None:
+    receiver = Slow()
+    most = 4 << 20
+    recorder = Recorder("live", config(memory_bytes=most, shard_bytes=1 << 20), receiver, NAME)
+    tracemalloc.start()
+    try:
+        for i in range(200):
+            recorder.take(done(f"r{i}", rows=4096))  # 128 KiB of rows
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < most * 1.25 + (2 << 20)
+    assert recorder.counts["dropped"] > 100
+    receiver.may_go.set()
+    assert recorder.flush(20)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nonsense", "not JSON"),
+        ("[1]", "not JSON, and not a file"),
+        ('{"../a": {"store": "x"}}', "allowed are 1 to 128"),
+        ('{"a": {}}', "a: inspect_lens: give one of store"),
+        ('{"a": {"store": "x", "callback": "y"}}', "give one of store"),
+        ('{"a": {"store": "x", "share": 1.5}}', "a: share"),
+        ('{"a": {"store": "x", "share": "1"}}', "a: share"),
+        ('{"a": {"store": "x", "when_slow": "block"}}', "'drop', 'sample' or 'spill'"),
+        ('{"a": {"store": "x", "when_slow": "spill"}}', "go together"),
+        ('{"a": {"store": "x", "spill": "/tmp"}}', "go together"),
+        ('{"a": {"store": "x", "positions": [1]}}', "a: positions"),
+        ('{"a": {"store": "x", "layers": []}}', "is empty"),
+        ('{"a": {"store": "x", "site": ["q", "k"]}}', "a: site"),
+        ('{"a": {"store": "x", "memory_bytes": 0}}', "a: memory_bytes"),
+        ('{"a": {"store": "x", "path": 1}}', "a: path"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start_and_names_the_field(setting: str, message: str) -> None:
+    with pytest.raises(SpecError, match="INSPECT_LENS_SINKS") as caught:
+        read_sinks(setting)
+    assert message in str(caught.value)
+
+
+def test_a_setting_is_json_or_a_file_of_it(tmp_path: Path) -> None:
+    text = '{"a": {"store": "s3://b/c", "layers": [4, 2], "share": 0.01}}'
+    (tmp_path / "sinks.json").write_text(text)
+    for setting in (text, str(tmp_path / "sinks.json")):
+        (made,) = read_sinks(setting).values()
+        assert (made.layers, made.share, made.requests) == ((2, 4), 0.01, True)
+    assert read_sinks(" ") == {}
+
+
+def test_whoever_reads_meanwhile_sees_whole_shards() -> None:
+    uri = f"memory://half-{time.monotonic_ns()}"
+    recorder = store_of(uri)(shard_bytes=1)
+    recorder.take(done("first"))
+    assert recorder.flush(20)
+    cursor, n_read = "", 0
+    for i in range(60):
+        recorder.take(done(f"r{i}"))
+        for shard in Recording.open(uri).shards(after=cursor):
+            n_read += len(shard.samples())
+            cursor = shard.cursor
+    assert recorder.flush(20)
+    n_read += sum(len(shard.samples()) for shard in Recording.open(uri).shards(after=cursor))
+    assert n_read == recorder.counts["written"] == 61
