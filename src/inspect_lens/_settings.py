@@ -73,6 +73,12 @@ class Settings:
         "Bytes of results that wait in an API server to be fetched (`transport: binary`). One "
         "client has at most half of them, and gets 429 beyond that. Results that wait stay.",
     )
+    sinks: str = _setting(  # type: ignore[assignment]
+        "",
+        "Stores and functions that get rows of requests too, by name: JSON, or the path of a file "
+        "that has it. Requests may name them, and a rule may record a share of all others; see "
+        "[Record what a server computes](record.md).",
+    )
     register: str = _setting(  # type: ignore[assignment]
         "",
         "Probes and vectors to register at start: `name=path`, comma-separated; a path is the "

@@ -261,6 +261,8 @@ def delivered(made: dict[str, Any], completion: Any) -> None:
         made: the metrics.
         completion: vLLM's, with its receipt and tensors.
     """
+    if not completion.inspect_lens_tensors:
+        return
     if (capture := completion.inspect_lens.capture) is not None:
         made["inspect_lens_rows_total"].inc(capture.rows)
     n_bytes = sum(tensor.nbytes for tensor in completion.inspect_lens_tensors.values())

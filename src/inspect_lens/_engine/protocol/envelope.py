@@ -68,6 +68,8 @@ class Packed(dict[str, Any]):
         """The same with something else in it."""
         made = Packed({**self, key: value})
         made.envelope, made.uses = self.envelope, self.uses
+        if hasattr(self, "reuse"):
+            made.reuse = self.reuse
         return made
 
 

@@ -86,6 +86,7 @@ LEANS: tuple[Lean, ...] = (
     # Of a request's output.
     Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update", "lens"),
     Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", "lens"),
+    Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text", "lens"),
     Lean("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
     Lean("vllm.v1.engine.output_processor:RequestState.queue", "lens"),
     # Of a request on its way to an engine, and of who sends it.

@@ -7,6 +7,7 @@ has begun, while a server still has its status to choose, and once where the req
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import Enum
 from functools import cache
@@ -16,11 +17,13 @@ from typing import Any
 from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
+from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import is_serving, payloads
 from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.prompt_rows import with_known_rows
+from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -40,9 +43,14 @@ __all__ = [
     "judge_early",
     "request_of",
     "resumable",
+    "rule_of",
     "seal_core",
+    "seal_recorded",
     "without_lens_keys",
 ]
+
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 
 def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] | None:
@@ -70,6 +78,39 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
     if facts is None:
         raise not_served(processor.inspect_lens_refusal)
     return with_token_ids(front_end().judged(request, facts), processor, facts), facts
+
+
+def rule_of(processor: Any, request_id: str, params: Any, resumable: object) -> Rule | None:
+    """The rule that records a request which asks nothing of the lens; None where none does.
+
+    Args:
+        processor: vLLM's `InputProcessor` of the engine.
+        request_id: as the client knows it.
+        params: of the request.
+        resumable: whether its prompt comes in pieces.
+    """
+    facts: EngineFacts | None = getattr(processor, "inspect_lens_facts", None)
+    if facts is None or resumable or not hasattr(params, "n"):
+        return None
+    return front_end().sinks.rule_for(facts, request_id)
+
+
+def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
+    """Have a request recorded that asks nothing of the lens; a fault leaves it as it is.
+
+    Args:
+        core: vLLM's `EngineCoreRequest`; changed in place.
+        processor: vLLM's `InputProcessor` of the engine.
+        rule: that has chosen it.
+    """
+    try:
+        known = getattr(processor, "inspect_lens_rows", None)
+        facts = processor.inspect_lens_facts
+        seal_core(core, rule.request, facts, None, known, rule.key)
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        logger.warning("inspect_lens: a request could not be recorded: %s", error)
 
 
 def has_lens_keys(params: Any) -> bool:
@@ -130,6 +171,7 @@ def seal_core(
     facts: EngineFacts,
     book: HookBook | None,
     known: RowCache | None,
+    rule: int | None = None,
 ) -> None:
     """Put the sealed request where the worker finds it, and keep its cache blocks apart.
 
@@ -139,6 +181,7 @@ def seal_core(
         facts: of the engine.
         book: persistent hooks of the engine.
         known: captured rows of earlier requests to the engine; None where none are kept.
+        rule: the sink whose rule has chosen the request, where one has.
 
     Raises:
         LensError: the request does not fit its prompt.
@@ -167,8 +210,14 @@ def seal_core(
             packed = with_known_rows(packed, core, known)
         if CACHED_KEY not in packed:
             sampling.skip_reading_prefix_cache = True
+    if request.sink is not None:
+        key = front_end().sinks.key_of(request.sink, facts)
+        packed = packed.beside(SINK_KEY, (key, request.sink.model_dump()))
+    elif rule is not None:
+        packed = packed.beside(SINK_KEY, (rule, None))
     sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
-    requested(request, eager is not None)
+    if rule is None:
+        requested(request, eager is not None)
 
 
 def without_lens_keys(params: Any) -> Any:

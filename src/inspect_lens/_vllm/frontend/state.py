@@ -26,6 +26,7 @@ from inspect_lens._vllm.registered.registry import Registry, parse_item, start_i
 from inspect_lens._vllm.registered.sealed_batches import MOST_BYTES, SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
+from inspect_lens._vllm.sinks.process import Sinks
 from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
@@ -70,6 +71,7 @@ class FrontEnd:
         self.row_caches: WeakSet[RowCache] = WeakSet()
         """Captured rows of earlier requests, of each engine that is still there."""
         self.results = Results(self.settings.result_timeout_s)
+        self.sinks = Sinks()
         self.sealed = SealedBatches(self.results.salt)
         self.registry = Registry(start_items(self.settings.register), self.settings)
         # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
@@ -107,6 +109,8 @@ class FrontEnd:
                 n_processes=self.n_processes,
             )
         processor.inspect_lens_refusal = reason
+        if facts is not None:
+            self.sinks.learn(facts, settings.sinks)
         if reason is None and is_serving():
             metrics.begin()
             payloads.report()
@@ -141,6 +145,7 @@ class FrontEnd:
             "api_servers": self.n_processes,
             "open_requests": self.results.n_open,
             "registered": self.registry.describe(),
+            "sinks": self.sinks.describe(),
         }
 
     def forget_rows(self) -> None:
@@ -252,7 +257,7 @@ class FrontEnd:
         if known is not None and known.version == version:
             return known.resolved
         try:
-            resolved = self.registry.resolve(request)
+            resolved = self.sinks.resolve(self.registry.resolve(request), facts)
             check_request(resolved, facts, self.registry.probes)
         except LensError:
             forget_parsed(request)

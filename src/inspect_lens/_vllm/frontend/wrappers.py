@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NoReturn
 
-from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
@@ -23,7 +22,6 @@ from inspect_lens._vllm.compat.seams import is_in_process
 from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
-from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.results.alarms import stop_at_alarm
 from inspect_lens._vllm.results.ended import named
 from inspect_lens._vllm.results.event_loop import arrivals_of
@@ -37,6 +35,7 @@ from inspect_lens._vllm.results.outputs import (
     ticket_keys,
 )
 from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY
 
@@ -47,9 +46,12 @@ from .admission import (
     judge_early,
     request_of,
     resumable,
+    rule_of,
     seal_core,
+    seal_recorded,
     without_lens_keys,
 )
+from .expecting import expect, said_by
 from .state import front_end
 
 __all__ = ["FRONT_END_WRAPPERS", "front_end"]
@@ -84,11 +86,17 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        found = None
+        found = rule = None
         try:
             found = request_of(self, params)
+            if found is None:
+                rule = rule_of(self, request_id, params, kwargs.get("resumable"))
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self))
+        if rule is not None:
+            core = original(self, request_id, prompt, without_lens_keys(params), *args, **kwargs)
+            seal_recorded(core, self, rule)
+            return core
         if found is None:
             return original(self, request_id, prompt, params, *args, **kwargs)
         if kwargs.get("resumable"):
@@ -114,16 +122,20 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         if params is None or not extra or ENVELOPE_KEY not in extra:
             return original(self, request, prompt, parent_req, *args, **kwargs)
         results, key = front_end().results, request.request_id
+        is_recorded = is_by_rule(extra[ENVELOPE_KEY])
         try:
-            reading = _expect(request, params, extra[ENVELOPE_KEY], parent_req)
+            reading = expect(front_end(), request, params, extra[ENVELOPE_KEY], prompt, parent_req)
         except BaseException as error:  # noqa: BLE001 - a door
             results.abandon([key])
-            pass_over(error, uses_lens=True)
+            pass_over(error, uses_lens=not is_recorded)
+            params.extra_args = {k: v for k, v in extra.items() if k != ENVELOPE_KEY} or None
         try:
             result = original(self, request, prompt, parent_req, *args, **kwargs)
         except BaseException:
             results.abandon([key])
             raise
+        if is_recorded:
+            return result
         try:
             _remember(self, key)
             results.running.watch(key, self.request_states[key].queue)
@@ -139,22 +151,6 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_request
 
 
-def _expect(request: Any, params: Any, packed: dict[str, Any], parent: Any) -> Reading | None:
-    """Take note of a sealed request; returns what reads its probes."""
-    n_prompt = len(request.prompt_token_ids)
-    n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
-    reading = _reading(packed, n_prompt, n_max)
-    front_end().results.expect(
-        request.request_id,
-        packed,
-        n_prompt=n_prompt,
-        n_max=n_max,
-        reading=reading,
-        request=None if parent is None else parent.request_id,
-    )
-    return reading
-
-
 _UNPREPARED_MOST = 1 << 14
 
 
@@ -168,19 +164,6 @@ def _remember(processor: Any, key: str) -> None:
     # Nobody takes them out where an engine is not stepped by its caller.
     if len(queue := _unprepared(processor)) < _UNPREPARED_MOST:
         queue.append(key)
-
-
-def _reading(packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
-    """What reads the probes of a sealed request."""
-    probes = Envelope.unpack(packed).probes
-    if probes is None:
-        return None
-    return Reading(
-        front_end().registry.reads_of(packed),
-        lo=probes.lo,
-        n_prompt=n_prompt,
-        n_max=n_max,
-    )
 
 
 def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,15 +188,20 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         completion = original(self, token_ids, finish_reason, stop_reason, *args, **kw)
         results, key = front_end().results, self.request_id
-        if not results.is_expected(key):
+        if (expected := results.expected(key)) is None:
             return completion
         try:
             if finish_reason is not None:
-                completion.inspect_lens_ticket = Ticket(
+                ticket = Ticket(
                     key,
                     n_completion=self.detokenizer.num_output_tokens(),
                     n_last=len(token_ids),
+                    said=None if expected.sink is None else said_by(self.detokenizer),
                 )
+                if expected.is_recorded:
+                    results.recorded.put(ticket)
+                else:
+                    completion.inspect_lens_ticket = ticket
             elif results.streams_tokens(key):
                 completion.inspect_lens_scores = results.take_new_scores(
                     key, self.detokenizer.num_output_tokens()
@@ -222,7 +210,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
             if ends_process(error):
                 raise
             results.spoil(key, error)
-            if finish_reason is not None:
+            if finish_reason is not None and not expected.is_recorded:
                 # Whoever takes the output gets the error.
                 completion.inspect_lens_ticket = Ticket(key, n_completion=0)
         return completion
@@ -266,10 +254,11 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
         outputs = original(self, *args, **kwargs)
         results, is_apart = front_end().results, not is_in_process(self)
         done = [output for output in outputs if has_tickets(output)]
-        if done and not is_apart:
+        recorded = results.recorded.take_unflushed()
+        if (done or recorded) and not is_apart:
             # It takes no further step, in which workers would hear that requests are over, while
             # this one waits for results. An engine in a process of its own does.
-            keys = [key for output in done for key in ticket_keys(output)]
+            keys = [key for output in done for key in ticket_keys(output)] + recorded
             try:
                 raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
             except BaseException as error:
@@ -306,6 +295,7 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
             _deferring.is_on = False
         if _deferring.errors:
             _raise_first(_deferring.errors)
+        settle_now(outputs, front_end().results.timeout_s)
         return outputs
 
     return run_engine
@@ -356,6 +346,9 @@ async def _attached_for_http(output: Any) -> int:
             # It copies or compresses much, for which no other response has to wait.
             own = contextvars.copy_context()  # whose request this is
             await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output)
+            if offers([output]):
+                await settle(output, front.results.timeout_s)
+                await loop.run_in_executor(front.waiting, own.run, _encode, output)
     except CapacityError as error:
         raise busy(str(error)) from error
     except CaptureError as error:
@@ -373,7 +366,8 @@ async def _attached_for_http(output: Any) -> int:
 
 def _attach_and_encode(output: Any) -> None:
     front_end().results.attach(output)
-    _encode(output)
+    if not offers([output]):
+        _encode(output)
 
 
 def _encode(output: Any) -> None:

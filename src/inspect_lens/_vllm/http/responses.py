@@ -14,19 +14,19 @@ from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
 from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.metrics import delivered, failed, refused, stored
 from inspect_lens._vllm.results.outputs import choices_of, has_fields
+from inspect_lens._vllm.sinks.sink import Done, Sink
 from inspect_lens.errors import CompatError, LensError, UnsupportedError
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
     EngineFacts,
     TensorData,
-    encode_frame,
     encode_saved,
-    encode_tensor,
     parse_extra_args,
 )
 
 from .bodies import ReadBodies, has_lens_words, xargs_of
+from .entries import Entries, HandleSink, ResponseSink
 from .fetch_route import add_fetch_route
 from .hook_routes import add_hook_routes
 from .ignored_keys import RefuseLostKeys
@@ -53,6 +53,7 @@ class _Front:
 
 payloads = PayloadStore(on_change=stored)
 """The store of this process; a handle is valid at the process that made it."""
+_inline, _handles = ResponseSink(), HandleSink(payloads)
 
 
 def is_serving() -> bool:
@@ -90,12 +91,10 @@ def as_json(completion: Any) -> dict[str, Any]:
     tensors: dict[str, TensorData] = completion.inspect_lens_tensors
     if tensors:
         is_binary = completion.inspect_lens_transport == "binary"
-        entries: dict[str, Any] = {}
+        sink: Sink[Entries] = _handles if is_binary else _inline
         try:
-            for name, tensor in tensors.items():
-                entries[name] = _entry(tensor, is_binary=is_binary)
+            entries = sink.take(Done(tensors))
         except LensError as error:
-            payloads.discard([entry["handle"] for entry in entries.values() if is_binary])
             failed(error)
             raise
         plain = getattr(completion, "inspect_lens_plain", {})
@@ -104,19 +103,6 @@ def as_json(completion: Any) -> dict[str, Any]:
         result["hook_results"] = encode_saved(saved)
     delivered(completion)
     return result
-
-
-def _entry(tensor: TensorData, *, is_binary: bool) -> dict[str, Any]:
-    if not is_binary:
-        return encode_tensor(tensor)
-    memory: Any = tensor.storage.base
-    if memory is not None and 4 * memoryview(memory).nbytes > 5 * tensor.nbytes:
-        # Of a text that ended long before it had to: the store would keep room for all of it.
-        # numpy copies without the interpreter's lock; `bytes` does not.
-        tensor = TensorData(tensor.storage.copy(), tensor.dtype)
-    entry, frame = encode_frame(tensor)
-    beside = {"handle": payloads.put(frame), "nbytes": len(frame), "transport": "binary"}
-    return entry | beside
 
 
 def results_of(outputs: Iterable[Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,9 @@ from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens.errors import CaptureError, LensError
 
 from .ended import Running
-from .expected import Expected
-from .ticket import Choice, Ticket, is_light, is_ready, prepare, take_whole
+from .expected import AskedBy, Expected
+from .recorded import Recorded
+from .ticket import Choice, Job, Ticket, is_light, is_ready, prepare, take_whole
 
 __all__ = ["Results"]
 
@@ -32,20 +32,6 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """An output, vLLM's `RequestOutput`, whose finished choices get their results."""
-
-    output: Any
-    choices: list[Choice] = field(default_factory=list)
-    error: Exception | None = None
-
-    def take_error(self) -> Exception | None:
-        """The error, of which nothing is left here: its traceback has a frame that holds this."""
-        error, self.error = self.error, None
-        return error
 
 
 class Results:
@@ -62,6 +48,7 @@ class Results:
         self.links: Links | None = None
         """Where workers of other hosts find this process; set before the first request."""
         self.running = Running()
+        self.recorded = Recorded(self)
         self._collector: Collector | None = None
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
@@ -102,6 +89,7 @@ class Results:
         n_max: int = 0,
         reading: Reading | None = None,
         request: str | None = None,
+        asked_by: AskedBy | None = None,
     ) -> None:
         """Take note of a choice before the engine sees it.
 
@@ -112,15 +100,18 @@ class Results:
             n_max: tokens that are fed at most, where that is known.
             reading: of its probes.
             request: what it belongs to; by default itself.
+            asked_by: of a request with a sink.
         """
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
-            self._expected[key] = Expected(envelope, n_prompt, reading, packed, owner, n_max)
+            expected = Expected(envelope, n_prompt, reading, packed, owner, n_max)
+            expected.asked_by = asked_by
+            self._expected[key] = expected
             running(len(self._expected))
-        self._the_collector().open(key, envelope)
+        self.the_collector().open(key, envelope)
         if EAGER_KEY in packed:
-            self._the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
+            self.the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
 
     def prepare(self, unprepared: deque[str]) -> None:
         """Do for a few requests what their results take that is known before these come.
@@ -137,7 +128,7 @@ class Results:
         for key in some:
             expected = self._expected.get(key)
             try:
-                if expected is not None and not prepare(key, expected, self._the_collector()):
+                if expected is not None and not prepare(key, expected, self.the_collector()):
                     later.append(key)
             except BaseException as error:
                 if ends_process(error):
@@ -159,7 +150,7 @@ class Results:
         if expected.envelope.is_speculative:
             # Numbers of a rejected draft come again, corrected: all are read at the end.
             return {}
-        numbers = self._the_collector().scores(key, expected.reading.n_seen)
+        numbers = self.the_collector().scores(key, expected.reading.n_seen)
         if numbers is None:
             return {}
         n_new = expected.n_read(expected.n_prompt + n_completion - 1) - expected.reading.n_seen
@@ -199,6 +190,10 @@ class Results:
             logger.error("inspect_lens: request %s has failed", key, exc_info=error)
             self._spoiled[key] = fault_of(error)
 
+    def expected(self, key: str) -> Expected | None:
+        """What is known of a request that uses the lens, or is recorded."""
+        return self._expected.get(key)
+
     def is_expected(self, key: str) -> bool:
         """Whether a request uses the lens."""
         return key in self._expected
@@ -216,14 +211,14 @@ class Results:
             expected = self._expected.get(key)
             for choice in tuple(self._choices.get(expected.request if expected else key, ())):
                 self._unsent.pop(choice, None)
-                if self._close(choice) is not None:
-                    self._the_collector().discard(choice)
+                if self.take_over(choice) is not None:
+                    self.the_collector().discard(choice)
 
     def forget(self, output: Any) -> None:
         """Forget what was to be put on an output; nobody waits for it any more."""
         self.abandon([ticket.key for ticket, _ in self._open_choices(output)])
 
-    def _close(self, key: str) -> Expected | None:
+    def take_over(self, key: str) -> Expected | None:
         """Expect nothing more for a choice."""
         with self._lock:
             expected = self._expected.pop(key, None)
@@ -275,13 +270,13 @@ class Results:
             outputs: see `attach_all`.
             may_wait: whether to wait for rows; else this was done.
         """
-        begun = list(map(_Job, outputs))
+        begun = list(map(Job, outputs))
         if not begun:
             return []  # after most steps, also where nobody has asked for anything ever
         take = partial(self._take, may_wait=may_wait)
         try:
             jobs = [job for job in begun if self._has_done(self._begin, job)]
-            take_whole((c for job in jobs for c in job.choices), self._the_collector())
+            take_whole((c for job in jobs for c in job.choices), self.the_collector())
             jobs = [job for job in jobs if self._has_done(take, job)]
             feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
             for job in jobs:
@@ -305,7 +300,7 @@ class Results:
 
     def is_ready(self, output: Any) -> bool:
         """Whether all results have come that are to be put on an output, or one has failed."""
-        collector = self._the_collector()
+        collector = self.the_collector()
         open_ = self._open_choices(output)
         return all(
             ticket.key in self._spoiled or is_ready(ticket, expected, collector)
@@ -320,7 +315,7 @@ class Results:
     @property
     def news(self) -> News:
         """Of what has come."""
-        return self._the_collector().news
+        return self.the_collector().news
 
     def _open_choices(self, output: Any) -> Iterator[tuple[Ticket, Expected]]:
         """Finished choices of an output that wait for results, and have not been aborted."""
@@ -331,7 +326,7 @@ class Results:
                 if expected is not None:
                     yield ticket, expected
 
-    def _has_done(self, work: Callable[[_Job], None], job: _Job) -> bool:
+    def _has_done(self, work: Callable[[Job], None], job: Job) -> bool:
         """Do something for an output; where that fails, none of its choices has anything."""
         try:
             work(job)
@@ -351,31 +346,31 @@ class Results:
             return False
         return True
 
-    def _drop(self, job: _Job) -> None:
+    def _drop(self, job: Job) -> None:
         for choice in job.choices:
-            self._the_collector().discard(choice.ticket.key)
+            self.the_collector().discard(choice.ticket.key)
             self._unsent.pop(choice.ticket.key, None)
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         for completion in job.output.outputs:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
             if ticket is None or hasattr(completion, "inspect_lens"):
                 continue
             fault = self._spoiled.get(ticket.key)
-            expected = self._close(ticket.key)
+            expected = self.take_over(ticket.key)
             if expected is None:
                 raise CaptureError(f"request {ticket.key} was aborted; it has no activations")
             job.choices.append(Choice(completion, ticket, expected))
             if fault is not None:
                 raise fault
 
-    def _take(self, job: _Job, *, may_wait: bool) -> None:
+    def _take(self, job: Job, *, may_wait: bool) -> None:
         for choice in job.choices:
             if choice.collected is None:
-                choice.take(self._the_collector(), self.timeout_s, may_wait=may_wait)
+                choice.take(self.the_collector(), self.timeout_s, may_wait=may_wait)
             self._pending_scores(choice.ticket.key, choice.read())
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         output = job.output
         for choice in job.choices:
             for name, scores in self._unsent.pop(choice.ticket.key, {}).items():
@@ -387,7 +382,8 @@ class Results:
             if hasattr(first, name):
                 setattr(output, name, getattr(first, name))
 
-    def _the_collector(self) -> Collector:
+    def the_collector(self) -> Collector:
+        """The collector of this process; its socket is opened when it is first asked for."""
         if self._collector is None:
             self.address  # noqa: B018 - opens the socket
         assert self._collector is not None

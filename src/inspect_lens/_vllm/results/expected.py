@@ -17,6 +17,7 @@ from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.pooled_scores import Whole
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
+from inspect_lens._vllm.sinks.process import SinkTask, task_of
 from inspect_lens.spec import (
     CaptureReceipt,
     LensReceipt,
@@ -27,7 +28,16 @@ from inspect_lens.spec import (
     in_site_order,
 )
 
-__all__ = ["Expected", "Prepared", "fill", "receipt_of", "shorten"]
+__all__ = ["AskedBy", "Expected", "Prepared", "fill", "receipt_of", "shorten"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBy:
+    """A request as its client knows it."""
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    prompt: str
 
 
 @dataclass(slots=True)
@@ -60,9 +70,19 @@ class Expected:
     prepared: Prepared | None = None
     reuse: Reuse | None = field(init=False)
     """Rows of other requests with the same beginning, and theirs for others."""
+    sink: SinkTask | None = field(init=False)
+    """Where the results go too."""
+    asked_by: AskedBy | None = None
+    """Of a request with a sink."""
 
     def __post_init__(self) -> None:
         self.reuse = reuse_of(self.packed)
+        self.sink = task_of(self.packed)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a rule has chosen the request, whose client knows nothing of it."""
+        return self.sink is not None and self.sink.use is None
 
     @property
     def asked(self) -> CaptureEnvelope | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from inspect_lens._torch import to_torch
 from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.pooled_scores import Whole
+from inspect_lens._vllm.sinks.sink import HIDDEN, Done, Said
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
 from .expected import Expected, Prepared, fill, receipt_of, shorten
 
-__all__ = ["Choice", "Ticket", "is_light", "is_ready", "prepare", "take_whole"]
+__all__ = ["Choice", "Job", "Ticket", "is_light", "is_ready", "prepare", "take_whole"]
 
 
 _LIGHT_BYTES = 1 << 18
@@ -39,6 +40,22 @@ class Ticket:
     """Sampled tokens."""
     n_last: int = 1
     """Those of the last step; more than one where drafts were accepted."""
+    said: tuple[tuple[int, ...], str] | None = None
+    """All that was sampled, as ids and as text, where a sink takes it."""
+
+
+@dataclass
+class Job:
+    """An output, vLLM's `RequestOutput`, whose finished choices get their results."""
+
+    output: Any
+    choices: list[Choice] = field(default_factory=list)
+    error: Exception | None = None
+
+    def take_error(self) -> Exception | None:
+        """The error, of which nothing is left here: its traceback has a frame that holds this."""
+        error, self.error = self.error, None
+        return error
 
 
 def prepare(key: str, expected: Expected, collector: Collector) -> bool:
@@ -94,6 +111,8 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
         encodes: whether its results are made ready for HTTP, too.
     """
     envelope = expected.envelope
+    if expected.sink is not None:
+        return False  # rows are copied, and the answer may wait
     if EAGER_KEY in expected.packed or envelope.qk is not None or envelope.lens is not None:
         return False
     n_fed = expected.n_fed(ticket.n_completion)
@@ -205,6 +224,7 @@ class Choice:
         completion.inspect_lens = receipt
         completion.inspect_lens_transport = capture.transport if capture else "inline"
         completion.inspect_lens_tensors = {}
+        captured: dict[str, TensorData] = {}
         if capture is not None:
             # What was prepared lies where rows are, also where the last of them were waited for.
             named = None if prepared is None else prepared.named
@@ -213,13 +233,39 @@ class Choice:
                 # Streams bring the last piece of a text alone.
                 ids, n = completion.token_ids, self.ticket.n_completion
                 rows = expected.reuse.whole(rows, ids if len(ids) == n else ())
-            completion.inspect_lens_tensors, completion.activations = named or _named(rows, capture)
+            if capture.transport == HIDDEN:
+                captured = tensors_by_name(rows, capture)
+            else:
+                captured, completion.activations = named or _named(rows, capture)
+                completion.inspect_lens_tensors = captured
         if expected.envelope.qk is not None:
             put_qk(completion, expected.envelope.qk, collected)
         if expected.envelope.lens is not None:
             put_lens(completion, expected.envelope.lens, collected)
         if self.eager is not None:
             put_eager(completion, self.eager)
+        if expected.sink is not None:
+            self._offer(captured)
+
+    def _offer(self, captured: dict[str, TensorData]) -> None:
+        """Give what was captured to the sink of the request."""
+        expected, ticket, task = self.expected, self.ticket, self.expected.sink
+        asked, by = expected.asked, expected.asked_by
+        assert task is not None
+        assert asked is not None
+        assert by is not None
+        ids, text = ticket.said or ((), "")
+        positions = asked.fed(expected.n_fed(ticket.n_completion))
+        done = Done(
+            tensors=captured,
+            positions=tuple(positions[-1:] if asked.is_last else positions),
+            layers=asked.layers,
+            said=Said(by.key, by.prompt_ids, by.prompt, ids, text),
+            use=task.use,
+        )
+        offered = task.offer(done)
+        self.completion.inspect_lens.__dict__["sink"] = offered.receipt
+        self.completion.inspect_lens_offered = offered
 
 
 def take_whole(choices: Iterable[Choice], collector: Collector) -> None:

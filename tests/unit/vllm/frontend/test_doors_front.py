@@ -77,10 +77,10 @@ def test_outputs_of_others_are_handed_out(
         if where == "Ticket":
             real = wrappers.Ticket
 
-            def ticket(key: str, *, n_completion: int, n_last: int = 1) -> Any:
+            def ticket(key: str, *, n_completion: int, n_last: int = 1, **more: Any) -> Any:
                 if key == ill and n_completion:
                     raise fault
-                return real(key, n_completion=n_completion, n_last=n_last)
+                return real(key, n_completion=n_completion, n_last=n_last, **more)
 
             patch.setattr(wrappers, "Ticket", ticket)
         else:
@@ -326,7 +326,7 @@ def test_a_request_without_the_lens_is_not_touched_by_its_faults(
     wrapped(*arguments)
 
 
-@pytest.mark.parametrize("where", ["_expect", "_remember"])
+@pytest.mark.parametrize("where", ["expect", "_remember"])
 def test_a_request_that_cannot_be_noted_is_not_left_behind(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -340,7 +340,7 @@ def test_a_request_that_cannot_be_noted_is_not_left_behind(
     add = FRONT_END_WRAPPERS["add_request"](lambda *args: "added")
     with monkeypatch.context() as patch:
         patch.setattr(wrappers, where, raising(fault))
-        if where == "_expect":
+        if where == "expect":
             with pytest.raises(CaptureError, match=type(fault).__name__):
                 add(SimpleNamespace(), request, None)
             removed(engine, [key])

@@ -251,7 +251,7 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
     monkeypatch.setattr(front.registry, "share", lambda names: None)
     front.learn(SimpleNamespace(), config(n_processes))
     assert front.results.address
-    made = front.results._the_collector()
+    made = front.results.the_collector()
     try:
         assert made._budget.spare == (16 << 30) // n_processes
     finally:

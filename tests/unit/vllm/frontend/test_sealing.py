@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.protocol.envelope import Envelope, Packed
-from inspect_lens._vllm.frontend import admission, state, wrappers
+from inspect_lens._vllm.frontend import admission, expecting, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered import sealed_batches
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
@@ -163,11 +163,11 @@ def test_a_sealed_request_has_the_probe_that_its_name_stands_for(processor: Any)
         assert "uses" not in arrived, "workers have no use for it"
         assert Envelope.unpack(arrived).probes == packed.envelope.probes
         assert packed.envelope.probes.names == (other.sha256,)
-        reading = wrappers._reading(packed, N_PROMPT, N_PROMPT + 1)
+        reading = expecting._reading(state.front_end(), packed, N_PROMPT, N_PROMPT + 1)
         assert reading is not None
         found.append(reading.receipts()[0].sha256)
         for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-            again = wrappers._reading(copied, N_PROMPT, N_PROMPT + 1)
+            again = expecting._reading(state.front_end(), copied, N_PROMPT, N_PROMPT + 1)
             assert again is not None
             assert again.receipts()[0].sha256 == other.sha256
     assert len(set(found)) == 2

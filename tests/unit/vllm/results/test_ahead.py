@@ -52,7 +52,7 @@ class Engine:
 
     @property
     def collector(self) -> Collector:
-        return self.results._the_collector()
+        return self.results.the_collector()
 
     def start(self, request: LensRequest, *, is_waiting: bool = False) -> str:
         key = next(KEYS)

@@ -64,7 +64,7 @@ def test_what_was_kept_what_would_have_been_made(
         lo = 0 if envelope.probes is None else envelope.probes.lo
         reading = None if reads is None else Reading(reads, lo=lo, **sizes)
         results.expect(key, envelope.pack(), reading=reading, **sizes)
-        collector = results._the_collector()
+        collector = results.the_collector()
         streams = collector._pending[key].streams
         shares = [(0, streams[i].taps) if i in streams else (0, 0) for i in (ROWS, SCORES)]
         opening = Opening(1 + is_prepared, key, shares, len(request.steer))
@@ -102,7 +102,9 @@ def test_each_engine_prepares_for_its_own_requests_and_remembers_so_many(
 ) -> None:
     prepared: list[list[str]] = []
     fake = SimpleNamespace(
-        prepare=lambda queue: prepared.append(list(queue)), attach_all=lambda outputs: []
+        recorded=SimpleNamespace(take_unflushed=list),
+        prepare=lambda queue: prepared.append(list(queue)),
+        attach_all=lambda outputs: [],
     )
     monkeypatch.setattr(wrappers, "front_end", lambda: SimpleNamespace(results=fake))
     monkeypatch.setattr(wrappers, "_UNPREPARED_MOST", 3)

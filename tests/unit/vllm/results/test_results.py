@@ -97,7 +97,8 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, is_in_process: bool
 ) -> None:
     attached: list[Any] = []
-    fake = SimpleNamespace(attach_all=attached.extend)
+    kept = SimpleNamespace(take_unflushed=list)
+    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept)
     monkeypatch.setattr(
         "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=fake)
     )
@@ -117,7 +118,8 @@ def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -
     from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 
     attached: list[Any] = []
-    fake = SimpleNamespace(attach_all=attached.extend)
+    kept = SimpleNamespace(take_unflushed=list)
+    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept)
     monkeypatch.setattr(
         "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=fake)
     )
