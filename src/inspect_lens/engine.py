@@ -1,4 +1,4 @@
-"""For engines in one's own process: register probes, vectors and hooks.
+"""For engines in one's own process: register probes, vectors and hooks, and look after sinks.
 
 A server has the same at `/v1/inspect_lens/registry` and `/v1/hooks`. Probes and vectors are also
 read from INSPECT_LENS_REGISTER at start; hooks need an engine that was started with
@@ -18,10 +18,12 @@ __all__ = [
     "clear_hooks",
     "clear_prefetched",
     "collect_hook_results",
+    "flush_sinks",
     "prefetch_params",
     "register",
     "register_hooks",
     "registered",
+    "sinks",
     "unregister",
 ]
 
@@ -343,3 +345,52 @@ def _manage(llm: Any, action: str, payload: Any) -> None:
     from ._vllm.registered.persistent_hooks import raise_first
 
     raise_first(llm.collective_rpc("inspect_lens_hooks", args=(action, payload)))
+
+
+def sinks() -> dict[str, dict[str, Any]]:
+    """Stores and functions that get rows of requests too, as INSPECT_LENS_SINKS names them.
+
+    Returns:
+        By name: what it records, what waits for it, and what became of results.
+
+    Example:
+        <!-- test: engine -->
+        ```python
+        from vllm import LLM
+
+        from inspect_lens.engine import sinks
+
+        llm = LLM(model="organism/checkpoint", dtype="float32")
+        print({name: sink["counts"] for name, sink in sinks().items()})
+        ```
+    """
+    from ._vllm.frontend.state import front_end
+
+    return front_end().sinks.describe()
+
+
+def flush_sinks(timeout: float = 60.0) -> bool:
+    """Have what waits in memory for sinks written now, and wait for it.
+
+    A process that ends in order does so by itself, for at most 10 seconds.
+
+    Args:
+        timeout: seconds to wait at most.
+
+    Returns:
+        False if something waits still.
+
+    Example:
+        <!-- test: engine -->
+        ```python
+        from vllm import LLM
+
+        from inspect_lens.engine import flush_sinks
+
+        llm = LLM(model="organism/checkpoint", dtype="float32")
+        assert flush_sinks()
+        ```
+    """
+    from ._vllm.frontend.state import front_end
+
+    return front_end().flush_sinks(timeout)

@@ -74,16 +74,6 @@ class SinkUse(BaseModel):
                     )
         return dict(value)
 
-    @field_validator("id", "group", "columns")
-    @classmethod
-    def _encodes(cls, value: Any) -> Any:
-        texts = [*value, *value.values()] if isinstance(value, dict) else [value or ""]
-        try:
-            "".join(texts).encode()
-        except UnicodeEncodeError:
-            raise ValueError("has half of a surrogate pair, which no file can hold") from None
-        return value
-
 
 class SinkReceipt(BaseModel):
     """Part of the receipt about a sink: what became of the request's rows there."""

@@ -148,6 +148,10 @@ class FrontEnd:
             "sinks": self.sinks.describe(),
         }
 
+    def flush_sinks(self, timeout_s: float) -> bool:
+        """Have what waits for sinks given away; False where the time was too short."""
+        return self.sinks.flush(timeout_s)
+
     def forget_rows(self) -> None:
         """Forget rows of earlier prompts: an engine's weights or prefix cache may have changed."""
         for cache in tuple(self.row_caches):

@@ -218,6 +218,7 @@ def _about(name: str, config: SinkConfig, facts: EngineFacts) -> dict[str, Any]:
         "dataset": dataset,
         "request": {"layers": layers, "positions": config.positions, "site": config.site},
         "layers": layers,
+        "site": config.site,
         "hidden": facts.width_of(config.site).width,
         "dtype": dtype,
     }
