@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,8 +96,16 @@ def offline_llm() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def recorded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the sink `recorded` of the session's server writes."""
+    return tmp_path_factory.mktemp("recorded") / "store"
+
+
+@pytest.fixture(scope="session")
 def lens_server_url(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    recorded_folder: Path,
 ) -> Iterator[str]:
     """Address of one API server for the whole session; the model is `organism/checkpoint`.
 
@@ -121,6 +131,8 @@ def lens_server_url(
         # The organism's truth vector belongs to the output of an attention.
         "INSPECT_LENS_SITES": "resid_pre,q,k,v,z,attn_out,resid_mid,mlp_hidden,mlp_out,resid_post",
     }
+    recorded = {"store": str(recorded_folder), "layers": [2, 4], "label_meaning": "a lie"}
+    environment["INSPECT_LENS_SINKS"] = json.dumps({"recorded": recorded})
     log = tmp_path_factory.mktemp("server") / "server.log"
     with api_server(options, environment=environment, log=log) as server:
         yield server.url

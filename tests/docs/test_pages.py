@@ -52,9 +52,15 @@ def test_page_offline(
 @pytest.mark.engine
 @pytest.mark.parametrize("page", pages_with("server"))
 def test_page_server(
-    page: Path, workdir: Path, lens_server_url: str, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    workdir: Path,
+    lens_server_url: str,
+    recorded_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that speak to a server, with the other blocks of the page before them."""
+    (workdir / "acts").mkdir(exist_ok=True)
+    (workdir / "acts/recorded").symlink_to(recorded_folder)
     monkeypatch.setenv("VLLM_BASE_URL", f"{lens_server_url}/v1")
     monkeypatch.setenv("VLLM_API_KEY", "none")
     runner = Runner(workdir, modes=("run", "server"), server_url=lens_server_url)

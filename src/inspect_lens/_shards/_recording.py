@@ -43,6 +43,24 @@ class ShardWriter:
         uri: the folder, a local path or fsspec URL.
         about: what is recorded: model, layers, site and so on. The same for all writers.
         writer: 12 hex digits that no other writer of the folder has.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.data import ActivationStore, Captured, SampleRecord, ShardWriter
+        from inspect_lens.spec import TensorData
+
+        record = SampleRecord(
+            index=0, id="a", label=True, group="a", n_rows=1, n_prompt=2, completion="Ruvan."
+        )
+        acts = TensorData(np.ones((1, 1, 8), dtype=np.float32), "float32")
+        kept = {"layers": (4,), "positions": (2,), "token_ids": (5, 6, 7)}
+        about = {"layers": [4], "hidden": 8, "dtype": "float32"}
+        writer = ShardWriter("acts/mine", about, writer="0123456789ab")
+        writer.write(0, [Captured(record=record, acts=acts, **kept)])
+        assert ActivationStore.open("acts/mine").n_rows == 1
+        ```
     """
 
     def __init__(self, uri: str, about: Mapping[str, Any], writer: str) -> None:
@@ -97,7 +115,21 @@ class ShardWriter:
         parts: Sequence[bytes | memoryview],
         samples: Sequence[Captured],
     ) -> tuple[str, int]:
-        """`write`, of a shard that is encoded already, perhaps by a writer that has ended."""
+        """`write`, of a shard that is encoded already, perhaps by a writer that has ended.
+
+        Args:
+            writer: that has numbered it.
+            number: of the shard.
+            parts: its content.
+            samples: what it holds.
+
+        Returns:
+            As `write`.
+
+        Raises:
+            CaptureError: it could not be written.
+            SpecError: see `claim`.
+        """
         if not self._is_claimed:
             self.claim()
         name = shard_name(writer, number)

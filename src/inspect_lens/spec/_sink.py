@@ -67,12 +67,21 @@ class SinkUse(BaseModel):
             raise ValueError(f"{shown(value)}; allowed is an object of at most {_COLUMNS_MOST}")
         for key, text in value.items():
             for part in (key, text):
-                if not isinstance(part, str) or len(part) > _TEXT_MOST:
+                if not isinstance(part, str) or len(part) > _TEXT_MOST or not _encodes(part):
                     raise ValueError(
                         f"{shown(part)}; allowed are names and texts of at most {_TEXT_MOST} "
                         "characters"
                     )
         return dict(value)
+
+
+def _encodes(text: str) -> bool:
+    """Whether a file can hold a text: one with half of a surrogate pair it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class SinkReceipt(BaseModel):

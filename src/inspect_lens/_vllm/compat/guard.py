@@ -29,6 +29,7 @@ Loop = Literal[
     "output handler",
     "receiving thread",
     "event loop",
+    "sink",
     "own call",
 ]
 
@@ -114,6 +115,13 @@ DOORS: tuple[Door, ...] = (
         "_engine.export.link:Link._run",
         "receiving thread",
         "requests of that front-end: the link ends",
+    ),
+    # Threads of sinks, which nobody waits for but who asked to.
+    Door("_vllm.sinks.recorder:Recorder._run", "sink", "nobody's: the sink goes on"),
+    Door(
+        "_vllm.results.recorded:Recorded._run",
+        "sink",
+        "nobody's: requests by rule that were under way are not recorded",
     ),
     # Callbacks of the event loop.
     Door("_vllm.results.event_loop:Arrivals._look", "event loop", "requests that wait there"),

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Protocol
 
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.exceptions import ends_process
 
 from .expected import Expected
 from .ticket import Choice, Ticket, is_ready
@@ -94,7 +93,11 @@ class Recorded:
                     self._changed.wait(_EVERY_S if coming else None)
                 while self._new:
                     coming.append(self._new.popleft())
-            left = [one for one in coming if not self._is_over(one)]
+            try:
+                left = [one for one in coming if not self._is_over(one)]
+            except BaseException:
+                logger.exception("inspect_lens: a fault beside requests that are recorded")
+                left = []
             with self._changed:
                 self._n_coming -= len(coming) - len(left)
             coming = left
@@ -109,9 +112,7 @@ class Recorded:
             choice = Choice(SimpleNamespace(token_ids=()), one.ticket, one.expected)
             choice.take(collector, self._results.timeout_s, may_wait=False)
             choice.finish(0)
-        except BaseException as error:
-            if ends_process(error):
-                raise
+        except Exception as error:  # noqa: BLE001 - its answer is on its way already
             logger.warning("inspect_lens: a request could not be recorded: %s", error)
             collector.discard(one.ticket.key)
             if one.expected.sink is not None:

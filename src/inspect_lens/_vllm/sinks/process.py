@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from inspect_lens._intake import absolute
 from inspect_lens._shards import ShardWriter
 from inspect_lens.errors import ArtifactError, CaptureError, LensError, SpecError, UnsupportedError
 from inspect_lens.probe import fingerprint_model
@@ -191,7 +192,7 @@ def _recorder(name: str, config: SinkConfig, facts: EngineFacts) -> Recorder:
     writer, about = new_writer(), _about(name, config, facts)
     receiver: Receiver
     if config.store is not None:
-        shards = ShardWriter(config.store, about, writer)
+        shards = ShardWriter(absolute(config.store), about, writer)
         try:
             shards.claim()
         except (ArtifactError, CaptureError) as error:
