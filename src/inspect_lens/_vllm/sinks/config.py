@@ -50,6 +50,8 @@ class SinkConfig(BaseModel):
     """Secret that the choice depends on, so that nobody can choose ids that are never recorded."""
     requests: bool = True
     """Whether requests may name the sink."""
+    limit_bytes: int = Field(default=0, ge=0)
+    """Bytes of rows that each front-end process takes for it at most, until it ends; 0: any."""
     label_meaning: str = ""
     """What label 1 of a sample means; goes into the store."""
     when_slow: Literal["drop", "sample", "spill"] = "drop"

@@ -76,7 +76,7 @@ class Recorder:
             self._spill = SpillFolder(folder, config.spill_bytes, self._writer)
         self._waiting = Waiting(config, is_eager=receiver.is_eager)
         self._lock = threading.Lock()
-        self._n_offered = 0
+        self._n_offered = self._taken_bytes = 0
         self._next_number = 0
         self._free: list[int] = []
         """Numbers of shards that could not be written: a reader waits for none for ever."""
@@ -101,7 +101,7 @@ class Recorder:
             index = self._n_offered
             self._n_offered += 1
         item = Item(done.captured(self._tensor, index), Future() if waits else None)
-        refused = self._waiting.put(item)
+        refused = self._over_limit(item) or self._waiting.put(item)
         if refused is not None:
             self.count(refused[0])
             return Offered(self._receipt(item.sample, refused[0], reason=refused[1]))
@@ -109,6 +109,15 @@ class Recorder:
         self._tell_held()
         told = self._receipt(item.sample, "queued", reason="waits for the next shard")
         return Offered(told, item.future)
+
+    def _over_limit(self, item: Item) -> tuple[SinkStatus, str] | None:
+        """What becomes of a sample for which the operator gives no more space, and why."""
+        limit = self.config.limit_bytes
+        with self._lock:
+            if limit and self._taken_bytes + item.rows_bytes > limit:
+                return "dropped", f"the operator's limit for the sink is reached ({limit} bytes)"
+            self._taken_bytes += item.rows_bytes
+        return None
 
     def count(self, status: SinkStatus, rows: int = 0, n_bytes: int = 0) -> None:
         """Count what became of a result.

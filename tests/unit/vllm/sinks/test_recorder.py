@@ -256,6 +256,17 @@ def test_what_a_killed_process_spilled_is_written_by_the_next(tmp_path: Path) ->
     assert not list((tmp_path / "spill/live").glob("shard-*"))
 
 
+def test_no_client_fills_a_store_beyond_its_limit() -> None:
+    receiver = Slow(let=True)
+    rows = 4 * 8 * ROWS
+    recorder = Recorder("live", config(limit_bytes=10 * rows), receiver, NAME)
+    told = [recorder.take(done(f"r{i}")).receipt for i in range(30)]
+    assert [t.status for t in told] == ["queued"] * 10 + ["dropped"] * 20
+    assert told[-1].reason == f"the operator's limit for the sink is reached ({10 * rows} bytes)"
+    assert recorder.flush(20)
+    assert statuses(recorder) == {"written": 10, "dropped": 20}
+
+
 class Broken(Slow):
     def give(self, *args: Any) -> Given:
         if not self.may_go.is_set():
