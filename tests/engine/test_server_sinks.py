@@ -249,24 +249,25 @@ def _latencies(server: ApiServer, n: int = 40) -> list[float]:
 def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(server: ApiServer) -> None:
     """The same load to a fast and to a slow sink; others' latency is compared."""
     _latencies(server, 10)
-    medians, statuses = {}, {}
+    medians: dict[str, list[float]] = {"recorded": [], "slow": []}
+    told: dict[str, list[str]] = {"recorded": [], "slow": []}
     before = counted(server)
-    for name in ("recorded", "slow"):
-        told: list[str] = []
 
-        def load(i: int, name: str = name, told: list[str] = told) -> None:
-            answer = ask(server, {"name": name, "wait": False}, max_tokens=12)
-            told.append(answer.json()["inspect_lens"]["sink"]["status"])
+    def load(name: str) -> None:
+        answer = ask(server, {"name": name, "wait": False}, max_tokens=12)
+        told[name].append(answer.json()["inspect_lens"]["sink"]["status"])
 
+    for name in ("recorded", "slow") * 3:
         with ThreadPoolExecutor(2) as pool:
-            work = [pool.submit(load, i) for i in range(120)]
-            medians[name] = statistics.median(_latencies(server))
+            work = [pool.submit(load, name) for _ in range(60)]
+            medians[name].append(statistics.median(_latencies(server, 20)))
             for one in work:
                 one.result()
-        statuses[name] = Counter(told)
-    assert statuses["recorded"] == {"queued": 120}
+    statuses = {name: Counter(of) for name, of in told.items()}
+    assert statuses["recorded"] == {"queued": 180}
     assert statuses["slow"]["dropped"] > 20
-    assert medians["slow"] < 1.5 * medians["recorded"] + 0.02, medians
+    # The least of three: what else runs on the machine only adds to it.
+    assert min(medians["slow"]) < 1.3 * min(medians["recorded"]) + 0.01, medians
     more = counted(server) - before
     assert more["slow", "dropped"] == statuses["slow"]["dropped"]
     deadline = time.monotonic() + 60
@@ -308,3 +309,17 @@ def test_killed_while_they_write_the_store_is_whole(server: ApiServer, folder: P
                 one.exception()
     ActivationStore.open(folder / "recorded").verify()
     assert set(told) <= set(samples(folder / "recorded")), "what was told to be written is there"
+
+
+def test_a_server_that_ends_in_order_writes_what_is_queued(folder: Path) -> None:
+    named = {"late": {"store": str(folder / "late"), "layers": [2], "share": 1.0}}
+    options = {"model": MODEL, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
+    environment = os.environ | {"INSPECT_LENS_SINKS": json.dumps(named)}
+    log = folder / "late.log"
+    with api_server(options | {"enforce_eager": True}, environment=environment, log=log) as running:
+        told = ask(running, {"name": "late", "id": "asked", "wait": False}).json()
+        assert told["inspect_lens"]["sink"]["status"] == "queued"
+        ids = {f"{ask(running).json()['id']}-0" for _ in range(5)}
+        time.sleep(1.0)
+        assert counted(running)["late", "written"] == 0
+    assert set(samples(folder / "late")) == {"asked", *ids}

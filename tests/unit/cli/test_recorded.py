@@ -1,0 +1,58 @@
+"""`inspect-lens probe train` reads what a server recorded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from inspect_lens._shards import ShardWriter
+from inspect_lens._vllm.sinks.config import SinkConfig
+from inspect_lens._vllm.sinks.process import _about
+from inspect_lens.data import ActivationStore
+from inspect_lens.probe import load_probe
+from inspect_lens.spec import EngineFacts
+from tests.kit.planted_store import HIDDEN, LAYER, plant
+
+FACTS = EngineFacts(
+    model="./ckpt",
+    n_layers=8,
+    hidden=HIDDEN,
+    dtype="float32",
+    layers=(LAYER,),
+    sites=("resid_post",),
+    taps=(),
+    max_step_tokens=32,
+    ring_rows=64,
+    bank_rows=8,
+    vllm_version="0",
+)
+
+
+def record(planted: str, uri: Path) -> str:
+    """The samples of a store as two processes of a server would have recorded them."""
+    config = SinkConfig(store=str(uri), layers=(LAYER,), label_meaning="a planted lie")
+    samples = list(ActivationStore.open(planted).samples())
+    for name, some in (("a" * 12, samples[::2]), ("b" * 12, samples[1::2])):
+        writer = ShardWriter(str(uri), _about(uri.name, config, FACTS), name)
+        for number in range(3):
+            writer.write(number, some[number::3])
+    return str(uri)
+
+
+def test_a_probe_is_trained_on_recordings(tmp_path: Path) -> None:
+    labels = [i % 2 for i in range(200)]
+    stores = [plant(tmp_path / f"planted-{i}", labels, seed=i) for i in range(2)]
+    stores.append(plant(tmp_path / "planted-control", [0] * 320, seed=2))
+    named = [record(s, tmp_path / f"live-{i}") for i, s in enumerate(stores)]
+    command = [sys.executable, "-m", "inspect_lens._cli", "probe", "train"]
+    command += ["--train", named[0], "--heldout", named[1], "--control", named[2]]
+    command += ["--out", str(tmp_path / "p"), "--resamples", "0"]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]
+    card = load_probe(tmp_path / "p").card
+    assert card.model is not None
+    assert (card.model.name, card.description) == ("./ckpt", "a planted lie")
+    auroc = card.evaluations[0].auroc
+    assert auroc is not None
+    assert auroc > 0.9
