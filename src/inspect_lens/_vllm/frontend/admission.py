@@ -7,7 +7,6 @@ has begun, while a server still has its status to choose, and once where the req
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import Enum
 from functools import cache
@@ -48,9 +47,6 @@ __all__ = [
     "seal_recorded",
     "without_lens_keys",
 ]
-
-
-logger = logging.getLogger("vllm.inspect_lens")
 
 
 def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] | None:
@@ -110,7 +106,7 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
     except BaseException as error:
         if ends_process(error):
             raise
-        logger.warning("inspect_lens: a request could not be recorded: %s", error)
+        front_end().sinks.failed(rule, error)
 
 
 def has_lens_keys(params: Any) -> bool:

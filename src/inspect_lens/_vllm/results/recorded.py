@@ -113,8 +113,7 @@ class Recorded:
             choice.take(collector, self._results.timeout_s, may_wait=False)
             choice.finish(0)
         except Exception as error:  # noqa: BLE001 - its answer is on its way already
-            logger.warning("inspect_lens: a request could not be recorded: %s", error)
             collector.discard(one.ticket.key)
             if one.expected.sink is not None:
-                one.expected.sink.recorder.count("failed")
+                one.expected.sink.recorder.failed(error)
         return True

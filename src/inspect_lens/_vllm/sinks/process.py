@@ -174,6 +174,10 @@ class Sinks:
                 return rule
         return None
 
+    def failed(self, rule: Rule, error: BaseException) -> None:
+        """Count a request that a rule has chosen, and that could not be recorded."""
+        _recorders[rule.key].failed(error)
+
     def describe(self) -> dict[str, Any]:
         """By name: what a sink records, what waits, and what became of results."""
         return {n: _recorders[key].describe() for _, keys in self._of for n, key in keys.items()}

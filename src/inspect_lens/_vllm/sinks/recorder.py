@@ -131,6 +131,11 @@ class Recorder:
             self.counts[status] += 1
         sunk(self.name, status, rows, n_bytes)
 
+    def failed(self, error: BaseException) -> None:
+        """Count a result that never came here; the first failure is logged."""
+        self._told(error)
+        self.count("failed")
+
     def describe(self) -> dict[str, object]:
         """What an operator wants to know; clients may see it, so it has no path."""
         config = self.config
@@ -305,9 +310,8 @@ class Recorder:
             content = one.path.read_bytes()
             samples = decode_shard(content, where=one.path.name)
         except Exception as error:  # noqa: BLE001 - somebody has damaged it
-            self._told(error)
             self._spill.remove(one)
-            self.count("failed")
+            self.failed(error)
             return
         try:
             given = self._receiver.give(one.writer, one.number, samples, [content])
@@ -319,8 +323,7 @@ class Recorder:
         for i, sample in enumerate(samples):
             error_of = given.errors[i] if given.errors else None
             if error_of is not None:
-                self._told(error_of)
-                self.count("failed")
+                self.failed(error_of)
             else:
                 n_bytes = 0 if sample.acts is None else sample.acts.nbytes
                 self.count("written", sample.record.n_rows, n_bytes)

@@ -1,0 +1,95 @@
+"""Requests that a rule records: whatever goes wrong is counted, and concerns no answer."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._vllm.frontend import admission, state
+from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.results.expected import AskedBy
+from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
+from inspect_lens._vllm.sinks.recorder import Recorder
+from inspect_lens.spec import ENVELOPE_KEY
+from tests.unit.vllm.results.test_results import FACTS
+
+
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontEnd]:
+    made = FrontEnd()
+    made.results.timeout_s = 0.3
+    made.sinks.learn(
+        FACTS,
+        json.dumps({"r": {"store": f"memory://{uuid.uuid4().hex}", "layers": [1], "share": 1.0}}),
+    )
+    monkeypatch.setattr(state._Holder, "front_end", made)
+    yield made
+    made.waiting.shutdown()
+
+
+def core_of(prompt: list[int] | None) -> Any:
+    params = SimpleNamespace(
+        max_tokens=4, stop=None, extra_args=None, skip_reading_prefix_cache=None, n=1
+    )
+    return SimpleNamespace(
+        prompt_token_ids=prompt, sampling_params=params, cache_salt=None, lora_request=None,
+        mm_features=None, request_id="r-1", external_req_id="r",
+    )  # fmt: skip
+
+
+def rule_of(front: FrontEnd) -> tuple[Rule, Recorder]:
+    rule = front.sinks.rule_for(FACTS, "r")
+    assert rule is not None
+    from inspect_lens._vllm.sinks import process
+
+    return rule, process._recorders[rule.key]
+
+
+def until(is_done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_done()
+
+
+def test_what_cannot_be_recorded_stays_as_it_is(front: FrontEnd) -> None:
+    rule, recorder = rule_of(front)
+    core = core_of(None)  # embeddings in the place of tokens
+    admission.seal_recorded(core, SimpleNamespace(inspect_lens_facts=FACTS), rule)
+    assert core.sampling_params.extra_args is None
+    assert core.sampling_params.skip_reading_prefix_cache is None
+    assert recorder.counts == {"failed": 1}
+
+
+def test_rows_that_never_come_are_a_failure_of_the_sink_alone(front: FrontEnd) -> None:
+    rule, recorder = rule_of(front)
+    core = core_of([1, 2, 3])
+    admission.seal_recorded(core, SimpleNamespace(inspect_lens_facts=FACTS), rule)
+    packed = core.sampling_params.extra_args[ENVELOPE_KEY]
+    assert packed[SINK_KEY] == (rule.key, None)
+    for key in ("a", "b", "c"):
+        front.results.expect(
+            key, packed, n_prompt=3, n_max=6, asked_by=AskedBy(key, (1, 2, 3), "hi")
+        )
+    expected = front.results.expected("a")
+    assert expected is not None
+    assert expected.is_recorded
+    began = time.monotonic()
+    front.results.recorded.put(Ticket("a", n_completion=4, said=((4, 5, 6, 7), "so")))
+    front.results.recorded.put(Ticket("b", n_completion=0))  # paused before its first token
+    front.results.abandon(["c"])
+    front.results.recorded.put(Ticket("c", n_completion=4))
+    assert time.monotonic() - began < 0.2, "who hands a choice over does not wait"
+    until(lambda: recorder.counts["failed"] == 2)
+    assert front.results.n_open == 0
+    assert front.results.recorded.take_unflushed() == ["a"]
+    until(lambda: front.results.recorded._n_coming == 0)
