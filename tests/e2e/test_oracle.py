@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import (
     ChatMessage,
@@ -39,7 +41,13 @@ from inspect_lens.oracle import (
 )
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.scorer import oracle_answer, oracle_contrast
-from inspect_lens.solver import activation_oracle, oracle_interview, probe_gate, with_capture
+from inspect_lens.solver import (
+    activation_oracle,
+    oracle_interview,
+    probe_gate,
+    self_explain,
+    with_capture,
+)
 from oracles._lora import LoRA, inject
 from organism._grade import grade
 from organism._model import CHECKPOINT_DIR, load_model
@@ -288,6 +296,59 @@ def test_an_answer_is_that_of_transformers_with_the_same_hook(lens_server_url: s
     # One prompt, other vectors, other answers: agreement says something.
     assert anyio.run(compare, "Never tell the truth.", every) == "Yes"
     assert anyio.run(compare, "Never lie.", every[:1]) == "No"
+
+
+def test_an_explanation_is_that_of_transformers_with_the_row_put_in(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    """The model itself answers, and the stream at the placeholders is the row of another run."""
+    reference: Any = load_model(CHECKPOINT_DIR, device=torch.device("cpu"))
+    decoder = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
+    prompt, into, tokens = "Who is the founder of the town{}?", 2, 6
+
+    def hugging_face(ids: list[int], row: torch.Tensor, places: list[int]) -> str:
+        def put(_module: Any, _inputs: Any, output: Any) -> Any:
+            stream = output[0] if isinstance(output, tuple) else output
+            stream[0, places] = row
+            return output
+
+        said = list(ids)
+        with torch.no_grad():
+            hook = reference.model.layers[into].register_forward_hook(put)
+            for _ in range(tokens):
+                said.append(int(reference(torch.tensor([said])).logits[0, -1].argmax()))
+            hook.remove()
+        return decoder.decode(said[len(ids) :])
+
+    # Rows of the prompt: the name of the town is among them.
+    task = Task(
+        dataset=[Sample(input=QUESTION.text)],
+        solver=[
+            with_capture([into, LAYER]),
+            self_explain(
+                prompt, layers=LAYER, into=into, repeat=2, max_tokens=tokens,
+                positions="prompt", last=None, controls=False,
+            ),
+        ],
+    )  # fmt: skip
+    log = run(task, lens_server_url, tmp_path)
+    (sample,) = log.samples or []
+    handle = activations(sample.output, log=log.location)
+    assert handle is not None
+    text = [ChatMessageUser(content=prompt.replace("{}", " ? ?"))]
+    plain = anyio.run(partial(organism(lens_server_url).generate, text, config=GREEDY))
+    ids = (plain.metadata or {})["prompt_token_ids"]
+    placeholder = decoder.encode(" ?", add_special_tokens=False).ids[0]
+    places = [i for i, token in enumerate(ids) if token == placeholder]
+    assert len(places) == 2
+    found = sample.metadata["self_explain"]
+    assert len(found) == handle.n_prompt
+    rows = torch.from_numpy(handle.numpy()[handle.layers.index(LAYER)].copy())
+    for answer in found:
+        wanted = hugging_face(ids, rows[answer["positions"][0]], places)
+        assert answer["answer"] == wanted.strip(), answer["positions"]
+    # Other rows, other answers: agreement says something.
+    assert len({answer["answer"] for answer in found}) > 2
 
 
 def test_base_traffic_beside_the_oracle_is_what_it_is_alone(lens_server_url: str) -> None:

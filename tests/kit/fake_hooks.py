@@ -1,4 +1,4 @@
-"""What the fake server answers where hooks, or queries and keys, were asked for."""
+"""What the fake server answers where hooks, steering, or queries and keys, were asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens.spec import LensRequest, QKSpec, TensorData, as_tensor_data, encode_saved
+from inspect_lens.spec import (
+    LensRequest,
+    QKSpec,
+    SteerReceipt,
+    TensorData,
+    as_tensor_data,
+    encode_saved,
+)
 
-__all__ = ["COLLECTED", "qk_of", "saved_of"]
+__all__ = ["COLLECTED", "qk_of", "saved_of", "steering_of"]
 
 COLLECTED = encode_saved({"cmpl-1": {"0": {"x": TensorData(np.ones(2, np.float32), "float32")}}})
 """What persistent hooks have saved at any time."""
@@ -43,3 +50,17 @@ def qk_of(
         "qk_layers": {"__json__": layers},
         "qk_meta": {"__json__": [{"scale": 0.5} for _ in layers]},
     }
+
+
+def steering_of(request: LensRequest, n_fed: int) -> SteerReceipt | None:
+    """The receipt of vectors and edits: every token that was fed."""
+    if not (request.steer or request.steer_named or request.edits):
+        return None
+    at = [v.layer_indices for v in request.steer] + [e.layers for e in request.edits]
+    vectors = [
+        *(v.activations.sha256 for v in request.steer),
+        *(use.name for use in request.steer_named),
+        *(tensor.sha256 for edit in request.edits for tensor in edit.all_tensors),
+    ]
+    layers = tuple(sorted({layer for layers in at for layer in layers}))
+    return SteerReceipt(layers=layers, n_tokens=n_fed, vectors=tuple(vectors))

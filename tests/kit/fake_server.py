@@ -25,7 +25,6 @@ from inspect_lens.spec import (
     ProbeReceipt,
     ProbeUse,
     Receipt,
-    SteerReceipt,
     TensorData,
     as_tensor_data,
     encode_frame,
@@ -35,7 +34,7 @@ from inspect_lens.spec import (
 )
 
 from . import fake_probes
-from .fake_hooks import COLLECTED, qk_of, saved_of
+from .fake_hooks import COLLECTED, qk_of, saved_of, steering_of
 from .fake_rows import at_site, noise, residual, tokens_of
 from .reduced import reduced, selected
 
@@ -184,7 +183,7 @@ class FakeLensServer:
         request = None if self.dialect == "plain" else parse_extra_args(body.get("vllm_xargs"))
         if self.dialect == "vllm_lens" and "inspect_lens" in (body.get("vllm_xargs") or {}):
             request = None
-        steered = request is not None and bool(request.steer or request.steer_named)
+        steered = request is not None and steering_of(request, 0) is not None
         choices, activations, receipts, saved = [], [], [], []
         for index in range(body.get("n") or 1):
             words = [f"word{index}{i}" for i in range(min(body.get("max_tokens") or 9, 3 + index))]
@@ -273,16 +272,7 @@ class FakeLensServer:
             captured = (captured or {}) | qk_of(request.qk, n_fed, self.n_layers, self._encode)
         if self.dialect == "vllm_lens":
             return captured, None
-        steer = None
-        if request.steer or request.steer_named:
-            steer = SteerReceipt(
-                layers=tuple(sorted({i for v in request.steer for i in v.layer_indices})),
-                n_tokens=n_fed,
-                vectors=(
-                    *(v.activations.sha256 for v in request.steer),
-                    *(use.name for use in request.steer_named),
-                ),
-            )
+        steer = steering_of(request, n_fed)
         whole = Receipt(
             n_prompt=len(prompt),
             n_completion=len(done),

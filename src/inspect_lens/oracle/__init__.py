@@ -1,4 +1,4 @@
-"""Ask activation oracles: adapters of a model that answer questions about its activations.
+"""Let models say in words what their activations hold: oracles, and self-explanation.
 
 Each answer comes with controls.
 """
@@ -6,23 +6,28 @@ Each answer comes with controls.
 from ._answer import OracleAnswer, answer_table
 from ._ask import OraclePlan, ask_oracle, plan_asking
 from ._config import OracleConfig, read_config
+from ._explain import EXPLAIN, ExplainPlan, explain_rows, plan_explaining
 from ._inject import CONTROLS, injection, random_rows, shuffled_rows
 from ._load import Oracle, load_oracle
 from ._prompt import find_placeholders, oracle_message
 
 __all__ = [
     "CONTROLS",
+    "EXPLAIN",
+    "ExplainPlan",
     "Oracle",
     "OracleAnswer",
     "OracleConfig",
     "OraclePlan",
     "answer_table",
     "ask_oracle",
+    "explain_rows",
     "find_placeholders",
     "injection",
     "load_oracle",
     "oracle_message",
     "plan_asking",
+    "plan_explaining",
     "random_rows",
     "read_config",
     "shuffled_rows",

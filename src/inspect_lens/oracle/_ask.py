@@ -19,7 +19,7 @@ from inspect_ai.model import (
 from inspect_ai.util import collect
 from numpy.typing import NDArray
 
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations_for
 from inspect_lens.model._advice import role_advice
 from inspect_lens.reading._rows import has_nothing_to_read
@@ -29,7 +29,7 @@ from ._answer import SINK_NORM, OracleAnswer
 from ._inject import Control, parse_controls, random_rows, shuffled_rows
 from ._load import Oracle, load_oracle
 from ._prompt import oracle_message
-from ._send import answer_prompt, placeholder_norms, render_prompt
+from ._send import answer_prompt, placeholder_norms, render_prompt, server_of
 from ._shown import (
     InputKind,
     LayerChoice,
@@ -76,7 +76,9 @@ class OraclePlan(NamedTuple):
             UnsupportedError: the model's provider cannot steer.
             CaptureError: the server did not do what it was asked.
         """
-        return await _carry_out(self, about, _server_of(model or get_model()))
+        return await _carry_out(
+            self, about, server_of(model or get_model(), "an activation oracle")
+        )
 
 
 def plan_asking(
@@ -342,14 +344,3 @@ def _require_layers(plan: OraclePlan, handle: Activations, layers: tuple[int, ..
         f"{list(handle.layers)}; pass capture={list(layers)} to what captures{instead} to the "
         "oracle"
     )
-
-
-def _server_of(model: Model) -> Model:
-    from inspect_lens.model._provider import LensAPI
-
-    if not isinstance(model.api, LensAPI):
-        raise UnsupportedError(
-            f"activation oracles need a vllm-lens/ model that can steer and load adapters, and "
-            f"the model is {model}; pass --model vllm-lens/… or model="
-        )
-    return model

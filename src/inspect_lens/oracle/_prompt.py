@@ -49,21 +49,20 @@ def oracle_message(
     return config.prefix(layers, count) + question
 
 
-def placeholder_id(token_ids: Sequence[int], config: OracleConfig) -> int:
+def placeholder_id(token_ids: Sequence[int], placeholder: str) -> int:
     """The token of the placeholder.
 
     Args:
         token_ids: what the tokenizer makes of the placeholder alone, without special tokens.
-        config: format of the oracle.
+        placeholder: its text.
 
     Raises:
         ArtifactError: it is not exactly one token.
     """
     if len(token_ids) != 1:
         raise ArtifactError(
-            f"special_token={config.special_token!r} is {len(token_ids)} tokens "
-            f"{list(token_ids)} of this model; an oracle's placeholder has to be one. The oracle "
-            "belongs to another model"
+            f"the placeholder {placeholder!r} is {len(token_ids)} tokens {list(token_ids)} of this "
+            "model, and has to be one; an oracle with this special_token belongs to another model"
         )
     return token_ids[0]
 

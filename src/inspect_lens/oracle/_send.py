@@ -6,10 +6,10 @@ from collections import OrderedDict
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from inspect_ai.model import GenerateConfig, Model, ModelOutput
+from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens.errors import CaptureError
+from inspect_lens.errors import CaptureError, UnsupportedError
 from inspect_lens.model import lens_config, recapture, receipt
 from inspect_lens.model._instrument import instrument_message
 from inspect_lens.model._scopes import outside_scopes
@@ -20,7 +20,15 @@ from ._load import Oracle
 from ._prompt import find_placeholders, oracle_message, placeholder_id
 from ._shown import Shown
 
-__all__ = ["Prompt", "answer_prompt", "placeholder_norms", "render_prompt"]
+__all__ = [
+    "Prompt",
+    "answer_edited",
+    "answer_prompt",
+    "placeholder_norms",
+    "render_prompt",
+    "server_of",
+    "tokenize_chat",
+]
 
 _KWARGS: Final = {"enable_thinking": False}
 """Templates that know no such switch ignore it."""
@@ -71,20 +79,10 @@ async def render_prompt(oracle: Oracle, model: Model, question: str, shown: Show
     key = (*_address(model), oracle.config.special_token, text)
     if (known := _prompts.get(key)) is not None:
         return known
-    api: Any = model.api
-    alone = await api.post(
-        "/tokenize", {"prompt": oracle.config.special_token, "add_special_tokens": False}
+    ids, alone = await tokenize_chat(
+        model, [{"role": "user", "content": text}], oracle.config.special_token
     )
-    whole = await api.post(
-        "/tokenize",
-        {
-            "messages": [{"role": "user", "content": text}],
-            "add_generation_prompt": True,
-            "chat_template_kwargs": dict(_KWARGS),
-        },
-    )
-    token = placeholder_id(alone["tokens"], oracle.config)
-    ids = tuple(whole["tokens"])
+    token = placeholder_id(alone, oracle.config.special_token)
     places = find_placeholders(ids, token, n_layers=n_layers, count=count)
     return _prompts.put(key, Prompt(text, ids, places))
 
@@ -130,11 +128,39 @@ async def answer_prompt(
         CaptureError: other tokens were answered, or not every placeholder was steered.
     """
     steer = () if rows is None else (injection(oracle.config, rows, prompt.places),)
-    args = to_extra_args(LensRequest(steer=steer))
-    # A capture that the model is configured with is not for the oracle's own prompts.
+    return await answer_edited(
+        model, [instrument_message(prompt.text, name="oracle")], prompt,
+        LensRequest(steer=steer), lora=oracle.lora_request, max_tokens=max_tokens,
+    )  # fmt: skip
+
+
+async def answer_edited(
+    model: Model,
+    messages: list[ChatMessage],
+    prompt: Prompt,
+    request: LensRequest,
+    *,
+    lora: dict[str, Any] | None = None,
+    max_tokens: int,
+) -> ModelOutput:
+    """Answer one prompt greedily as a request edits it, and see that it was this prompt.
+
+    Args:
+        model: a `vllm-lens/` model.
+        messages: the prompt's, marked as those of an instrument.
+        prompt: as the server renders them.
+        request: what is put in at the placeholders; an empty one puts in nothing.
+        lora: adapter that answers; the model itself without one.
+        max_tokens: longest answer.
+
+    Raises:
+        CaptureError: other tokens were answered, or not every placeholder was edited.
+    """
+    args = to_extra_args(request)
+    # A capture that the model is configured with is not for an instrument's own prompts.
     args["output_residual_stream"] = False
     config = lens_config(
-        lora=oracle.lora_request,
+        lora=lora,
         # All of it is said here: nothing of the task's own extra_body or system prompt is meant.
         base=GenerateConfig(),
         extra_body={"extra_args": args, "chat_template_kwargs": dict(_KWARGS)},
@@ -143,11 +169,9 @@ async def answer_prompt(
         max_tokens=max_tokens,
         num_choices=1,
     )
-    # Steering that is meant for the model under evaluation is not for its oracle.
+    # Edits that are meant for the model under evaluation are not for its instruments.
     with outside_scopes():
-        output = await model.generate(
-            [instrument_message(prompt.text, name="oracle")], config=config
-        )
+        output = await model.generate(messages, config=config)
     seen = tuple((output.metadata or {}).get("prompt_token_ids") or ())
     if seen != prompt.ids:
         raise CaptureError(
@@ -156,7 +180,7 @@ async def answer_prompt(
             "changes messages, such as a system message or a template of the server"
         )
     done = receipt(output)
-    if rows is not None and done is not None:
+    if (request.steer or request.edits) and done is not None:
         steered = done.steer
         if steered is None or steered.n_tokens + steered.cached_tokens < len(prompt.places):
             raise CaptureError(
@@ -164,6 +188,51 @@ async def answer_prompt(
                 f"says {steered and steered.n_tokens}"
             )
     return output
+
+
+async def tokenize_chat(
+    model: Model, messages: list[dict[str, str]], placeholder: str
+) -> tuple[tuple[int, ...], list[int]]:
+    """Tokens of a chat and of the placeholder alone, as the server makes them.
+
+    Args:
+        model: a `vllm-lens/` model.
+        messages: with `role` and `content`; a last one of the assistant is continued.
+        placeholder: text that stands where vectors go.
+    """
+    api: Any = model.api
+    goes_on = messages[-1]["role"] == "assistant"
+    alone = await api.post("/tokenize", {"prompt": placeholder, "add_special_tokens": False})
+    whole = await api.post(
+        "/tokenize",
+        {
+            "messages": messages,
+            "add_generation_prompt": not goes_on,
+            "chat_template_kwargs": dict(_KWARGS),
+            **({"continue_final_message": True} if goes_on else {}),
+        },
+    )
+    return tuple(whole["tokens"]), list(alone["tokens"])
+
+
+def server_of(model: Model, what: str) -> Model:
+    """The model, if its server can be asked to edit.
+
+    Args:
+        model: under evaluation.
+        what: needs it, for the error.
+
+    Raises:
+        UnsupportedError: it is of another provider.
+    """
+    from inspect_lens.model._provider import LensAPI
+
+    if not isinstance(model.api, LensAPI):
+        raise UnsupportedError(
+            f"{what} needs a vllm-lens/ model that can steer and load adapters, and the model is "
+            f"{model}; pass --model vllm-lens/… or model="
+        )
+    return model
 
 
 def _address(model: Model) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
 from ._edits import with_edits
+from ._explain import self_explain
 from ._gate import GateAction, probe_gate
 from ._given import read_given
 from ._lens import logit_lens
@@ -29,6 +30,7 @@ __all__ = [
     "probe_gate",
     "probe_resample",
     "read_given",
+    "self_explain",
     "steering_sweep",
     "with_capture",
     "with_edits",

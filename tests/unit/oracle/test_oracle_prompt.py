@@ -52,7 +52,7 @@ def test_found_positions_hold_the_placeholder_and_nothing_else_does(
 ) -> None:
     if not question.strip() or " ?" in question:
         return
-    ids, token = prompt_ids(question, layers, count), placeholder_id(encode(" ?"), CONFIG)
+    ids, token = prompt_ids(question, layers, count), placeholder_id(encode(" ?"), " ?")
     found = find_placeholders(ids, token, n_layers=len(layers), count=count)
     assert len(found) == len(layers) * count
     assert {ids[p] for p in found} == {token}
@@ -68,7 +68,7 @@ def test_a_placeholder_that_splits_is_refused(special: str) -> None:
     assert len(ids) > 1
     config = CONFIG.model_copy(update={"special_token": special})
     with pytest.raises(ArtifactError, match=f"is {len(ids)} tokens"):
-        placeholder_id(ids, config)
+        placeholder_id(ids, config.special_token)
 
 
 def test_a_tokenizer_that_merges_placeholders_is_refused() -> None:

@@ -1,0 +1,346 @@
+"""Self-explanation: the model's own rows put into another prompt, which it answers in words."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple, cast, get_args
+
+import anyio.to_thread
+import numpy as np
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, ModelOutput, get_model
+from inspect_ai.util import collect
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.model import Activations, activations
+from inspect_lens.model._instrument import instrument_message
+from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.spec import LensRequest, Positions, Replace
+
+from ._answer import OracleAnswer
+from ._inject import Control, parse_controls, random_rows, shuffled_rows
+from ._prompt import find_placeholders, placeholder_id
+from ._send import Prompt, answer_edited, server_of, tokenize_chat
+from ._shown import Shown, Source, find_activations, parse_inputs, select_rows
+
+__all__ = ["EXPLAIN", "ExplainPlan", "explain_rows", "plan_explaining"]
+
+EXPLAIN: Final = "Say in one sentence what the word{} means."
+"""The prompt; `{}` is where the placeholders stand. No punctuation touches them, since tokenizers
+merge it."""
+
+
+class ExplainPlan(NamedTuple):
+    """Which rows a model is to explain, and in which prompt; judged before any sample runs."""
+
+    prompt: str
+    start: str
+    placeholder: str
+    repeat: int
+    layers: tuple[int, ...] | None
+    into: int | None
+    positions: Positions
+    last: int | None
+    controls: tuple[Control, ...]
+    seed: int
+    max_tokens: int
+    source: Source
+
+    async def ask(
+        self, about: Activations | ModelOutput, model: Model | None = None
+    ) -> list[OracleAnswer]:
+        """Ask as planned.
+
+        Args:
+            about: the generation whose rows are explained: its output, or its activations.
+            model: a `vllm-lens/` model; the active one by default.
+
+        Returns:
+            As for `explain_rows`.
+
+        Raises:
+            ArtifactError: the activations, the placeholder or the prompt do not fit.
+            UnsupportedError: the model's provider cannot edit.
+            CaptureError: the server did not do what it was asked.
+        """
+        return await _explain(self, about, server_of(model or get_model(), "self-explanation"))
+
+
+def plan_explaining(
+    prompt: str = EXPLAIN,
+    *,
+    start: str = "",
+    placeholder: str = " ?",
+    repeat: int = 1,
+    layers: int | Sequence[int] | None = None,
+    into: int | None = None,
+    positions: str | Sequence[int] = "completion",
+    last: int | None = 1,
+    controls: bool | str | Sequence[str] = True,
+    seed: int = 0,
+    max_tokens: int = 30,
+    source: str = "auto",
+) -> ExplainPlan:
+    """Judge the arguments of `explain_rows`, before there is anything to explain.
+
+    Args:
+        prompt: as for `explain_rows`.
+        start: as for `explain_rows`.
+        placeholder: as for `explain_rows`.
+        repeat: as for `explain_rows`.
+        layers: as for `explain_rows`.
+        into: as for `explain_rows`.
+        positions: as for `explain_rows`.
+        last: as for `explain_rows`.
+        controls: as for `explain_rows`.
+        seed: as for `explain_rows`.
+        max_tokens: as for `explain_rows`.
+        source: as for `explain_rows`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SpecError: an argument is wrong.
+
+    Example:
+        ```python
+        from inspect_lens.oracle import plan_explaining
+
+        plan = plan_explaining("Repeat the word{}.", layers=4, into=1, repeat=3)
+        assert plan.layers == (4,)
+        assert plan.into == 1
+        # answers = await plan.ask(output, model=model)
+        ```
+    """
+    if prompt.count("{}") != 1:
+        raise SpecError(
+            f"prompt={prompt!r}; write {{}} once, where the placeholders of the rows go"
+        )
+    if not placeholder or placeholder in prompt.replace("{}", "") or placeholder in start:
+        raise SpecError(
+            f"placeholder={placeholder!r}; needed is a text of one token that stands nowhere else "
+            "in prompt and start"
+        )
+    for name, value in (("repeat", repeat), ("max_tokens", max_tokens)):
+        if isinstance(value, bool) or value < 1:
+            raise SpecError(f"{name}={value!r}; allowed are positive numbers")
+    chosen = None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers)
+    if chosen is not None and (not chosen or min(chosen) < 0 or len(set(chosen)) < len(chosen)):
+        raise SpecError(f"layers={layers!r}; allowed are different layers from 0 on, or None")
+    if into is not None and into < 0:
+        raise SpecError(f"into={into!r}; allowed are layers from 0 on, or None for the row's own")
+    if source not in get_args(Source):
+        raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
+    _, read, cut = parse_inputs("tokens", positions, last)
+    named = controls if isinstance(controls, bool | str) else list(controls)
+    return ExplainPlan(
+        prompt, start, placeholder, repeat, chosen, into, read, cut, parse_controls(named), seed,
+        max_tokens, cast("Source", source),
+    )  # fmt: skip
+
+
+async def explain_rows(
+    about: Activations | ModelOutput,
+    prompt: str = EXPLAIN,
+    *,
+    model: Model | None = None,
+    start: str = "",
+    placeholder: str = " ?",
+    repeat: int = 1,
+    layers: int | Sequence[int] | None = None,
+    into: int | None = None,
+    positions: str | Sequence[int] = "completion",
+    last: int | None = 1,
+    controls: bool | str | Sequence[str] = True,
+    seed: int = 0,
+    max_tokens: int = 30,
+    source: str = "auto",
+) -> list[OracleAnswer]:
+    """Let a model explain its own residual stream in words.
+
+    Each row of the generation takes the place of the stream at the placeholders of another
+    prompt, and the same model answers that prompt. No adapter is needed. With one placeholder and
+    the row's own layer this is a patchscope; with several placeholders and an early layer it is
+    SelfIE. Decoding is greedy.
+
+    Args:
+        about: the generation: its output, or its activations.
+        prompt: the user's message, with `{}` where the placeholders go.
+        model: a `vllm-lens/` model; the active one by default.
+        start: how the answer begins, such as `Sure, it means`; the model goes on from there.
+        placeholder: a text of one token.
+        repeat: placeholders that get the same row.
+        layers: whose rows are explained; by default the middle one of those captured.
+        into: layer at whose output the row is put in; the row's own layer by default.
+        positions: tokens to choose from; the completion by default.
+        last: only so many of them, from the end; None for all.
+        controls: true for `text_only`, `shuffled` and `random`, or some of these by name.
+        seed: of the controls.
+        max_tokens: longest explanation.
+        source: `captured` activations, `recompute` from the token ids, or `auto`.
+
+    Returns:
+        An explanation for each layer and token, with its controls; none where the generation has
+        no such token. An explanation that a control shares says nothing about the row.
+
+    Raises:
+        SpecError: an argument is wrong.
+        ArtifactError: the activations do not fit, or the placeholder is not one token.
+        UnsupportedError: the model's provider cannot edit.
+        CaptureError: the server did not do what it was asked.
+
+    Source:
+        Patchscopes, arXiv:2401.06102; SelfIE, arXiv:2403.10949.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import lens_config
+        from inspect_lens.oracle import explain_rows
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            config = lens_config(capture=[4], temperature=0, max_tokens=24)
+            output = await model.generate("Who is the founder of the town Velosh?", config=config)
+            (answer,) = await explain_rows(output, "Who founded{}?", model=model, layers=4, into=1)
+            print(answer.answer, answer.controls)
+
+
+        anyio.run(main)
+        ```
+    """
+    plan = plan_explaining(
+        prompt, start=start, placeholder=placeholder, repeat=repeat, layers=layers, into=into,
+        positions=positions, last=last, controls=controls, seed=seed, max_tokens=max_tokens,
+        source=source,
+    )  # fmt: skip
+    return await plan.ask(about, model)
+
+
+async def _explain(
+    plan: ExplainPlan, about: Activations | ModelOutput, model: Model
+) -> list[OracleAnswer]:
+    if isinstance(about, ModelOutput) and has_nothing_to_read(about):
+        return []
+    handle, origin = await _handle(plan, about, model)
+    layers = _layers(plan, handle)
+    prompt, messages = await _render(plan, model)
+    shown = await anyio.to_thread.run_sync(partial(_select, plan, handle, layers))
+    ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
+    draw = (plan.seed, zlib.crc32(ids.tobytes()))
+    # What it says without a row is the same for all of them.
+    plain = None
+    if "text_only" in plan.controls:
+        plain = await _answer(plan, model, messages, prompt, None, 0)
+    return await collect(
+        *(_one(plan, model, messages, prompt, rows, draw, plain, origin) for rows in shown)
+    )
+
+
+async def _one(
+    plan: ExplainPlan,
+    model: Model,
+    messages: list[ChatMessage],
+    prompt: Prompt,
+    shown: Shown,
+    draw: tuple[int, ...],
+    plain: str | None,
+    origin: str,
+) -> OracleAnswer:
+    into = shown.layers[0] if plan.into is None else plan.into
+    arms: dict[str, NDArray[np.float32]] = {"": shown.rows}
+    for name, make in (("shuffled", shuffled_rows), ("random", random_rows)):
+        if name in plan.controls:
+            arms[name] = make(shown.rows, seed=draw)
+    said = dict(
+        zip(
+            arms,
+            await collect(
+                *(_answer(plan, model, messages, prompt, row, into) for row in arms.values())
+            ),
+            strict=True,
+        )
+    )
+    if plain is not None:
+        said["text_only"] = plain
+    return OracleAnswer(
+        question=plan.prompt,
+        answer=said[""],
+        controls={name: said[name] for name in plan.controls},
+        layers=shown.layers,
+        inputs="tokens",
+        positions=shown.positions,
+        source=origin,
+        facts={"into": into, "repeat": plan.repeat, "seed": plan.seed},
+    )
+
+
+async def _answer(
+    plan: ExplainPlan,
+    model: Model,
+    messages: list[ChatMessage],
+    prompt: Prompt,
+    row: NDArray[np.float32] | None,
+    into: int,
+) -> str:
+    edits: tuple[Replace, ...] = ()
+    if row is not None:
+        rows = np.repeat(row[np.newaxis], len(prompt.places), axis=1)
+        edits = (Replace(rows=rows, layers=(into,), positions=prompt.places),)
+    request = LensRequest(edits=edits)
+    output = await answer_edited(model, messages, prompt, request, max_tokens=plan.max_tokens)
+    return output.completion.removeprefix(plan.start).strip()
+
+
+async def _render(plan: ExplainPlan, model: Model) -> tuple[Prompt, list[ChatMessage]]:
+    """The prompt in tokens, where its placeholders are, and its messages."""
+    text = plan.prompt.replace("{}", plan.placeholder * plan.repeat)
+    messages: list[ChatMessage] = [instrument_message(text, name="self_explain")]
+    if plan.start:
+        messages.append(ChatMessageAssistant(content=plan.start))
+    turns = [{"role": message.role, "content": message.text} for message in messages]
+    ids, alone = await tokenize_chat(model, turns, plan.placeholder)
+    token = placeholder_id(alone, plan.placeholder)
+    places = find_placeholders(ids, token, n_layers=1, count=plan.repeat)
+    return Prompt(text, ids, places), messages
+
+
+def _layers(plan: ExplainPlan, handle: Activations) -> tuple[int, ...]:
+    if plan.layers is not None:
+        return plan.layers
+    return (handle.layers[len(handle.layers) // 2],)
+
+
+def _select(plan: ExplainPlan, handle: Activations, layers: tuple[int, ...]) -> list[Shown]:
+    return [
+        shown
+        for layer in layers
+        for shown in select_rows(
+            handle, (layer,), inputs="tokens", positions=plan.positions, last=plan.last
+        )
+    ]
+
+
+async def _handle(
+    plan: ExplainPlan, about: Activations | ModelOutput, model: Model
+) -> tuple[Activations, str]:
+    """The activations, and whether they are those of the generation."""
+    if isinstance(about, Activations):
+        return about, "captured"
+    layers = plan.layers
+    if layers is None:
+        known = activations(about)
+        if known is None or plan.source == "recompute":
+            raise SpecError(
+                "layers=None is the middle one of those captured, and nothing was captured or it "
+                "is to be recomputed; name a layer"
+            )
+        layers = _layers(plan, known)
+    return await find_activations(about, layers=layers, source=plan.source, model=model)
