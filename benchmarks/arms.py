@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .families import FAMILIES, direction, four_layers, sites_environment
 from .shapes import Shape
 
 __all__ = ["ARMS", "ENGINES", "Arm", "EngineKind", "Vector", "vector"]
@@ -80,8 +81,7 @@ _PROBES = [f"probe-{i}" for i in range(16)]
 def _probes(shape: Shape) -> Mapping[str, Any]:
     from inspect_lens.spec import EngineProbe
 
-    layers = sorted({0, shape.layer, 2 * shape.layer, shape.layers - 1})
-    probes = {}
+    layers, probes = four_layers(shape), {}
     for i, name in enumerate(_PROBES):
         weight = np.random.default_rng(i).standard_normal((len(layers), shape.hidden))
         probes[name] = EngineProbe(layers=layers, tensors={"weight": weight.astype(np.float32)})
@@ -95,15 +95,7 @@ def _mixed(shape: Shape, i: int) -> Request:
 
 
 def _four_layers(shape: Shape) -> Mapping[str, str]:
-    chosen = sorted({0, shape.layer, 2 * shape.layer, shape.layers - 1})
-    return {"INSPECT_LENS_LAYERS": ",".join(map(str, chosen))}
-
-
-@lru_cache(maxsize=1024)
-def _direction(hidden: int, seed: int) -> np.ndarray:
-    values: np.ndarray = np.random.default_rng(seed).standard_normal(hidden)
-    row: np.ndarray = (values / np.linalg.norm(values)).astype(np.float32)
-    return row
+    return {"INSPECT_LENS_LAYERS": ",".join(map(str, four_layers(shape)))}
 
 
 @lru_cache(maxsize=8)
@@ -111,7 +103,7 @@ def _ablate_all(hidden: int, layers: int) -> Request:
     from inspect_lens import LensRequest
     from inspect_lens.spec import Ablate
 
-    edit = Ablate(direction=_direction(hidden, 0), layers=range(layers))
+    edit = Ablate(direction=direction(hidden, 0), layers=range(layers))
     return {"inspect_lens": LensRequest(edits=(edit,))}
 
 
@@ -121,9 +113,9 @@ def _program(hidden: int, layer: int, seed: int) -> Request:
     from inspect_lens.spec import Ablate, Add, Clamp
 
     edits = (
-        Ablate(direction=_direction(hidden, 3 * seed), layers=[layer]),
-        Clamp(direction=_direction(hidden, 3 * seed + 1), layers=[layer], min=-1.0, max=1.0),
-        Add(vector=_direction(hidden, 3 * seed + 2), layers=[layer], scale=0.5),
+        Ablate(direction=direction(hidden, 3 * seed), layers=[layer]),
+        Clamp(direction=direction(hidden, 3 * seed + 1), layers=[layer], min=-1.0, max=1.0),
+        Add(vector=direction(hidden, 3 * seed + 2), layers=[layer], scale=0.5),
     )
     return {"inspect_lens": LensRequest(edits=edits)}
 
@@ -133,8 +125,8 @@ def _gated(hidden: int, layer: int) -> Request:
     from inspect_lens import LensRequest
     from inspect_lens.spec import Add, Gate
 
-    gate = Gate(direction=_direction(hidden, 1), layer=layer, sharpness=2.0)
-    edit = Add(vector=_direction(hidden, 0), layers=[2 * layer], scale=0.5, when=gate)
+    gate = Gate(direction=direction(hidden, 1), layer=layer, sharpness=2.0)
+    edit = Add(vector=direction(hidden, 0), layers=[2 * layer], scale=0.5, when=gate)
     return {"inspect_lens": LensRequest(edits=(edit,))}
 
 
@@ -147,8 +139,10 @@ ENGINES = {
     "hf": EngineKind(lambda shape: _OFF, is_hf=True),
     "lens": EngineKind(has_lens=True),
     "lens-4": EngineKind(_four_layers, has_lens=True),
+    "lens-sites": EngineKind(sites_environment, has_lens=True),
 }
-"""`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them."""
+"""`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them, and
+`lens-sites` places inside of attention at these, too."""
 
 ARMS = {
     "default": Arm("plain", note="vLLM's defaults, no plug-in"),
@@ -196,5 +190,5 @@ ARMS = {
     "mixed": Arm(
         "lens", _mixed, note="half of the requests plain, a quarter capture-1, a quarter steer"
     ),
-}
+} | {name: Arm(engine, asked, note=note) for name, (engine, asked, note) in FAMILIES.items()}
 """Arms in the order of even repetitions; odd ones run them backwards."""

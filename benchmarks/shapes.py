@@ -92,6 +92,18 @@ SHAPES = {
         "float16",
         kv_gib=4,
     ),
+    "qwen3-0.6b": Shape(
+        {
+            **_llama(1024, 3072, 28, 16, 151936),
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+        "bfloat16",
+        kv_gib=8,
+    ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
-"""Llama-8B, OPT-30B, and one that a CPU runs in a second."""
+"""Llama-8B, OPT-30B, Qwen3-0.6B, and one that a CPU runs in a second."""
