@@ -159,7 +159,7 @@ class Settings:
         "process, if there is more than a handful. Otherwise threads of the Inspect process do it.",
     )
     garbage_threshold: int = _setting(  # type: ignore[assignment]
-        20_000,
+        200_000,
         "Objects that Python makes before it looks for garbage, in a process that runs evals "
         "(`gc.set_threshold`; Python's own 700 costs a fifth of an eval's time). 0 leaves Python's "
         "collector as it is.",

@@ -84,7 +84,7 @@ async def attach(
                 message.metadata = {**(message.metadata or {}), "activations": handle}
     elif first.receipt is not None:
         # With a capture the receipt is in its file, and the log stays small.
-        metadata["inspect_lens"] = dict(first.receipt)
+        metadata["inspect_lens"] = _said(first.receipt)
     if scored:
         await _keep_scores(output, scored, keep=keep)
     if request is not None and request.hooks and first.hook_results is None:
@@ -151,6 +151,14 @@ def _activations_in(metadata: Mapping[str, Any] | None) -> Activations | None:
     """The handle that was put there just now."""
     found = (metadata or {}).get("activations")
     return found if isinstance(found, Activations) else None
+
+
+def _said(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """A receipt without fields that say nothing: Inspect walks all of it a dozen times a sample."""
+    said = {name: value for name, value in receipt.items() if value is not None}
+    if probes := said.get("probes"):
+        said["probes"] = [{k: v for k, v in p.items() if v is not None} for p in probes]
+    return said
 
 
 def _saved(choice: ChoiceFields) -> SavedValues | None:

@@ -31,7 +31,10 @@ def scope_of(api: ModelAPI) -> LensRequest | None:
     for scope in SCOPES.get():
         if scope.model.api is not api:
             continue
-        outer = found or LensRequest()
+        if found is None:
+            found = scope.request  # nearly always the only one; each call asks twice
+            continue
+        outer = found
         names = {use.name for use in scope.request.probes}
         found = LensRequest(
             capture=scope.request.capture or outer.capture,
