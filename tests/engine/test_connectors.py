@@ -1,7 +1,7 @@
 """Beside a KV connector: rows, steering and plain requests are as without one.
 
-vLLM's `ExampleConnector` runs on a CPU: it keeps prompts in a folder, by token ids alone. One of two
-engines computes prompts and the other one reads that folder, as behind a proxy.
+vLLM's `ExampleConnector` runs on a CPU: it keeps prompts in a folder, by token ids alone. One
+engine computes prompts and the other one reads that folder, as behind a proxy.
 """
 
 from __future__ import annotations
