@@ -68,7 +68,10 @@ def behaviours_of(vllm_config: Any, settings: Settings) -> dict[str, Behaviour |
     if not has_connector(vllm_config):
         return {}
     told = _told(settings.kv_connectors)
-    return dict(_all_of(vllm_config.kv_transfer_config, told))
+    found = _all_of(vllm_config.kv_transfer_config, told)
+    # Of two by one name, in modules of their own, the one that is not known decides.
+    unknown = {name for name, known in found if known is None}
+    return {name: None if name in unknown else known for name, known in found}
 
 
 def _all_of(config: Any, told: Mapping[str, Behaviour]) -> list[tuple[str, Behaviour | None]]:

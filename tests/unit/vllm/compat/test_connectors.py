@@ -58,6 +58,13 @@ def several(*parts: dict[str, Any]) -> Any:
             ),
             {"NixlConnector": "request", MINE: None},
         ),
+        (
+            several(
+                {"kv_connector": "ExampleConnector", "kv_connector_module_path": "mine"},
+                {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            ),
+            {"ExampleConnector": None},
+        ),
     ],
 )
 def test_what_connectors_find_blocks_by(made: Any, found: dict[str, Any]) -> None:
