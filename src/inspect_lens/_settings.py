@@ -141,6 +141,12 @@ class Settings:
         15.0,
         "Seconds after which a host that is silent counts as gone. Requests that need it fail.",
     )
+    kv_connectors: str = _setting(  # type: ignore[assignment]
+        "",
+        "What KV connectors of others find cache blocks by: `NAME=blocks` (vLLM's block hashes), "
+        "`NAME=tokens` (token ids) or `NAME=request`, comma-separated. With one that is not known, "
+        "steered requests are refused; see [Deploy](deploy.md).",
+    )
     capture: str = _setting(  # type: ignore[assignment]
         "",
         "What every call of a `vllm-lens/` model captures in any task, unchanged: `all`, layers "

@@ -27,6 +27,14 @@ FINE = {
     "_vllm.worker.eager_steps:_dispatch_v2.dispatch": "asks `wants_eager`, which is a door",
     "_vllm.worker.runner_v2:RunnerV2._noting.run": "sets one attribute",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
+    "_vllm.engine_core.connector_guard:_scheduler_init.init": "start",
+    "_vllm.engine_core.connector_guard:GuardedConnector.update_state_after_alloc": "looks in a set",
+    "_vllm.engine_core.connector_guard:GuardedConnector.build_connector_meta": "a fault ends the "
+    "engine: else steered blocks were stored as those of others",
+    "_vllm.engine_core.connector_guard:GuardedConnector.request_finished": "calls `_marked`",
+    "_vllm.engine_core.connector_guard:GuardedConnector.request_finished_all_groups": "as above",
+    "_vllm.engine_core.connector_guard:GuardedConnector.register_finished_partial_tail": "looks in "
+    "a set",
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
     "_vllm.frontend.resets:_call_utility.call_utility": "a call of the operator's own",
     "_vllm.frontend.resets:_call_utility_async.call_utility": "as above",
@@ -87,6 +95,7 @@ def entered(path: Path) -> Iterator[str]:
                     "state",
                     "worker",
                     "detokenizer",
+                    "connector",
                 ):
                     given = part.value
             elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
@@ -113,7 +122,8 @@ def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
     for file in (
         *("frontend.wrappers", "frontend.resets", "http.responses"),
-        *("engine_core.cache_hits", "worker.eager_steps", "worker.worker"),
+        *("engine_core.cache_hits", "engine_core.connector_guard"),
+        *("worker.eager_steps", "worker.worker"),
     ):
         path = SOURCE / "_vllm" / f"{file.replace('.', '/')}.py"
         for name, node in functions(path).items():

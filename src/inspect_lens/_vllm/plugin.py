@@ -63,6 +63,7 @@ def _install() -> None:
         return
     from .compat.rivals import refuse_rivals
     from .engine_core.cache_hits import CACHE_WRAPPERS
+    from .engine_core.connector_guard import CONNECTOR_WRAPPERS
     from .engine_core.step_rows import SCHEDULER_WRAPPERS
     from .frontend.resets import RESET_WRAPPERS
     from .frontend.wrappers import FRONT_END_WRAPPERS
@@ -83,7 +84,13 @@ def _install() -> None:
     add_method(seam("load_model"), "inspect_lens_register", register_probe)
     add_method(seam("load_model"), "inspect_lens_taps", exported_taps)
     add_method(seam("load_model"), "inspect_lens_hooks", manage_hooks)
-    wrappers = SCHEDULER_WRAPPERS | CACHE_WRAPPERS | FRONT_END_WRAPPERS | RESET_WRAPPERS
+    wrappers = (
+        SCHEDULER_WRAPPERS
+        | CACHE_WRAPPERS
+        | CONNECTOR_WRAPPERS
+        | FRONT_END_WRAPPERS
+        | RESET_WRAPPERS
+    )
     for name, make in wrappers.items():
         wrap(seam(name), make)
     install_when_serving()

@@ -52,6 +52,14 @@ def check_request(
         ```
     """
     rows = 0
+    if facts.no_steering:
+        for name, asked in (
+            ("steer", request.steer),
+            ("edits", request.edits),
+            ("hooks", request.hooks),
+        ):
+            if asked:
+                raise UnsupportedError(f"{name}: {facts.no_steering}")
     check_eager(request.hooks, request.skip_reading_prefix_cache, facts)
     if facts.is_speculative and any(use.alarm == "stop" for use in request.probes):
         raise UnsupportedError(

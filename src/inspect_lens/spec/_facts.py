@@ -60,6 +60,8 @@ class EngineFacts:
     """Tokens of the model's vocabulary; 0: not known."""
     no_lens: str = ""
     """Why the engine cannot read rows with its unembedding, or empty where it can."""
+    no_steering: str = ""
+    """Why the engine's requests must not be steered, or empty where they may be."""
 
     @cached_property
     def _tapped(self) -> frozenset[TapPoint]:

@@ -31,6 +31,7 @@ from .steering import SteerEnvelope, pack_vectors, seal_vector, unpack_vectors
 
 __all__ = [
     "CACHED_KEY",
+    "HASH_KEY",
     "KEPT_KEY",
     "Envelope",
     "Packed",
@@ -43,6 +44,8 @@ VERSION = 11
 
 
 USES_KEY = "uses"
+HASH_KEY = "hash"
+"""Of a packed envelope: `Envelope.steer_hash`."""
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
 CACHED_KEY = "cached"
@@ -157,7 +160,7 @@ class Envelope:
                 "v": VERSION,
                 "reply": self.reply,
                 "pid": self.pid,
-                "hash": self.steer_hash,
+                HASH_KEY: self.steer_hash,
                 KEPT_KEY: self._kept,
                 LENS_KEY: self.lens is not None,
                 "rows": msgspec.msgpack.encode(
@@ -195,7 +198,7 @@ class Envelope:
             return envelope
         steer = unpack_vectors(value["steer"])
         edits = unpack_edits(value["edits"])
-        return replace(envelope, steer=steer, edits=edits, steer_hash=value["hash"])
+        return replace(envelope, steer=steer, edits=edits, steer_hash=value[HASH_KEY])
 
 
 _SHARED_MOST = 2048

@@ -21,6 +21,7 @@ from inspect_lens.spec import (
     tap_points,
 )
 
+from .connectors import connector_refusals, is_vllms_own, no_steering
 from .hosts import hosts_refusals
 from .seams import vllm_version
 from .site_widths import width_of
@@ -45,7 +46,7 @@ def refusal(vllm_config: Any) -> str | None:
         "it does not generate text": vllm_config.model_config.runner_type != "generate",
         "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
         **_speculation(vllm_config),
-        "KV connectors may not honour the cache salt": vllm_config.kv_transfer_config is not None,
+        **connector_refusals(vllm_config),
         "dual-batch overlap moves tokens": getattr(parallel, "enable_dbo", False),
         "prefill context parallelism splits prompts": getattr(
             parallel, "prefill_context_parallel_size", 1
@@ -153,6 +154,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         ranks=ranks,
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_lens=_no_lens(vllm_config),
+        no_steering=no_steering(vllm_config, settings),
     )
 
 
@@ -177,7 +179,7 @@ def _least_step_tokens(vllm_config: Any, step: int) -> int:
         not getattr(scheduler, "enable_chunked_prefill", True)
         or getattr(scheduler, "disable_chunked_mm_input", False)
         # Of somebody else, whose steps are not known to follow the limit.
-        or not _is_vllms_own(getattr(scheduler, "scheduler_cls", None))
+        or not is_vllms_own(getattr(scheduler, "scheduler_cls", None))
     )
     if is_whole:
         return step
@@ -187,11 +189,6 @@ def _least_step_tokens(vllm_config: Any, step: int) -> int:
     if getattr(cache, "mamba_cache_mode", "none") == "align":
         least = max(least, int(getattr(cache, "block_size", 0) or 0))
     return min(step, least)
-
-
-def _is_vllms_own(scheduler: Any) -> bool:
-    name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
-    return scheduler is None or str(name).startswith("vllm.")
 
 
 def _layers(text: str, n_layers: int) -> tuple[int, ...]:

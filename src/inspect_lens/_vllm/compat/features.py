@@ -31,7 +31,7 @@ __all__ = [
     "turn_off",
 ]
 
-Feature = Literal["lens", "http", "hooks", "qk", "logits", "parameters", "busy"]
+Feature = Literal["lens", "http", "hooks", "qk", "logits", "parameters", "busy", "connectors"]
 
 FEATURES: dict[Feature, str] = {
     "lens": "captures, steering and probes",
@@ -41,6 +41,7 @@ FEATURES: dict[Feature, str] = {
     "logits": "the logit lens",
     "parameters": "parameters of the model for hooks",
     "busy": "HTTP 429 where buffers are full",
+    "connectors": "engines with a KV connector",
 }
 
 
@@ -60,6 +61,7 @@ _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
 _V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _LAYERS = "vllm.model_executor.layers"
 
 LEANS: tuple[Lean, ...] = (
@@ -115,6 +117,20 @@ LEANS: tuple[Lean, ...] = (
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
+    # Methods of a connector that the scheduler calls.
+    Lean(f"{_CONNECTOR}.on_new_request", "connectors"),
+    Lean(f"{_CONNECTOR}.get_num_new_matched_tokens", "connectors"),
+    Lean(f"{_CONNECTOR}.update_state_after_alloc", "connectors"),
+    Lean(f"{_CONNECTOR}.build_connector_meta", "connectors"),
+    Lean(f"{_CONNECTOR}.request_finished", "connectors"),
+    Lean("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs", "connectors"),
+    Lean("vllm.v1.core.sched.output:SchedulerOutput.scheduled_cached_reqs", "connectors"),
+    Lean("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens", "connectors"),
+    Lean("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens", "connectors"),
+    Lean("vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids", "connectors"),
+    Lean("vllm.v1.core.sched.output:CachedRequestData.req_ids", "connectors"),
+    Lean("vllm.v1.core.sched.output:NewRequestData.req_id", "connectors"),
+    Lean("vllm.v1.request:Request.kv_transfer_params", "connectors"),
     Lean(
         "vllm.exceptions:GracefulHTTPError",
         "busy",

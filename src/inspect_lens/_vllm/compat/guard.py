@@ -84,6 +84,21 @@ DOORS: tuple[Door, ...] = (
         "scheduler",
         "nobody's: its prompt is computed",
     ),
+    Door(
+        "_vllm.engine_core.connector_guard:GuardedConnector.on_new_request",
+        "scheduler",
+        "nobody's: the KV connector is not told of the request",
+    ),
+    Door(
+        "_vllm.engine_core.connector_guard:GuardedConnector.get_num_new_matched_tokens",
+        "scheduler",
+        "nobody's: its prompt is computed",
+    ),
+    Door(
+        "_vllm.engine_core.connector_guard:GuardedConnector._marked",
+        "scheduler",
+        "nobody's: the engine that goes on computes the prompt again",
+    ),
     # Calls to all workers, which run between two steps.
     Door("_vllm.worker.rpc:manage_hooks", "worker calls", "the caller"),
     Door("_vllm.worker.worker:register", "worker calls", "the caller"),

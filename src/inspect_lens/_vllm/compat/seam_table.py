@@ -37,6 +37,13 @@ SEAMS: tuple[Seam, ...] = (
         "worker",
         "taps must be in the model when the profile run traces it; inherited by CPU workers",
     ),
+    Seam(
+        "scheduler_init",
+        f"{_SCHED}.__init__",
+        ("self", "vllm_config"),
+        "engine",
+        "a KV connector brings no tokens whose rows are wanted, and no blocks of other steering",
+    ),
     Seam("schedule", f"{_SCHED}.schedule", ("self",), "engine", "rows of a step fit the buffer"),
     Seam("scheduler_add", f"{_SCHED}.add_request", ("self", "request"), "engine", _MANY),
     Seam("scheduler_preempt", f"{_SCHED}._preempt_request", ("self", "request"), "engine", _MANY),

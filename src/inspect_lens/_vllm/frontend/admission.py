@@ -69,6 +69,8 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
     if request is None and book is not None and book.hooks and hasattr(params, "n"):
         # Persistent hooks run on every request, which may then fail, and is kept apart.
         request = LensRequest()
+        if facts is not None and facts.no_steering:
+            raise UnsupportedError(f"persistent hooks of the engine: {facts.no_steering}")
     if request is None:
         return None
     if facts is None:

@@ -17,6 +17,7 @@ from inspect_lens._engine.collect.row_cache import CachedRows, Prefix, RowCache
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
 from inspect_lens._settings import Settings
+from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.seams import is_engine_apart
 from inspect_lens._vllm.metrics import looked_up
 from inspect_lens.spec import TensorData
@@ -37,6 +38,9 @@ HARMLESS = frozenset(
 def keeps_rows(vllm_config: Any, settings: Settings) -> bool:
     """Whether rows of an engine's prompts are kept: it has a prefix cache, of its own process."""
     has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
+    if transfers_by_request(vllm_config) and getattr(vllm_config.model_config, "is_hybrid", False):
+        # There the scheduler looks its cache up by a method of its own, which knows no limit.
+        return False
     return has_cache and settings.cached_rows_bytes > 0 and is_engine_apart()
 
 

@@ -99,7 +99,6 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"parallel_config__nnodes": 2}, "several"),
         ({"parallel_config__distributed_executor_backend": "external_launcher"}, "launcher"),
         ({"compilation_config__pass_config": SimpleNamespace(enable_sp=True)}, "sequence"),
-        ({"kv_transfer_config": object()}, "salt"),
         ({"model_config__runner_type": "pooling"}, "generate"),
     ],
 )

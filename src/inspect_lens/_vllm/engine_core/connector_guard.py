@@ -1,0 +1,270 @@
+"""Beside a KV connector: steered requests keep their blocks, and captured prompts are computed.
+
+The scheduler asks a connector how many tokens of a prompt it has. vLLM allows that what it offers
+is not taken, as `MultiConnector` does, but not that a part of it is. So a load is taken whole or
+not at all:
+
+- A request that wants rows of its prompt loads nothing beyond those that are known (`RowCache`).
+- Where blocks are found by token ids, the connector is told nothing of a steered request.
+- Where blocks come from a certain request of another engine, they are taken if that one was
+  steered alike. The engine that computes a prompt says so in the transfer parameters, which a
+  proxy hands on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Set
+from typing import Any
+
+from inspect_lens._engine.hooks.runner import EAGER_KEY
+from inspect_lens._engine.protocol.envelope import CACHED_KEY, HASH_KEY
+from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._settings import Settings
+from inspect_lens._vllm.compat.connectors import Behaviour, behaviours_of, loads_again
+from inspect_lens._vllm.compat.engine_facts import refusal
+from inspect_lens.spec import ENVELOPE_KEY
+
+__all__ = ["CONNECTOR_WRAPPERS", "MARK_KEY", "ConnectorGuard", "without_requests"]
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+MARK_KEY = "inspect_lens"
+"""Of the transfer parameters: hash of what has steered the request whose blocks they are."""
+
+
+class ConnectorGuard:
+    """Which requests of a scheduler may use its connector, and for how much."""
+
+    def __init__(self, behaviours: Collection[Behaviour | None], *, loads_again: bool) -> None:
+        """Begin without requests.
+
+        Args:
+            behaviours: of the connector, or of its parts; None for what is not known.
+            loads_again: whether tokens whose load has failed are computed by a running request.
+        """
+        self._keeps_apart = any(one not in ("blocks", "request") for one in behaviours)
+        self._is_by_request = any(one in ("request", None) for one in behaviours)
+        self._loads_again = loads_again
+        self.apart: set[str] = set()
+        """Requests of which the connector is told nothing."""
+
+    def add(self, request: Any) -> None:
+        """Decide on a new request.
+
+        Args:
+            request: vLLM's `Request`.
+        """
+        if self._keeps_apart and self.mark(request) is not None:
+            self.apart.add(request.request_id)
+
+    def mark(self, request: Any) -> str | None:
+        """Hash of what steers a request; None of one that nothing does."""
+        sealed = _sealed(request)
+        if sealed is None:
+            return None
+        steer, eager = sealed.get(HASH_KEY), sealed.get(EAGER_KEY)
+        if eager is not None:
+            return f"hooks:{eager['hash']}"
+        # In front of it stands what makes it different in each front-end.
+        return None if steer is None else str(steer).rpartition(":")[2]
+
+    def most(self, request: Any) -> int | None:
+        """Tokens of a prompt that need not be computed, at most; None for all of them."""
+        transfer = getattr(request, "kv_transfer_params", None)
+        if self._is_by_request and transfer and transfer.get(MARK_KEY) != self.mark(request):
+            return 0
+        sealed = _sealed(request)
+        if sealed is None:
+            return None
+        # Rows of a token that is computed twice would count twice in a sum.
+        if self._loads_again:
+            return 0
+        known: int | None = sealed.get(CACHED_KEY)
+        if known is None and getattr(request.sampling_params, "skip_reading_prefix_cache", False):
+            return 0
+        return known
+
+    def take_finished(self, finished: Set[str]) -> frozenset[str]:
+        """Requests of which the connector is told nothing in this step.
+
+        Args:
+            finished: requests that are over, and may be forgotten after it.
+        """
+        if not self.apart:
+            return frozenset()
+        apart = frozenset(self.apart)
+        self.apart -= finished
+        return apart
+
+
+def _sealed(request: Any) -> Any:
+    sampling = getattr(request, "sampling_params", None)
+    extra = getattr(sampling, "extra_args", None)
+    return extra.get(ENVELOPE_KEY) if extra else None
+
+
+def without_requests(output: Any, apart: Collection[str]) -> Any:
+    """What a connector is told of a step, without some requests.
+
+    Args:
+        output: vLLM's `SchedulerOutput`; stays as it is.
+        apart: ids of those requests.
+
+    Returns:
+        A copy.
+    """
+    told = copy.copy(output)
+    told.scheduled_new_reqs = [r for r in output.scheduled_new_reqs if r.req_id not in apart]
+    cached = output.scheduled_cached_reqs
+    if not set(apart).isdisjoint(cached.req_ids):
+        kept = [i for i, key in enumerate(cached.req_ids) if key not in apart]
+        told.scheduled_cached_reqs = cached = copy.copy(cached)
+        for field in dataclasses.fields(cached):
+            values = getattr(cached, field.name)
+            if isinstance(values, list) and len(values) == len(
+                output.scheduled_cached_reqs.req_ids
+            ):
+                setattr(cached, field.name, [values[i] for i in kept])
+            else:
+                setattr(cached, field.name, _without(values, apart))
+    for field in dataclasses.fields(output):
+        if field.name not in ("scheduled_new_reqs", "scheduled_cached_reqs"):
+            setattr(told, field.name, _without(getattr(output, field.name), apart))
+    told.total_num_scheduled_tokens = sum(told.num_scheduled_tokens.values())
+    return told
+
+
+def _without(values: Any, apart: Collection[str]) -> Any:
+    """A table by request, or a set of them, without some; anything else as it is."""
+    if isinstance(values, dict):
+        return {key: value for key, value in values.items() if key not in apart}
+    return values.difference(apart) if isinstance(values, set) else values
+
+
+class GuardedConnector:
+    """Stands between a scheduler and its connector."""
+
+    def __init__(self, connector: Any, guard: ConnectorGuard) -> None:
+        """Take the place of a connector's methods.
+
+        Args:
+            connector: vLLM's, of the scheduler.
+            guard: what it may do.
+        """
+        self._guard = guard
+        self._add, self._match = connector.on_new_request, connector.get_num_new_matched_tokens
+        self._update, self._build = (
+            connector.update_state_after_alloc,
+            connector.build_connector_meta,
+        )
+        self._finish = connector.request_finished
+        self._finish_all = getattr(connector, "request_finished_all_groups", None)
+        self._finish_tail = getattr(connector, "register_finished_partial_tail", None)
+        connector.on_new_request = self.on_new_request
+        connector.get_num_new_matched_tokens = self.get_num_new_matched_tokens
+        connector.update_state_after_alloc = self.update_state_after_alloc
+        connector.build_connector_meta = self.build_connector_meta
+        connector.request_finished = self.request_finished
+        if self._finish_all is not None:
+            connector.request_finished_all_groups = self.request_finished_all_groups
+        if self._finish_tail is not None:
+            connector.register_finished_partial_tail = self.register_finished_partial_tail
+
+    def on_new_request(self, request: Any) -> None:
+        """Decide whether the connector is told of a request."""
+        try:
+            self._guard.add(request)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.exception("inspect_lens: a request is kept from the KV connector")
+            self._guard.apart.add(request.request_id)
+        if request.request_id not in self._guard.apart:
+            self._add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens are loaded: all that the connector has, or none."""
+        if request.request_id in self._guard.apart:
+            return 0, False
+        try:
+            most = self._guard.most(request)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            # What is computed for nothing has rows; what is loaded has none.
+            logger.exception("inspect_lens: it is not known how much of a prompt may be loaded")
+            most = 0
+        # Asked in any case: some begin to look a request up here.
+        found, is_later = self._match(request, num_computed_tokens)
+        if most is not None and found and num_computed_tokens + found > most:
+            return 0, False
+        return found, is_later
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Tell the connector which blocks a request has."""
+        if request.request_id not in self._guard.apart:
+            self._update(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Tell the connector of a step."""
+        told = scheduler_output
+        if apart := self._guard.take_finished(scheduler_output.finished_req_ids):
+            # A fault here ends the engine: else steered blocks were stored as those of others.
+            told = without_requests(scheduler_output, apart)
+        return self._build(told)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        """What the connector does at the end of a request, and says to the next engine."""
+        return self._marked(self._finish, request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        """The same, of a model with several kinds of blocks."""
+        return self._marked(self._finish_all, request, block_ids)
+
+    def _marked(self, finish: Any, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        if request.request_id in self._guard.apart:
+            return False, None
+        is_sending, transfer = finish(request, block_ids)
+        if not transfer:
+            return is_sending, transfer
+        try:
+            mark = self._guard.mark(request)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.exception("inspect_lens: it is not known what has steered a request")
+            mark = "unknown"
+        return is_sending, transfer if mark is None else {**transfer, MARK_KEY: mark}
+
+    def register_finished_partial_tail(self, request: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether the connector keeps a request's last block for itself."""
+        if request.request_id in self._guard.apart or self._finish_tail is None:
+            return False
+        return bool(self._finish_tail(request, *args, **kwargs))
+
+
+def _scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        connector = getattr(self, "connector", None)
+        if connector is None or refusal(vllm_config) is not None:
+            return
+        found = behaviours_of(vllm_config, Settings.load())
+        names = ", ".join(f"{name} ({known or 'not known'})" for name, known in found.items())
+        logger.info("inspect_lens: KV connectors, and what they find blocks by: %s", names)
+        GuardedConnector(
+            connector, ConnectorGuard(found.values(), loads_again=loads_again(vllm_config))
+        )
+
+    return init
+
+
+CONNECTOR_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "scheduler_init": _scheduler_init,
+}
+"""Wrapper by seam name."""
