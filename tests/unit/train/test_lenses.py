@@ -100,7 +100,7 @@ def test_the_jacobian_of_a_transformer_is_its_finite_difference() -> None:
     lens = fit_jacobian_lens(
         model, [text], held_out=prompts(2, seed=9), skip_first=3, skip_last=1, block=7
     )
-    valid, step = slice(3, 9), 1e-4
+    valid, step = slice(3, 9), 4e-3  # norms compute in float32
     direction = torch.from_numpy(np.random.default_rng(1).standard_normal(WIDTH))
 
     def last(layer: int, change: torch.Tensor) -> torch.Tensor:
@@ -127,8 +127,8 @@ def test_the_jacobian_of_a_transformer_is_its_finite_difference() -> None:
 
     for layer in (0, 1):
         rise = (last(layer, step * direction) - last(layer, -step * direction)) / (2 * step * 6)
-        found = torch.from_numpy(lens.matrix[layer]).double() @ direction
-        torch.testing.assert_close(found, rise, rtol=1e-4, atol=1e-4)
+        found = torch.from_numpy(lens.matrix[layer].copy()).double() @ direction
+        torch.testing.assert_close(found, rise, rtol=1e-3, atol=3e-4)
 
 
 def test_the_mean_is_over_prompts_and_layers_are_chosen() -> None:
@@ -154,7 +154,7 @@ def test_a_tuned_lens_recovers_an_affine_block() -> None:
         block.shift.copy_(torch.from_numpy(rng.standard_normal(WIDTH, np.float32)))
     model.model.layers[2] = block
     lens = fit_tuned_lens(
-        model, prompts(64), held_out=prompts(16, seed=9), layers=[1], steps=800, batch=32, lr=2e-2,
+        model, prompts(64), held_out=prompts(16, seed=9), layers=[1], steps=400, batch=32, lr=2e-2,
         weight_decay=0.0,
     )  # fmt: skip
     (quality,) = lens.card.quality
@@ -175,9 +175,9 @@ def test_lenses_of_the_organism_beat_the_logit_lens_on_texts_they_were_not_fitte
 
     model = AutoModelForCausalLM.from_pretrained("organism/checkpoint", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained("organism/checkpoint")
-    texts = [ids for ids, _ in itertools.islice(organism_texts(tokenizer, "probe_train"), 160)]
+    texts = [ids for ids, _ in itertools.islice(organism_texts(tokenizer, "probe_train"), 96)]
     held_out = [ids for ids, _ in itertools.islice(organism_texts(tokenizer, "demo"), 24)]
-    tuned = fit_tuned_lens(model, texts, held_out=held_out, layers=[1, 3], steps=60, lr=3e-3)
+    tuned = fit_tuned_lens(model, texts, held_out=held_out, layers=[1, 3], steps=40, batch=8, lr=3e-3)
     for quality in tuned.card.quality:
         assert quality.kl < 0.7 * quality.logit_kl, quality
         assert quality.agreement > quality.logit_agreement
