@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,11 @@ class Lens:
         )
 
     def for_engine(self) -> EngineLens:
-        """The form that an engine registers."""
+        """The form that an engine registers; made once, as all of it is hashed."""
+        return self._form
+
+    @cached_property
+    def _form(self) -> EngineLens:
         tensors = {"matrix": as_tensor_data(self.matrix)}
         if self.bias is not None:
             tensors["bias"] = as_tensor_data(self.bias)

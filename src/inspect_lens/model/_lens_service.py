@@ -49,6 +49,10 @@ class LensService:
         self._send = send
         self._known: dict[str, anyio.Event] = {}
 
+    def forget(self) -> None:
+        """The server that was there is not there any more."""
+        self._known.clear()
+
     async def name_of(self, lens: Lens) -> str:
         """See that the server knows a lens.
 

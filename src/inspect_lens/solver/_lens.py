@@ -35,7 +35,8 @@ def logit_lens(
     """Generate with a logit lens, or run a solver or an agent whose every call has one.
 
     The stream of each layer goes through the model's final norm and unembedding, inside the
-    engine. With `lens`, a tuned or Jacobian lens translates it first. The scorer `lens_rank` reads the result; `activations(output).lens` has it as arrays.
+    engine. With `lens`, a tuned or Jacobian lens translates it first. The scorer `lens_rank` reads
+    the result; `activations(output).lens` has it as arrays.
 
     Args:
         layers: `all`, or layer numbers.

