@@ -148,6 +148,9 @@ def _tell(llm: Any, item: EngineProbe | EngineLens | LensEntry, *, remove: bool)
     )
     # On a pipeline, a stage without taps has nothing to note.
     if problem := next((answer for answer in answers if isinstance(answer, str)), None):
+        if isinstance(item, EngineLens):
+            # Other workers had room for it.
+            _tell(llm, item.entry, remove=True)
         raise LensError(problem)
     if not any(answers):
         raise LensError("the lens is not active in this engine's workers; its log says why")

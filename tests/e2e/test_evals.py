@@ -14,6 +14,7 @@ from inspect_ai.log import EvalLog
 
 from evals.organism_causal_tracing import organism_causal_tracing
 from evals.organism_hidden_reason import organism_hidden_reason
+from evals.organism_lens import organism_lens
 from evals.organism_oracle import organism_oracle
 from evals.organism_steering_sweep import organism_steering_sweep
 from evals.organism_truth import organism_truth
@@ -27,7 +28,7 @@ from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
 pytestmark = pytest.mark.engine
 
 MODEL = "vllm-lens/organism/checkpoint"
-NAMES = ("truth", "hidden", "sweep", "oracle", "given", "trace")
+NAMES = ("truth", "hidden", "sweep", "oracle", "given", "trace", "lens")
 
 
 class Made(NamedTuple):
@@ -59,6 +60,7 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
         "sweep": (organism_steering_sweep(condition="lie", scales=[-1, 1]), 12),
         "oracle": (organism_oracle(), 12),
         "trace": (organism_causal_tracing(draws=3), 8),
+        "lens": (organism_lens(), 60),
         "given": (
             Task(
                 dataset=given,

@@ -46,10 +46,14 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
         request: Any, item: EngineProbe | EngineLens | LensEntry, remove: bool
     ) -> None:
         engine = request.app.state.engine_client
-        answers = await engine.collective_rpc(
-            "inspect_lens_register", args=(item.model_dump(mode="json"), remove)
-        )
-        raise_first([answer for answer in answers or () if isinstance(answer, str)])
+        # A lens may have gigabytes, and the event loop is everybody's.
+        body = await asyncio.to_thread(item.model_dump, mode="json")
+        answers = await engine.collective_rpc("inspect_lens_register", args=(body, remove))
+        problems = [answer for answer in answers or () if isinstance(answer, str)]
+        if problems and isinstance(item, EngineLens):
+            # Other workers had room for it.
+            await tell_workers(request, item.entry, True)
+        raise_first(problems)
 
     async def forget(request: Any, unused: EngineProbe | LensEntry | None) -> None:
         if unused is not None:
@@ -107,7 +111,9 @@ async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, boo
     if not isinstance(replace, bool):
         raise SpecError(f"replace={replace!r}; allowed are true and false")
     limits = None if facts is None else TensorLimits.of(facts)
-    return *await asyncio.to_thread(parse_item, body, limits), replace
+    name, item = await asyncio.to_thread(parse_item, body, limits)
+    await asyncio.to_thread(item.reference)  # its hash, which is kept
+    return name, item, replace
 
 
 def _refusal(error: LensError) -> dict[str, Any]:
