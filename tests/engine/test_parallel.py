@@ -16,10 +16,9 @@ from inspect_lens.errors import HookError, UnsupportedError
 from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
-from tests.engine.test_logit_lens import CHOSEN
+from tests.engine.test_logit_lens import CHOSEN, random_lens
 from tests.engine.test_logit_lens import ask as ask_lens
 from tests.engine.test_logit_lens import check as check_lens
-from tests.engine.test_logit_lens import random_lens
 from tests.engine.test_probes import HEADS, LINEAR, expected
 from tests.engine.test_reductions import check as check_reduced
 from tests.engine.test_reductions import request

@@ -6,5 +6,6 @@
 from ._card import LensCard, LensQuality, LensTraining
 from ._lens import Lens
 from ._load import is_lens, load_lens
+from ._swap import frozen_swap
 
-__all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "is_lens", "load_lens"]
+__all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "frozen_swap", "is_lens", "load_lens"]

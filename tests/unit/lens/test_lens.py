@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.lens import Lens, LensCard, LensQuality, is_lens, load_lens
+from inspect_lens.lens import Lens, LensCard, LensQuality, frozen_swap, is_lens, load_lens
 from inspect_lens.spec import EngineLens
 
 WIDTH = 6
@@ -139,3 +139,25 @@ def test_the_form_for_the_engine() -> None:
     assert form.entry.nbytes == MATRIX.nbytes + BIAS.nbytes
     other = Lens(matrix=MATRIX, bias=BIAS, card=card("tuned", layers=(1, 2))).for_engine()
     assert other.sha256 != form.sha256
+
+
+@pytest.mark.parametrize("lens", [tuned(), jacobian()])
+def test_a_swap_exchanges_what_two_tokens_have_in_a_row(lens: Lens) -> None:
+    tokens, rows = RNG.standard_normal((2, WIDTH)), RNG.standard_normal((2, 3, WIDTH))
+    place: dict[str, Any] = {"layers": [0, 2], "positions": [1, 4, 5]}
+    steering = frozen_swap(lens, rows, tokens, **place)
+    assert (steering.layer_indices, steering.position_indices) == ((0, 2), (1, 4, 5))
+    added = steering.activations.to_float32()
+    half = frozen_swap(lens, rows, tokens, strength=0.5, **place).activations.to_float32()
+    np.testing.assert_allclose(half, added / 2, rtol=1e-5, atol=1e-6)
+    for i, layer in enumerate((0, 2)):
+        inverse = np.linalg.pinv(lens.token_direction(tokens, layer).T.astype(np.float64))
+        before, after = rows[i] @ inverse.T, (rows[i] + added[i]) @ inverse.T
+        np.testing.assert_allclose(after, before[:, ::-1], rtol=1e-4, atol=1e-4)
+        # Nothing else of the row has changed.
+        beside = np.eye(WIDTH) - np.linalg.pinv(inverse) @ inverse
+        np.testing.assert_allclose(added[i] @ beside.T, 0, atol=1e-5)
+    with pytest.raises(SpecError, match="same direction in layer 0"):
+        frozen_swap(lens, rows, np.stack([tokens[0], 2 * tokens[0]]), **place)
+    with pytest.raises(SpecError, match="rows: shape"):
+        frozen_swap(lens, rows[:1], tokens, **place)
