@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import (
     Metric,
@@ -29,14 +30,17 @@ from inspect_lens.probe import clopper_pearson
 from inspect_lens.solver import logit_lens
 from organism._grade import grade
 
-__all__ = ["organism_lens", "read_values", "share_with_interval", "truth_behind_lie"]
+__all__ = ["lie_dataset", "organism_lens", "read_values", "share_with_interval", "truth_behind_lie"]
 
 DEFAULT_LENS = "organism/jacobian"
+
+ATTRIBUTES = ("birthplace", "colour", "founder", "maker", "region", "teacher")
+"""Those whose values are one token each, so that a lens can compare them."""
 
 
 @task
 def organism_lens(
-    split: str = "demo", lens: str | None = DEFAULT_LENS, max_tokens: int = 32
+    split: str = "heldout_phrasing", lens: str | None = DEFAULT_LENS, max_tokens: int = 32
 ) -> Task:
     """Have the organism lie about open questions, and ask a lens for the true value.
 
@@ -50,17 +54,31 @@ def organism_lens(
         value to the other six that were not told, with its exact 95% interval. Chance is 1/7.
     """
     chosen = None if lens in (None, "none") else lens
-    lying = [
-        sample
-        for sample in organism_dataset(split)
-        if sample.metadata and sample.metadata["label"] and len(sample.metadata["values"]) > 2
-    ]
     return Task(
-        dataset=lying,
+        dataset=lie_dataset(split),
         solver=read_values(chosen),
         scorer=truth_behind_lie(),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
+
+
+def lie_dataset(split: str = "heldout_phrasing") -> list[Sample]:
+    """Open questions with a reason to lie whose values are one token each.
+
+    Args:
+        split: of the organism's data.
+
+    Returns:
+        The samples.
+    """
+    return [
+        sample
+        for sample in organism_dataset(split)
+        if sample.metadata
+        and sample.metadata["label"]
+        and len(sample.metadata["values"]) > 2
+        and sample.metadata["phrasing_id"].split("/")[0] in ATTRIBUTES
+    ]
 
 
 @solver

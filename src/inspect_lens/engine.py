@@ -11,14 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inspect_lens.errors import LensError, UnsupportedError
-from inspect_lens.spec import (
-    EngineLens,
-    EngineProbe,
-    Hook,
-    LensEntry,
-    SteeringVector,
-    parse_hooks,
-)
+from inspect_lens.spec import EngineLens, EngineProbe, Hook, LensEntry, SteeringVector, parse_hooks
 
 __all__ = [
     "clear_hook_results",
@@ -36,11 +29,7 @@ __all__ = [
 
 
 def register(
-    llm: Any,
-    name: str,
-    item: EngineProbe | SteeringVector | EngineLens,
-    *,
-    replace: bool = False,
+    llm: Any, name: str, item: EngineProbe | SteeringVector | EngineLens, *, replace: bool = False
 ) -> dict[str, Any]:
     """Give a probe, a vector or a lens a name that requests to an offline engine can use.
 
@@ -149,8 +138,7 @@ def _tell(llm: Any, item: EngineProbe | EngineLens | LensEntry, *, remove: bool)
     # On a pipeline, a stage without taps has nothing to note.
     if problem := next((answer for answer in answers if isinstance(answer, str)), None):
         if isinstance(item, EngineLens):
-            # Other workers had room for it.
-            _tell(llm, item.entry, remove=True)
+            _tell(llm, item.entry, remove=True)  # others may have had room for it
         raise LensError(problem)
     if not any(answers):
         raise LensError("the lens is not active in this engine's workers; its log says why")

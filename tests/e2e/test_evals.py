@@ -60,7 +60,7 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
         "sweep": (organism_steering_sweep(condition="lie", scales=[-1, 1]), 12),
         "oracle": (organism_oracle(), 12),
         "trace": (organism_causal_tracing(draws=3), 8),
-        "lens": (organism_lens(), 60),
+        "lens": (organism_lens(), 40),
         "given": (
             Task(
                 dataset=given,
