@@ -14,7 +14,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensTraining
 from inspect_lens.probe import ModelRef
 
-from ._lens_model import LensModel, check_layers, check_prompts
+from ._lens_model import LensModel, check_layers, check_sets
 from ._lens_quality import quality_of
 
 __all__ = ["fit_jacobian_lens"]
@@ -89,10 +89,7 @@ def fit_jacobian_lens(
     """
     read = LensModel(model)
     chosen = check_layers(layers, read)
-    check_prompts(prompts, read.vocab, "prompts")
-    check_prompts(held_out, read.vocab, "held_out")
-    if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
-        raise SpecError(f"held_out: {len(common)} prompts are also in prompts; leave them out")
+    check_sets(prompts, held_out, read.vocab)
     if min(skip_first, skip_last) < 0 or block < 1:
         raise SpecError(f"skip_first={skip_first}, skip_last={skip_last}, block={block}")
     least = skip_first + skip_last + 1

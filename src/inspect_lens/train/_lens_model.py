@@ -10,7 +10,7 @@ import torch
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["LensModel"]
+__all__ = ["LensModel", "batches", "check_layers", "check_prompts", "check_sets"]
 
 _NORMS: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 """Names of the norm behind the last block, in the module that has the blocks."""
@@ -154,6 +154,20 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, field: str) -> N
     for i, prompt in enumerate(prompts):
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise SpecError(f"{field}[{i}]: ids {min(prompt)} to {max(prompt)}; there are {vocab}")
+
+
+def check_sets(
+    prompts: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], vocab: int
+) -> None:
+    """Refuse prompts that are none, and held-out ones that a lens is fitted on.
+
+    Raises:
+        SpecError: see `check_prompts`; or a prompt is in both sets.
+    """
+    check_prompts(prompts, vocab, "prompts")
+    check_prompts(held_out, vocab, "held_out")
+    if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
+        raise SpecError(f"held_out: {len(common)} prompts are also in prompts; leave them out")
 
 
 def check_layers(layers: Sequence[int] | None, model: LensModel) -> tuple[int, ...]:

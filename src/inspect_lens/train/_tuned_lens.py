@@ -13,7 +13,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensTraining
 from inspect_lens.probe import ModelRef
 
-from ._lens_model import LensModel, batches, check_layers, check_prompts
+from ._lens_model import LensModel, batches, check_layers, check_sets
 from ._lens_quality import divergence, quality_of
 
 __all__ = ["fit_tuned_lens"]
@@ -91,10 +91,7 @@ def fit_tuned_lens(
     """
     read = LensModel(model)
     chosen = check_layers(layers, read)
-    check_prompts(prompts, read.vocab, "prompts")
-    check_prompts(held_out, read.vocab, "held_out")
-    if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
-        raise SpecError(f"held_out: {len(common)} prompts are also in prompts; leave them out")
+    check_sets(prompts, held_out, read.vocab)
     if min(steps, batch) < 1:
         raise SpecError(f"steps={steps}, batch={batch}; both have to be 1 or more")
     width = read.hidden

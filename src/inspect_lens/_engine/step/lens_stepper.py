@@ -1,11 +1,10 @@
 """A stepper whose requests may ask what rows predict: the logit lens, or a registered lens.
 
-The rows of a step lie in the ring when it has run. Those of requests that ask go through the
-lens that they name, if any, and the model's final norm and unembedding, in pieces, before the
-step's results are sent. Nothing is done
-in other steps. Where the vocabulary is split over ranks all of them take part: which requests of a
-step ask is known to each from the scheduler, so they agree in words first, and then go on by what
-all of them said.
+The rows of a step lie in the ring when it has run. Those of requests that ask go through the lens
+that they name, if any, and the model's final norm and unembedding, in pieces, before the step's
+results are sent. Nothing is done in other steps. Where the vocabulary is split over ranks all of
+them take part: which requests of a step ask is known to each from the scheduler, so they agree in
+words first, and then go on by what all of them said.
 """
 
 from __future__ import annotations
