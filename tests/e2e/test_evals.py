@@ -129,6 +129,13 @@ def test_the_name_that_a_fact_is_about_is_found(made: Made) -> None:
     assert found["accuracy"] == 1.0 > 0.6 > found["chance_share"]
 
 
+def test_a_lens_reads_the_truth_behind_a_lie(made: Made) -> None:
+    found = {layer: metrics(made.logs["lens"], f"layer_{layer}") for layer in range(6)}
+    assert found[3]["n"] >= 30
+    assert found[3]["low"] > 1 / 7, "better than chance in the layers before the lie is chosen"
+    assert found[5]["high"] < 0.5, "and not in the last, which has what is said"
+
+
 def test_given_answers_are_read_like_generated_ones(made: Made) -> None:
     given, asked = (made.logs[name].samples or [] for name in ("given", "truth"))
     # The last token of the prompt is the same, whatever is answered.
