@@ -45,10 +45,10 @@ def answered(model: Any, tokenizer: Any, split: str, n: int) -> list[list[int]]:
     Returns:
         Each text once, in the order of the split.
     """
-    rows = read_split(split)  # type: ignore[arg-type]
+    rows = read_split(split)
     drawn = np.random.default_rng(0).permutation(len(rows))[:n]
     rows = [rows[i] for i in sorted(drawn.tolist())]
-    texts = {}
+    texts: dict[tuple[int, ...], None] = {}
     for row, answer in zip(rows, complete(model, tokenizer, rows), strict=True):
         prompt = tokenizer.apply_chat_template(
             row["messages"], tokenize=False, add_generation_prompt=True

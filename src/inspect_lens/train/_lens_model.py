@@ -58,7 +58,10 @@ class LensModel:
         """
         dtype = self._head.weight.dtype
         logits = self._head(self._norm(rows.to(dtype))).float() * self._factor
-        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        capped: torch.Tensor = (
+            logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        )
+        return capped
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the stream behind each block, without gradient.

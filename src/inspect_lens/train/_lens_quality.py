@@ -131,7 +131,7 @@ def quality_of(
             chosen = rows[:, wanted.to(rows.device)]
             n += chosen.shape[1]
             with torch.no_grad():
-                for part in chosen.split(_ROWS, dim=1):
+                for part in torch.split(chosen, _ROWS, dim=1):
                     truth = model.unembed(part[-1]).log_softmax(dim=-1)
                     best = truth.argmax(dim=-1)
                     for i, layer in enumerate(layers):

@@ -116,7 +116,8 @@ def fit_tuned_lens(
             optimiser.zero_grad()
             for affine, layer in zip(maps, chosen, strict=True):
                 found = read.unembed(_translated(rows[layer], affine)).log_softmax(dim=-1)
-                divergence(truth, found).mean().backward()
+                loss = divergence(truth, found).mean()
+                loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_([affine], 1.0)
             optimiser.step()
             fall.step()
