@@ -1,4 +1,4 @@
-"""Build hook: evals, organism, probes and vectors as a part of the package.
+"""Build hook: evals, organism, probes, vectors and lenses as a part of the package.
 
 In the source tree they import `evals` and `organism`, as folders beside `src`. A wheel has them as
 `inspect_lens.evals` and `inspect_lens.organism`, with their imports written accordingly.
@@ -22,7 +22,7 @@ _PARTS = {
 _LEFT_OUT = {"evals/demo.py"}
 _DATA = (
     "organism/checkpoint", "organism/data", "organism/README.md", "probes/organism",
-    "vectors/organism", "oracles/organism",
+    "vectors/organism", "lenses/organism", "oracles/organism",
 )  # fmt: skip
 
 

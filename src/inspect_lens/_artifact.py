@@ -1,8 +1,9 @@
-"""Files of trained artefacts (probes, vectors): written whole, found by name, checked when read.
+"""Files of trained artefacts: written whole, found by name, checked when read.
 
-An artefact is a folder with a safetensors file, `card.json` and `card.md`. The safetensors file is
-complete in itself: its one metadata entry repeats all of the card that decides what the tensors
-mean, so its sha256 (which any shell can compute) identifies the artefact.
+An artefact (a probe, a vector, a lens) is a folder with a safetensors file, `card.json` and
+`card.md`. The safetensors file is complete in itself: its one metadata entry repeats all of the
+card that decides what the tensors mean, so its sha256 (which any shell can compute) identifies the
+artefact.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def decode_tensors(
     allowed: Sequence[str],
     exact: bool,
     what: str,
+    dtypes: Sequence[str] = ("float32",),
 ) -> dict[str, NDArray[np.float32]]:
     """Read the safetensors file and compare it with the card.
 
@@ -138,9 +140,10 @@ def decode_tensors(
         allowed: names of the tensors.
         exact: no other tensor may be there.
         what: the artefact in words, for error messages.
+        dtypes: that a tensor may have.
 
     Returns:
-        Tensors by name, float32.
+        Tensors by name.
 
     Raises:
         ArtifactError: damaged, of another format, or not what the card describes.
@@ -158,11 +161,11 @@ def decode_tensors(
         ) from None
     names = set(tensors)
     fits = names == set(allowed) if exact else names >= set(allowed)
-    if not fits or any(t.dtype != np.float32 for t in tensors.values()):
+    if not fits or any(str(t.dtype) not in dtypes for t in tensors.values()):
         held = {name: str(t.dtype) for name, t in sorted(tensors.items())}
         raise ArtifactError(
-            f"{file}: holds {held}; allowed for {what} are {sorted(allowed)}, all float32; "
-            f"restore the file or train the {kind.name} again"
+            f"{file}: holds {held}; allowed for {what} are {sorted(allowed)}, all "
+            f"{' or '.join(dtypes)}; restore the file or train the {kind.name} again"
         )
     for key, expected in {"format": kind.format, **header}.items():
         if found.get(key) != expected:

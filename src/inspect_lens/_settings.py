@@ -81,11 +81,12 @@ class Settings:
     )
     register: str = _setting(  # type: ignore[assignment]
         "",
-        "Probes and vectors to register at start: `name=path`, comma-separated; a path is the "
-        "folder of a trained probe, or a JSON file with `probe` or `vector`.",
+        "Probes, vectors and lenses to register at start: `name=path`, comma-separated; a path is "
+        "the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, `vector` "
+        "or `lens`.",
     )
     registry_names: int = _setting(  # type: ignore[assignment]
-        1024, "Names of probes and vectors that clients may register, together."
+        1024, "Names of probes, vectors and lenses that clients may register, together."
     )
     registry_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30, "Bytes of probes and vectors that clients may register, together."
@@ -98,9 +99,14 @@ class Settings:
         "Bytes of probe weights on each device, of all requests that run. A request beyond it gets "
         "a 429, one that alone is larger a 400.",
     )
+    lens_bytes: int = _setting(  # type: ignore[assignment]
+        1 << 30,
+        "Bytes of tuned and Jacobian lenses on each device, of all that are registered. Each "
+        "tensor-parallel rank has them whole.",
+    )
     registry_key: str = _setting(  # type: ignore[assignment]
         "",
-        "Key that routes which register, replace or remove probes, vectors and hooks ask for, as "
+        "Key that routes which register, replace or remove names and hooks ask for, as "
         "`Authorization: Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, "
         "too. Empty asks for none.",
     )

@@ -1,4 +1,4 @@
-"""What comes with this package: evals, the model organism, its probes, vector and oracle.
+"""What comes with this package: evals, the model organism, its probes, vector, lenses and oracle.
 
 A wheel has them inside the package. In a clone they lie in the folders of its root.
 """
@@ -38,6 +38,12 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "truthfulness"),
     ),
     "organism_hidden_reason.task": (("task", "organism_hidden_reason"),),
+    "organism_lens.task": (
+        ("task", "organism_lens"),
+        ("solver", "read_values"),
+        ("scorer", "truth_behind_lie"),
+        ("metric", "share_with_interval"),
+    ),
     "organism_oracle.task": (("task", "organism_oracle"),),
     "organism_steering_sweep.task": (
         ("task", "organism_steering_sweep"),
@@ -62,7 +68,7 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 
 def shipped_root() -> Path | None:
-    """Folder that has `probes/`, `vectors/`, `oracles/`, `organism/` and `evals/`.
+    """Folder that has `probes/`, `vectors/`, `lenses/`, `oracles/`, `organism/` and `evals/`.
 
     Returns:
         The package's own folder in a wheel, the root of the clone in a source tree, or None.

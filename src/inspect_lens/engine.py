@@ -1,7 +1,7 @@
-"""For engines in one's own process: register probes, vectors and hooks, and look after sinks.
+"""For engines in one's own process: register probes, vectors, lenses and hooks; look after sinks.
 
-A server has the same at `/v1/inspect_lens/registry` and `/v1/hooks`. Probes and vectors are also
-read from INSPECT_LENS_REGISTER at start; hooks need an engine that was started with
+A server has the same at `/v1/inspect_lens/registry` and `/v1/hooks`. Probes, vectors and
+lenses are also read from INSPECT_LENS_REGISTER at start; hooks need an engine that was started with
 `INSPECT_LENS_ALLOW_CODE=1`.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inspect_lens.errors import LensError, UnsupportedError
-from inspect_lens.spec import EngineProbe, Hook, SteeringVector, parse_hooks
+from inspect_lens.spec import EngineLens, EngineProbe, Hook, LensEntry, SteeringVector, parse_hooks
 
 __all__ = [
     "clear_hook_results",
@@ -29,14 +29,15 @@ __all__ = [
 
 
 def register(
-    llm: Any, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
+    llm: Any, name: str, item: EngineProbe | SteeringVector | EngineLens, *, replace: bool = False
 ) -> dict[str, Any]:
-    """Give a probe or a vector a name that requests to an offline engine can use.
+    """Give a probe, a vector or a lens a name that requests to an offline engine can use.
 
     Args:
         llm: a `vllm.LLM` of this process.
-        name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe, and
-            `{"inspect_lens": {"steer_named": [name]}}` for a vector.
+        name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe,
+            `{"inspect_lens": {"steer_named": [name]}}` for a vector, and
+            `{"inspect_lens": {"lens": {"name": name}}}` for a lens.
         item: what to register; the same content twice is fine.
         replace: whether the name may stand for something else so far.
 
@@ -68,7 +69,7 @@ def register(
 
     # The workers first: a name that can be used is known everywhere.
     front_end().check(name, item, replace=replace)
-    if isinstance(item, EngineProbe):
+    if isinstance(item, EngineProbe | EngineLens):
         _tell(llm, item, remove=False)
     unused = front_end().register(name, item, replace=replace)
     if unused is not None:
@@ -107,7 +108,7 @@ def unregister(llm: Any, name: str) -> None:
 
 
 def registered() -> dict[str, dict[str, Any]]:
-    """Names of the probes and vectors that requests of this process can use.
+    """Names of the probes, vectors and lenses that requests of this process can use.
 
     Returns:
         By name: kind, sha256, layers.
@@ -130,12 +131,14 @@ def registered() -> dict[str, dict[str, Any]]:
     return front_end().registry.describe()
 
 
-def _tell(llm: Any, probe: EngineProbe, *, remove: bool) -> None:
+def _tell(llm: Any, item: EngineProbe | EngineLens | LensEntry, *, remove: bool) -> None:
     answers = llm.collective_rpc(
-        "inspect_lens_register", args=(probe.model_dump(mode="json"), remove)
+        "inspect_lens_register", args=(item.model_dump(mode="json"), remove)
     )
     # On a pipeline, a stage without taps has nothing to note.
     if problem := next((answer for answer in answers if isinstance(answer, str)), None):
+        if isinstance(item, EngineLens):
+            _tell(llm, item.entry, remove=True)  # others may have had room for it
         raise LensError(problem)
     if not any(answers):
         raise LensError("the lens is not active in this engine's workers; its log says why")

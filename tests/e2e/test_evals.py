@@ -14,6 +14,7 @@ from inspect_ai.log import EvalLog
 
 from evals.organism_causal_tracing import organism_causal_tracing
 from evals.organism_hidden_reason import organism_hidden_reason
+from evals.organism_lens import organism_lens
 from evals.organism_oracle import organism_oracle
 from evals.organism_steering_sweep import organism_steering_sweep
 from evals.organism_truth import organism_truth
@@ -27,7 +28,7 @@ from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
 pytestmark = pytest.mark.engine
 
 MODEL = "vllm-lens/organism/checkpoint"
-NAMES = ("truth", "hidden", "sweep", "oracle", "given", "trace")
+NAMES = ("truth", "hidden", "sweep", "oracle", "given", "trace", "lens")
 
 
 class Made(NamedTuple):
@@ -59,6 +60,7 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
         "sweep": (organism_steering_sweep(condition="lie", scales=[-1, 1]), 12),
         "oracle": (organism_oracle(), 12),
         "trace": (organism_causal_tracing(draws=3), 8),
+        "lens": (organism_lens(), 40),
         "given": (
             Task(
                 dataset=given,
@@ -125,6 +127,13 @@ def test_the_truth_vector_moves_answers_by_dose(made: Made) -> None:
 def test_the_name_that_a_fact_is_about_is_found(made: Made) -> None:
     found = metrics(made.logs["trace"], "planted_position")
     assert found["accuracy"] == 1.0 > 0.6 > found["chance_share"]
+
+
+def test_a_lens_reads_the_truth_behind_a_lie(made: Made) -> None:
+    found = {layer: metrics(made.logs["lens"], f"layer_{layer}") for layer in range(6)}
+    assert found[3]["n"] >= 30
+    assert found[3]["low"] > 1 / 7, "better than chance in the layers before the lie is chosen"
+    assert found[5]["high"] < 0.5, "and not in the last, which has what is said"
 
 
 def test_given_answers_are_read_like_generated_ones(made: Made) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.engine import register, registered, unregister
+from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
+from inspect_lens.lens import Lens, LensCard
 from inspect_lens.spec import LensTable
 from tests.engine.test_capture import fed
 from tests.kit.reference import HuggingFace
@@ -35,18 +37,29 @@ def table(output: Any) -> LensTable:
     return found
 
 
-def logprobs(reference: HuggingFace, fed_tokens: list[int]) -> np.ndarray[Any, Any]:
+def logprobs(
+    reference: HuggingFace, fed_tokens: list[int], lens: Lens | None = None
+) -> np.ndarray[Any, Any]:
     """(tokens, layers, vocabulary) float64, of the reference's hidden states."""
     rows = reference.residual_stream(fed_tokens)
+    if lens is not None:
+        for layer in lens.layers:
+            rows[layer] = torch.from_numpy(lens.translate(rows[layer].numpy(), layer))
     with torch.no_grad():
         logits = reference.model.lm_head(reference.model.model.norm(rows))
     found: np.ndarray[Any, Any] = logits.double().log_softmax(dim=-1).transpose(0, 1).numpy()
     return found
 
 
-def check(output: Any, reference: HuggingFace, top_k: int = 5, chosen: Any = CHOSEN) -> LensTable:
+def check(
+    output: Any,
+    reference: HuggingFace,
+    top_k: int = 5,
+    chosen: Any = CHOSEN,
+    lens: Lens | None = None,
+) -> LensTable:
     found = table(output)
-    truth = logprobs(reference, fed(output))[list(found.positions)][:, list(found.layers)]
+    truth = logprobs(reference, fed(output), lens)[list(found.positions)][:, list(found.layers)]
     assert found.token_ids.shape == (*truth.shape[:2], top_k)
     best = -np.sort(-truth, axis=-1)[..., :top_k]
     np.testing.assert_allclose(found.logprobs, best, atol=TOLERANCE)
@@ -161,3 +174,72 @@ def test_wrong_requests_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         engine.run([tokens(5)], ask(**lens))
+
+
+def random_lens(kind: Any, seed: int, layers: tuple[int, ...] = (0, 2)) -> Lens:
+    """A lens whose rows are about as long as those of the stream."""
+    rng = np.random.default_rng(seed)
+    shape = len(layers), HIDDEN, HIDDEN
+    matrix = rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(HIDDEN))
+    bias = rng.standard_normal(shape[:2], dtype=np.float32) if kind == "tuned" else None
+    card = LensCard(name="tiny/l", kind=kind, n_layers=LAYERS, layers=layers, hidden=HIDDEN)
+    return Lens(matrix=matrix, bias=bias, card=card)
+
+
+def test_registered_lenses_equal_hugging_face_and_their_formula(
+    engine: Engine, hugging_face: HuggingFace
+) -> None:
+    lenses = {"tuned-0": random_lens("tuned", 1), "jacobian-0": random_lens("jacobian", 2)}
+    for name, lens in lenses.items():
+        register(engine.llm, name, lens.for_engine())
+    try:
+        asked = [
+            ask(name="tuned-0", tokens=CHOSEN),
+            ask(name="jacobian-0", layers=[2, 0], top_k=3, tokens=CHOSEN, positions="completion"),
+            ask(layers="all", tokens=CHOSEN),
+            ask({"layers": [2]}, name="jacobian-0", layers=[2], top_k=1, tokens=CHOSEN),
+        ]
+        prompts = [tokens(n, seed=n) for n in (150, 40, 7, 33)]
+        outputs = engine.run(prompts, asked, max_tokens=9)
+        found = check(outputs[0], hugging_face, lens=lenses["tuned-0"])
+        assert found.layers == (0, 2, 3), "those of the lens, and the last"
+        receipt = outputs[0].inspect_lens.lens
+        sha256 = lenses["tuned-0"].for_engine().sha256
+        assert (receipt.kind, receipt.name, receipt.sha256) == ("tuned", "tuned-0", sha256)
+        check(outputs[1], hugging_face, top_k=3, lens=lenses["jacobian-0"])
+        assert outputs[1].inspect_lens.lens.kind == "jacobian"
+        check(outputs[2], hugging_face)
+        plain = outputs[2].inspect_lens.lens
+        assert (plain.kind, plain.name, plain.sha256) == ("logit", None, None)
+        check(outputs[3], hugging_face, top_k=1, lens=lenses["jacobian-0"])
+        for request, words in (
+            (ask(name="tuned-0", layers=[1]), r"\[1\]; the lens 'tuned-0' reads the layers"),
+            (ask(name="tuned-1"), "no lens is registered as 'tuned-1'"),
+            ({"inspect_lens": {"probes": ["tuned-0"]}}, "no probe is registered as 'tuned-0'"),
+        ):
+            with pytest.raises(SpecError, match=words):
+                engine.run([tokens(5)], request)
+    finally:
+        for name in lenses:
+            unregister(engine.llm, name)
+    assert not set(lenses) & set(registered())
+    assert set(engine.stats().values()) == {0}
+
+
+def test_a_lens_of_another_model_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = LensCard(name="m/l", kind="jacobian", n_layers=LAYERS, layers=(0,), hidden=4)
+    narrow = Lens(matrix=np.eye(4, dtype=np.float32)[None], card=other)
+    deep = random_lens("tuned", 1).for_engine().model_copy(update={"n_layers": 9})
+    for item, words in ((narrow.for_engine(), "width 4"), (deep, "9 layers")):
+        with pytest.raises(SpecError, match=words):
+            register(engine.llm, "bad", item)
+    large = random_lens("jacobian", 3, tuple(range(LAYERS))).for_engine()
+    from inspect_lens._vllm.frontend.state import front_end
+
+    small = type(front_end().settings)(lens_bytes=1 << 10)
+    monkeypatch.setattr(front_end().registry, "_settings", small)
+    with pytest.raises(CapacityError, match="INSPECT_LENS_LENS_BYTES"):
+        register(engine.llm, "large", large)
+    assert not {"bad", "large"} & set(registered())

@@ -16,7 +16,7 @@ from inspect_lens.errors import HookError, UnsupportedError
 from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
-from tests.engine.test_logit_lens import CHOSEN
+from tests.engine.test_logit_lens import CHOSEN, random_lens
 from tests.engine.test_logit_lens import ask as ask_lens
 from tests.engine.test_logit_lens import check as check_lens
 from tests.engine.test_probes import HEADS, LINEAR, expected
@@ -79,13 +79,18 @@ def test_a_lens_joins_the_vocabulary_of_the_ranks(two: Engine, hugging_face: Hug
         None,
         ask_lens({"layers": [1]}, layers=[0, 3], tokens=CHOSEN, positions="completion"),
         {"output_residual_stream": [2]},
+        ask_lens(name="j", tokens=CHOSEN),
     ]
-    prompts = [tokens(n, seed=n) for n in (3, 40, 90, 20)]
+    prompts = [tokens(n, seed=n) for n in (3, 40, 90, 20, 30)]
+    lens = random_lens("jacobian", 5)
     if two.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
         with pytest.raises(UnsupportedError, match="lens: with pipeline parallelism"):
             two.run(prompts[:1], mixed[0])
         return
+    register(two.llm, "j", lens.for_engine())
     outputs = two.run(prompts, mixed, max_tokens=9)
+    unregister(two.llm, "j")
+    check_lens(outputs[4], hugging_face, lens=lens)
     for i in (0, 2):
         check_lens(outputs[i], hugging_face)
     rows = outputs[3].activations["residual_stream"]

@@ -10,6 +10,7 @@ import typer
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 
 from ._doctor import doctor
+from ._lens import lens_app
 from ._output import fail
 from ._probe import probe_app
 from ._vector import vector_app
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.add_typer(probe_app, name="probe")
 app.add_typer(vector_app, name="vector")
+app.add_typer(lens_app, name="lens")
 app.command()(view)
 app.command()(doctor)
 

@@ -201,6 +201,7 @@ class LensAPI(ServerCalls):
         children = children_of(self._server.process)
         super().close()
         self._probes.forget()
+        self.lenses.forget()
         reap(children)
 
     @override

@@ -18,6 +18,7 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LensRequest
 
 from ._host import VLLMAPI, ensure_adapter_loaded
+from ._lens_service import LensService
 from ._lora import adapter_of, announce
 from ._probe_service import ProbeService
 from ._response import LensFields
@@ -101,6 +102,11 @@ class ServerCalls(VLLMAPI):
     def _probes(self) -> ProbeService:
         """The probes at this server."""
         return ProbeService(self._send, self.model_name)
+
+    @cached_property
+    def lenses(self) -> LensService:
+        """The lenses at this server."""
+        return LensService(self._send)
 
     def fetch(self, handle: str) -> bytes:
         """Bytes behind a handle, in a worker thread of the event loop."""

@@ -20,9 +20,10 @@ def lens_rank(
     layers: Sequence[int] | None = None,
     position: int = -1,
 ) -> Scorer:
-    """Rank and log-probability of a token at each layer, as a logit lens read them.
+    """Rank and log-probability of a token at each layer, as a lens read them.
 
-    Reads what the solver `logit_lens` asked for, live or from a log. The rank counts the tokens
+    Reads what the solver `logit_lens` asked for, live or from a log: by the logit lens, or by a
+    tuned or Jacobian lens. The rank counts the tokens
     with a larger logit, so 0 is the most likely one.
 
     Args:

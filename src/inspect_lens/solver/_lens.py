@@ -10,7 +10,9 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import SpecError
+from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
+from inspect_lens.model._lens_service import LensLike, read_lens
 from inspect_lens.model._scope import require_lens
 from inspect_lens.spec import Positions
 
@@ -25,6 +27,7 @@ def logit_lens(
     top_k: int = 5,
     tokens: Sequence[int | str] = (),
     *,
+    lens: LensLike | None = None,
     target: str | None = None,
     positions: Positions | Sequence[int] = "all",
     inner: Solver | Agent | None = None,
@@ -32,12 +35,17 @@ def logit_lens(
     """Generate with a logit lens, or run a solver or an agent whose every call has one.
 
     The stream of each layer goes through the model's final norm and unembedding, inside the
-    engine. The scorer `lens_rank` reads the result; `activations(output).lens` has it as arrays.
+    engine. With `lens`, a tuned or Jacobian lens translates it first. The scorer `lens_rank` reads
+    the result; `activations(output).lens` has it as arrays.
 
     Args:
         layers: `all`, or layer numbers.
         top_k: most likely tokens to return for each layer and position.
         tokens: whose log-probability and rank to return: ids, or texts that are one token.
+        lens: a tuned or Jacobian lens; by default the logit lens. A text without a slash is a name
+            that is registered with the server. Others are a `Lens`, its path, or its name below
+            `lenses/`, which is registered when a sample first needs it. With a lens, `all` are the
+            layers that it translates, and the last one.
         target: a text whose first token is one of them, with `{}` for the sample's target: `" {}"`
             in the middle of a sentence, `"{}"` at the start of an answer.
         positions: tokens to read; the row of one predicts the next.
@@ -47,11 +55,13 @@ def logit_lens(
         The solver.
 
     Raises:
-        SpecError: a value is wrong; while it runs, a sample has no target.
+        ArtifactError: no such lens.
+        SpecError: a value is wrong; while it runs, a sample has no target, or the server refuses
+            the lens.
         UnsupportedError: when it runs, the model has no lens.
 
     Source:
-        nostalgebraist, "interpreting GPT: the logit lens" (2020).
+        nostalgebraist, "interpreting GPT: the logit lens" (2020). Tuned lens: arXiv:2303.08112.
 
     Example:
         <!-- test: server -->
@@ -78,6 +88,7 @@ def logit_lens(
         raise SpecError(f'target={target!r}; give a text with {{}} in it, such as " {{}}"')
     if target is None or top_k or tokens:
         lens_config(lens=asked, base=GenerateConfig())  # refuse a wrong spec before any sample
+    chosen_lens = None if lens is None else read_lens(lens)
     run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
@@ -85,7 +96,11 @@ def logit_lens(
         if target is not None:
             first = await _first_token(target, state.target.text)
             chosen = [*(token for token in chosen if token != first), first]
-        with lens_scope(lens=asked | {"tokens": chosen}):
+        name = chosen_lens
+        if isinstance(name, Lens):
+            api: Any = require_lens("logit_lens").api
+            name = await api.lenses.name_of(name)
+        with lens_scope(lens=asked | {"tokens": chosen, "name": name}):
             return await (generate(state) if run is None else run(state, generate))
 
     return solve

@@ -11,6 +11,14 @@ from ._check_edits import check_edits
 from ._check_lens import check_lens
 from ._eager import check_hooks, check_qk
 from ._encode import to_extra_args, to_wire_args
+from ._engine_lens import (
+    LENS_REFERENCE,
+    EngineLens,
+    LensEntry,
+    LensKind,
+    ResolvedLens,
+    check_engine_lens,
+)
 from ._facts import EngineFacts, rows_for
 from ._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
 from ._lens import LENS_NAME, MOST_TOKENS, MOST_TOP_K, LensReceipt, LensTable, LogitLens
@@ -105,6 +113,7 @@ __all__ = [
     "LARGEST_NORM",
     "LENS_KEYS",
     "LENS_NAME",
+    "LENS_REFERENCE",
     "MOST_INSTRUCTIONS",
     "MOST_TOKENS",
     "MOST_TOP_K",
@@ -130,6 +139,7 @@ __all__ = [
     "Edit",
     "EditBase",
     "EngineFacts",
+    "EngineLens",
     "EnginePath",
     "EngineProbe",
     "FunctionCode",
@@ -141,6 +151,8 @@ __all__ = [
     "Kind",
     "Latent",
     "Layers",
+    "LensEntry",
+    "LensKind",
     "LensReceipt",
     "LensRequest",
     "LensTable",
@@ -159,6 +171,7 @@ __all__ = [
     "Reduce",
     "Renormalise",
     "Replace",
+    "ResolvedLens",
     "Rotate",
     "RowDType",
     "Scale",
@@ -180,6 +193,7 @@ __all__ = [
     "Zero",
     "as_tensor_data",
     "check_edits",
+    "check_engine_lens",
     "check_engine_pool",
     "check_function_name",
     "check_hooks",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ._capture import Layers, Transport, parse_layers
+from ._names import check_name
 from ._positions import Positions, parse_positions
 from ._strict import integer, shown
 
@@ -49,8 +50,13 @@ class LogitLens(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    name: str | None = None
+    """Registered tuned or Jacobian lens that translates each row before the final norm; None reads
+    rows as they are, which is the logit lens."""
+
     layers: Layers = "all"
-    """`all`, or 0-based layer numbers; results are stacked in ascending order."""
+    """`all`, or 0-based layer numbers; results are stacked in ascending order. With a name, `all`
+    are the layers that this lens translates, and the last layer."""
 
     top_k: int = 5
     """Most likely tokens to return for each layer and position: 0 to 100."""
@@ -64,6 +70,11 @@ class LogitLens(BaseModel):
 
     transport: Transport = Field(default="auto")
     """As in `CaptureSpec`."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> str | None:
+        return None if value is None else check_name(value)
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -149,8 +160,12 @@ class LensReceipt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["logit"] = "logit"
+    kind: Literal["logit", "tuned", "jacobian"] = "logit"
     """Which lens it was."""
+    name: str | None = None
+    """Name under which a tuned or Jacobian lens is registered."""
+    sha256: str | None = None
+    """Of that lens."""
     layers: tuple[int, ...]
     """Layers, ascending: the first axis of the tensor."""
     n_positions: int

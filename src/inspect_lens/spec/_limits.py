@@ -17,6 +17,8 @@ __all__ = ["TensorLimits"]
 _KEY = "inspect_lens_limits"
 PROBE_BYTES = 1 << 28
 """Of one tensor of a probe."""
+LENS_BYTES = 1 << 30
+"""Of one tensor of a lens that a client sends; an operator's comes from a file."""
 
 
 class TensorLimits:
@@ -147,6 +149,29 @@ class TensorLimits:
                 "most; use fewer units or heads"
             )
 
+    def judge_lens(self, shape: tuple[int, ...], itemsize: int, *, axes: str) -> None:
+        """Judge the declared shape of a tensor of a lens.
+
+        Args:
+            shape: as declared.
+            itemsize: bytes of a value.
+            axes: names of the axes; `h` is the width and `l` are layers.
+
+        Raises:
+            SpecError: it does not fit the model, or is too large.
+        """
+        if len(shape) != len(axes):
+            raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
+        self._judge_layers(shape)
+        for axis in range(1, len(axes)):
+            self._judge_width(shape[: axis + 1])
+        if (n_bytes := math.prod(shape) * itemsize) > LENS_BYTES:
+            raise SpecError(
+                f"shape {shape} has {n_bytes} bytes; a tensor of a lens that a client sends has "
+                f"{LENS_BYTES} at most; store it as float16, leave out layers, or register it at "
+                "the server's start with INSPECT_LENS_REGISTER"
+            )
+
     def _judge_layers(self, shape: tuple[int, ...]) -> None:
         if shape[0] > self._n_layers:
             raise SpecError(
@@ -179,4 +204,13 @@ def probe_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:
     if limits is None:
         return None
     judge: Callable[..., None] = limits.judge_probe
+    return lambda shape, itemsize: judge(shape, itemsize, axes=axes)
+
+
+def lens_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:
+    """What judges the shape of a tensor of a lens; None where no engine is known."""
+    limits = limits_of(info)
+    if limits is None:
+        return None
+    judge: Callable[..., None] = limits.judge_lens
     return lambda shape, itemsize: judge(shape, itemsize, axes=axes)

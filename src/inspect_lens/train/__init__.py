@@ -1,6 +1,7 @@
-"""Train probes and steering vectors on activations, offline.
+"""Train probes and steering vectors on activations, and lenses on texts, offline.
 
-Activations and labels go in, and a probe with its card comes out.
+Activations and labels go in, and a probe with its card comes out. A model and texts go in, and a
+lens comes out.
 """
 
 from ._baselines import (
@@ -31,7 +32,9 @@ from ._heads import (
     MultiMaxProbe,
     RollingAttentionProbe,
 )
+from ._jacobian_lens import fit_jacobian_lens
 from ._lat import LATProbe
+from ._lens_quality import evaluate_lens
 from ._logistic import LogisticProbe, PressureLogisticProbe
 from ._massmean import LDAProbe, MassMeanProbe
 from ._persona import persona_pairs, persona_vector
@@ -62,6 +65,7 @@ from ._store_set import StoreSet
 from ._stream import fit_stream
 from ._torch_logistic import CCSProbe, TorchLogisticProbe
 from ._train import train_probe
+from ._tuned_lens import fit_tuned_lens
 from ._vector_check import VectorScore, evaluate_vector
 from ._vectors import VectorMethod, VectorRows, extract_vector, pair_set
 
@@ -115,13 +119,16 @@ __all__ = [
     "calibrate",
     "cascade_frontier",
     "erase",
+    "evaluate_lens",
     "evaluate_probe",
     "evaluate_vector",
     "extract_vector",
     "fit_condition",
+    "fit_jacobian_lens",
     "fit_on",
     "fit_stream",
     "fit_threshold",
+    "fit_tuned_lens",
     "from_arrays",
     "from_hf",
     "from_nnsight",

@@ -40,7 +40,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 11
+VERSION = 12
 
 
 USES_KEY = "uses"
@@ -162,7 +162,7 @@ class Envelope:
                 "pid": self.pid,
                 HASH_KEY: self.steer_hash,
                 KEPT_KEY: self._kept,
-                LENS_KEY: self.lens is not None,
+                LENS_KEY: None if self.lens is None else self.lens.lens,
                 "rows": msgspec.msgpack.encode(
                     (
                         self.n_prompt,

@@ -1,4 +1,4 @@
-"""What a worker and a front-end have to know of one request's logit lens."""
+"""What a worker and a front-end have to know of one request's lens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
     DType,
     EngineFacts,
     LogitLens,
+    ResolvedLens,
     TapPoint,
     resolve_positions,
     tap_points,
@@ -24,7 +26,8 @@ __all__ = ["LENS_KEY", "LensEnvelope", "LensForm", "seal_lens"]
 
 
 LENS_KEY = "lens"
-"""Of a packed envelope: whether a lens is asked for, which all ranks read together."""
+"""Of a packed envelope: hash of the lens that is asked for, empty for the logit lens, None without
+one. All ranks read together."""
 
 
 class LensForm(NamedTuple):
@@ -35,6 +38,8 @@ class LensForm(NamedTuple):
     top_k: int
     tokens: tuple[int, ...]
     """Ids of the chosen tokens."""
+    lens: str = ""
+    """Hash of the lens that translates rows first; empty where none does."""
 
     @property
     def columns(self) -> int:
@@ -62,11 +67,17 @@ class LensEnvelope:
     """Sorted explicit positions, or None for the whole range."""
     transport: str
     """How the response carries the result; the worker does not care."""
+    lens: str = ""
+    """Hash of the registered lens that translates rows first; empty for the logit lens."""
+    kind: str = "logit"
+    """Which lens it is, for the receipt."""
+    name: str | None = None
+    """Under which it is registered, for the receipt."""
 
     @property
     def form(self) -> LensForm:
         """What is made of each row."""
-        return LensForm(self.layers, self.top_k, self.tokens)
+        return LensForm(self.layers, self.top_k, self.tokens, self.lens)
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -116,7 +127,8 @@ def seal_lens(
         n_max: tokens that are fed at most.
 
     Raises:
-        SpecError: a position lies outside the request, or a mask is not as long as the prompt.
+        SpecError: a position lies outside the request, a mask is not as long as the prompt, or the
+            name of the lens has not been looked up.
     """
     if lens is None:
         return None
@@ -129,6 +141,9 @@ def seal_lens(
     else:
         listed = tuple(sorted(where))
         lo, hi = (listed[0], listed[-1] + 1) if listed else (0, 0)
+    entry = lens.entry if isinstance(lens, ResolvedLens) else None
+    if entry is None and lens.name is not None:
+        raise SpecError(f"lens.name: {lens.name!r} has not been looked up")
     return LensEnvelope(
         layers=tuple(range(facts.n_layers)) if lens.layers == "all" else lens.layers,
         top_k=lens.top_k,
@@ -137,4 +152,7 @@ def seal_lens(
         hi=hi,
         positions=listed,
         transport=lens.transport,
+        lens="" if entry is None else entry.sha256,
+        kind="logit" if entry is None else entry.kind,
+        name=lens.name,
     )

@@ -1,10 +1,10 @@
-"""A stepper whose requests may ask what rows predict: the logit lens.
+"""A stepper whose requests may ask what rows predict: the logit lens, or a registered lens.
 
-The rows of a step lie in the ring when it has run. Those of requests that ask go through the
-model's final norm and unembedding, in pieces, before the step's results are sent. Nothing is done
-in other steps. Where the vocabulary is split over ranks all of them take part: which requests of a
-step ask is known to each from the scheduler, so they agree in words first, and then go on by what
-all of them said.
+The rows of a step lie in the ring when it has run. Those of requests that ask go through the lens
+that they name, if any, and the model's final norm and unembedding, in pieces, before the step's
+results are sent. Nothing is done in other steps. Where the vocabulary is split over ranks all of
+them take part: which requests of a step ask is known to each from the scheduler, so they agree in
+words first, and then go on by what all of them said.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from inspect_lens._engine.protocol.lens import LENS_KEY, LensForm
 from inspect_lens._engine.protocol.messages import LENS
 from inspect_lens._engine.readout.logit_lens import read_logits, rows_at_once
 from inspect_lens._engine.readout.reduce import Part
-from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens._engine.readout.translate import LensStore, Span, Translator
+from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import EnginePath
 
 from .stepper import Stepper
@@ -88,6 +89,10 @@ class LensStepper(Stepper):
         """Whether this rank sends what all of them have computed."""
         self._asking: set[str] = set()
         """Live requests with a lens; one that failed here is there until it is over."""
+        self.lenses = LensStore(self.state.ring.device)
+        """Registered lenses."""
+        self._named: dict[str, tuple[str, Translator]] = {}
+        """Of live requests that name a lens: its hash, and the lens itself, which they keep."""
 
     @property
     def is_watching(self) -> bool:
@@ -97,17 +102,27 @@ class LensStepper(Stepper):
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
         """See `Stepper.add`."""
         super().add(key, envelope)
-        if not envelope.get(LENS_KEY):
+        sha256 = envelope.get(LENS_KEY)
+        if sha256 is None:
             return
         self._asking.add(key)
+        problem: LensError | None = None
         if self.head is None:
+            problem = UnsupportedError(f"lens: {self.no_head}")
+        elif sha256:
+            try:
+                self._named[key] = sha256, self.lenses.get(sha256)
+            except LensError as error:
+                problem = error
+        if problem is not None:
             self.take_up()
             if key in self._roster.by_key:
-                self._fail(key, UnsupportedError(f"lens: {self.no_head}"))
+                self._fail(key, problem)
 
     def remove(self, key: str) -> None:
         """See `Stepper.remove`."""
         self._asking.discard(key)
+        self._named.pop(key, None)
         super().remove(key)
 
     def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
@@ -186,12 +201,17 @@ class LensStepper(Stepper):
         """What the rows of each form predict."""
         at_once = rows_at_once(head.vocab)
         problem: Exception | None = None
+        lenses = dict(self._named.values())
         for form, requests in work:
             index = np.concatenate([request.index for request in requests], axis=1)
             flat = index.reshape(-1)
             made: list[torch.Tensor] = []
             for a in range(0, len(flat), at_once):
-                logits = head.logits(partial(self._rows, flat[a : a + at_once], problem))
+                rows = partial(self._rows, flat[a : a + at_once], problem)
+                if form.lens:
+                    spans = _spans(form.layers, index.shape[1], a, min(a + at_once, len(flat)))
+                    rows = partial(_translated, rows, lenses, form.lens, spans)
+                logits = head.logits(rows)
                 if not self._is_first:
                     continue
                 try:
@@ -209,6 +229,36 @@ class LensStepper(Stepper):
         if problem is not None:
             raise problem
         return self._exporter.copier.select(self.state.ring[None], index)[0]
+
+
+def _translated(
+    rows: Callable[[], torch.Tensor],
+    lenses: Mapping[str, Translator],
+    sha256: str,
+    spans: Sequence[Span],
+) -> torch.Tensor:
+    """Rows as a lens translates them; what is missing is told to all ranks, as by `rows`."""
+    return lenses[sha256](rows(), spans)
+
+
+def _spans(layers: Sequence[int], n: int, start: int, stop: int) -> list[Span]:
+    """Layers of some of the rows of a form, which has `n` of each layer, one layer behind another.
+
+    Args:
+        layers: of the form.
+        n: rows of each of them.
+        start: first row.
+        stop: one past the last row.
+
+    Returns:
+        The layers, with rows counted from `start`.
+    """
+    of_each = ((layer, i * n, (i + 1) * n) for i, layer in enumerate(layers))
+    return [
+        Span(layer, max(a, start) - start, min(b, stop) - start)
+        for layer, a, b in of_each
+        if a < stop and b > start
+    ]
 
 
 def _part(numbers: torch.Tensor, requests: list[_Request]) -> Part:

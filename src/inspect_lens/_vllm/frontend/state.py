@@ -22,7 +22,7 @@ from inspect_lens._vllm.http.responses import install_when_serving, is_serving, 
 from inspect_lens._vllm.http.shared_payloads import open_door
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.prompt_rows import keeps_rows
-from inspect_lens._vllm.registered.registry import Registry, parse_item, start_items
+from inspect_lens._vllm.registered.registry import Given, Registry, parse_shared, start_items
 from inspect_lens._vllm.registered.sealed_batches import MOST_BYTES, SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
@@ -30,9 +30,11 @@ from inspect_lens._vllm.sinks.process import Sinks
 from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
+    EngineLens,
     EngineProbe,
+    LensEntry,
     LensRequest,
-    SteeringVector,
+    check_engine_lens,
     check_probe,
     check_request,
     forget_parsed,
@@ -90,7 +92,7 @@ class FrontEnd:
         self.results.n_processes = self.n_processes
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
-                names = SharedNames(folder_of_siblings(), parse_item)
+                names = SharedNames(folder_of_siblings(), parse_shared)
                 self.registry.share(names)
                 open_door(names.folder, payloads)
                 self.siblings = names.folder
@@ -158,8 +160,8 @@ class FrontEnd:
             cache.clear()
 
     def register(
-        self, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
-    ) -> EngineProbe | None:
+        self, name: str, item: Given, *, replace: bool = False
+    ) -> EngineProbe | LensEntry | None:
         """Note a name; the workers are told by the caller.
 
         Returns:
@@ -171,9 +173,7 @@ class FrontEnd:
         self.check(name, item, replace=replace)
         return self.registry.add(name, item, replace=replace)
 
-    def check(
-        self, name: str, item: EngineProbe | SteeringVector, *, replace: bool = False
-    ) -> None:
+    def check(self, name: str, item: Given, *, replace: bool = False) -> None:
         """Judge what is to be registered.
 
         A process may have had several engines; what one of them can use is taken, and each request
@@ -191,6 +191,8 @@ class FrontEnd:
                     raise not_served(facts)
                 if isinstance(item, EngineProbe):
                     check_probe(item, facts, f"probe {name!r}")
+                elif isinstance(item, EngineLens):
+                    check_engine_lens(item, facts, f"lens {name!r}")
                 else:
                     check_request(LensRequest(steer=(item,)), facts)
                 return
@@ -199,7 +201,7 @@ class FrontEnd:
         if problem is not None:
             raise problem
 
-    def unregister(self, name: str) -> EngineProbe | None:
+    def unregister(self, name: str) -> EngineProbe | LensEntry | None:
         """Forget a name; see `Registry.remove`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""HTTP routes of the registry: probes and vectors that requests refer to by name."""
+"""HTTP routes of the registry: probes, vectors and lenses that requests refer to by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.registry import parse_item
 from inspect_lens.errors import LensError, SpecError
-from inspect_lens.spec import EngineFacts, EngineProbe, TensorLimits, check_name
+from inspect_lens.spec import (
+    EngineFacts,
+    EngineLens,
+    EngineProbe,
+    LensEntry,
+    TensorLimits,
+    check_name,
+)
 
 from .write_key import UNAUTHORIZED, may_write
 
@@ -35,14 +42,20 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
         body = _refusal(error)
         return JSONResponse(body, status_code=body["error"]["code"])
 
-    async def tell_workers(request: Any, probe: EngineProbe, remove: bool) -> None:
+    async def tell_workers(
+        request: Any, item: EngineProbe | EngineLens | LensEntry, remove: bool
+    ) -> None:
         engine = request.app.state.engine_client
-        answers = await engine.collective_rpc(
-            "inspect_lens_register", args=(probe.model_dump(mode="json"), remove)
-        )
-        raise_first([answer for answer in answers or () if isinstance(answer, str)])
+        # A lens may have gigabytes, and the event loop is everybody's.
+        body = await asyncio.to_thread(item.model_dump, mode="json")
+        answers = await engine.collective_rpc("inspect_lens_register", args=(body, remove))
+        problems = [answer for answer in answers or () if isinstance(answer, str)]
+        if problems and isinstance(item, EngineLens):
+            # Other workers had room for it.
+            await tell_workers(request, item.entry, True)
+        raise_first(problems)
 
-    async def forget(request: Any, unused: EngineProbe | None) -> None:
+    async def forget(request: Any, unused: EngineProbe | LensEntry | None) -> None:
         if unused is not None:
             await tell_workers(request, unused, True)
 
@@ -55,7 +68,7 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
         try:
             name, item, replace = await _asked(request, front_end().facts)
             # The workers first: a name that can be used is known everywhere.
-            if isinstance(item, EngineProbe):
+            if isinstance(item, EngineProbe | EngineLens):
                 front_end().check(name, item, replace=replace)
                 await tell_workers(request, item, False)
             await forget(request, front_end().register(name, item, replace=replace))
@@ -98,7 +111,9 @@ async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, boo
     if not isinstance(replace, bool):
         raise SpecError(f"replace={replace!r}; allowed are true and false")
     limits = None if facts is None else TensorLimits.of(facts)
-    return *await asyncio.to_thread(parse_item, body, limits), replace
+    name, item = await asyncio.to_thread(parse_item, body, limits)
+    await asyncio.to_thread(item.reference)  # its hash, which is kept
+    return name, item, replace
 
 
 def _refusal(error: LensError) -> dict[str, Any]:

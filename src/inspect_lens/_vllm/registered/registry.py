@@ -1,4 +1,4 @@
-"""Probes and steering vectors that requests refer to by name."""
+"""Probes, steering vectors and lenses that requests refer to by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from pydantic import ValidationError
 from inspect_lens._engine.protocol.envelope import Envelope, uses_of
 from inspect_lens._settings import Settings
 from inspect_lens.errors import ArtifactError, CapacityError, SpecError
+from inspect_lens.lens import is_lens, load_lens
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import (
+    EngineLens,
     EngineProbe,
+    LensEntry,
     LensRequest,
     ProbeUse,
     SteeringVector,
@@ -30,9 +33,15 @@ from inspect_lens.spec import (
 from .probe_scores import Reads
 from .shared_names import SharedNames
 
-__all__ = ["Registry", "parse_item", "start_items"]
+__all__ = ["Given", "Item", "Registry", "parse_item", "parse_shared", "start_items"]
 
-Item = EngineProbe | SteeringVector
+Item = EngineProbe | SteeringVector | LensEntry
+"""What a front-end keeps; of a lens, the workers have the tensors."""
+
+Given = EngineProbe | SteeringVector | EngineLens
+"""What is given to be registered."""
+
+_WORDS = {EngineProbe: "probe", SteeringVector: "vector", LensEntry: "lens", None: "name"}
 
 _READS_MOST = 64
 
@@ -41,7 +50,7 @@ class Registry:
     """What one front-end process knows by name, or several together."""
 
     def __init__(
-        self, items: Mapping[str, Item] | None = None, settings: Settings | None = None
+        self, items: Mapping[str, Given] | None = None, settings: Settings | None = None
     ) -> None:
         """Know some names from the start.
 
@@ -63,7 +72,7 @@ class Registry:
         """By identity of what is sent of the uses."""
         for name, item in (items or {}).items():
             check_name(name)
-            self._items[name] = item
+            self._items[name] = _kept(item)
         self._changed()
 
     @property
@@ -105,38 +114,41 @@ class Registry:
                     self._changed()
             yield
 
-    def check(self, name: str, item: Item, *, replace: bool = False) -> None:
+    def check(self, name: str, item: Given, *, replace: bool = False) -> None:
         """Refuse what `add` would refuse now, before workers are told of it.
 
         Raises:
             LensError: see `add`.
         """
         with self._changing():
-            self._check(name, item, replace=replace)
+            self._check(name, _kept(item), replace=replace)
 
-    def add(self, name: str, item: Item, *, replace: bool = False) -> EngineProbe | None:
+    def add(
+        self, name: str, item: Given, *, replace: bool = False
+    ) -> EngineProbe | LensEntry | None:
         """Register something.
 
         Args:
             name: for requests.
-            item: a probe or a vector.
+            item: a probe, a vector or a lens.
             replace: whether the name may stand for something else so far.
 
         Returns:
-            A probe that was replaced, and that no other name stands for.
+            A probe or a lens that was replaced, and that no other name stands for.
 
         Raises:
             SpecError: the name is empty, or stands for something else; or the item is too large.
             CapacityError: as much is registered as the settings allow, or the disk is full.
         """
+        kept = _kept(item)
         with self._changing():
-            self._check(name, item, replace=replace)
+            self._check(name, kept, replace=replace)
             known = self._items.get(name)
-            if known is not None and known.reference() == item.reference():
+            if known is not None and known.reference() == kept.reference():
                 return None
             if self._shared is not None:
-                self._shared.put(name, item)
-            self._items[name] = item
+                self._shared.put(name, kept)
+            self._items[name] = kept
             self._changed()
             return self._unused(known)
 
@@ -161,6 +173,9 @@ class Registry:
                 f"{len(self._items)} names are registered, and allowed are "
                 f"{limits.registry_names}; remove some, or raise INSPECT_LENS_REGISTRY_NAMES"
             )
+        if isinstance(item, LensEntry):
+            self._check_room(name, item)
+            return
         others = sum(_nbytes(i) for n, i in self._items.items() if n != name)
         if others + _nbytes(item) > limits.registry_bytes:
             raise CapacityError(
@@ -168,18 +183,29 @@ class Registry:
                 f"{limits.registry_bytes}; remove some, or raise INSPECT_LENS_REGISTRY_BYTES"
             )
 
-    def _unused(self, item: Item | None) -> EngineProbe | None:
-        """A probe that was taken out, if no other name stands for it."""
-        if not isinstance(item, EngineProbe):
+    def _check_room(self, name: str, lens: LensEntry) -> None:
+        """Refuse a lens that does not fit on the devices; one that it replaces is still there."""
+        known = {i.sha256: i.nbytes for i in self._items.values() if isinstance(i, LensEntry)}
+        others = sum(n for sha256, n in known.items() if sha256 != lens.sha256)
+        if others + lens.nbytes > self._settings.lens_bytes:
+            raise CapacityError(
+                f"lens {name!r} has {lens.nbytes} bytes, other lenses have {others}, and allowed "
+                f"are {self._settings.lens_bytes} on each device; remove some, store it as "
+                "float16, or raise INSPECT_LENS_LENS_BYTES"
+            )
+
+    def _unused(self, item: Item | None) -> EngineProbe | LensEntry | None:
+        """A probe or a lens that was taken out, if no other name stands for it."""
+        if not isinstance(item, EngineProbe | LensEntry):
             return None
-        left = {probe.sha256 for probe in self.probes.values()}
+        left = {i.sha256 for i in self._items.values() if isinstance(i, EngineProbe | LensEntry)}
         return None if item.sha256 in left else item
 
-    def remove(self, name: str) -> EngineProbe | None:
+    def remove(self, name: str) -> EngineProbe | LensEntry | None:
         """Forget a name.
 
         Returns:
-            A probe that no other name stands for, which the workers may forget.
+            A probe or a lens that no other name stands for, which the workers may forget.
 
         Raises:
             SpecError: it is not registered.
@@ -199,11 +225,17 @@ class Registry:
         return {name: item.reference() for name, item in sorted(self._items.items())}
 
     def resolve(self, request: LensRequest) -> LensRequest:
-        """Put registered vectors in the place of their names, and check the names of probes.
+        """Put vectors and lenses in the place of their names, and check the names of probes.
 
         Raises:
-            SpecError: a name is not registered, or stands for the other kind.
+            SpecError: a name is not registered, or stands for another kind; or a lens does not
+                translate a layer.
         """
+        if request.lens is not None and (name := request.lens.name) is not None:
+            entry = self._items.get(name)
+            if not isinstance(entry, LensEntry):
+                raise SpecError(f"lens.name: {self._unknown(name, LensEntry)}")
+            request = request.model_copy(update={"lens": entry.resolve(request.lens)})
         if not request.steer_named and not request.probes:
             return request
         for use in request.probes:
@@ -272,22 +304,28 @@ class Registry:
 
     def _unknown(self, name: str, kind: type[Item] | None = None) -> str:
         known = [n for n, i in self._items.items() if kind is None or isinstance(i, kind)]
-        what = {EngineProbe: "probe", SteeringVector: "vector", None: "name"}[kind]
         return (
-            f"no {what} is registered as {name!r}; registered are {sorted(known) or 'none'}; "
-            "register it with POST /v1/inspect_lens/registry, inspect_lens.engine.register or "
-            "INSPECT_LENS_REGISTER"
+            f"no {_WORDS[kind]} is registered as {name!r}; registered are "
+            f"{sorted(known) or 'none'}; register it with POST /v1/inspect_lens/registry, "
+            "inspect_lens.engine.register or INSPECT_LENS_REGISTER"
         )
 
 
+def _kept(item: Given) -> Item:
+    """What is kept of something that is registered."""
+    return item.entry if isinstance(item, EngineLens) else item
+
+
 def _nbytes(item: Item) -> int:
+    if isinstance(item, LensEntry):
+        return 0  # of the workers; they have a limit of their own
     if isinstance(item, EngineProbe):
         return sum(tensor.nbytes for tensor in item.tensors.values())
     return item.activations.nbytes
 
 
-def parse_item(body: Mapping[str, Any], limits: TensorLimits | None = None) -> tuple[str, Item]:
-    """Read `{"name": …, "probe": {…}}` or `{"name": …, "vector": {…}}`.
+def parse_item(body: Mapping[str, Any], limits: TensorLimits | None = None) -> tuple[str, Given]:
+    """Read `{"name": …, "probe": {…}}`, or `vector` or `lens` in the place of `probe`.
 
     Args:
         body: the JSON.
@@ -296,12 +334,16 @@ def parse_item(body: Mapping[str, Any], limits: TensorLimits | None = None) -> t
     Raises:
         SpecError: anything else.
     """
-    kinds: dict[str, type[Item]] = {"probe": EngineProbe, "vector": SteeringVector}
+    kinds: dict[str, type[Given]] = {
+        "probe": EngineProbe,
+        "vector": SteeringVector,
+        "lens": EngineLens,
+    }
     given = [kind for kind in kinds if kind in body]
     if len(given) != 1 or set(body) - {"name", *kinds}:
         raise SpecError(
-            f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and 'probe' "
-            "or 'vector'"
+            f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
+            "of 'probe', 'vector' and 'lens'"
         )
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context
@@ -311,12 +353,20 @@ def parse_item(body: Mapping[str, Any], limits: TensorLimits | None = None) -> t
         raise SpecError(f"{given[0]}: {explain(error)}") from None
 
 
-def start_items(setting: str) -> dict[str, Item]:
+def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
+    """Read what another front-end of the same engine keeps of a registered name."""
+    if "entry" in body:
+        return body["name"], LensEntry.model_validate(body["entry"])
+    name, item = parse_item(body)
+    return name, _kept(item)
+
+
+def start_items(setting: str) -> dict[str, Given]:
     """Read what INSPECT_LENS_REGISTER names.
 
     Args:
         setting: `name=path` pairs, separated by commas; a path is the folder of a trained probe
-            or a JSON file as `parse_item` reads it.
+            or of a fitted lens, or a JSON file as `parse_item` reads it.
 
     Returns:
         The items by name.
@@ -324,13 +374,15 @@ def start_items(setting: str) -> dict[str, Item]:
     Raises:
         SpecError: a pair or a file that cannot be read.
     """
-    items: dict[str, Item] = {}
+    items: dict[str, Given] = {}
     for pair in filter(None, (part.strip() for part in setting.split(","))):
         name, equals, path = pair.partition("=")
         if not equals:
             raise SpecError(f"INSPECT_LENS_REGISTER: {pair!r}; give name=path, comma-separated")
         try:
-            if Path(path).is_dir():
+            if is_lens(path):
+                items[name] = load_lens(path).for_engine()
+            elif Path(path).is_dir():
                 probe = load_probe(path)
                 if not isinstance(probe, Probe):
                     raise ValueError(f"a {type(probe).__name__} has no form for the engine yet")

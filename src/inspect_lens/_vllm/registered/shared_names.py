@@ -17,18 +17,26 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from inspect_lens._engine.collect.temp_dirs import PREFIX, hold, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
-from inspect_lens.spec import EngineProbe, SteeringVector
+from inspect_lens.spec import EngineProbe, LensEntry, SteeringVector
 
 __all__ = ["SharedNames", "folder_of_siblings"]
 
-Item = EngineProbe | SteeringVector
+Item = EngineProbe | SteeringVector | LensEntry
+
+
+_KINDS: Final[Mapping[type, str]] = {
+    EngineProbe: "probe",
+    SteeringVector: "vector",
+    LensEntry: "entry",
+}
+"""Key of each kind in a file."""
 
 
 def folder_of_siblings() -> Path:
@@ -48,7 +56,7 @@ class SharedNames:
 
         Args:
             folder: of this engine's servers.
-            parse: reads the body of a registration.
+            parse: reads what `put` writes.
 
         Raises:
             PermissionError: somebody else has made it.
@@ -108,7 +116,7 @@ class SharedNames:
         Raises:
             CapacityError: it could not be written; the name stands for what it stood for.
         """
-        kind = "probe" if isinstance(item, EngineProbe) else "vector"
+        kind = _KINDS[type(item)]
         body = json.dumps({"name": name, kind: item.model_dump(mode="json")})
         file = f"{self._stem(name)}-{int(self._count[0])}.json"
         before = list(self.folder.glob(f"{self._stem(name)}-*.json"))

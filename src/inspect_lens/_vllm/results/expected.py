@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import inspect_lens
 from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
@@ -195,6 +195,9 @@ def _lens_receipt(lens: LensEnvelope, n_fed: int) -> LensReceipt:
     positions = lens.fed(n_fed)
     first, listed = _first_or_all(positions)
     return LensReceipt(
+        kind=cast("Any", lens.kind),
+        name=lens.name,
+        sha256=lens.lens or None,
         layers=lens.layers,
         n_positions=len(positions),
         first_position=first,

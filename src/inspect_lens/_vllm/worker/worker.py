@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
+from inspect_lens._engine.step.lens_stepper import LensStepper
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
@@ -31,7 +32,17 @@ from inspect_lens._vllm.model.submodules import block_module, check_reduced
 from inspect_lens._vllm.model.unembedding import VocabHead
 from inspect_lens._vllm.registered.registry import start_items
 from inspect_lens.errors import CompatError, UnsupportedError
-from inspect_lens.spec import EngineFacts, EngineProbe, TapPoint, rows_for
+from inspect_lens.spec import (
+    EngineFacts,
+    EngineLens,
+    EngineProbe,
+    LensEntry,
+    LensKind,
+    SteeringVector,
+    TapPoint,
+    check_engine_lens,
+    rows_for,
+)
 
 from .agreement import agree
 from .check_requests import steered_row
@@ -89,31 +100,41 @@ def stats(worker: Any) -> dict[str, int]:
     }
 
 
-def register(worker: Any, probe: dict[str, Any], remove: bool = False) -> bool | str:
-    """Make a probe known to this worker, or forget it; called on all workers by name.
+def register(worker: Any, item: dict[str, Any], remove: bool = False) -> bool | str:
+    """Make a probe or a lens known to this worker, or forget it; called on all workers by name.
 
     Args:
         worker: vLLM's.
-        probe: wire form of an `EngineProbe`.
+        item: wire form of an `EngineProbe` or an `EngineLens`; to forget a lens, its `LensEntry`.
         remove: whether to forget it.
 
     Returns:
         Whether the lens is active in this worker; as text, what went wrong: an exception here would
         be one of the engine's.
     """
-    stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    stepper: LensStepper | None = getattr(worker.model_runner, "inspect_lens", None)
     try:
         if stepper is not None:
-            parsed = EngineProbe.model_validate(probe)
-            if remove:
-                stepper.probes.remove(parsed.sha256)
+            is_lens = item.get("kind") in get_args(LensKind)
+            if remove and is_lens:
+                stepper.lenses.remove(LensEntry.model_validate(item).sha256)
+            elif remove:
+                stepper.probes.remove(EngineProbe.model_validate(item).sha256)
             else:
-                stepper.probes.add(parsed)
+                _know(stepper, (EngineLens if is_lens else EngineProbe).model_validate(item))
     except BaseException as error:
         if ends_process(error):
             raise
         return f"{type(error).__name__}: {error}"
     return stepper is not None
+
+
+def _know(stepper: LensStepper, item: EngineProbe | EngineLens | SteeringVector) -> None:
+    """Make something known that workers have to have; vectors come with each request."""
+    if isinstance(item, EngineProbe):
+        stepper.probes.add(item)
+    elif isinstance(item, EngineLens):
+        stepper.lenses.add(item)
 
 
 def exported_taps(worker: Any) -> list[str]:
@@ -174,9 +195,13 @@ def _install(worker: Any, settings: Settings) -> None:
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
     warm_up_readout(state.ring, state.scratch)
     stepper.probes.most_bytes = settings.probe_bytes
-    for item in start_items(settings.register).values():
-        if isinstance(item, EngineProbe):
-            stepper.probes.add(item)
+    stepper.lenses.most_bytes = settings.lens_bytes
+    for name, item in start_items(settings.register).items():
+        if isinstance(item, EngineLens):
+            check_engine_lens(item, facts, f"INSPECT_LENS_REGISTER: {name}")
+        _know(stepper, item)
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += stepper.lenses.nbytes
     _give_head(stepper, runner.get_model(), blocks, facts)
     runner.inspect_lens = stepper
     # The two model runners of vLLM; the newer one keeps per-model state in an object.

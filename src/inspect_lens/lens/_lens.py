@@ -1,0 +1,197 @@
+"""`Lens`: one translation per layer, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import EngineLens, SteeringVector, as_tensor_data
+
+from ._card import LensCard
+from ._files import write_lens_files
+
+__all__ = ["Lens"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Lens:
+    """A tuned lens or a Jacobian lens.
+
+    A row `h` of a layer becomes `h + A h + b` (tuned) or `J h` (jacobian). The model's final norm
+    and unembedding make a prediction of it.
+
+    Args:
+        matrix: (layers, hidden, hidden) float32 or float16; `A` or `J`, whose rows are outputs.
+        bias: (layers, hidden) float32 of a tuned lens, else None.
+        card: kind, layers, width and provenance.
+        path: folder that it was loaded from.
+
+    Raises:
+        SpecError: shapes disagree with the card, or a value is not finite.
+
+    Source:
+        Tuned lens: Belrose et al. 2023, arXiv:2303.08112.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.lens import Lens, LensCard
+
+        card = LensCard(name="mine/double", kind="jacobian", n_layers=6, layers=(2,), hidden=4)
+        lens = Lens(matrix=2 * np.eye(4)[None], card=card)
+        assert lens.translate(np.ones((1, 4)), layer=2).tolist() == [[2.0, 2.0, 2.0, 2.0]]
+        ```
+    """
+
+    matrix: NDArray[np.float32] | NDArray[np.float16]
+    card: LensCard
+    bias: NDArray[np.float32] | None = None
+    path: Path | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        card, n = self.card, len(self.card.layers)
+        given = np.asarray(self.matrix)
+        half = given.dtype == np.float16
+        found: dict[str, Any] = {"matrix": np.array(given, np.float16 if half else np.float32)}
+        if (self.bias is None) != (card.kind == "jacobian"):
+            raise SpecError(
+                f"bias: {'none' if self.bias is None else 'given'} of a {card.kind} lens; a tuned "
+                "lens has one, and a Jacobian lens has none"
+            )
+        if self.bias is not None:
+            found["bias"] = np.array(self.bias, np.float32)
+        shapes = {"matrix": (n, card.hidden, card.hidden), "bias": (n, card.hidden)}
+        for name, array in found.items():
+            if array.shape != shapes[name]:
+                raise SpecError(
+                    f"{name}: shape {array.shape}; allowed is {shapes[name]} for {n} layers of "
+                    f"width {card.hidden}"
+                )
+            if not np.isfinite(array).all():
+                raise SpecError(f"{name}: holds NaN or infinity; allowed are finite numbers")
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that it translates, ascending."""
+        return self.card.layers
+
+    def translate(self, rows: ArrayLike, layer: int) -> NDArray[np.float32]:
+        """What the final norm and the unembedding read in the place of some rows.
+
+        Args:
+            rows: (…, hidden) of the residual stream behind the layer.
+            layer: one that it translates, or the last of the model, whose rows stay as they are.
+
+        Returns:
+            (…, hidden).
+
+        Raises:
+            SpecError: it does not translate the layer, or the width differs.
+        """
+        wide = np.asarray(rows, dtype=np.float32)
+        if wide.shape[-1:] != (self.card.hidden,):
+            raise SpecError(f"rows: shape {wide.shape}; the lens is {self.card.hidden} wide")
+        if layer not in self.layers and layer == self.card.n_layers - 1:
+            return wide
+        at = self._at(layer)
+        made = wide @ self.matrix[at].astype(np.float32).T
+        if self.bias is not None:
+            made = wide + made + self.bias[at]
+        return np.asarray(made, dtype=np.float32)
+
+    def token_direction(self, unembedding: ArrayLike, layer: int) -> NDArray[np.float32]:
+        """Directions in the stream of a layer that raise tokens, to first order.
+
+        That is `M^T u` for a row `u` of the unembedding, where `M` is `J`, or `I + A` of a tuned
+        lens. The final norm is left out: it rescales the result and removes its mean part.
+
+        Args:
+            unembedding: (…, hidden); rows of the unembedding matrix. Multiply them with the weight
+                of the final norm first, if it has one.
+            layer: one that it translates.
+
+        Returns:
+            (…, hidden).
+
+        Raises:
+            SpecError: it does not translate the layer, or the width differs.
+        """
+        rows = np.asarray(unembedding, dtype=np.float32)
+        if rows.shape[-1:] != (self.card.hidden,):
+            raise SpecError(f"unembedding: shape {rows.shape}; the lens is {self.card.hidden} wide")
+        made = rows @ self.matrix[self._at(layer)].astype(np.float32)
+        if self.card.kind == "tuned":
+            made = made + rows
+        return np.asarray(made, dtype=np.float32)
+
+    def token_vector(
+        self, unembedding: ArrayLike, layer: int, *, scale: float = 1.0, norm_match: bool = False
+    ) -> SteeringVector:
+        """A steering vector that raises a token: see `token_direction`.
+
+        Args:
+            unembedding: (hidden,); one row of the unembedding matrix.
+            layer: one that it translates; where the vector is added.
+            scale: length of what is added; with `norm_match` relative to each row's own.
+            norm_match: whether the length is relative.
+
+        Returns:
+            A vector of unit length, with this scale.
+
+        Raises:
+            SpecError: it does not translate the layer, the width differs, or the direction is zero.
+        """
+        direction = self.token_direction(np.asarray(unembedding).reshape(-1), layer)
+        length = float(np.linalg.norm(direction.astype(np.float64)))
+        if not length:
+            raise SpecError("unembedding: the lens maps this row to zero; choose another token")
+        return SteeringVector(
+            activations=(direction / length)[None],
+            layer_indices=(layer,),
+            scale=scale,
+            norm_match=norm_match,
+        )
+
+    def for_engine(self) -> EngineLens:
+        """The form that an engine registers; made once, as all of it is hashed."""
+        return self._form
+
+    @cached_property
+    def _form(self) -> EngineLens:
+        tensors = {"matrix": as_tensor_data(self.matrix)}
+        if self.bias is not None:
+            tensors["bias"] = as_tensor_data(self.bias)
+        return EngineLens(
+            kind=self.card.kind,
+            n_layers=self.card.n_layers,
+            layers=self.layers,
+            tensors=tensors,
+        )
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `lens.safetensors`, `card.json` and `card.md`.
+
+        Args:
+            folder: made when missing.
+
+        Returns:
+            The folder.
+        """
+        tensors: dict[str, NDArray[Any]] = {"matrix": self.matrix}
+        if self.bias is not None:
+            tensors["bias"] = self.bias
+        return write_lens_files(Path(folder), tensors, self.card)
+
+    def _at(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise SpecError(f"layer={layer}; the lens translates {list(self.layers)}")
+        return self.layers.index(layer)

@@ -1,0 +1,219 @@
+"""A decoder of transformers as lenses see it: rows behind each block, final norm, unembedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from inspect_lens.errors import SpecError
+
+__all__ = ["LensModel", "batches", "check_layers", "check_prompts", "check_sets"]
+
+_NORMS: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+"""Names of the norm behind the last block, in the module that has the blocks."""
+
+_TOLERANCE: Final = 2e-2
+"""Of logits, relative to the largest of them; models may compute in 16 bits."""
+
+
+class LensModel:
+    """Blocks, final norm and unembedding of a decoder of transformers.
+
+    Args:
+        model: such as `AutoModelForCausalLM.from_pretrained` gives; it is put into evaluation mode,
+            and its parameters ask for no gradient while it is used.
+
+    Raises:
+        SpecError: the blocks or the final norm are not found, or they do not make the model's own
+            logits.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.blocks, self._norm = _found(model)
+        self._head = model.get_output_embeddings()
+        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else (
+            model.config
+        )  # fmt: skip
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._factor = float(getattr(config, "logit_scale", None) or 1.0)
+        self._factor /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self.hidden = int(config.hidden_size)
+        self.vocab = int(self._head.weight.shape[0])
+        self.n_layers = len(self.blocks)
+        self.device = self._head.weight.device
+        self._prove()
+
+    def unembed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of the stream.
+
+        Args:
+            rows: (…, hidden), as they are behind a block.
+
+        Returns:
+            (…, vocabulary) float32.
+        """
+        dtype = self._head.weight.dtype
+        logits = self._head(self._norm(rows.to(dtype))).float() * self._factor
+        capped: torch.Tensor = (
+            logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        )
+        return capped
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the stream behind each block, without gradient.
+
+        Args:
+            ids: (prompts, tokens); shorter prompts are padded behind their end.
+
+        Returns:
+            (layers, prompts, tokens, hidden) of the model's dtype.
+        """
+        kept: list[torch.Tensor] = []
+        with self.watched({i: _keep(kept) for i in range(self.n_layers)}), torch.no_grad():
+            self.run(ids)
+        return torch.stack(kept)
+
+    def run(self, ids: torch.Tensor) -> Any:
+        """What the blocks and the final norm make of tokens; padding behind them is not masked."""
+        return self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
+
+    @contextmanager
+    def watched(self, watchers: dict[int, Any]) -> Iterator[None]:
+        """Have functions see, and replace, what blocks give.
+
+        Args:
+            watchers: by layer; each gets the rows and returns them, or others.
+        """
+        handles = [
+            self.blocks[layer].register_forward_hook(_hook(watcher))
+            for layer, watcher in watchers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Let no parameter ask for a gradient."""
+        asking = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in asking:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in asking:
+                parameter.requires_grad_(True)
+
+    def _prove(self) -> None:
+        """Compare with the model's own logits: soft caps and scales have many names."""
+        ids = (torch.arange(8) * 7 + 1)[None].remainder(self.vocab).to(self.device)
+        with torch.no_grad():
+            own = self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.unembed(self.rows(ids)[-1])
+        error = float((own - ours).abs().max() / own.abs().max())
+        if not error <= _TOLERANCE:
+            raise SpecError(
+                f"model: {type(self.model).__name__} makes other logits of its last layer than its "
+                f"final norm and unembedding do (relative error {error:.2g}); a lens of it cannot "
+                "be fitted here"
+            )
+
+
+def batches(
+    prompts: Sequence[Sequence[int]], size: int, max_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompts in order, some at once.
+
+    Args:
+        prompts: token ids.
+        size: prompts at once.
+        max_tokens: of a prompt; what is behind them is left out.
+
+    Yields:
+        (prompts, tokens) ids, and which of them are no padding.
+    """
+    for start in range(0, len(prompts), size):
+        part = [list(prompt[:max_tokens]) for prompt in prompts[start : start + size]]
+        longest = max(map(len, part))
+        ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in part])
+        lengths = torch.tensor([len(prompt) for prompt in part])
+        yield ids, torch.arange(longest)[None] < lengths[:, None]
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, field: str) -> None:
+    """Refuse prompts that are none.
+
+    Raises:
+        SpecError: there is none, one is empty, or an id is none of the vocabulary.
+    """
+    if not prompts or any(not len(prompt) for prompt in prompts):
+        raise SpecError(f"{field}: {len(prompts)} prompts; give at least one, and none empty")
+    for i, prompt in enumerate(prompts):
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise SpecError(f"{field}[{i}]: ids {min(prompt)} to {max(prompt)}; there are {vocab}")
+
+
+def check_sets(
+    prompts: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], vocab: int
+) -> None:
+    """Refuse prompts that are none, and held-out ones that a lens is fitted on.
+
+    Raises:
+        SpecError: see `check_prompts`; or a prompt is in both sets.
+    """
+    check_prompts(prompts, vocab, "prompts")
+    check_prompts(held_out, vocab, "held_out")
+    if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
+        raise SpecError(f"held_out: {len(common)} prompts are also in prompts; leave them out")
+
+
+def check_layers(layers: Sequence[int] | None, model: LensModel) -> tuple[int, ...]:
+    """Layers to translate: by default all but the last, which needs no translation.
+
+    Raises:
+        SpecError: a layer that the model does not have, or its last one.
+    """
+    last = model.n_layers - 1
+    chosen = tuple(range(last)) if layers is None else tuple(sorted(set(layers)))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= last:
+        raise SpecError(
+            f"layers: {list(chosen)}; allowed are 0 to {last - 1}, as the last layer needs no "
+            "translation"
+        )
+    return chosen
+
+
+def _found(model: Any) -> tuple[list[Any], Any]:
+    base = getattr(model, "base_model", model)
+    for parent in base.modules():
+        lists = [c for c in parent.children() if isinstance(c, torch.nn.ModuleList) and len(c)]
+        norms = [c for name, c in parent.named_children() if name in _NORMS]
+        if len(lists) == 1 and len(norms) == 1:
+            return list(lists[0]), norms[0]
+    raise SpecError(
+        f"model: {type(model).__name__} has no module with one list of blocks and one final norm "
+        f"({', '.join(_NORMS)}); a lens of it cannot be fitted here"
+    )
+
+
+def _hook(watcher: Any) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (watcher(output[0]), *output[1:])
+        return watcher(output)
+
+    return hook
+
+
+def _keep(kept: list[torch.Tensor]) -> Any:
+    def watcher(rows: torch.Tensor) -> torch.Tensor:
+        kept.append(rows.detach())
+        return rows
+
+    return watcher
