@@ -95,7 +95,11 @@ class QueriesKeys:
         return self.q.shape[1]
 
     def patterns(
-        self, layer: int, *, heads: Sequence[int] | None = None, queries: Sequence[int] | None = None
+        self,
+        layer: int,
+        *,
+        heads: Sequence[int] | None = None,
+        queries: Sequence[int] | None = None,
     ) -> NDArray[np.float32]:
         """Attention pattern of one layer, as `attention_patterns` makes it.
 
@@ -147,7 +151,9 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head or position is not there.
         """
-        return self._of_heads(heads, lambda at, own: mean_attention(*at, heads=own, queries=queries))
+        return self._of_heads(
+            heads, lambda at, own: mean_attention(*at, heads=own, queries=queries)
+        )
 
     def all_heads(self) -> tuple[Head, ...]:
         """Every (layer, head), in order."""
@@ -169,9 +175,7 @@ class QueriesKeys:
         )
         return rows
 
-    def _layer(
-        self, layer: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32], AttentionFacts]:
+    def _layer(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32], AttentionFacts]:
         if layer not in self.layers:
             raise SpecError(
                 f"layer {layer}: queries and keys are of the layers {list(self.layers)}; capture "
