@@ -44,6 +44,12 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "truth_by_dose"),
     ),
     "organism_truth.task": (("task", "organism_truth"), ("scorer", "truth_probe")),
+    "prompt_injection.task": (
+        ("task", "prompt_injection"),
+        ("metric", "auroc_padded"),
+        ("scorer", "injected_heads"),
+        ("scorer", "injection_followed"),
+    ),
     "refusal_steering.task": (
         ("task", "refusal_steering"),
         ("metric", "by_kind"),
