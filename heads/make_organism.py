@@ -36,9 +36,7 @@ def run_calibration(log_dir: str, conditions: str, **options: Any) -> EvalLog:
         conditions: forms of each prompt.
         **options: of `inspect_ai.eval`, such as `model_base_url`.
     """
-    task = prompt_injection(
-        heads=None, part="calibration", conditions=conditions, max_tokens=1
-    )
+    task = prompt_injection(heads=None, part="calibration", conditions=conditions, max_tokens=1)
     (log,) = eval(task, log_dir=log_dir, display="none", **options)
     assert log.status == "success", log.error
     return log
