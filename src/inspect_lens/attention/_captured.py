@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ from ._facts import AttentionFacts
 from ._pattern import Span, attention_patterns, attention_to, mean_attention
 
 __all__ = ["Head", "QueriesKeys"]
+
+_Compute = Callable[
+    [NDArray[np.float32], NDArray[np.float32], AttentionFacts, list[int]], NDArray[np.float32]
+]
 
 Head = tuple[int, int]
 """Layer and query head, both from 0."""
@@ -133,7 +137,8 @@ class QueriesKeys:
             SpecError: a layer, head, position or range is not there.
         """
         return self._of_heads(
-            heads, lambda at, own: attention_to(*at, spans, heads=own, queries=queries)
+            heads,
+            lambda q, k, facts, own: attention_to(q, k, facts, spans, heads=own, queries=queries),
         )
 
     def mean_attention(
@@ -152,7 +157,7 @@ class QueriesKeys:
             SpecError: a layer, head or position is not there.
         """
         return self._of_heads(
-            heads, lambda at, own: mean_attention(*at, heads=own, queries=queries)
+            heads, lambda q, k, facts, own: mean_attention(q, k, facts, heads=own, queries=queries)
         )
 
     def all_heads(self) -> tuple[Head, ...]:
@@ -160,7 +165,7 @@ class QueriesKeys:
         pairs = zip(self.layers, self.facts, strict=True)
         return tuple((layer, head) for layer, facts in pairs for head in range(facts.num_heads))
 
-    def _of_heads(self, heads: Sequence[Head], compute: Any) -> NDArray[np.float32]:
+    def _of_heads(self, heads: Sequence[Head], compute: _Compute) -> NDArray[np.float32]:
         """One computation per layer, with the results in the order of the heads."""
         if not heads:
             raise SpecError("heads: none; name (layer, head) pairs")
@@ -169,7 +174,7 @@ class QueriesKeys:
             own = by_layer.setdefault(layer, [])
             if head not in own:
                 own.append(head)
-        found = {layer: compute(self._layer(layer), own) for layer, own in by_layer.items()}
+        found = {layer: compute(*self._layer(layer), own) for layer, own in by_layer.items()}
         rows: NDArray[np.float32] = np.stack(
             [found[layer][by_layer[layer].index(head)] for layer, head in heads]
         )

@@ -23,10 +23,10 @@ from inspect_ai.model import (
 )
 from inspect_ai.solver import generate
 
-from inspect_lens._intake import Payload
+from inspect_lens._intake import Payload, encode_file
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import Activations, activations
+from inspect_lens.model import Activations, activations, know_log
 from inspect_lens.reading import TrackerReader, calibrate_tracker, read_queries_keys
 from inspect_lens.reading._queries_keys import find_texts
 from inspect_lens.scorer import attention_tracker
@@ -54,7 +54,9 @@ def between(ids: Sequence[int], role: str) -> tuple[int, int]:
     return first, list(ids).index(known.token_to_id("<|end|>"), first)
 
 
-def answer(messages: Sequence[ChatMessage], focus: Callable[[tuple[int, int]], float]) -> Any:
+def answer(
+    messages: Sequence[ChatMessage], focus: Callable[[tuple[int, int]], float], folder: Path
+) -> Any:
     """A call whose heads pay this share of their attention to the system message."""
     ids, reply = encode(messages, "Ruvan.")
     spans = [between(ids, role) for role in ("system", "user")]
@@ -74,8 +76,10 @@ def answer(messages: Sequence[ChatMessage], focus: Callable[[tuple[int, int]], f
         layers={"attn_q": LAYERS, "attn_k": LAYERS},
         prompt_token_ids=tuple(ids), token_ids=tuple(reply),
     )  # fmt: skip
-    handle = Activations.of(payload)
-    handle.remember(payload)
+    uri = f"planted.lens/{payload.sha256}.safetensors"
+    (folder / uri).parent.mkdir(exist_ok=True)
+    (folder / uri).write_bytes(b"".join(encode_file(payload)))
+    handle = Activations.of(payload, uri=uri, root=str(folder))
     output = ModelOutput.from_content("mockllm/model", "Ruvan.")
     output.usage = ModelUsage()  # else Inspect downloads a tokenizer to count
     meta = {"scale": 1.0, "num_heads": 2, "num_kv_heads": 1, "head_size": SIZE}
@@ -97,9 +101,15 @@ def run(folder: Path, scorer: Any = None, *, n: int = 4, **change: Any) -> EvalL
         for i in range(n)
     ]  # fmt: skip
 
+    rng = np.random.default_rng(0)
+
     def reply(messages: list[ChatMessage], *_: Any) -> ModelOutput:
         drawn = messages[1].text == injected
-        made: ModelOutput = answer(messages, lambda h: 0.2 if drawn and h == DRAWN else 0.8)
+        made: ModelOutput = answer(
+            messages,
+            lambda h: (0.2 if drawn and h == DRAWN else 0.8) + rng.uniform(-0.01, 0.01),
+            folder,
+        )
         for key in change.get("without", ()):
             del (made.metadata or {})[key]
         return made
@@ -122,11 +132,11 @@ def test_an_injected_prompt_has_less_focus(tmp_path: Path) -> None:
     heads = HEADS.with_threshold(threshold)
     log = run(tmp_path, attention_tracker(heads, tokenizer=str(TOKENIZER)))
     for i, score_ in enumerate(found(log)):
-        assert score_.value == pytest.approx(0.8 if i % 2 else 0.2, abs=1e-2)
+        assert score_.value == pytest.approx(0.8 if i % 2 else 0.2, abs=2e-2)
         assert score_.value + score_.metadata["focus"] == pytest.approx(1.0)
         assert score_.answer == ("above threshold" if i % 2 else "below threshold")
         assert (score_.metadata["threshold"], score_.metadata["fpr"]) == (threshold.value, 0.05)
-        handle = activations((log.samples or [])[i].output)
+        handle = activations((log.samples or [])[i].output, log=log.location)
         assert handle is not None
         ids = handle.prompt_token_ids
         assert score_.metadata["instruction"] == [list(between(ids, "system"))]
@@ -227,12 +237,13 @@ def test_a_message_that_quotes_another_is_not_taken_for_it() -> None:
     assert find_texts(["ab", "cd", "e"], ["bc", "e"]) == [(0, 2), (2, 3)]
 
 
-def test_queries_and_keys_are_read_from_a_log(tmp_path: Path) -> None:
+def test_queries_and_keys_are_read_from_the_file_of_a_log(tmp_path: Path) -> None:
     log = run(tmp_path, n=2)
+    know_log(log.location)
     sample = (read_eval_log(log.location).samples or [])[0]
     captured = read_queries_keys(sample.output)
     assert captured.layers == LAYERS
     reader = TrackerReader.of(HEADS, tokenizer=str(TOKENIZER), check_model=False)
     reading = reader.read_captured(sample.output, sample.messages)
-    assert reading.focus == pytest.approx(0.8, abs=1e-2)
+    assert reading.focus == pytest.approx(0.8, abs=2e-2)
     assert reading.focus + reading.distraction == 1.0
