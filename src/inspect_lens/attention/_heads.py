@@ -106,12 +106,13 @@ class AttentionHeads(BaseModel):
         return file
 
 
-def load_heads(name: str | Path | AttentionHeads) -> AttentionHeads:
+def load_heads(name: str | Path | AttentionHeads | Mapping[str, Any]) -> AttentionHeads:
     """Read a list of heads.
 
     Args:
         name: path of the file; or its name below `heads/` of the working directory, of a folder
-            above it, or of this package, such as `organism/attention-tracker`; or a list.
+            above it, or of this package, such as `organism/attention-tracker`;
+            or a list, also as plain data, as a log has it.
 
     Returns:
         The list.
@@ -130,6 +131,8 @@ def load_heads(name: str | Path | AttentionHeads) -> AttentionHeads:
     """
     if isinstance(name, AttentionHeads):
         return name
+    if isinstance(name, Mapping):
+        return _parse(name, "heads")
     path = _find(name)
     stored = _read(path)
     if stored.pop("format", None) != _FORMAT:
@@ -137,10 +140,7 @@ def load_heads(name: str | Path | AttentionHeads) -> AttentionHeads:
             f"{path}: not a list of heads with format {_FORMAT!r}; read a list of another tool "
             "with import_heads and save it"
         )
-    try:
-        return AttentionHeads.model_validate(stored)
-    except ValidationError as error:
-        raise ArtifactError(f"{path}: not a list of heads ({error.errors()[0]['msg']})") from None
+    return _parse(stored, str(path))
 
 
 def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> AttentionHeads:
@@ -193,6 +193,13 @@ def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> Attentio
             f"{file}: not a list of heads ({type(error).__name__}: {error}); read are "
             'configurations with params.important_heads, and scores as {"layer-head": score}'
         ) from None
+
+
+def _parse(stored: Mapping[str, Any], where: str) -> AttentionHeads:
+    try:
+        return AttentionHeads.model_validate(stored)
+    except ValidationError as error:
+        raise ArtifactError(f"{where}: not a list of heads ({error.errors()[0]['msg']})") from None
 
 
 def _pair(key: str) -> Head:

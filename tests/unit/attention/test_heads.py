@@ -24,6 +24,7 @@ def test_a_list_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.Mo
     heads = HEADS.with_threshold(threshold)
     path = heads.save(tmp_path / "heads/my/model.json")
     assert load_heads(path) == load_heads(str(path)) == load_heads(heads) == heads
+    assert load_heads(heads.model_dump(mode="json")) == heads, "as the log of an eval has it"
     assert json.loads(path.read_text())["heads"] == [[9, 2], [3, 1]]
     below = tmp_path / "evals/mine"
     below.mkdir(parents=True)
