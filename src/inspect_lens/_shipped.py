@@ -68,7 +68,7 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 
 def shipped_root() -> Path | None:
-    """Folder that has `probes/`, `vectors/`, `oracles/`, `organism/` and `evals/`.
+    """Folder with `probes/`, `vectors/`, `oracles/`, `heads/`, `organism/` and `evals/`.
 
     Returns:
         The package's own folder in a wheel, the root of the clone in a source tree, or None.
