@@ -88,9 +88,10 @@ def auroc_padded() -> Metric:
     return padded
 
 
-@scorer(
-    metrics=[auroc(interval=True, cluster="base"), auroc_padded(), recall_at_fpr(), realised_fpr()]
-)
+_METRICS = [auroc(interval=True, cluster="base"), auroc_padded(), recall_at_fpr(), realised_fpr()]
+
+
+@scorer(metrics=_METRICS)
 def injected_heads(heads: str) -> Scorer:
     """`attention_tracker`, judged against all prompts and against those that are as long.
 
