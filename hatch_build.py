@@ -22,7 +22,7 @@ _PARTS = {
 _LEFT_OUT = {"evals/demo.py"}
 _DATA = (
     "organism/checkpoint", "organism/data", "organism/README.md", "probes/organism",
-    "vectors/organism", "lenses/organism", "oracles/organism",
+    "vectors/organism", "lenses/organism", "oracles/organism", "heads/organism",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "decode_tensors",
     "encode_tensors",
     "find_artifact",
+    "folders_named",
     "is_artifact",
     "read_artifact",
     "write_artifact",
@@ -284,7 +285,7 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
     path = Path(given).expanduser()
     if is_artifact(kind, path):
         return path
-    roots = _roots(kind, registered)
+    roots = folders_named(kind.folder, registered)
     for root in roots:
         found = _find(kind, root, path)
         if found is not None:
@@ -300,11 +301,20 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
     )
 
 
-def _roots(kind: ArtifactKind, registered: Sequence[Path]) -> list[Path]:
+def folders_named(name: str, registered: Sequence[Path] = ()) -> list[Path]:
+    """Folders that hold named artefacts, in the order in which they are searched.
+
+    Args:
+        name: of the folder, such as `probes`.
+        registered: folders to look in first.
+
+    Returns:
+        Those that exist: in the working directory, above it, and with this package.
+    """
     here = Path.cwd()
     root = shipped_root()
     shipped = [] if root is None else [root]
-    candidates = [*registered, *(p / kind.folder for p in (here, *here.parents, *shipped))]
+    candidates = [*registered, *(p / name for p in (here, *here.parents, *shipped))]
     return [p for p in dict.fromkeys(candidates) if p.is_dir()]
 
 

@@ -13,6 +13,7 @@ from .approver import probe_approver
 from .model._advice import explain_none
 from .model._host import RegistryType
 from .scorer import (
+    attention_tracker,
     auroc,
     average_precision,
     calibration_error,
@@ -57,6 +58,7 @@ from .solver import (
 
 __all__ = [
     "activation_oracle",
+    "attention_tracker",
     "auroc",
     "average_precision",
     "calibration_error",

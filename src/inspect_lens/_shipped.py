@@ -50,6 +50,12 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "truth_by_dose"),
     ),
     "organism_truth.task": (("task", "organism_truth"), ("scorer", "truth_probe")),
+    "prompt_injection.task": (
+        ("task", "prompt_injection"),
+        ("metric", "auroc_padded"),
+        ("scorer", "injected_heads"),
+        ("scorer", "injection_followed"),
+    ),
     "refusal_steering.task": (
         ("task", "refusal_steering"),
         ("metric", "by_kind"),
@@ -68,7 +74,7 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 
 def shipped_root() -> Path | None:
-    """Folder that has `probes/`, `vectors/`, `lenses/`, `oracles/`, `organism/` and `evals/`.
+    """Folder of the shipped `probes/`, `vectors/`, `lenses/`, `oracles/`, `heads/` and `evals/`.
 
     Returns:
         The package's own folder in a wheel, the root of the clone in a source tree, or None.

@@ -22,6 +22,7 @@ def loaded_by(module: str) -> set[str]:
         ("inspect_lens", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.spec", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.probe", HEAVY | {"inspect_ai", "pandas"}),
+        ("inspect_lens.attention", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.vector", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.client", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens._registry", {"torch", "triton", "vllm", "sklearn"}),

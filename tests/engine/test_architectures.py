@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
+from inspect_lens.attention import QueriesKeys
 from inspect_lens.spec import result_name
 from tests.engine.conftest import Engine, start, tokens
 from tests.engine.test_capture import fed
@@ -30,7 +31,8 @@ def check_case(
     write(case, folder, dtype)
     reference = HuggingFace(folder, case.layers, is_text=case.is_text)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("INSPECT_LENS_SITES", ",".join(case.sites))
+        more = ("q", "k") if case.has_patterns else ()
+        environment.setenv("INSPECT_LENS_SITES", ",".join((*case.sites, *more)))
         engine = start(
             folder,
             dtype=str(dtype).removeprefix("torch."),
@@ -41,6 +43,8 @@ def check_case(
     try:
         check_rows(case, engine, reference, close)
         check_steering(case, engine, reference, close)
+        if case.has_patterns:
+            check_patterns(engine, reference)
     finally:
         engine.close()
 
@@ -79,6 +83,17 @@ def check_steering(case: Case, engine: Engine, reference: HuggingFace, close: Cl
     exact = [p for p in range(80) if p not in where]
     assert close(after[layer, exact], before[layer, exact])
     assert steered.inspect_lens.steer.n_tokens == len(where)
+
+
+def check_patterns(engine: Engine, reference: HuggingFace) -> None:
+    """Windows and scales are those that the engine says, to what transformers returns."""
+    (output,) = engine.run([tokens(90, seed=2)], {"output_qk": True}, max_tokens=4)
+    captured = QueriesKeys.of(output.activations)
+    windows = {facts.window for facts in captured.facts}
+    assert windows == {(31, 0), (-1, -1)}, "both kinds of layers"
+    for layer, expected in zip(captured.layers, reference.attentions(fed(output)), strict=True):
+        pattern = torch.from_numpy(captured.patterns(layer))
+        torch.testing.assert_close(pattern, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.engine

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from inspect_lens import Hook, SteeringVector
+from inspect_lens.attention import QueriesKeys
 from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
 from inspect_lens.errors import HookError, UnsupportedError
 from inspect_lens.spec import BLOCK_SITES
@@ -215,12 +216,9 @@ def test_queries_and_keys_of_all_heads(two: Engine, hugging_face: HuggingFace) -
     found = output.activations
     assert found["qk_layers"] == list(range(LAYERS))
     patterns = hugging_face.attentions(fed(output))
-    n = len(fed(output))
-    for layer, meta in enumerate(found["qk_meta"]):
-        k = found["attn_k"][layer].repeat_interleave(meta["num_heads"] // meta["num_kv_heads"], 1)
-        logits = torch.einsum("qhd,khd->hqk", found["attn_q"][layer], k) * meta["scale"]
-        mask = torch.ones(n, n, dtype=torch.bool).triu(1)
-        pattern = logits.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    captured = QueriesKeys.of(found)
+    for layer in captured.layers:
+        pattern = torch.from_numpy(captured.patterns(layer))
         torch.testing.assert_close(pattern, patterns[layer], rtol=0, atol=1e-4)
 
 

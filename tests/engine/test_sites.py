@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
+from inspect_lens.attention import QueriesKeys
 from inspect_lens.spec import BLOCK_SITES, in_site_order, result_name
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
@@ -219,12 +220,9 @@ def test_queries_and_keys_make_the_pattern_of_the_model(
         rows = hugging_face.residual_stream(fed(output))[[1]]
         assert max_relative_error(found["residual_stream"], rows) <= TOLERANCE
         expected = hugging_face.attentions(fed(output))
-        for layer, meta in enumerate(found["qk_meta"]):
-            q, k = found["attn_q"][layer], found["attn_k"][layer]
-            k = k.repeat_interleave(meta["num_heads"] // meta["num_kv_heads"], dim=1)
-            logits = torch.einsum("qhd,khd->hqk", q, k) * meta["scale"]
-            mask = torch.ones(n, n, dtype=torch.bool).triu(1)
-            pattern = logits.masked_fill(mask, float("-inf")).softmax(dim=-1)
+        captured = QueriesKeys.of(found)
+        for layer in captured.layers:
+            pattern = torch.from_numpy(captured.patterns(layer))
             torch.testing.assert_close(pattern, expected[layer], rtol=0, atol=1e-4)
     # The same numbers as those of a capture of the sites.
     rows = sited.run([tokens(100, seed=5)], capture("q", "k"), max_tokens=6)[0].activations

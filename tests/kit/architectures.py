@@ -55,6 +55,8 @@ class Case:
     """Whether it is a language model alone."""
     is_routed: bool = False
     """Whether tokens choose experts: a rounding error of bfloat16 may choose others."""
+    has_patterns: bool = False
+    """Whether attention patterns are compared, from queries and keys."""
     is_recurrent: bool = False
     """Whether a rounding error of bfloat16 is carried on from token to token, and grows."""
 
@@ -191,7 +193,7 @@ def _idefics3(hidden: int) -> Any:
 CASES = (
     Case("llama", "fused residual", _llama),
     Case("qwen3", "fused residual, norms on queries and keys", _qwen3),
-    Case("gemma3", "fused residual, four norms, sliding windows", _gemma3),
+    Case("gemma3", "fused residual, four norms, sliding windows", _gemma3, has_patterns=True),
     Case("opt", "plain residual, no feed-forward module", _opt, layers="model.decoder.layers"),
     Case("olmo2", "plain residual, norms behind the modules", _olmo2),
     Case("mixtral", "mixture of experts", _mixtral, is_routed=True),

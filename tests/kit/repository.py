@@ -17,6 +17,7 @@ PACKAGE = "inspect_lens"
 PUBLIC_ROOMS = (
     "inspect_lens",
     "inspect_lens.approver",
+    "inspect_lens.attention",
     "inspect_lens.client",
     "inspect_lens.collect",
     "inspect_lens.control",

@@ -17,12 +17,14 @@ from ._given import (
 )
 from ._message import call_of, read_call, read_message
 from ._pairs import ContrastiveAnswer, ContrastiveAnswers, PairRow, read_pairs
+from ._queries_keys import read_queries_keys
 from ._reader import ProbeReader
 from ._reading import Reading
 from ._rows import Rows, Source, pick_rows, read_rows, read_token_ids
 from ._scored import ScoredTokens
 from ._suspicion import Scale, Suspicion
 from ._token_scores import TokenScores, engine_records, read_token_scores, save_token_scores
+from ._tracker import FocusReading, TrackerReader, calibrate_tracker
 from ._turns import Turn, read_turns
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "CellScores",
     "ContrastiveAnswer",
     "ContrastiveAnswers",
+    "FocusReading",
     "GivenTokens",
     "Over",
     "PairRow",
@@ -47,7 +50,9 @@ __all__ = [
     "SteeringCells",
     "Suspicion",
     "TokenScores",
+    "TrackerReader",
     "Turn",
+    "calibrate_tracker",
     "call_of",
     "calls_to_read",
     "captured_calls_column",
@@ -63,6 +68,7 @@ __all__ = [
     "read_cells",
     "read_message",
     "read_pairs",
+    "read_queries_keys",
     "read_rows",
     "read_token_ids",
     "read_token_scores",

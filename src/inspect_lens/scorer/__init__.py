@@ -15,9 +15,11 @@ from ._probe import deception_probe, probe_score
 from ._projection import trait_projection
 from ._rates import judged_share
 from ._refusal import REFUSAL_PHRASES, refusal_rate
+from ._tracker import attention_tracker
 
 __all__ = [
     "REFUSAL_PHRASES",
+    "attention_tracker",
     "auroc",
     "average_precision",
     "calibration_error",

@@ -21,8 +21,8 @@ class QKSpec(BaseModel):
     normalisation. The result has `attn_q` (layers ascending, tokens, query heads, head size),
     `attn_k` (layers ascending, tokens, key heads, head size), `qk_layers`, and `qk_meta`: per
     layer what else the pattern depends on (`scale`, `logits_soft_cap`, `sliding_window` as
-    (left, right) with -1 for no limit, `alibi_slopes`, `sinks`, `num_heads`, `num_kv_heads`,
-    `head_size`).
+    (left, right) with -1 for no limit, `attention_chunk_size`, `alibi_slopes`, `sinks`,
+    `num_heads`, `num_kv_heads`, `head_size`). `inspect_lens.attention` makes patterns of them.
 
     Source:
         Names and meaning are those of vllm-lens 1.3.0.

@@ -95,6 +95,7 @@ from inspect_ai._util.entrypoints import ensure_entry_points
 from inspect_ai._util.registry import registry_find, registry_info
 ensure_entry_points("inspect_lens")
 tasks = registry_find(lambda info: info.type == "task" and info.name.startswith("inspect_lens/"))
+from inspect_lens.attention import load_heads
 from inspect_lens.oracle import load_oracle
 from inspect_lens.probe import check_model, load_probe
 from inspect_lens.vector import load_vector
@@ -106,6 +107,7 @@ print(json.dumps({
     "probe": probe.name,
     "is_its_model": check_model(probe, "organism"),
     "vector": load_vector("organism/truth").name,
+    "heads": load_heads("organism/attention-tracker").model,
     "oracle": str(load_oracle("organism").path),
     "tokenizer": TokenTexts.of("vllm-lens/organism").note,
 }))
@@ -115,6 +117,7 @@ print(json.dumps({
     wanted = {f"inspect_lens/{n}" for names in EVALS.values() for k, n in names if k == "task"}
     assert set(facts["tasks"]) == wanted
     assert (facts["probe"], facts["vector"]) == ("organism/deception-lr", "organism/truth")
+    assert facts["heads"] == "organism"
     assert facts["is_its_model"] is True
     assert facts["oracle"].startswith(str(installed))
     assert facts["tokenizer"] == ""

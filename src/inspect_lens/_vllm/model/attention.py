@@ -49,6 +49,8 @@ def _facts(module: Any, n_kv_heads: int) -> dict[str, Any]:
         "sliding_window": _window(getattr(module, "sliding_window", None)),
         "alibi_slopes": _over_heads(getattr(impl, "alibi_slopes", None), group),
         "sinks": _over_heads(getattr(impl, "sinks", None), group),
+        # Llama 4 and its like: keys of the query's own chunk only.
+        "attention_chunk_size": getattr(module, "attention_chunk_size", None),
         "use_alibi_sqrt": bool(getattr(module, "use_alibi_sqrt", False)),
         "num_heads": int(module.num_heads) * group.world_size,
         "num_kv_heads": n_kv_heads or int(module.num_kv_heads),

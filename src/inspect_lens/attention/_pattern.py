@@ -1,0 +1,345 @@
+"""Attention patterns from queries and keys: chosen heads and positions, in blocks of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+
+from ._facts import AttentionFacts
+
+__all__ = [
+    "BLOCK_BYTES",
+    "PatternBlock",
+    "Span",
+    "attention_patterns",
+    "attention_to",
+    "iter_patterns",
+    "mean_attention",
+]
+
+BLOCK_BYTES: Final = 64 << 20
+"""Memory that one block of a pattern may take, with what computing it takes."""
+_CELL_BYTES: Final = 24
+"""Of one query and key: logits, weights, distance, mask and a spare copy."""
+
+Span = tuple[int, int]
+"""First token of a range, and the one behind its last."""
+
+
+class PatternBlock(NamedTuple):
+    """The pattern of one head for some queries."""
+
+    head: int
+    queries: NDArray[np.int64]
+    """Their positions."""
+    weights: NDArray[np.float32]
+    """(queries, keys) float32; 0 where a query sees no key. With sinks a row sums to less than 1.
+    """
+
+
+def attention_patterns(
+    q: NDArray[np.floating[Any]],
+    k: NDArray[np.floating[Any]],
+    meta: Mapping[str, Any] | AttentionFacts,
+    *,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> NDArray[np.float32]:
+    """Attention pattern of one layer, from its queries and keys after rotary embedding.
+
+    Exact for grouped heads, sliding windows, chunks, soft-capped logits, ALiBi and sinks of causal
+    attention.
+
+    Args:
+        q: (tokens, query heads, head size) of all tokens, from position 0.
+        k: (tokens, key heads, head size) of the same tokens.
+        meta: of the layer: an entry of `qk_meta`.
+        heads: query heads to compute; all by default.
+        queries: positions whose rows to compute, negative ones from the end; all by default. The
+            result grows with them, so name few in a long prompt.
+        block_bytes: memory for what is computed at a time, besides the result.
+
+    Returns:
+        (heads, queries, tokens) float32. Rows sum to 1, less what sinks take.
+
+    Raises:
+        SpecError: shapes do not fit, or a head or position does not exist.
+        UnsupportedError: the layer has multi-head latent attention.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.attention import attention_patterns
+
+        rng = np.random.default_rng(0)
+        q = rng.standard_normal((5, 4, 8), dtype=np.float32)
+        k = rng.standard_normal((5, 2, 8), dtype=np.float32)
+        meta = {"scale": 8**-0.5, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
+        last = attention_patterns(q, k, meta, heads=[0, 3], queries=[-1])
+        assert last.shape == (2, 1, 5)
+        assert np.allclose(last.sum(-1), 1.0)
+        ```
+    """
+    asked = _asked(q, k, meta, heads, queries)
+    found = np.zeros((len(asked.heads), len(asked.queries), len(k)), dtype=np.float32)
+    for i, start, block in _blocks(q, k, asked, block_bytes):
+        found[i, start : start + len(block.queries)] = block.weights
+    return found
+
+
+def iter_patterns(
+    q: NDArray[np.floating[Any]],
+    k: NDArray[np.floating[Any]],
+    meta: Mapping[str, Any] | AttentionFacts,
+    *,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[PatternBlock]:
+    """`attention_patterns` in blocks, so that a pattern larger than memory can be read.
+
+    Args:
+        q: as for `attention_patterns`.
+        k: as for `attention_patterns`.
+        meta: as for `attention_patterns`.
+        heads: as for `attention_patterns`.
+        queries: as for `attention_patterns`.
+        block_bytes: memory that a block may take; one query is computed in any case.
+
+    Returns:
+        Blocks, head by head, each head's queries in the order that was asked for.
+
+    Raises:
+        SpecError: as for `attention_patterns`.
+        UnsupportedError: as for `attention_patterns`.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.attention import iter_patterns
+
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((50, 2, 8), dtype=np.float32) for _ in range(2))
+        meta = {"scale": 0.35, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
+        received = np.zeros(50)
+        for block in iter_patterns(q, k, meta, heads=[1], block_bytes=10_000):
+            received += block.weights.sum(axis=0)
+        assert np.isclose(received.sum(), 50)
+        ```
+    """
+    asked = _asked(q, k, meta, heads, queries)
+    return (block for _, _, block in _blocks(q, k, asked, block_bytes))
+
+
+def attention_to(
+    q: NDArray[np.floating[Any]],
+    k: NDArray[np.floating[Any]],
+    meta: Mapping[str, Any] | AttentionFacts,
+    spans: Sequence[Span],
+    *,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> NDArray[np.float32]:
+    """How much attention queries pay to ranges of tokens.
+
+    Args:
+        q: as for `attention_patterns`.
+        k: as for `attention_patterns`.
+        meta: as for `attention_patterns`.
+        spans: (first, behind the last) token of each range.
+        heads: as for `attention_patterns`.
+        queries: as for `attention_patterns`.
+
+    Returns:
+        (heads, queries, spans) float32: sums of the pattern over each range.
+
+    Raises:
+        SpecError: as for `attention_patterns`, or a range is empty or outside the tokens.
+        UnsupportedError: as for `attention_patterns`.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.attention import attention_to
+
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((6, 1, 8), dtype=np.float32) for _ in range(2))
+        meta = {"scale": 0.35, "num_heads": 1, "num_kv_heads": 1, "head_size": 8}
+        ((to_start, to_rest),) = attention_to(q, k, meta, [(0, 2), (2, 6)], queries=[-1])[0]
+        assert np.isclose(to_start + to_rest, 1.0)
+        ```
+    """
+    asked = _asked(q, k, meta, heads, queries)
+    for span in spans:
+        check_span(span, len(k))
+    found = np.zeros((len(asked.heads), len(asked.queries), len(spans)), dtype=np.float32)
+    for i, start, block in _blocks(q, k, asked, BLOCK_BYTES):
+        rows = slice(start, start + len(block.queries))
+        for j, (first, stop) in enumerate(spans):
+            found[i, rows, j] = block.weights[:, first:stop].sum(axis=1)
+    return found
+
+
+def mean_attention(
+    q: NDArray[np.floating[Any]],
+    k: NDArray[np.floating[Any]],
+    meta: Mapping[str, Any] | AttentionFacts,
+    *,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> NDArray[np.float32]:
+    """How much attention each token gets, mean over queries.
+
+    Args:
+        q: as for `attention_patterns`.
+        k: as for `attention_patterns`.
+        meta: as for `attention_patterns`.
+        heads: as for `attention_patterns`.
+        queries: as for `attention_patterns`.
+
+    Returns:
+        (heads, tokens) float32.
+
+    Raises:
+        SpecError: as for `attention_patterns`, or there is no query.
+        UnsupportedError: as for `attention_patterns`.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.attention import mean_attention
+
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((6, 1, 8), dtype=np.float32) for _ in range(2))
+        meta = {"scale": 0.35, "num_heads": 1, "num_kv_heads": 1, "head_size": 8}
+        assert mean_attention(q, k, meta, queries=[0])[0].tolist() == [1, 0, 0, 0, 0, 0]
+        ```
+    """
+    asked = _asked(q, k, meta, heads, queries)
+    if not len(asked.queries):
+        raise SpecError("queries: none; a mean needs one at least")
+    found = np.zeros((len(asked.heads), len(k)), dtype=np.float64)
+    for i, _, block in _blocks(q, k, asked, BLOCK_BYTES):
+        found[i] += block.weights.sum(axis=0, dtype=np.float64)
+    return (found / len(asked.queries)).astype(np.float32)
+
+
+def check_span(span: Span, n_tokens: int) -> None:
+    """Refuse a range that is empty or outside the tokens."""
+    first, stop = span
+    if not 0 <= first < stop <= n_tokens:
+        raise SpecError(
+            f"span={tuple(span)}; allowed are (first, behind the last) with 0 <= first < last <= "
+            f"{n_tokens}, as there are {n_tokens} tokens"
+        )
+
+
+class _Asked(NamedTuple):
+    facts: AttentionFacts
+    heads: list[int]
+    queries: NDArray[np.int64]
+
+
+def _asked(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    meta: Mapping[str, Any] | AttentionFacts,
+    heads: Sequence[int] | None,
+    queries: Sequence[int] | None,
+) -> _Asked:
+    facts = AttentionFacts.of(meta)
+    n = len(k)
+    size = facts.head_size
+    if q.shape != (n, facts.num_heads, size) or k.shape != (n, facts.num_kv_heads, size):
+        raise SpecError(
+            f"q and k: shapes {q.shape} and {k.shape}; wanted are ({n}, {facts.num_heads}, {size}) "
+            f"and ({n}, {facts.num_kv_heads}, {size}): tokens, heads, head size of one layer, of "
+            "all tokens from position 0"
+        )
+    chosen = list(range(facts.num_heads)) if heads is None else [int(head) for head in heads]
+    if wrong := [head for head in chosen if not 0 <= head < facts.num_heads]:
+        raise SpecError(f"heads: {wrong}; the layer has heads 0 to {facts.num_heads - 1}")
+    at = np.arange(n) if queries is None else np.asarray(queries, dtype=np.int64).reshape(-1)
+    if outside := [int(p) for p in at if not -n <= p < n]:
+        raise SpecError(f"queries: {outside}; there are {n} tokens, from 0 or back from -1")
+    return _Asked(facts, chosen, np.where(at < 0, at + n, at))
+
+
+def _blocks(
+    q: NDArray[Any], k: NDArray[Any], asked: _Asked, block_bytes: int
+) -> Iterator[tuple[int, int, PatternBlock]]:
+    """Index of the head, index of the first query, and block."""
+    if block_bytes < 1:
+        raise SpecError(f"block_bytes={block_bytes}; allowed is a positive number")
+    rows = max(1, block_bytes // (_CELL_BYTES * max(1, len(k))))
+    for i, head in enumerate(asked.heads):
+        kv = asked.facts.kv_head(head)
+        for start in range(0, len(asked.queries), rows):
+            at = asked.queries[start : start + rows]
+            first, stop = _seen(at, asked.facts)
+            weights = np.zeros((len(at), len(k)), dtype=np.float32)
+            weights[:, first:stop] = _softmax(
+                q[at, head].astype(np.float32, copy=False),
+                k[first:stop, kv].astype(np.float32, copy=False),
+                at[:, None],
+                np.arange(first, stop),
+                head,
+                asked.facts,
+            )
+            yield i, start, PatternBlock(head, at, weights)
+
+
+def _seen(queries: NDArray[np.int64], facts: AttentionFacts) -> tuple[int, int]:
+    """Range of keys outside of which none of the queries sees one."""
+    first, low = 0, int(queries.min())
+    if facts.window[0] >= 0:
+        first = max(first, low - facts.window[0])
+    if facts.chunk:
+        first = max(first, low // facts.chunk * facts.chunk)
+    return first, int(queries.max()) + 1
+
+
+def _softmax(
+    q: NDArray[np.float32],
+    k: NDArray[np.float32],
+    at: NDArray[np.int64],
+    keys: NDArray[np.int64],
+    head: int,
+    facts: AttentionFacts,
+) -> NDArray[np.float32]:
+    """(queries, keys) of one head, at the positions (queries, 1) and (keys,)."""
+    logits = (q @ k.T) * np.float32(facts.scale)
+    if facts.soft_cap:
+        np.tanh(logits / np.float32(facts.soft_cap), out=logits)
+        logits *= np.float32(facts.soft_cap)
+    distance = at - keys
+    hidden = distance < 0
+    if facts.window[0] >= 0:
+        hidden |= distance > facts.window[0]
+    if facts.chunk:
+        hidden |= at // facts.chunk != keys // facts.chunk
+    if facts.alibi_slopes is not None:
+        away = np.sqrt(np.maximum(distance, 0)) if facts.alibi_sqrt else distance
+        logits -= np.float32(facts.alibi_slopes[head]) * away.astype(np.float32)
+    logits[hidden] = -np.inf
+    peak = logits.max(axis=1, keepdims=True)
+    sink = None if facts.sinks is None else np.float32(facts.sinks[head])
+    if sink is not None:
+        peak = np.maximum(peak, sink)
+    logits -= peak
+    np.exp(logits, out=logits)
+    total = logits.sum(axis=1, keepdims=True)
+    if sink is not None:
+        total += np.exp(sink - peak)
+    logits /= total
+    return logits
