@@ -56,6 +56,13 @@ def test_files_that_a_workflow_runs_exist() -> None:
                     assert set(words[1:]) <= make_targets()
 
 
+def test_a_warning_fails_the_documentation() -> None:
+    # MkDocs drops the warnings of a quiet build before `--strict` counts them; mike's is not quiet.
+    assert yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["strict"]
+    (command,) = re.findall(r"-m mkdocs build .*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert command.split()[3:] == ["--strict"]
+
+
 def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == inspect_lens.__version__
