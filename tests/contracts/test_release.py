@@ -73,6 +73,8 @@ def test_pages_keep_to_their_size() -> None:
     sizes = {name: (ROOT / name).stat().st_size for name in ("CHANGELOG.md", "docs/benchmarks.md")}
     assert sizes["CHANGELOG.md"] <= 9 * 1024
     assert sizes["docs/benchmarks.md"] <= 12 * 1024
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert 1 <= len(re.findall(r"^\d+\. \*\*", changelog, re.MULTILINE)) <= 12
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 100
 
 
