@@ -48,7 +48,8 @@ imports: env  ## the direction of imports between rooms
 	@$(VENV)/bin/lint-imports --no-logo
 
 docs: env  ## build the documentation into site/, strictly
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@# Not quiet: MkDocs then drops warnings before `--strict` counts them.
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@$(PY) -m tests.kit.prose
 
 dist: env  ## build wheel and sdist into dist/

@@ -55,13 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table("what", "value", title="Deception probe on the model organism")
     table.add_row("AUROC, deceptive against honest answers", f"{auroc:.4f} (n={n})")
     found, lies = lies_found(deception)
-    table.add_row("lies above the card's threshold", _share(found, lies))
+    table.add_row("lies found: above the probe's threshold", _share(found, lies))
     if lies:
         interval = clopper_pearson(found, lies)
         table.add_row("  exact 95% interval", f"{interval.low:.4f} to {interval.high:.4f}")
     table.add_row("false alarms on harmless answers", f"{fpr:.4f}")
     table.add_row("  exact 95% interval", f"{low:.4f} to {high:.4f} (n={n_control})")
-    table.add_row("log", location)
     console.print(table)
     console.print(
         "The threshold was set on other harmless answers, for one false alarm in a hundred. A lie "

@@ -23,7 +23,7 @@ from .spec import (
     to_wire_args,
 )
 
-__all__ = ["json_of", "request_of", "with_request"]
+__all__ = ["answer_of", "json_of", "request_of", "with_request"]
 
 
 def request_of(
@@ -108,6 +108,17 @@ def with_request(
     if any(key in LENS_KEYS for key in theirs):
         request = parse_extra_args({key: args[key] for key in LENS_KEYS if key in args})
     return ({**rest, "vllm_xargs": args} if args else rest), request
+
+
+def answer_of(http: httpx.Client, method: str, path: str, body: Any = None) -> httpx.Response:
+    """Send a request; a server that cannot be reached is an error with its address."""
+    try:
+        return http.request(method, path, json=body)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise LensError(
+            f"no server answers at {http.base_url}: {error}; start one there, or correct the "
+            "address and port"
+        ) from error
 
 
 def json_of(response: httpx.Response) -> Any:

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._client_request import json_of, request_of, with_request
+from ._client_request import answer_of, json_of, request_of, with_request
 from ._fetch import HTTPError, fetch_bytes
 from ._hook_results import SavedValues, read_results
 from ._receipts import gives_no_receipts, needs_receipt, not_done
@@ -141,7 +141,7 @@ class LensClient:
     def model(self) -> str:
         """Name of the model that is asked for."""
         if self._model is None:
-            self._model = str(json_of(self._http.get("/v1/models"))["data"][0]["id"])
+            self._model = str(json_of(answer_of(self._http, "GET", "/v1/models"))["data"][0]["id"])
         return self._model
 
     def generate(
@@ -191,7 +191,8 @@ class LensClient:
         Raises:
             SpecError: the request is wrong.
             CaptureError: what was asked for did not come, or the server answered without it.
-            LensError: the server answered with an error; the message is the server's.
+            LensError: no server answers at the address, or it answered with an error; the message
+                is the server's.
         """
         body: dict[str, Any] = {"prompt": prompt}
         if logprobs is not None:
@@ -308,13 +309,14 @@ class LensClient:
         self._hooks("clear_prefetched", {})
 
     def _hooks(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = json_of(self._http.post(f"/v1/hooks/{action}", json=body))
+        path = f"/v1/hooks/{action}"
+        answer: dict[str, Any] = json_of(answer_of(self._http, "POST", path, body))
         return answer
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:
         body = {"model": self.model, "return_token_ids": True} | body
         body, request = with_request(body, request)
-        answer = json_of(self._http.post(path, json=body))
+        answer = json_of(answer_of(self._http, "POST", path, body))
         choice = answer["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
         receipt = answer.get("inspect_lens")
@@ -336,7 +338,7 @@ class LensClient:
             return
         if receipt is None and not needs_receipt(request):
             if self._is_peer is None:
-                routes = self._http.get("/openapi.json")
+                routes = answer_of(self._http, "GET", "/openapi.json")
                 self._is_peer = gives_no_receipts(routes.status_code, routes.text)
             if self._is_peer:
                 return

@@ -33,13 +33,14 @@ class LensError(Exception):
 
     Example:
         ```python
-        from inspect_lens import CaptureSpec
         from inspect_lens.errors import LensError
+        from inspect_lens.spec import parse_extra_args
 
         try:
-            CaptureSpec(layers=[-1])
-        except (LensError, ValueError) as error:
+            parse_extra_args({"output_residual_steam": True})
+        except LensError as error:
             print(error)  # names the field, what was asked and what is possible
+            assert "did you mean 'output_residual_stream'" in str(error)
         ```
     """
 

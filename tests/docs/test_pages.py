@@ -76,6 +76,12 @@ def test_every_skip_is_listed() -> None:
     assert not missing, f"give each a row in tests/QUARANTINE.md: {missing}"
 
 
+def test_a_block_that_is_not_run_is_still_python() -> None:
+    for block in (b for blocks in BLOCKS.values() for b in blocks if b.mode == "skip"):
+        if block.language == "python":
+            compile(block.code, block.where, "exec")
+
+
 def test_an_output_is_that_of_the_block_before_it(tmp_path: Path) -> None:
     text = "```python\nprint(shape, seconds)\n```\n<!-- output -->\n```text\n(2, 3)\n… s\n```\n"
     (tmp_path / "page.md").write_text(text)

@@ -251,8 +251,8 @@ def recall_at_fpr(
     if neg.size < need and not allow_few:
         raise SpecError(
             f"negatives: {neg.size} scores for recall at a false positive rate of {fpr:g}; "
-            f"allowed are {need} or more, as fewer cannot show that rate; score more negatives, "
-            "ask for a larger rate, or pass allow_few=True and report the interval"
+            f"{need} negatives or more can show that rate; score more of them, ask for a larger "
+            "rate, or pass allow_few=True and report the interval"
         )
     if np.isnan(pos).any():
         raise SpecError(

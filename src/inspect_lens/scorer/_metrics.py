@@ -180,10 +180,12 @@ def recall_at_fpr(
         except SpecError as error:
             # The samples are paid for; one metric that cannot be told must not fail the eval.
             # Inspect asks while samples come in; the count of the moment would mislead.
-            reason = re.sub(r"\b\d+ scores", "too few scores", str(error))
+            reason = re.sub(
+                r"^negatives: \d+ scores for recall at", "too few scores for", str(error)
+            )
             if reason not in told:
                 told.add(reason)
-                logger.warning("recall_at_fpr is NaN: %s", reason)
+                logger.warning("recall_at_fpr is nan: %s", reason)
             return {"recall_at_fpr": math.nan, **bounds} if interval else math.nan
         if not interval:
             return recall

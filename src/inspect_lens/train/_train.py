@@ -120,7 +120,7 @@ def train_probe(
 
     Warns:
         UserWarning: what `ProbeCard.warnings` says, such as a recall below the floor, and samples
-        of judged sets that are all but copies of training samples.
+            of judged sets that are all but copies of training samples.
 
     Raises:
         SpecError: a group straddles two sets, sets are of different models, positions or layers,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,20 @@ def test_capture_and_text(server: FakeLensServer) -> None:
     assert out.receipt is not None
     assert out.raw["choices"]
     assert server.requests[-1]["vllm_xargs"] == {"output_residual_stream": "[1, 2]"}
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    for call in (
+        lambda client: client.generate(PROMPT),
+        lambda client: client.clear_hooks(),
+    ):
+        with (
+            LensClient(f"{url}/v1") as client,
+            pytest.raises(LensError, match=f"no server answers at {url}: .*; start one there"),
+        ):
+            call(client)
 
 
 def test_chat_all_layers_and_binary(server: FakeLensServer) -> None:

@@ -102,7 +102,7 @@ def test_recall_at_fpr() -> None:
 
 
 def test_recall_at_one_percent_with_few_negatives_is_refused_unless_allowed() -> None:
-    with pytest.raises(SpecError, match="300 or more"):
+    with pytest.raises(SpecError, match="300 negatives or more"):
         recall_at_fpr([1.0], np.arange(299.0))
     assert recall_at_fpr([1e9], np.arange(299.0), allow_few=True).recall == 1.0
     with pytest.raises(SpecError, match="at least 99"):

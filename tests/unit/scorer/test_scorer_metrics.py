@@ -178,7 +178,7 @@ class TestThroughInspect:
         with caplog.at_level(logging.WARNING):
             got = values(run(rows(), [recall_at_fpr()]))
         assert math.isnan(got["recall_at_fpr"])
-        assert "300 or more" in caplog.text
+        assert "300 negatives or more" in caplog.text
 
     def test_the_warning_comes_once_and_without_the_count_of_the_moment(
         self, caplog: pytest.LogCaptureFixture
@@ -189,7 +189,7 @@ class TestThroughInspect:
                 made = [sample(float(i), label=i % 2) for i in range(n)]
                 assert math.isnan(metric(made))
         (record,) = caplog.records
-        assert "300 or more" in record.getMessage()
+        assert "300 negatives or more" in record.getMessage()
         assert "too few scores" in record.getMessage()
 
     def test_realised_fpr_of_the_stored_threshold(self) -> None:

@@ -88,8 +88,10 @@ def test_probe_layer_threshold_search_and_keys(page: tuple[Path, Page]) -> None:
         change("filter", "positive"); change("sort", "high");
         seen.sorted = ids().slice(0, 5);
         const before = document.documentElement.dataset.theme;
+        seen.kept = [localStorage.getItem("inspect-lens-theme")];
         press("d");
         seen.theme = before !== document.documentElement.dataset.theme;
+        seen.kept.push(localStorage.getItem("inspect-lens-theme"));
         """,
     )
     first = data.blocks[0].scores
@@ -113,6 +115,8 @@ def test_probe_layer_threshold_search_and_keys(page: tuple[Path, Page]) -> None:
     wanted = sorted(odd, key=lambda s: -s["values"][0])
     assert seen["sorted"] == [s["id"] for s in wanted[:5]]
     assert seen["theme"] is True
+    assert seen["kept"][0] is None, "the theme of the system is no choice"
+    assert seen["kept"][1] in ("light", "dark")
 
 
 def test_an_address_opens_its_token_and_a_narrow_window_has_a_drawer(

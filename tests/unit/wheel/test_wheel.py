@@ -18,6 +18,7 @@ import yaml
 from inspect_ai.log import list_eval_logs, read_eval_log
 
 from inspect_lens._shipped import EVALS
+from tests.kit.blocks import read_blocks
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.repository import ROOT
 
@@ -170,6 +171,23 @@ def evaluate_score_and_view(run: Run, folder: Path, *server: str) -> None:
 def test_an_eval_runs_is_scored_and_shown(run: Run, tmp_path: Path) -> None:
     with FakeLensServer(model="organism", n_layers=6, hidden=256) as server:
         evaluate_score_and_view(run, tmp_path, "--model-base-url", server.url)
+
+
+def test_the_readmes_eval_runs_on_the_wheel(run: Run, installed: Path, tmp_path: Path) -> None:
+    (block,) = (b for b in read_blocks(Path("README.md")) if b.title == "honesty.py")
+    data = "organism/data/demo.jsonl"  # in a clone; the wheel has it inside the package
+    assert data in block.code
+    code = block.code.replace(data, str(installed / "inspect_lens" / data))
+    (tmp_path / block.title).write_text(code, encoding="utf-8")
+    with FakeLensServer(model="organism", n_layers=6, hidden=256) as server:
+        command = ["-m", "inspect_ai", "eval", block.title, "--limit", "4", "--display", "plain"]
+        run(*command, "--model", "vllm-lens/organism", "--model-base-url", server.url)
+    (info,) = list_eval_logs(str(tmp_path / "logs"))
+    log = read_eval_log(info)
+    assert log.status == "success", log.error
+    assert len(log.samples or []) == 4
+    for sample in log.samples or []:
+        assert (sample.scores or {})["deception_probe"].reason is None
 
 
 @pytest.mark.engine

@@ -155,8 +155,14 @@ function readHash() {
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
   $("theme").textContent = name === "dark" ? "☀" : "☾";
-  try { localStorage.setItem("inspect-lens-theme", name); } catch { /* private windows */ }
   if (state.open) drawStrip();
+}
+
+// Only a choice is kept, so that a page whose reader has made none follows the system.
+function chooseTheme() {
+  const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  try { localStorage.setItem("inspect-lens-theme", name); } catch { /* private windows */ }
+  setTheme(name);
 }
 
 function wireControls() {
@@ -176,7 +182,7 @@ function wireControls() {
   $("turn-next").addEventListener("click", () => setTurn(state.turn + 1, true));
   $("hot-back").addEventListener("click", () => stepHot(-1));
   $("hot-next").addEventListener("click", () => stepHot(1));
-  $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  $("theme").addEventListener("click", chooseTheme);
   $("help-open").addEventListener("click", () => $("help").showModal());
   $("notes-open").addEventListener("click", () => $("help").showModal());
   $("drawer").addEventListener("click", () => {
