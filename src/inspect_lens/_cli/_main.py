@@ -12,6 +12,7 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError, Unsupported
 from ._doctor import doctor
 from ._output import fail
 from ._probe import probe_app
+from ._score import score
 from ._vector import vector_app
 from ._view import view
 
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.add_typer(probe_app, name="probe")
 app.add_typer(vector_app, name="vector")
+app.command()(score)
 app.command()(view)
 app.command()(doctor)
 
