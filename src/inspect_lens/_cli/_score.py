@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,7 +66,10 @@ def score(
     found = _found(scored)
     lines = [f"{target}: {len(scored.samples or [])} samples"]
     for one in found:
-        said = [f"{name} {value:.4f}" for name, value in one["metrics"].items()]
+        said = [
+            f"{name} {'unknown' if value is None else f'{value:.4f}'}"
+            for name, value in one["metrics"].items()
+        ]
         said.append(f"{one['n_scored']} scored ({', '.join(one['sources'])})")
         if one["threshold"] is not None:
             said.append(f"{one['n_above']} above {one['threshold']:.4g}")
@@ -94,11 +98,16 @@ def _found(log: EvalLog) -> list[dict[str, Any]]:
             "sources": sorted({str((s.metadata or {})["source"]) for s in read}),
             "threshold": threshold,
             "n_above": sum(s.answer == "above threshold" for s in read),
-            "metrics": {name: float(m.value) for name, m in result.metrics.items()},
+            "metrics": {name: _known(m.value) for name, m in result.metrics.items()},
             "means": promise(reader, threshold) if own and threshold is not None else
             "No rate of a card holds: another model, or other settings.",
         })  # fmt: skip
     return made
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN, which a metric is that cannot be computed."""
+    return None if math.isnan(value) else float(value)
 
 
 def _holds(score: Score) -> bool:
