@@ -13,6 +13,7 @@ from ._doctor import doctor
 from ._lens import lens_app
 from ._output import fail
 from ._probe import probe_app
+from ._score import score
 from ._vector import vector_app
 from ._view import view
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(probe_app, name="probe")
 app.add_typer(vector_app, name="vector")
 app.add_typer(lens_app, name="lens")
+app.command()(score)
 app.command()(view)
 app.command()(doctor)
 

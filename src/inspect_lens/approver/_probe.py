@@ -12,6 +12,7 @@ from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._promise import promise, rates
 from inspect_lens.spec import Positions
 
 from ._judge import Judged, TurnJudge, turn_of
@@ -131,18 +132,19 @@ def _approval(
     name, value = judge.reader.probe.name, judged.value
     if value is None:
         return Approval(decision=below, explanation=f"The turn has no token that {name} reads.")
-    own = judge.reader.threshold
+    known = {k: v for k, v in (judged.facts or {}).items() if k not in ("fpr", "recall")}
     facts = {
         "probe_approver": {
-            **(judged.facts or {}), "value": value, "threshold": judge.threshold,
-            "fpr": own.fpr if own is not None and own.value == judge.threshold else None,
+            **known, "value": value, "threshold": judge.threshold, "fpr": None,
+            **rates(judge.reader, judge.threshold),
         }
     }  # fmt: skip
+    means = promise(judge.reader, judge.threshold)
     if not judged.is_above:
-        said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}."
+        said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"
         return Approval(decision=below, explanation=said, metadata=facts)
     said = (
         f"{name} scores {value:.4g} in the turn that makes this call, above "
-        f"{judge.threshold:.4g}. The call was not carried out."
+        f"{judge.threshold:.4g}. The call was not carried out. {means}"
     )
     return Approval(decision=action, explanation=said, metadata=facts)

@@ -24,6 +24,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Suspicion, read_call
+from inspect_lens.reading._promise import rates
 
 __all__ = ["eval_awareness_approver"]
 
@@ -112,7 +113,10 @@ def eval_awareness_approver(
         reading = await read_call(reader, output)
         if reading is None:
             return Approval(decision="approve", explanation="The probe has no token to read.")
-        metadata = {"eval_awareness": {**reading.metadata(), "value": reading.value, "cut": cut}}
+        # The auditor rewrites its message; how sure the probe is belongs into the log.
+        facts = {**reading.metadata(), "value": reading.value, "threshold": cut, "fpr": None}
+        facts.pop("recall", None)
+        metadata = {"eval_awareness": facts | rates(reader, cut)}
         if reading.value > cut:
             return Approval(
                 decision="reject",

@@ -13,6 +13,7 @@ from ._card import (
 )
 from ._compare import Comparison, compare_auroc, format_p_value
 from ._files import write_atomic
+from ._found import Found, found_above
 from ._groups import (
     MIN_EFFECTIVE,
     MIN_GROUPS,
@@ -81,6 +82,7 @@ __all__ = [
     "Comparison",
     "ControlShift",
     "Evaluation",
+    "Found",
     "GroupCounts",
     "HeadOutputs",
     "HeadSpec",
@@ -119,6 +121,7 @@ __all__ = [
     "fingerprint_model",
     "first_crossing",
     "format_p_value",
+    "found_above",
     "hash_words",
     "head_outputs",
     "load_probe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +19,11 @@ from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
     Calibration,
+    Found,
     NeuralProbe,
     Threshold,
     check_model,
+    found_above,
     load_probe,
     parse_head_pool,
     parse_pool,
@@ -37,6 +40,8 @@ from ._sentences import Sentences
 from ._threads import in_thread
 
 __all__ = ["ProbeReader"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class ProbeReader:
     selection: str = ""
     """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
+    _others: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Names of models that are known not to be the card's."""
 
     @classmethod
     def of(
@@ -163,9 +170,8 @@ class ProbeReader:
                 by sentences and there is no tokenizer.
             UnsupportedError: the model cannot recompute.
         """
-        known = self._verified
-        if self.check_model and model_name is not None and model_name not in known:
-            known[model_name] = await in_thread(lambda: check_model(self.probe, model_name))
+        if model_name is not None and model_name not in self._verified:
+            self._verified[model_name] = await in_thread(lambda: self._is_own(model_name))
         if isinstance(output, ModelOutput) and has_nothing_to_read(output):
             return None
         unread = ""
@@ -205,6 +211,35 @@ class ProbeReader:
         if rows is None:
             return None
         return await in_thread(lambda: self._of_rows(rows, model_name, refused))
+
+    def _is_own(self, model_name: str) -> bool:
+        """Whether a model is known to be the card's; refuses, or notes, that it is another."""
+        try:
+            return check_model(self.probe, model_name)
+        except ArtifactError as error:
+            if self.check_model:
+                raise
+            self._others.add(model_name)
+            logger.warning("no rate of the card holds: %s", error)
+            return False
+
+    def is_other(self, model_name: str | None) -> bool:
+        """Whether a model that was read is known not to be the one that the probe was made for.
+
+        Args:
+            model_name: as it was given to `read`; None for any of those.
+
+        Returns:
+            True where fingerprints differ; False where they agree, or one is unknown.
+        """
+        return bool(self._others) if model_name is None else model_name in self._others
+
+    @cached_property
+    def found(self) -> Found | None:
+        """Recall of the threshold on held-out sets; None where there is none of either."""
+        return None if self.threshold is None else found_above(
+            self.probe.card, self.threshold.value
+        )  # fmt: skip
 
     def read_captured(self, handle: Activations | ProbeScores) -> Reading | None:
         """Score a call without an event loop, as for a data frame.

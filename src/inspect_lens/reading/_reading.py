@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Calibration, Threshold, first_crossing
 
+from ._promise import promise, rates
 from ._rows import Rows
 from ._scored import ScoredTokens
 from ._token_scores import TokenScores
@@ -63,6 +64,13 @@ class Reading:
     def threshold(self) -> Threshold | None:
         """Of the probe's card, for the settings that it was set for."""
         return self.reader.threshold
+
+    @property
+    def rate(self) -> float | None:
+        """False positive rate of the threshold; None without one, and of another model."""
+        if self.threshold is None or self.reader.is_other(self.model_name):
+            return None
+        return self.threshold.fpr
 
     @property
     def is_above(self) -> bool | None:
@@ -157,25 +165,26 @@ class Reading:
         )
         if self.threshold is None:
             return f"{text} No threshold was calibrated for these settings."
-        return (
-            f"{text} That is {self.verdict} {self.threshold.value:.4g}, which "
-            f"{self.threshold.fpr:.2%} of {self.threshold.control} samples may exceed."
-        )
+        cut = self.threshold.value
+        return f"{text} That is {self.verdict} {cut:.4g}. {promise(plan, cut, self.model_name)}"
 
     def metadata(self) -> dict[str, Any]:
         """Small facts only: Inspect writes this into every sample of the log."""
+        plan = self.reader
         facts = {
-            "probe": self.reader.probe.name,
-            "probe_sha256": self.reader.probe.sha256,
+            "probe": plan.probe.name,
+            "probe_sha256": plan.probe.sha256,
             "layers": list(self.rows.layers),
-            "pool": self.reader.pool,
+            "pool": plan.pool,
             "n_tokens": len(self.rows.positions),
             "positions": self._shown_positions(),
             "source": self.rows.source,
             "threshold": self.threshold.value if self.threshold else None,
-            "fpr": self.threshold.fpr if self.threshold else None,
+            "fpr": self.rate,
             "model_verified": self.model_verified,
         }
+        if self.threshold is not None:
+            facts |= rates(plan, self.threshold.value, self.model_name)
         if self.reader.selection:
             facts["selection"] = self.reader.selection
         if self.refused is not None:

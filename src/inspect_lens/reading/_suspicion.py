@@ -52,10 +52,16 @@ class Suspicion:
             The map.
 
         Raises:
-            SpecError: the scale is unknown, or needs a threshold and there is none.
+            SpecError: the scale is unknown, or needs a threshold and there is none, or is `raw` and
+                takes none.
         """
         if scale not in get_args(Scale):
             raise SpecError(f"scale={scale!r}; allowed are {', '.join(get_args(Scale))}")
+        if scale == "raw" and threshold is not None:
+            raise SpecError(
+                f"threshold={threshold!r}: with scale='raw' the suspicion is the score itself, and "
+                "nothing is compared; allowed is scale='threshold', or no threshold"
+            )
         if scale == "raw":
             return cls(scale, None)
         stored = reader.threshold.value if reader.threshold else None

@@ -15,6 +15,7 @@ from inspect_lens.model import activations
 from inspect_lens.probe import AnyProbe, Pool, parse_pool, running_pool
 from inspect_lens.reading import CallReading, ProbeReader, Source, Turn, read_calls, read_turns
 from inspect_lens.reading._calls import each_choice
+from inspect_lens.reading._promise import promise, rates
 
 from ._metrics import auroc
 from ._tokens import keep_tokens
@@ -124,20 +125,25 @@ def monitor_alarm(
                 explanation=f"No token to read in {len(turns)} calls of {name or roles}.",
             )
         begins = _onset(state, onset, len(turns))
+        # The rate is that of the card's model alone.
+        own = None if any(one.reading.rate is None for one in watched) else rate
         facts = {
             **_facts(watched, cut, level, rule, begins),
             **_provenance(reader, watched, len(turns)),
             "threshold": {"alarm": 0.5, "max": cut}.get(value),
             "alarm_threshold": cut,
-            "fpr_holds": rate is not None,
-            "fpr": rate,
-            "fpr_bound": None if rate is None else min(1.0, rate * len(watched)),
+            "fpr_holds": own is not None,
+            "fpr": own,
+            "fpr_bound": None if own is None else min(1.0, own * len(watched)),
         }
+        if own is not None:
+            facts |= rates(reader, cut)
         records = [
             w.reading.record(message_id=w.turn.message_id, turn=w.turn.number) for w in watched
         ]
         kept = await keep_tokens(records if token_scores else [], [w.reading for w in watched])
-        return _score(facts | kept, value)
+        means = promise(reader, cut) if holds else "No rate of the card holds for tokens."
+        return _score(facts | kept, value, means)
 
     return score
 
@@ -240,12 +246,12 @@ def _onset(state: TaskState, key: str | None, n_turns: int) -> int:
     return found
 
 
-def _score(facts: dict[str, Any], value: str) -> Score:
+def _score(facts: dict[str, Any], value: str, means: str) -> Score:
     raised = facts["alarm"]
     where = f"turn {facts['turn']}, token {facts['token']}" if raised else "no turn"
     text = (
         f"{facts['probe']} is above {facts['alarm_threshold']:.4g} in {where}; the largest value, "
-        f"{facts['max']:.4g}, is in turn {facts['max_turn']} of {facts['n_turns']}."
+        f"{facts['max']:.4g}, is in turn {facts['max_turn']} of {facts['n_turns']}. {means}"
     )
     if value == "token" and not raised:
         return Score.unscored(reason="no_alarm", explanation=text, metadata=facts)

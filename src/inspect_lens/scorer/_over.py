@@ -37,7 +37,7 @@ def calls_read(
         facts["ended_by"] = calls.ended_by
     if over == "last":
         return facts
-    threshold = top.reading.threshold
+    rate = top.reading.rate
     return facts | {
         "over": over,
         "choice": top.turn.choice,
@@ -45,7 +45,7 @@ def calls_read(
         "n_turns": calls.n_turns,
         "n_turns_read": len({one.turn.number for one in read}),
         "turn_values": [one.reading.value for one in read],
-        "fpr_bound": None if threshold is None else min(1.0, threshold.fpr * len(read)),
+        "fpr_bound": None if rate is None else min(1.0, rate * len(read)),
     }
 
 
@@ -58,8 +58,8 @@ def say_turn(calls: Calls, read: Sequence[CallReading], top: CallReading) -> str
             f" It is the largest of {len(read)} answers, in turn {top.turn.number}{choice} "
             "(counted from 0)."
         )
-        if top.reading.threshold is not None:
-            bound = min(1.0, top.reading.threshold.fpr * len(read))
+        if top.reading.rate is not None:
+            bound = min(1.0, top.reading.rate * len(read))
             text += f" The rate holds for one answer; for this many it is at most {bound:.2%}."
     if calls.ended_by is not None:
         text += f" The sample was ended by {calls.ended_by}; its last call was read."

@@ -39,7 +39,7 @@ def probe_monitor(
     pool: str | None = None,
     selection: str | None = None,
     scale: Scale = "raw",
-    cut: float | None = None,
+    threshold: float | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
 ) -> Monitor:
@@ -56,8 +56,8 @@ def probe_monitor(
         pool: as for `probe_score`.
         selection: as for `probe_score`.
         scale: `raw` gives the probe's score, to be compared with the thresholds of its card;
-            `threshold` gives sigmoid(score - cut), between 0 and 1.
-        cut: score with suspicion one half, on that scale; the card's threshold by default.
+            `threshold` gives sigmoid(score - threshold), between 0 and 1.
+        threshold: score with suspicion one half, on that scale; the card's threshold by default.
         on_missing: `error` fails the sample, `abstain` says nothing, `recompute` feeds the
             tokens to the active model again.
         check_model: as for `probe_score`.
@@ -87,7 +87,7 @@ def probe_monitor(
         ```
     """
     reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
-    suspicion = Suspicion.of(reader, scale=scale, threshold=cut)
+    suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:
@@ -106,7 +106,7 @@ def probe_call_monitor(
     pool: str | None = None,
     selection: str | None = None,
     scale: Scale = "raw",
-    cut: float | None = None,
+    threshold: float | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
 ) -> Monitor:
@@ -122,7 +122,7 @@ def probe_call_monitor(
         pool: as for `probe_score`.
         selection: as for `probe_score`.
         scale: as for `probe_monitor`.
-        cut: as for `probe_monitor`.
+        threshold: as for `probe_monitor`.
         on_missing: as for `probe_monitor`; a turn that captured other layers can be recomputed,
             one that captured nothing cannot, because the step knows no token ids.
         check_model: as for `probe_score`.
@@ -149,7 +149,7 @@ def probe_call_monitor(
         ```
     """
     reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
-    suspicion = Suspicion.of(reader, scale=scale, threshold=cut)
+    suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
 
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
         return await _observe(reader, suspicion, step.message_id, None, on_missing)

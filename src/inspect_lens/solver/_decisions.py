@@ -44,6 +44,10 @@ class GateDecision(BaseModel):
     action: str
     threshold: float | None = None
     """None where a probe has none and answers were only compared."""
+    fpr: float | None = None
+    """Rate at which harmless answers are acted on; None where the threshold is not the card's."""
+    recall: float | None = None
+    """Share that the threshold finds of the positives of the held-out set where it finds least."""
     attempts: tuple[GateAttempt, ...]
     """In the order in which they were made."""
     chosen: int
@@ -109,6 +113,8 @@ def _facts(decision: GateDecision) -> dict[str, Any]:
         "probe": decision.probe,
         "action": decision.action,
         "threshold": decision.threshold,
+        "fpr": decision.fpr,
+        "recall": decision.recall,
         "outcome": decision.outcome,
         "value": stands.value,
         "flagged": stands.is_above,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 from inspect_ai.agent import Agent
@@ -15,6 +16,7 @@ from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._promise import rates
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike, steering_vector
 
@@ -163,7 +165,10 @@ def probe_gate(
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:
             added = None if vector is None else _stronger(vector, len(tried))
             tried.append(await read_by.generate(state, generate, added, **more))
-        end = _End(reader.probe.name, action, read_by.threshold, replacement)
+        end = _End(
+            reader.probe.name, action, read_by.threshold, replacement,
+            rates(reader, read_by.threshold),
+        )  # fmt: skip
         return end.finish(state, tried, turn)
 
     return turn_by_turn(judged)
@@ -251,6 +256,8 @@ class _End(NamedTuple):
     action: GateAction
     threshold: float | None
     replacement: str
+    rates: Mapping[str, float] = MappingProxyType({})
+    """Of the threshold; empty where none holds, or it is the server's."""
 
     def finish(self, state: TaskState, tried: list[Tried], turn: int) -> TaskState:
         """Choose what stands, say so, and make it the state's answer."""
@@ -277,6 +284,7 @@ class _End(NamedTuple):
             chosen=chosen,
             outcome=outcome,
             turn=turn,
+            **self.rates,
         )
         adopt(state, tried[chosen].state)
         if outcome == "stopped":

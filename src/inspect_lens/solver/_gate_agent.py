@@ -17,6 +17,7 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.model import lens_scope
 from inspect_lens.model._host import active_approver
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._promise import promise, rates
 
 from ._decisions import GateAttempt, GateDecision, Outcome, record_decision
 from ._withhold import withhold
@@ -79,7 +80,7 @@ class AgentGate:
         return await self._answer(state, asked)
 
     def _record(self, state: TaskState) -> _Record:
-        return _Record(state, self._reader.probe.name, self._threshold, stops=self._stops)
+        return _Record(state, self._reader, self._threshold, stops=self._stops)
 
     async def _answer(self, state: TaskState, asked: _Asked) -> TaskState:
         """Judge the answer that the agent ended with, if it was no turn with tool calls."""
@@ -112,8 +113,10 @@ class _Asked:
 class _Record:
     """Writes what was decided of a turn."""
 
-    def __init__(self, state: TaskState, probe: str, threshold: float, *, stops: bool) -> None:
-        self._state, self._probe, self._threshold, self._stops = state, probe, threshold, stops
+    def __init__(
+        self, state: TaskState, reader: ProbeReader, threshold: float, *, stops: bool
+    ) -> None:
+        self._state, self._reader, self._threshold, self._stops = state, reader, threshold, stops
 
     def __call__(self, judged: Judged, turn: int) -> None:
         outcome: Outcome = "passed"
@@ -128,13 +131,14 @@ class _Record:
             tool_calls=judged.functions,
         )
         decision = GateDecision(
-            probe=self._probe,
+            probe=self._reader.probe.name,
             action="stop" if self._stops else "flag",
             threshold=self._threshold,
             attempts=(attempt,),
             chosen=0,
             outcome=outcome,
             turn=turn,
+            **rates(self._reader, self._threshold),
         )
         record_decision(self._state, decision)
 
@@ -161,7 +165,8 @@ def _approver(
                 return Approval(
                     decision="terminate",
                     explanation=f"{judge.reader.probe.name} scores {judged.value:.4g}, above "
-                    f"{judge.threshold:.4g}; the calls of this turn were not carried out.",
+                    f"{judge.threshold:.4g}; the calls of this turn were not carried out. "
+                    + promise(judge.reader, judge.threshold),
                 )
             if around is not None:
                 return await around(message, call, view, history)

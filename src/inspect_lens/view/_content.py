@@ -31,6 +31,8 @@ class Series:
     """Of the pooled value, in the unit of the token scores; None at a single layer of several."""
     fpr: float | None
     description: str
+    finds: str = ""
+    """How many positives the threshold finds, in a sentence; empty where its card does not say."""
     neural: bool = False
     """Token values of a probe that weighs tokens are those before the weights."""
 

@@ -14,6 +14,7 @@ from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
     NeuralProbe,
+    found_above,
     parse_pool,
     pool_scores,
     sentence_ends,
@@ -62,11 +63,13 @@ def make_sources(probes: Sequence[AnyProbe]) -> list[Source]:
         parts = [(None, probe), *((n, probe.at(n)) for n in probe.layers if several)]
         for layer, part in parts:
             limit = part.threshold
+            finds = found_above(part.card, limit.value) if limit else None
             series = Series(
                 probe=probe.name, layer=layer, layers=part.layers, sha256=probe.sha256,
                 pool=probe.pool, positions=_say(probe.positions),
                 threshold=limit.value if limit else None, fpr=limit.fpr if limit else None,
                 description=probe.card.description, neural=isinstance(probe, NeuralProbe),
+                finds=str(finds or ""),
             )  # fmt: skip
             made.append(Source(series, part))
     return made

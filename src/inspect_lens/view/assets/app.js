@@ -29,7 +29,7 @@ function setThreshold(value) {
   $("threshold-reset").disabled = value === own.value;
   $("threshold-reset").textContent = own.from === "card" ? "card" : "median";
   $("threshold-reset").title = own.from === "card"
-    ? `Back to the card's threshold ${number(own.value)} (false positive rate ${s.fpr})`
+    ? `Back to the card's threshold ${number(own.value)} (false positive rate ${s.fpr}). ${s.finds}`
     : "Back to the median token: the card has no threshold for this";
   const span = reach(s, value);
   $("legend-low").textContent = number(value - span);
