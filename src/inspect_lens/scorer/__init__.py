@@ -5,6 +5,7 @@ from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response
 from ._effect import steering_effect
 from ._ensemble import probe_ensemble
+from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
 from ._lens import lens_rank
 from ._metrics import auroc, average_precision, recall_at_fpr
@@ -18,6 +19,7 @@ from ._refusal import REFUSAL_PHRASES, refusal_rate
 
 __all__ = [
     "REFUSAL_PHRASES",
+    "CascadeRecord",
     "auroc",
     "average_precision",
     "calibration_error",
@@ -36,6 +38,7 @@ __all__ = [
     "probe_cascade",
     "probe_ensemble",
     "probe_score",
+    "read_cascade",
     "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",
