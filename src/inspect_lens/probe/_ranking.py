@@ -58,17 +58,11 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
         assert curve.tpr.tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
         ```
     """
-    positive, negative = _both(labels, scores)
-    values = np.unique(np.concatenate([positive, negative]))[::-1]
-    # How many of a class lie at or above each value.
-    hits = positive.size - np.searchsorted(np.sort(positive), values, side="left")
-    false = negative.size - np.searchsorted(np.sort(negative), values, side="left")
-    # One division of two counts: 1 - 7 / 10 is more than 3 / 10, and misses a grid of rates.
-    tpr, fpr = hits / positive.size, false / negative.size
-    zero = np.zeros(1)
-    return ROCCurve(
-        np.concatenate([zero, fpr]), np.concatenate([zero, tpr]), np.concatenate([[np.inf], values])
-    )
+    from sklearn import metrics
+
+    _both(labels, scores)
+    y, s = np.asarray(labels).astype(int), np.asarray(scores, dtype=np.float64)
+    return ROCCurve(*metrics.roc_curve(y, s, drop_intermediate=False))
 
 
 def roc_band(
@@ -139,8 +133,7 @@ def partial_auroc(
         SpecError: shapes disagree, a score is NaN, or the rate is impossible.
 
     Source:
-        McClish 1989; the standardised form equals
-        `sklearn.metrics.roc_auc_score(max_fpr=...)`.
+        McClish 1989; `sklearn.metrics.roc_auc_score(max_fpr=...)` does the arithmetic.
 
     Example:
         ```python
@@ -155,20 +148,16 @@ def partial_auroc(
     positive, negative = split_classes(labels, scores)
     if not positive.size or not negative.size:
         return math.nan
-    curve = roc_curve(labels, scores)
-    stop = int(np.searchsorted(curve.fpr, max_fpr, side="right"))
-    edge = 1.0
-    if stop < curve.fpr.size:
-        # From the top of the last vertical step, along the slope to the next point.
-        a, b = stop - 1, stop
-        share = (max_fpr - curve.fpr[a]) / (curve.fpr[b] - curve.fpr[a])
-        edge = float(curve.tpr[a] + share * (curve.tpr[b] - curve.tpr[a]))
-    x, t = np.append(curve.fpr[:stop], max_fpr), np.append(curve.tpr[:stop], edge)
-    area = float(np.trapezoid(t, x))
-    if not standardized:
-        return area / max_fpr
+    from sklearn import metrics
+
+    y, s = np.asarray(labels).astype(int), np.asarray(scores, dtype=np.float64)
+    area = float(metrics.roc_auc_score(y, s, max_fpr=max_fpr))
+    if standardized:
+        return area
+    # scikit-learn has McClish's form alone for a part, and the area itself for the whole.
     chance = max_fpr**2 / 2.0
-    return 0.5 * (1.0 + (area - chance) / (max_fpr - chance))
+    plain = area if max_fpr == 1.0 else chance + (2.0 * area - 1.0) * (max_fpr - chance)
+    return plain / max_fpr
 
 
 def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -185,7 +174,7 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
         SpecError: shapes disagree, or a score is NaN.
 
     Source:
-        Equals `sklearn.metrics.average_precision_score`.
+        `sklearn.metrics.average_precision_score` does the arithmetic.
 
     Example:
         ```python
@@ -194,14 +183,13 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
         assert round(average_precision([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]), 3) == 0.833
         ```
     """
-    positive, negative = split_classes(labels, scores)
+    positive, _ = split_classes(labels, scores)
     if not positive.size:
         return math.nan
-    values = np.unique(np.concatenate([positive, negative]))[::-1]
-    hits = positive.size - np.searchsorted(np.sort(positive), values, side="left")
-    false = negative.size - np.searchsorted(np.sort(negative), values, side="left")
-    steps = np.diff(hits, prepend=0) / positive.size
-    return float((steps * hits / (hits + false)).sum())
+    from sklearn import metrics
+
+    y, s = np.asarray(labels).astype(int), np.asarray(scores, dtype=np.float64)
+    return float(metrics.average_precision_score(y, s))
 
 
 def balanced_accuracy(labels: ArrayLike, scores: ArrayLike, threshold: float) -> float:
