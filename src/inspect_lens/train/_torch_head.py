@@ -48,6 +48,7 @@ def train_head(
     data: tuple[Sequences, NDArray[np.bool_]],
     validation: tuple[Sequences, NDArray[np.bool_]] | None,
     how: HeadTraining,
+    scaler: dict[str, NDArray[np.float32]],
 ) -> tuple[dict[str, NDArray[np.float32]], list[float]]:
     """Train from given weights; keep those that did best on the validation set.
 
@@ -55,9 +56,11 @@ def train_head(
         start: initial weights.
         spec: temperature and gate.
         pool: the rule.
-        data: standardised sequences (tokens, hidden) and their classes.
+        data: raw sequences (tokens, hidden) float32 and their classes; a batch is standardised
+            when it is used, so that there is no second copy of them.
         validation: the same for early stopping; None trains to the end.
         how: optimiser, rates, steps.
+        scaler: `mean` and `scale` (hidden,), which are not trained.
 
     Returns:
         The weights, and the losses that were looked at.
@@ -70,13 +73,15 @@ def train_head(
         k: torch.from_numpy(np.array(v)).to(how.device).requires_grad_() for k, v in start.items()
     }
 
+    fixed = {k: torch.from_numpy(np.array(v)).to(how.device) for k, v in scaler.items()}
+
     def drop(share: torch.Tensor) -> torch.Tensor:
         return functional.dropout(share, how.dropout)
 
     def loss_of(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], train: bool) -> Any:
         x, mask, target = batch
         logits = pool_heads(
-            head_outputs(weights, spec, x, xp=torch), rule, weights.get("position"),
+            head_outputs(weights | fixed, spec, x, xp=torch), rule, weights.get("position"),
             weights["bias"], mask, xp=torch, sharpness=how.soft_max if train else None,
             drop=drop if train and how.dropout else None,
         )  # fmt: skip
