@@ -160,6 +160,6 @@ def _folds(
         return None
     kinds = [len(marks) if True in marks and False in marks else 3 * max(marks)
              for marks in held.values()]  # fmt: skip
-    order = np.lexsort((rng.random(len(kinds)), kinds))
+    order = np.lexsort((rng.random(len(kinds)), np.array(kinds)))
     of = {name: int(place) % k for name, place in zip(held, np.argsort(order), strict=True)}
     return np.array([of[name] for name in names], dtype=np.int64)
