@@ -13,7 +13,7 @@ from inspect_lens.errors import SpecError
 
 from ._bootstrap import resample
 from ._intervals import check_level
-from ._metrics import split_classes
+from ._metrics import midranks, split_classes
 
 __all__ = [
     "ROCCurve",
@@ -61,8 +61,10 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
     from sklearn import metrics
 
     _both(labels, scores)
-    y, s = np.asarray(labels).astype(int), np.asarray(scores, dtype=np.float64)
-    return ROCCurve(*metrics.roc_curve(y, s, drop_intermediate=False))
+    y, ranks = _ranked(labels, scores)
+    fpr, tpr, _ = metrics.roc_curve(y, ranks, drop_intermediate=False)
+    values = np.unique(np.asarray(scores, dtype=np.float64))[::-1]
+    return ROCCurve(fpr, tpr, np.concatenate([[np.inf], values]))
 
 
 def roc_band(
@@ -150,8 +152,8 @@ def partial_auroc(
         return math.nan
     from sklearn import metrics
 
-    y, s = np.asarray(labels).astype(int), np.asarray(scores, dtype=np.float64)
-    area = float(metrics.roc_auc_score(y, s, max_fpr=max_fpr))
+    y, ranks = _ranked(labels, scores)
+    area = float(metrics.roc_auc_score(y, ranks, max_fpr=max_fpr))
     if standardized:
         return area
     # scikit-learn has McClish's form alone for a part, and the area itself for the whole.
@@ -188,8 +190,7 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
         return math.nan
     from sklearn import metrics
 
-    y, s = np.asarray(labels).astype(int), np.asarray(scores, dtype=np.float64)
-    return float(metrics.average_precision_score(y, s))
+    return float(metrics.average_precision_score(*_ranked(labels, scores)))
 
 
 def balanced_accuracy(labels: ArrayLike, scores: ArrayLike, threshold: float) -> float:
@@ -246,6 +247,11 @@ def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float
             raise SpecError(f"{name}={value!r}; allowed is 0 to 1; give a share, not a count")
     flagged = recall * base_rate + fpr * (1.0 - base_rate)
     return recall * base_rate / flagged if flagged > 0 else math.nan
+
+
+def _ranked(labels: ArrayLike, scores: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
+    """Labels, and ranks for scores: scikit-learn refuses infinite scores, which have ranks too."""
+    return np.asarray(labels).astype(np.int64), midranks(np.asarray(scores, dtype=np.float64))
 
 
 def _both(labels: ArrayLike, scores: ArrayLike) -> tuple[Floats, Floats]:
