@@ -142,7 +142,7 @@ def partial_auroc(
         from inspect_lens.probe import partial_auroc
 
         labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
-        assert partial_auroc(labels, scores, max_fpr=0.5) == 0.5  # of at most 1
+        assert round(partial_auroc(labels, scores, max_fpr=0.5), 6) == 0.5  # of at most 1
         ```
     """
     if not 0.0 < max_fpr <= 1.0:
