@@ -75,12 +75,13 @@ def read_cascade(
 
         from inspect_ai import score
         from inspect_ai.log import read_eval_log
-        from inspect_ai.model import ModelOutput, get_model
+        from inspect_ai.model import ModelOutput, ModelUsage, get_model
 
         from inspect_lens.scorer import probe_cascade, read_cascade
         from inspect_lens.train import cascade_frontier
 
-        says = [ModelOutput.from_content("m", text) for text in ("95", "10")] * 4
+        usage = {"usage": ModelUsage(total_tokens=90)}
+        says = [ModelOutput.from_content("m", n).model_copy(update=usage) for n in ("95", "10")] * 4
         log = score(
             read_eval_log("logs/honesty.eval"),
             probe_cascade(
