@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +28,7 @@ from inspect_lens.probe import compare_auroc, conformal_threshold, delong_interv
 from inspect_lens.train import ActivationSet, LogisticProbe, train_probe
 from inspect_lens.train._rates import rate_interval
 
-__all__ = ["COVERAGE", "FALSE_TRANSFERS", "coverage", "rates", "verdicts"]
+__all__ = ["COVERAGE", "FALSE_TRANSFERS", "cells", "verdicts"]
 
 COVERAGE: Final = 0.93
 """Least coverage of intervals of 95% in every cell of the grid."""
@@ -67,32 +70,60 @@ def group_sizes(kind: str, k: int, rng: np.random.Generator) -> NDArray[np.int64
     return made.astype(np.int64)
 
 
-def coverage(n: int, *, seed: int = 0) -> Iterator[Row]:
-    """How often intervals hold the truth."""
-    rng = np.random.default_rng(seed)
-    shapes: dict[str, tuple[Callable[[float], float], float]] = {
-        "equal variances": (lambda a: norm.ppf(a) * math.sqrt(2.0), 1.0),
-        "positives vary 3 times as much": (lambda a: norm.ppf(a) * math.sqrt(10.0), 3.0),
-    }
+def cells(n: int, pipelines: int, *, seed: int = 0) -> list[Callable[[], list[Row]]]:
+    """The whole grid, in the order of the table; each cell has numbers of its own.
+
+    Args:
+        n: simulated sets of a cell.
+        pipelines: trained probes of a cell.
+        seed: of all.
+
+    Returns:
+        Functions without arguments that can be sent to another process.
+    """
+    made: list[Callable[[], list[Row]]] = []
     for m, k in SAMPLES:
-        y = np.arange(m + k) < m
-        for shape, (shift, wide) in shapes.items():
-            found = []
-            for area in AREAS:
-                hits = 0
-                for _ in range(n):
-                    s = rng.normal(size=m + k)
-                    s[:m] = s[:m] * wide + shift(area)
-                    made = delong_interval(y, s)
-                    hits += made.low <= area <= made.high
-                found.append(hits / n)
-            yield _least("AUROC, samples", f"{m} against {k}, {shape}", found, n)
-    for k in (12, 30, 80):
+        for shape in SHAPES:
+            made.append(partial(_samples, m, k, shape, n, _numbers(seed, len(made))))
+    for groups in (12, 30, 80):
         for kind in GROUPS:
-            yield from _grouped(k, kind, n, rng)
+            made.append(partial(_grouped, groups, kind, n, _numbers(seed, len(made))))
+    made += [partial(_verdict, name, pipelines, seed) for name in WORLDS]
+    for size in (300, 1000):
+        made.append(partial(_rate_of_samples, size, 4 * n, _numbers(seed, len(made))))
+    for groups in (125, 300):
+        made.append(partial(_rate_of_groups, groups, 4 * n, _numbers(seed, len(made))))
+    return made
 
 
-def _grouped(k: int, kind: str, n: int, rng: np.random.Generator) -> Iterator[Row]:
+def _numbers(seed: int, cell: int) -> np.random.Generator:
+    return np.random.default_rng([seed, cell])
+
+
+SHAPES: Final[dict[str, float]] = {
+    "equal variances": 1.0,
+    "positives vary 3 times as much": 3.0,
+}
+"""Standard deviation of the positives where that of the negatives is 1."""
+
+
+def _samples(m: int, k: int, shape: str, n: int, rng: np.random.Generator) -> list[Row]:
+    """How often the interval of m independent positives and k negatives holds the truth."""
+    y, wide, found = np.arange(m + k) < m, SHAPES[shape], []
+    for area in AREAS:
+        hits = 0
+        for _ in range(n):
+            s = rng.normal(size=m + k)
+            s[:m] = s[:m] * wide + norm.ppf(area) * math.sqrt(1.0 + wide**2)
+            made = delong_interval(y, s)
+            hits += made.low <= area <= made.high
+        found.append(hits / n)
+    return [_least("AUROC, samples", f"{m} against {k}, {shape}", found, n)]
+
+
+def _grouped(k: int, kind: str, n: int, rng: np.random.Generator) -> list[Row]:
+    """How often intervals by group hold the truth."""
+    rows = []
     for both in (True, False):
         found, pairs = [], []
         for area in AREAS:
@@ -115,8 +146,8 @@ def _grouped(k: int, kind: str, n: int, rng: np.random.Generator) -> Iterator[Ro
             found.append(hits / n)
             pairs.append(paired / n)
         cell = f"{k} groups, {kind}, {'both classes' if both else 'one class'} in each"
-        yield _least("AUROC, groups", cell, found, n)
-        yield _least("difference of two equal probes, groups", cell, pairs, n)
+        rows.append(_least("AUROC, groups", cell, found, n))
+        rows.append(_least("difference of two equal probes, groups", cell, pairs, n))
     found = []
     for rate in (0.05, 0.3, 0.6, 0.9):
         hits = 0
@@ -127,7 +158,7 @@ def _grouped(k: int, kind: str, n: int, rng: np.random.Generator) -> Iterator[Ro
             made = rate_interval(rng.random(drawn.size) < own_rate[drawn], drawn.tolist())
             hits += made.low <= rate <= made.high
         found.append(hits / n)
-    yield _least("rate such as recall, groups", f"{k} groups, {kind}", found, n)
+    return [*rows, _least("rate such as recall, groups", f"{k} groups, {kind}", found, n)]
 
 
 def _labels(
@@ -215,55 +246,61 @@ WORLDS: Final[dict[str, tuple[World, bool]]] = {
 def verdicts(n: int, *, seed: int = 0, worlds: Sequence[str] = tuple(WORLDS)) -> Iterator[Row]:
     """How often the whole pipeline says that a probe transfers, and the rate of its threshold."""
     for name in worlds:
-        world, real = WORLDS[name]
-        said, flagged, above, moved = 0, 0.0, [], 0
-        for i in range(n):
-            train, control, test = (
-                world.draw(part, size, seed * 10_000 + i, judged=part == "test")
-                for part, size in (("train", 160), ("control", 400), ("test", 160))
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                probe = train_probe(
-                    LogisticProbe(), train, name="simulated/lr", control=control, heldout=[test],
-                    n_resamples=0, seed=i,
-                )  # fmt: skip
-            found = probe.card.evaluations[0]
-            (verdict,) = probe.card.transfers
-            said += verdict.transfers is True
-            flagged += found.fpr or 0.0
-            above.append(found.recall or 0.0)
-            shifted = found.control_shift
-            moved += shifted is not None and shifted.exchangeable is False
-        note = (
-            f"mean recall {np.mean(above):.2f}, mean rate of false alarms {flagged / n:.3f}, "
-            f"negatives found unlike the control set in {moved / n:.2f}"
+        yield from _verdict(name, n, seed)
+
+
+def _verdict(name: str, n: int, seed: int) -> list[Row]:
+    world, real = WORLDS[name]
+    said, flagged, above, moved = 0, 0.0, [], 0
+    for i in range(n):
+        train, control, test = (
+            world.draw(part, size, seed * 10_000 + i, judged=part == "test")
+            for part, size in (("train", 160), ("control", 400), ("test", 160))
         )
-        what = "says transfers, rightly" if real else "says transfers, wrongly"
-        yield Row(what, name, said / n, n, note)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            probe = train_probe(
+                LogisticProbe(), train, name="simulated/lr", control=control, heldout=[test],
+                n_resamples=0, seed=i,
+            )  # fmt: skip
+        found = probe.card.evaluations[0]
+        (verdict,) = probe.card.transfers
+        said += verdict.transfers is True
+        flagged += found.fpr or 0.0
+        above.append(found.recall or 0.0)
+        shifted = found.control_shift
+        moved += shifted is not None and shifted.exchangeable is False
+    note = (
+        f"mean recall {np.mean(above):.2f}, mean rate of false alarms {flagged / n:.3f}, "
+        f"negatives found unlike the control set in {moved / n:.2f}"
+    )
+    what = "says transfers, rightly" if real else "says transfers, wrongly"
+    return [Row(what, name, said / n, n, note)]
 
 
-def rates(n: int, *, seed: int = 0) -> Iterator[Row]:
+def _rate_of_samples(size: int, n: int, rng: np.random.Generator) -> list[Row]:
     """The true rate of thresholds at 1%, and what is said of one set."""
-    rng = np.random.default_rng(seed)
-    for size in (300, 1000):
-        true = [norm.sf(conformal_threshold(rng.normal(size=size), 0.01)) for _ in range(n)]
-        over = float(np.mean(np.array(true) > 0.01))
-        note = f"above 0.01 in {over:.2f} of the control sets"
-        yield Row("true rate at 0.01", f"{size} samples", float(np.mean(true)), n, note)
-    for k in (125, 300):
-        by: dict[str, list[float]] = {"samples": [], "groups": []}
-        for _ in range(n):
-            sizes = rng.permutation(group_sizes("falling", k, rng))
-            group = np.repeat(np.arange(k), sizes)
-            s = rng.normal(size=k)[group] + rng.normal(size=group.size)
-            for rule, made in by.items():
-                names = group.tolist() if rule == "groups" else None
-                made.append(float(norm.sf(conformal_threshold(s, 0.01, groups=names) / 2**0.5)))
+    true = [norm.sf(conformal_threshold(rng.normal(size=size), 0.01)) for _ in range(n)]
+    over = float(np.mean(np.array(true) > 0.01))
+    note = f"above 0.01 in {over:.2f} of the control sets"
+    return [Row("true rate at 0.01", f"{size} samples", float(np.mean(true)), n, note)]
+
+
+def _rate_of_groups(k: int, n: int, rng: np.random.Generator) -> list[Row]:
+    by: dict[str, list[float]] = {"samples": [], "groups": []}
+    for _ in range(n):
+        sizes = rng.permutation(group_sizes("falling", k, rng))
+        group = np.repeat(np.arange(k), sizes)
+        s = rng.normal(size=k)[group] + rng.normal(size=group.size)
         for rule, made in by.items():
-            note = f"above 0.02 in {np.mean(np.array(made) > 0.02):.2f} of the control sets"
-            cell = f"{k} unequal groups, quantile of {rule}"
-            yield Row("true rate at 0.01", cell, float(np.mean(made)), n, note)
+            names = group.tolist() if rule == "groups" else None
+            made.append(float(norm.sf(conformal_threshold(s, 0.01, groups=names) / 2**0.5)))
+    rows = []
+    for rule, made in by.items():
+        note = f"above 0.02 in {np.mean(np.array(made) > 0.02):.2f} of the control sets"
+        cell = f"{k} unequal groups, quantile of {rule}"
+        rows.append(Row("true rate at 0.01", cell, float(np.mean(made)), n, note))
+    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -273,19 +310,37 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def run(todo: Sequence[Callable[[], list[Row]]], workers: int) -> list[Row]:
+    """All rows, in order; progress on stderr."""
+    start, found = time.monotonic(), dict[int, list[Row]]()
+    with ProcessPoolExecutor(workers) as pool:
+        jobs = {pool.submit(cell): i for i, cell in enumerate(todo)}
+        for job in as_completed(jobs):
+            found[jobs[job]] = job.result()
+            seconds = time.monotonic() - start
+            sys.stderr.write(f"{len(found)} of {len(todo)} cells, {seconds:.0f} s\n")
+            for row in found[jobs[job]]:
+                sys.stderr.write(f"  {row.what}; {row.cell}: {row.found:.3f}\n")
+            sys.stderr.flush()
+    return [row for i in range(len(todo)) for row in found[i]]
+
+
+def outside(row: Row) -> bool:
+    """Whether a row breaks its promise by more than the error of so many sets."""
+    if row.what.endswith("wrongly"):
+        return row.found - 2 * row.error > FALSE_TRANSFERS
+    return not row.what.startswith(("says", "true")) and row.found + 3 * row.error < COVERAGE
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the grid; returns 1 where a cell is outside what is promised."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sets", type=int, default=400, help="simulated sets of a cell")
     parser.add_argument("--pipelines", type=int, default=100, help="trained probes of a cell")
+    parser.add_argument("--workers", type=int, default=1, help="processes; no number depends on it")
     parser.add_argument("--out", default="benchmarks/results/probe-statistics.md")
     options = parser.parse_args(arguments)
-    held = list(coverage(options.sets))
-    said = list(verdicts(options.pipelines))
-    wrong = [r for r in held if r.found + 3 * r.error < COVERAGE]
-    wrong += [
-        r for r in said if r.what.endswith("wrongly") and r.found - 2 * r.error > FALSE_TRANSFERS
-    ]
+    rows = run(cells(options.sets, options.pipelines), options.workers)
     page = (
         "# Statistics of probes, in simulation\n\n"
         f"`python -m benchmarks.probe_statistics --sets {options.sets} --pipelines "
@@ -294,10 +349,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"the promise is {COVERAGE} less the error of so many sets. Verdicts are those of "
         "`train_probe`; where a baseline explains all, 0.05 or less may say that the probe "
         "transfers.\n\n"
-        f"{table([*held, *said, *rates(4 * options.sets)])}\n"
+        f"{table(rows)}\n"
     )
     Path(options.out).write_text(page, encoding="utf-8")
     sys.stdout.write(page)
+    wrong = [row for row in rows if outside(row)]
     for row in wrong:
         sys.stderr.write(f"outside what is promised: {row}\n")
     return 1 if wrong else 0

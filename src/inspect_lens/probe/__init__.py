@@ -29,6 +29,7 @@ from ._head import (
     head_outputs,
     parse_head_pool,
     pool_head,
+    pool_heads,
 )
 from ._intervals import clopper_pearson, delong_interval
 from ._linear import Probe
@@ -131,6 +132,7 @@ __all__ = [
     "partial_auroc",
     "permutation_test",
     "pool_head",
+    "pool_heads",
     "pool_scores",
     "precision_at_base_rate",
     "recall_at_fpr",

@@ -113,8 +113,9 @@ def delong_interval(
         DeLong et al. 1988 with the midranks of Sun and Xu 2014; Hanley and McNeil 1982; logit
         scale as in Pepe 2003; Obuchowski 1997, Biometrics 53, 567-578, for groups; CR2: Bell and
         McCaffrey 2002; effective number: Kish 1965. The combination is ours:
-        `benchmarks/probe_statistics.py` has its coverage, 0.93 or more for 8 samples or 5 groups
-        of a class and more, AUROC 0.6 to 0.99, equal and unequal groups.
+        `benchmarks/probe_statistics.py` has its coverage, 0.93 or more (within the error of
+        400 sets) for 8 samples or 5 groups of a class and more, AUROC 0.6 to 0.99, equal and
+        unequal groups.
 
     Example:
         ```python

@@ -13,7 +13,7 @@ from inspect_lens.errors import SpecError
 
 from ._bootstrap import resample
 from ._intervals import check_level
-from ._metrics import split_classes
+from ._metrics import midranks, split_classes
 
 __all__ = [
     "ROCCurve",
@@ -58,17 +58,13 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
         assert curve.tpr.tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
         ```
     """
-    positive, negative = _both(labels, scores)
-    values = np.unique(np.concatenate([positive, negative]))[::-1]
-    # How many of a class lie at or above each value.
-    hits = positive.size - np.searchsorted(np.sort(positive), values, side="left")
-    false = negative.size - np.searchsorted(np.sort(negative), values, side="left")
-    # One division of two counts: 1 - 7 / 10 is more than 3 / 10, and misses a grid of rates.
-    tpr, fpr = hits / positive.size, false / negative.size
-    zero = np.zeros(1)
-    return ROCCurve(
-        np.concatenate([zero, fpr]), np.concatenate([zero, tpr]), np.concatenate([[np.inf], values])
-    )
+    from sklearn import metrics
+
+    _both(labels, scores)
+    y, ranks = _ranked(labels, scores)
+    fpr, tpr, _ = metrics.roc_curve(y, ranks, drop_intermediate=False)
+    values = np.unique(np.asarray(scores, dtype=np.float64))[::-1]
+    return ROCCurve(fpr, tpr, np.concatenate([[np.inf], values]))
 
 
 def roc_band(
@@ -139,15 +135,14 @@ def partial_auroc(
         SpecError: shapes disagree, a score is NaN, or the rate is impossible.
 
     Source:
-        McClish 1989; the standardised form equals
-        `sklearn.metrics.roc_auc_score(max_fpr=...)`.
+        McClish 1989; `sklearn.metrics.roc_auc_score(max_fpr=...)` does the arithmetic.
 
     Example:
         ```python
         from inspect_lens.probe import partial_auroc
 
         labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
-        assert partial_auroc(labels, scores, max_fpr=0.5) == 0.5  # of at most 1
+        assert round(partial_auroc(labels, scores, max_fpr=0.5), 6) == 0.5  # of at most 1
         ```
     """
     if not 0.0 < max_fpr <= 1.0:
@@ -155,20 +150,16 @@ def partial_auroc(
     positive, negative = split_classes(labels, scores)
     if not positive.size or not negative.size:
         return math.nan
-    curve = roc_curve(labels, scores)
-    stop = int(np.searchsorted(curve.fpr, max_fpr, side="right"))
-    edge = 1.0
-    if stop < curve.fpr.size:
-        # From the top of the last vertical step, along the slope to the next point.
-        a, b = stop - 1, stop
-        share = (max_fpr - curve.fpr[a]) / (curve.fpr[b] - curve.fpr[a])
-        edge = float(curve.tpr[a] + share * (curve.tpr[b] - curve.tpr[a]))
-    x, t = np.append(curve.fpr[:stop], max_fpr), np.append(curve.tpr[:stop], edge)
-    area = float(np.trapezoid(t, x))
-    if not standardized:
-        return area / max_fpr
+    from sklearn import metrics
+
+    y, ranks = _ranked(labels, scores)
+    area = float(metrics.roc_auc_score(y, ranks, max_fpr=max_fpr))
+    if standardized:
+        return area
+    # scikit-learn has McClish's form alone for a part, and the area itself for the whole.
     chance = max_fpr**2 / 2.0
-    return 0.5 * (1.0 + (area - chance) / (max_fpr - chance))
+    plain = area if max_fpr == 1.0 else chance + (2.0 * area - 1.0) * (max_fpr - chance)
+    return plain / max_fpr
 
 
 def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -185,7 +176,7 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
         SpecError: shapes disagree, or a score is NaN.
 
     Source:
-        Equals `sklearn.metrics.average_precision_score`.
+        `sklearn.metrics.average_precision_score` does the arithmetic.
 
     Example:
         ```python
@@ -194,14 +185,12 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
         assert round(average_precision([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]), 3) == 0.833
         ```
     """
-    positive, negative = split_classes(labels, scores)
+    positive, _ = split_classes(labels, scores)
     if not positive.size:
         return math.nan
-    values = np.unique(np.concatenate([positive, negative]))[::-1]
-    hits = positive.size - np.searchsorted(np.sort(positive), values, side="left")
-    false = negative.size - np.searchsorted(np.sort(negative), values, side="left")
-    steps = np.diff(hits, prepend=0) / positive.size
-    return float((steps * hits / (hits + false)).sum())
+    from sklearn import metrics
+
+    return float(metrics.average_precision_score(*_ranked(labels, scores)))
 
 
 def balanced_accuracy(labels: ArrayLike, scores: ArrayLike, threshold: float) -> float:
@@ -258,6 +247,11 @@ def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float
             raise SpecError(f"{name}={value!r}; allowed is 0 to 1; give a share, not a count")
     flagged = recall * base_rate + fpr * (1.0 - base_rate)
     return recall * base_rate / flagged if flagged > 0 else math.nan
+
+
+def _ranked(labels: ArrayLike, scores: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
+    """Labels, and ranks for scores: scikit-learn refuses infinite scores, which have ranks too."""
+    return np.asarray(labels).astype(np.int64), midranks(np.asarray(scores, dtype=np.float64))
 
 
 def _both(labels: ArrayLike, scores: ArrayLike) -> tuple[Floats, Floats]:

@@ -1,7 +1,8 @@
-"""What the words of a text give away: a linear classifier on words, in numpy alone.
+"""What the words of a text give away: a linear classifier on hashed words, by scikit-learn.
 
-The black-box baseline of an eval's own samples. `inspect_lens.train` has the same with
-scikit-learn, for baselines that are trained on one set and judged on another.
+The black-box baseline of an eval's own samples, which keeps hashes in a log and no text.
+`inspect_lens.train` has the same on the words themselves, for baselines that are trained on one set
+and judged on another.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import zlib
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +26,6 @@ Floats = NDArray[np.float64]
 
 _WORD: Final = re.compile(r"\b\w+\b")
 _BUCKETS: Final = 1 << 16
-_STEPS: Final = 50
 
 
 def hash_words(text: str) -> NDArray[np.uint16]:
@@ -120,120 +120,46 @@ def _score(
     penalty: float,
 ) -> Floats:
     """Log odds of new texts by a classifier of the texts that were seen."""
-    # Words that no text in the fit has, have no weight.
-    known = np.unique(np.concatenate([*seen, np.zeros(0, dtype=np.int64)]))
-    seen = [np.searchsorted(known, t) for t in seen]
-    new = [np.searchsorted(known, t[np.isin(t, known)]) for t in new]
-    documents = np.bincount(np.concatenate([*seen, np.zeros(0, dtype=np.int64)]))
-    weight = np.log((1.0 + len(seen)) / (1.0 + documents.astype(np.float64))) + 1.0
-    fitted = _fit(_Matrix.of(seen, weight), y, penalty)
-    return _Matrix.of(new, weight).dot(fitted[:-1]) + float(fitted[-1])
+    from sklearn.feature_extraction.text import TfidfTransformer
+    from sklearn.linear_model import LogisticRegression
+
+    # Words that no text in the fit has, have no weight and no length.
+    known = np.unique(np.concatenate(seen))
+    known = known if known.size else np.zeros(1, dtype=np.int64)
+    weigh = TfidfTransformer()
+    fitted = LogisticRegression(C=1.0 / penalty, tol=1e-6, max_iter=1000).fit(
+        weigh.fit_transform(_matrix(seen)[:, known]), y
+    )
+    scores: Floats = fitted.decision_function(weigh.transform(_matrix(new)[:, known]))
+    return scores
 
 
-class _Matrix(NamedTuple):
-    """Rows of few entries: column and value of each, and the row that it is in."""
+def _matrix(texts: Sequence[NDArray[np.int64]]) -> Any:
+    """Presence of words: a sparse matrix (texts, buckets)."""
+    from scipy.sparse import csr_matrix
 
-    row: NDArray[np.int64]
-    column: NDArray[np.int64]
-    value: Floats
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, texts: Sequence[NDArray[np.int64]], weight: Floats) -> _Matrix:
-        row = np.repeat(np.arange(len(texts)), [t.size for t in texts])
-        column = np.concatenate([*texts, np.zeros(0, dtype=np.int64)])
-        value = weight[column]
-        length = np.sqrt(np.bincount(row, weights=value**2, minlength=len(texts)))
-        return cls(row, column, value / length[row], (len(texts), weight.size))
-
-    def dot(self, w: Floats) -> Floats:
-        return _sums(self.row, self.value * w[self.column], self.shape[0])
-
-    def transposed_dot(self, u: Floats) -> Floats:
-        return _sums(self.column, self.value * u[self.row], self.shape[1])
-
-
-def _sums(where: NDArray[np.int64], values: Floats, n: int) -> Floats:
-    return np.bincount(where, weights=values, minlength=n).astype(np.float64)
+    ends = np.cumsum([0, *(t.size for t in texts)])
+    columns = np.concatenate([*texts, np.zeros(0, dtype=np.int64)])
+    return csr_matrix((np.ones(columns.size), columns, ends), shape=(len(texts), _BUCKETS))
 
 
 def _folds(
     y: NDArray[np.bool_], names: Sequence[Hashable], folds: int, rng: np.random.Generator
 ) -> NDArray[np.int64] | None:
-    """Fold of each sample: groups of each class dealt out in random order.
+    """Fold of each sample: whole groups, so that every classifier sees both classes.
 
-    A group may hold both classes, as a pair of honest and lying answers does. Each class is dealt
-    to at least two folds, so that every classifier sees both.
+    scikit-learn's StratifiedGroupKFold leaves one class out of a training part now and then, where
+    groups are few or hold both. Here groups of negatives, of both and of positives are dealt out in
+    turn, so that those of either class come to two folds at least.
     """
     held: dict[Hashable, set[bool]] = {}
     for name, mark in zip(names, y.tolist(), strict=True):
         held.setdefault(name, set()).add(mark)
-    both, *sides = (
-        [name for name, marks in held.items() if marks == kind]
-        for kind in ({True, False}, {True}, {False})
-    )
-    k = min(folds, *(len(side) + len(both) for side in sides))
+    k = min(folds, *(sum(mark in marks for marks in held.values()) for mark in (False, True)))
     if k < 2:
         return None
-    of: dict[Hashable, int] = {}
-    # Where the groups of both classes end, those of one go on.
-    for side, start in ((sides[0], len(both)), (sides[1], len(both)), (both, 0)):
-        for i, index in enumerate(rng.permutation(len(side))):
-            of[side[index]] = (start + i) % k
+    kinds = [len(marks) if True in marks and False in marks else 3 * max(marks)
+             for marks in held.values()]  # fmt: skip
+    order = np.lexsort((rng.random(len(kinds)), np.array(kinds)))
+    of = {name: int(place) % k for name, place in zip(held, np.argsort(order), strict=True)}
     return np.array([of[name] for name in names], dtype=np.int64)
-
-
-def _fit(x: _Matrix, y: Floats, penalty: float) -> Floats:
-    """Weights and, last, the intercept, by Newton's method with conjugate gradients.
-
-    The intercept is not penalised. Stops when the gradient is small or nothing improves.
-    """
-    w = np.zeros(x.shape[1] + 1)
-    loss, gradient, curve = _loss(x, y, w, penalty)
-    for _ in range(_STEPS):
-        if np.linalg.norm(gradient) < 1e-6 * max(1, x.shape[0]):
-            break
-        step = _solve(x, curve, gradient, penalty)
-        size = 1.0
-        while size > 1e-6:
-            tried = _loss(x, y, w - size * step, penalty)
-            if tried[0] <= loss - 1e-4 * size * float(gradient @ step):
-                break
-            size /= 2.0
-        else:
-            break
-        w = w - size * step
-        loss, gradient, curve = tried
-    return w
-
-
-def _loss(x: _Matrix, y: Floats, w: Floats, penalty: float) -> tuple[float, Floats, Floats]:
-    f = x.dot(w[:-1]) + w[-1]
-    p = 0.5 * (1.0 + np.tanh(0.5 * f))
-    loss = float((np.logaddexp(0.0, f) - y * f).sum() + 0.5 * penalty * w[:-1] @ w[:-1])
-    gap = p - y
-    gradient = np.append(x.transposed_dot(gap) + penalty * w[:-1], gap.sum())
-    return loss, gradient, np.maximum(p * (1.0 - p), 1e-9)
-
-
-def _solve(x: _Matrix, curve: Floats, gradient: Floats, penalty: float) -> Floats:
-    """Newton's step: the Hessian is applied, never written down."""
-
-    def hessian(v: Floats) -> Floats:
-        inner = curve * (x.dot(v[:-1]) + v[-1])
-        return np.append(x.transposed_dot(inner) + penalty * v[:-1], inner.sum())
-
-    step, residual = np.zeros_like(gradient), gradient.copy()
-    direction, size = residual.copy(), float(residual @ residual)
-    goal = size * 1e-8
-    for _ in range(200):
-        if size <= goal:
-            break
-        applied = hessian(direction)
-        length = size / float(direction @ applied)
-        step += length * direction
-        residual -= length * applied
-        new = float(residual @ residual)
-        direction = residual + new / size * direction
-        size = new
-    return step

@@ -5,6 +5,7 @@ from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response
 from ._effect import steering_effect
 from ._ensemble import probe_ensemble
+from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
 from ._lens import lens_rank
 from ._metrics import auroc, average_precision, recall_at_fpr
@@ -19,6 +20,7 @@ from ._tracker import attention_tracker
 
 __all__ = [
     "REFUSAL_PHRASES",
+    "CascadeRecord",
     "attention_tracker",
     "auroc",
     "average_precision",
@@ -38,6 +40,7 @@ __all__ = [
     "probe_cascade",
     "probe_ensemble",
     "probe_score",
+    "read_cascade",
     "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",

@@ -36,14 +36,17 @@ class Verdict(NamedTuple):
     model: str
     weighted: bool
     """Whether the value is a mean over the judge's probabilities of numbers."""
+    tokens: int | None = None
+    """That it read and wrote; None where its provider does not count them."""
 
     def metadata(self) -> dict[str, Any]:
         """Small facts for a score."""
-        return {
+        facts: dict[str, Any] = {
             "judge": self.model,
             "judge_answer": self.answer[:500],
             "judge_weighted": self.weighted,
         }
+        return facts if self.tokens is None else facts | {"judge_tokens": self.tokens}
 
 
 def find_judge(judge: str | Model | None, role: str) -> Model:
@@ -77,10 +80,11 @@ async def ask_number(judge: Model, prompt: str, *, weighted: bool) -> Verdict:
         config = config.merge(GenerateConfig(logprobs=True, top_logprobs=20))
     output = await judge.generate(prompt, config=config)
     answer = output.completion.strip()
+    tokens = (output.usage.total_tokens or None) if output.usage else None
     if weighted and (mean := _expected(output)) is not None:
         value, weights = mean
-        return Verdict(value if weights >= _MASS else None, answer, str(judge), True)
-    return Verdict(_parse(answer), answer, str(judge), False)
+        return Verdict(value if weights >= _MASS else None, answer, str(judge), True, tokens)
+    return Verdict(_parse(answer), answer, str(judge), False, tokens)
 
 
 def shown(state: TaskState, turn: Turn | None = None) -> tuple[str, str]:

@@ -4,6 +4,7 @@ Activations and labels go in, and a probe with its card comes out. A model and t
 lens comes out.
 """
 
+from ._across import CarriedProbe, transfer_probe
 from ._baselines import (
     bag_of_words_scores,
     baseline,
@@ -14,6 +15,7 @@ from ._baselines import (
 from ._beside import baselines_within, measure_baselines
 from ._binary import BinaryEstimator
 from ._calibrate import fit_threshold
+from ._cascade import CascadePoint, cascade_frontier
 from ._condition import Condition, fit_condition, similarity
 from ._dataset import ActivationSet
 from ._direction import DirectionEstimator, MeanDifferenceProbe
@@ -52,13 +54,7 @@ from ._sae_files import SparseEncoder, read_sae
 from ._seen import refuse_seen
 from ._select import LayerChoice, select_layer
 from ._sequence import SequenceEstimator
-from ._shift import (
-    CascadePoint,
-    StyleShift,
-    cascade_frontier,
-    style_shift,
-    transfer_statement,
-)
+from ._shift import StyleShift, style_shift, transfer_statement
 from ._sklearn import SklearnProbe, as_family
 from ._splits import require_disjoint, split_by_group
 from ._store_set import StoreSet
@@ -77,6 +73,7 @@ __all__ = [
     "AttentionProbe",
     "BinaryEstimator",
     "CCSProbe",
+    "CarriedProbe",
     "CascadePoint",
     "Condition",
     "DirectionEstimator",
@@ -154,5 +151,6 @@ __all__ = [
     "stack_weights",
     "style_shift",
     "train_probe",
+    "transfer_probe",
     "transfer_statement",
 ]

@@ -20,7 +20,7 @@ __all__ = ["DomainScore", "leave_one_domain_out"]
 
 
 class DomainScore(NamedTuple):
-    """AUROC on one domain of a probe trained on all others, and of one trained on it alone."""
+    """AUROC on one domain of probes trained on all others, on it alone, and on all of them."""
 
     domain: str
     n_positive: int
@@ -32,6 +32,9 @@ class DomainScore(NamedTuple):
     within: float
     """Of a probe that was trained on other groups of this domain alone, over two halves: what the
     domain itself can give. NaN where a half lacks a class."""
+    mixed: float
+    """Of a probe that was trained on all other domains and on other groups of this one, over the
+    same halves: what a mixture gives that holds the domain. NaN where a half lacks a class."""
 
 
 def leave_one_domain_out(
@@ -47,7 +50,8 @@ def leave_one_domain_out(
     """Train on all domains but one, and judge on that one, for each.
 
     A probe trained on a mixture may know every domain by its own marks. What it is worth on a new
-    one shows on a domain that it was not trained on.
+    one shows on a domain that it was not trained on. Beside it stand what the domain gives alone,
+    and what the mixture gives once the domain is part of it.
 
     Args:
         estimator: unfitted; it is cloned for each domain.
@@ -89,11 +93,13 @@ def leave_one_domain_out(
     for name in found:
         inside = data.subset(np.flatnonzero(names == name))
         scores = judge(data.subset(np.flatnonzero(names != name)), inside)
-        within = []
-        for half in _halves(inside, seed):
-            fit, held = (inside.subset(np.flatnonzero(side)) for side in (~half, half))
+        within, mixed = [], []
+        for half in _halves(data, names == name, seed):
+            fit, held = (data.subset(np.flatnonzero(s)) for s in ((names == name) & ~half, half))
             both = all(0 < d.n_positive < len(d) for d in (fit, held))
             within.append(auroc(held.labels, judge(fit, held)) if both else np.nan)
+            every = data.subset(np.flatnonzero(~half))
+            mixed.append(auroc(held.labels, judge(every, held)) if both else np.nan)
         made.append(
             DomainScore(
                 domain=name,
@@ -102,6 +108,7 @@ def leave_one_domain_out(
                 auroc=auroc(inside.labels, scores),
                 interval=delong_interval(inside.labels, scores, groups=inside.groups),
                 within=float(np.mean(within)),
+                mixed=float(np.mean(mixed)),
             )
         )
     return tuple(made)
@@ -130,9 +137,11 @@ def _check(data: ActivationSet, names: NDArray[np.str_], found: Sequence[str]) -
                 )
 
 
-def _halves(data: ActivationSet, seed: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Two masks of whole groups."""
+def _halves(
+    data: ActivationSet, inside: NDArray[np.bool_], seed: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Two masks of whole groups of a domain."""
     groups = np.array(data.groups)
-    unique = np.random.default_rng(seed).permutation(np.unique(groups))
+    unique = np.random.default_rng(seed).permutation(np.unique(groups[inside]))
     first = np.isin(groups, unique[: len(unique) // 2])
-    return first, ~first
+    return inside & first, inside & ~first

@@ -75,25 +75,20 @@ class SequenceEstimator(BinaryEstimator):
         """
         sequences, labels = self._read_both(X, y)
         positive = self._positive(labels)
-        tokens = np.concatenate(sequences)
-        mean = tokens.mean(axis=0, dtype=np.float64)
-        spread = tokens.std(axis=0, dtype=np.float64)
-        scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
-        ready: Sequences = [((s - mean) / scale).astype(np.float32) for s in sequences]
+        scaler = _scaler(sequences)
         kept, held = _hold_back(positive, groups, seed=self._training().seed)
-        validation = ([ready[i] for i in held], positive[held]) if len(held) else None
-        rng = np.random.default_rng(self._training().seed)
+        validation = ([sequences[i] for i in held], positive[held]) if len(held) else None
+        hidden, rng = self.n_features_in_, np.random.default_rng(self._training().seed)
         trained, self.losses_ = train_head(
-            self._start(tokens.shape[1], rng),
-            self._spec(tokens.shape[1]),
+            self._start(hidden, rng),
+            self._spec(hidden),
             self._pool(),
-            ([ready[i] for i in kept], positive[kept]),
+            ([sequences[i] for i in kept], positive[kept]),
             validation,
             self._training(),
+            scaler,
         )
-        self.tensors_ = trained | {
-            "mean": mean.astype(np.float32), "scale": scale.astype(np.float32)
-        }  # fmt: skip
+        self.tensors_ = trained | scaler
         return self
 
     def decision_function(self, X: Any) -> NDArray[np.float64]:
@@ -184,7 +179,7 @@ class SequenceEstimator(BinaryEstimator):
     def _read_both(self, X: Any, y: ArrayLike) -> tuple[Sequences, NDArray[Any]]:
         if not _is_ragged(X):
             rows, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
-            return [row[None] for row in rows], labels
+            return [row[None] for row in rows.astype(np.float32)], labels
         sequences = self._read(X, reset=True)
         _, labels = check_X_y(np.zeros((len(sequences), 1)), y)
         return sequences, labels
@@ -198,6 +193,17 @@ def _is_ragged(X: Any) -> bool:
         and len(X) > 0
         and all(isinstance(s, np.ndarray) and s.ndim == 2 for s in X)
     )
+
+
+def _scaler(sequences: Sequences) -> dict[str, NDArray[np.float32]]:
+    """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
+    n = sum(map(len, sequences))
+    total = np.sum([s.sum(axis=0, dtype=np.float64) for s in sequences], axis=0)
+    mean = total / n
+    square = np.sum([((s - mean) ** 2).sum(axis=0) for s in sequences], axis=0)
+    spread = np.sqrt(square / n)
+    scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
+    return {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
 
 
 def _hold_back(

@@ -1,14 +1,10 @@
-"""Does a probe survive another style, another set; and what a judge behind it costs."""
+"""Does a probe survive another style, or another set."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -17,18 +13,11 @@ from inspect_lens.probe import (
     Evaluation,
     Transfer,
     compare_auroc,
-    split_classes,
 )
 
 from ._dataset import ActivationSet
 
-__all__ = [
-    "CascadePoint",
-    "StyleShift",
-    "cascade_frontier",
-    "style_shift",
-    "transfer_statement",
-]
+__all__ = ["StyleShift", "style_shift", "transfer_statement"]
 
 
 class StyleShift(NamedTuple):
@@ -198,96 +187,3 @@ def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 
         statement=f"Trained on {trained_on}, the probe {says} to {evaluation.name}: {area}, "
         f"{reason}.",
     )
-
-
-class CascadePoint(NamedTuple):
-    """One setting of a probe-then-judge cascade: share sent to the judge, accuracy and cost."""
-
-    share: float
-    """Of samples that the judge reads: those nearest to the probe's threshold."""
-    cost: float
-    """Per sample, in the units given."""
-    recall: float
-    fpr: float
-    balanced_accuracy: float
-
-
-def cascade_frontier(
-    labels: ArrayLike,
-    probe_scores: ArrayLike,
-    judge_scores: ArrayLike,
-    *,
-    probe_threshold: float,
-    judge_threshold: float,
-    probe_cost: float = 0.0,
-    judge_cost: float = 1.0,
-    shares: Sequence[float] = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
-) -> tuple[CascadePoint, ...]:
-    """A cheap probe decides, and a judge decides again where the probe is unsure.
-
-    Args:
-        labels: (samples,) 0 and 1, both.
-        probe_scores: (samples,) float.
-        judge_scores: (samples,) float.
-        probe_threshold: flagged strictly above it.
-        judge_threshold: of the judge.
-        probe_cost: of a sample.
-        judge_cost: of a sample that the judge reads.
-        shares: of samples that go to the judge.
-
-    Returns:
-        One point per share, ascending; the first is the probe alone, the last the judge alone
-        where shares reach from 0 to 1. Distance to the threshold counts in ranks, so that the
-        scale of the scores does not matter.
-
-    Raises:
-        SpecError: shapes disagree, a class is missing, a score is NaN, or a share is none.
-
-    Source:
-        arXiv:2506.10805 and arXiv:2601.11516: probe, then language model.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.train import cascade_frontier
-
-        rng = np.random.default_rng(0)
-        labels = np.arange(200) % 2
-        probe, judge = (rng.standard_normal(200) + strength * labels for strength in (1.0, 4.0))
-        alone, *_, judged = cascade_frontier(
-            labels, probe, judge, probe_threshold=0.5, judge_threshold=2.0
-        )
-        assert judged.balanced_accuracy > alone.balanced_accuracy
-        assert (alone.cost, judged.cost) == (0.0, 1.0)
-        ```
-    """
-    positive, negative = split_classes(labels, probe_scores)
-    split_classes(labels, judge_scores)
-    if not positive.size or not negative.size or not all(0.0 <= s <= 1.0 for s in shares):
-        raise SpecError(
-            f"{positive.size} positive, {negative.size} negative samples, shares {list(shares)}; "
-            "allowed are both classes, and shares from 0 to 1"
-        )
-    y = np.asarray(labels).astype(bool)
-    cheap = np.asarray(probe_scores, dtype=np.float64)
-    judged = np.asarray(judge_scores, dtype=np.float64) > judge_threshold
-    order = np.argsort(_distance(cheap, probe_threshold), kind="stable")
-    points = []
-    for share in sorted(shares):
-        flagged = cheap > probe_threshold
-        read = order[: math.ceil(share * y.size)]
-        flagged[read] = judged[read]
-        recall, fpr = float(flagged[y].mean()), float(flagged[~y].mean())
-        cost = probe_cost + judge_cost * read.size / y.size
-        points.append(CascadePoint(share, cost, recall, fpr, (recall + 1.0 - fpr) / 2.0))
-    return tuple(points)
-
-
-def _distance(scores: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """How many samples lie between each score and the threshold."""
-    ranked = np.sort(scores)
-    edge = np.searchsorted(ranked, threshold, side="right")
-    rank = np.searchsorted(ranked, scores, side="left")
-    made: NDArray[np.float64] = np.abs(rank + 0.5 - edge)
-    return made

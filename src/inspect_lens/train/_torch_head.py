@@ -1,4 +1,4 @@
-"""The differentiable twin of `probe/_head.py`, and the loop that trains it."""
+"""The loop that trains a neural probe; what the probe computes is in `probe/_head.py`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import HeadSpec, Pool, parse_head_pool
+from inspect_lens.probe import HeadSpec, head_outputs, parse_head_pool, pool_heads
 
-__all__ = ["HeadTraining", "head_logits", "train_head"]
+__all__ = ["HeadTraining", "train_head"]
 
 Weights = dict[str, torch.Tensor]
 Sequences = Sequence[NDArray[np.floating[Any]]]
-_NEVER = -1e9  # instead of -inf: a window may hold no token at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,70 +41,6 @@ class HeadTraining:
     """Share of attention weights that are dropped while training."""
 
 
-def head_logits(
-    weights: Weights,
-    spec: HeadSpec,
-    pool: Pool,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    soft_max: float | None = None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Scores of padded sequences that are standardised already.
-
-    Args:
-        weights: as of a `NeuralProbe`, without `mean` and `scale`.
-        spec: temperature and gate.
-        pool: the rule; `mean` and the learned pools.
-        x: (samples, tokens, hidden).
-        mask: (samples, tokens) bool, True where there is a token; they come first.
-        soft_max: sharpness of a smooth maximum for MultiMax; None takes the maximum.
-        dropout: of attention weights.
-
-    Returns:
-        (samples,) logits.
-    """
-    layer = 0
-    while f"w{layer}" in weights:
-        x = functional.relu(functional.linear(x, weights[f"w{layer}"], weights[f"b{layer}"]))
-        layer += 1
-    value = functional.linear(x, weights["value"])
-    value = torch.tanh(value) if spec.gate else value
-    real = mask[..., None]
-    if pool.name == "multimax":
-        if soft_max is None:
-            return value.masked_fill(~real, _NEVER).amax(dim=1).sum(-1) + weights["bias"]
-        share = (value * soft_max).masked_fill(~real, _NEVER).softmax(dim=1)
-        return (share * value).sum(dim=(1, 2)) + weights["bias"]
-    if pool.name == "mean":
-        kept = value.masked_fill(~real, 0.0).sum(dim=(1, 2))
-        return kept / mask.sum(dim=1) + weights["bias"]
-    query = functional.linear(x, weights["query"]) * spec.temperature
-    if "position" in weights:
-        index = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
-        query = query + index[None, :, None] * weights["position"]
-    query = query.masked_fill(~real, _NEVER)
-    if pool.name == "attention":
-        share = functional.dropout(query.softmax(dim=1), dropout, training=dropout > 0)
-        return (share * value).sum(dim=(1, 2)) + weights["bias"]
-    return _rolling(query, value, mask, pool.width) + weights["bias"]
-
-
-def _rolling(
-    query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, width: int
-) -> torch.Tensor:
-    """Largest attention value of a window, (samples,)."""
-    short = max(width - query.shape[1], 0)
-    query = functional.pad(query, (0, 0, 0, short), value=_NEVER)
-    value = functional.pad(value, (0, 0, 0, short))
-    share = query.unfold(1, width, 1).softmax(dim=-1)
-    windows = (share * value.unfold(1, width, 1)).sum(dim=(2, 3))
-    length = mask.sum(dim=1).clamp(min=width)
-    starts = torch.arange(windows.shape[1], device=windows.device)
-    return windows.masked_fill(starts[None] + width > length[:, None], _NEVER).amax(dim=1)
-
-
 def train_head(
     start: dict[str, NDArray[np.float32]],
     spec: HeadSpec,
@@ -112,6 +48,7 @@ def train_head(
     data: tuple[Sequences, NDArray[np.bool_]],
     validation: tuple[Sequences, NDArray[np.bool_]] | None,
     how: HeadTraining,
+    scaler: dict[str, NDArray[np.float32]],
 ) -> tuple[dict[str, NDArray[np.float32]], list[float]]:
     """Train from given weights; keep those that did best on the validation set.
 
@@ -119,9 +56,11 @@ def train_head(
         start: initial weights.
         spec: temperature and gate.
         pool: the rule.
-        data: standardised sequences (tokens, hidden) and their classes.
+        data: raw sequences (tokens, hidden) float32 and their classes; a batch is standardised
+            when it is used, so that there is no second copy of them.
         validation: the same for early stopping; None trains to the end.
         how: optimiser, rates, steps.
+        scaler: `mean` and `scale` (hidden,), which are not trained.
 
     Returns:
         The weights, and the losses that were looked at.
@@ -134,11 +73,17 @@ def train_head(
         k: torch.from_numpy(np.array(v)).to(how.device).requires_grad_() for k, v in start.items()
     }
 
+    fixed = {k: torch.from_numpy(np.array(v)).to(how.device) for k, v in scaler.items()}
+
+    def drop(share: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(share, how.dropout)
+
     def loss_of(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], train: bool) -> Any:
         x, mask, target = batch
-        logits = head_logits(
-            weights, spec, rule, x, mask,
-            soft_max=how.soft_max if train else None, dropout=how.dropout if train else 0.0,
+        logits = pool_heads(
+            head_outputs(weights | fixed, spec, x, xp=torch), rule, weights.get("position"),
+            weights["bias"], mask, xp=torch, sharpness=how.soft_max if train else None,
+            drop=drop if train and how.dropout else None,
         )  # fmt: skip
         return functional.binary_cross_entropy_with_logits(logits, target)
 
@@ -218,15 +163,11 @@ def _batches(
 def _padded(
     sequences: Sequences, labels: NDArray[np.bool_], *, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    longest, hidden = max(len(s) for s in sequences), sequences[0].shape[1]
-    x = np.zeros((len(sequences), longest, hidden), dtype=np.float32)
-    mask = np.zeros((len(sequences), longest), dtype=bool)
-    for i, sequence in enumerate(sequences):
-        x[i, : len(sequence)] = sequence
-        mask[i, : len(sequence)] = True
-    parts = (x, mask, labels.astype(np.float32))
-    a, b, c = (torch.from_numpy(part).to(device) for part in parts)
-    return a, b, c
+    rows = pad_sequence([torch.from_numpy(s) for s in sequences], batch_first=True)
+    lengths = torch.tensor([len(s) for s in sequences])
+    mask = torch.arange(rows.shape[1]) < lengths[:, None]
+    target = torch.from_numpy(labels.astype(np.float32))
+    return rows.to(device), mask.to(device), target.to(device)
 
 
 def _all(

@@ -11,9 +11,12 @@ from sklearn.metrics import roc_auc_score
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     auroc,
+    average_precision,
     conformal_threshold,
+    partial_auroc,
     recall_at_fpr,
     required_negatives,
+    roc_curve,
     split_classes,
 )
 
@@ -118,3 +121,13 @@ def test_recall_of_one_class_is_nan() -> None:
 def test_a_rate_outside_0_1_is_refused(fpr: float) -> None:
     with pytest.raises(SpecError, match="between 0 and 1"):
         conformal_threshold(np.arange(500.0), fpr)
+
+
+def test_infinite_scores_have_a_place_in_the_ranking() -> None:
+    labels, scores = [0, 1, 0, 1, 1], [-np.inf, 0.0, 1.0, 2.0, np.inf]
+    finite = [-9.0, 0.0, 1.0, 2.0, 9.0]
+    for rank in (average_precision, partial_auroc):
+        assert rank(labels, scores) == rank(labels, finite)
+    curve = roc_curve(labels, scores)
+    np.testing.assert_array_equal(curve.tpr, roc_curve(labels, finite).tpr)
+    assert curve.thresholds.tolist() == [np.inf, np.inf, 2.0, 1.0, 0.0, -np.inf]

@@ -47,7 +47,7 @@ def test_the_text_alone_tells_the_label(tmp_path: Path) -> None:
     words = [hash_words(answer(i, 1)) for i in range(N)]
     ranks = cross_validated_words(words, LABELS, groups=[str(i) for i in range(N)])
     assert got["words_auroc"] == pytest.approx(auroc(LABELS, ranks))
-    assert got["words_auroc"] > 0.65
+    assert got["words_auroc"] > 0.6
     assert got["length_auroc"] == 1.0
     assert [s.value for s in scores(log)] == [10 + i % 2 for i in range(N)]
     assert max(len(s.model_dump_json()) for s in scores(log)) < 400
@@ -88,7 +88,7 @@ def test_prompt_both_and_groups(tmp_path: Path) -> None:
     again = score(log, leakage_baseline(), metrics=metrics, action="overwrite", display="none")  # type: ignore[arg-type]
     got = metric_values(again)
     assert set(got) == {"a", "b", "all"}
-    assert got["all"] > 0.65
+    assert got["all"] > 0.6
 
 
 def test_alone() -> None:

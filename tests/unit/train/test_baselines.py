@@ -9,7 +9,16 @@ import pytest
 
 from inspect_lens.data import planted_activations
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Baseline, Evaluation, Interval, Probe, ProbeCard, Threshold, auroc
+from inspect_lens.probe import (
+    Baseline,
+    Evaluation,
+    Interval,
+    Probe,
+    ProbeCard,
+    Threshold,
+    auroc,
+    clopper_pearson,
+)
 from inspect_lens.train import (
     FAMILIES,
     ActivationSet,
@@ -182,6 +191,41 @@ def test_a_cascade_goes_from_the_probe_to_the_judge() -> None:
     half = next(p for p in points if p.share == 0.5)
     gained = (half.balanced_accuracy - accuracy[0]) / (accuracy[-1] - accuracy[0])
     assert gained > 0.7, "the unsure half holds most of the errors"
+
+
+def test_a_cascade_has_intervals_by_group_and_costs_by_sample() -> None:
+    rng = np.random.default_rng(1)
+    y, names = np.arange(400) % 2, [i // 20 for i in range(400)]
+    own = rng.normal(size=20)[np.array(names)]
+    probe, judge = rng.normal(size=400) + y + own, rng.normal(size=400) + 3 * y
+    tokens = rng.integers(50, 500, size=400)
+    sure: dict[str, Any] = {
+        "probe_threshold": 0.5,
+        "judge_threshold": 1.5,
+        "shares": (0.0, 0.25, 1.0),
+    }
+    alone, some, last = cascade_frontier(y, probe, judge, groups=names, judge_cost=tokens, **sure)
+    assert last.cost == pytest.approx(tokens.mean())
+    nearest = np.argsort(np.abs(np.searchsorted(np.sort(probe), probe) + 0.5
+                                - (probe <= 0.5).sum()), kind="stable")[:100]  # fmt: skip
+    assert some.cost == pytest.approx(tokens[nearest].sum() / 400)
+    for point in (alone, some, last):
+        assert point.recall_interval.low < point.recall < point.recall_interval.high
+        assert point.fpr_interval.low < point.fpr < point.fpr_interval.high
+    # The probe knows the groups, so that 200 positives are worth fewer.
+    single = cascade_frontier(y, probe, judge, **sure)[0]
+    assert "groups" in alone.recall_interval.method
+    assert single.recall_interval == clopper_pearson(int((probe[y == 1] > 0.5).sum()), 200)
+    width = [i.high - i.low for i in (alone.recall_interval, single.recall_interval)]
+    assert width[0] > 1.5 * width[1]
+    wrongs: list[dict[str, Any]] = [
+        {"judge_cost": [1.0]}, {"judge_cost": -1.0}, {"probe_cost": math.nan}
+    ]  # fmt: skip
+    for wrong in wrongs:
+        with pytest.raises(SpecError, match="cost"):
+            cascade_frontier(y, probe, judge, **sure, **wrong)
+    with pytest.raises(SpecError, match="groups: 1 for 400"):
+        cascade_frontier(y, probe, judge, groups=["a"], **sure)
 
 
 @pytest.mark.parametrize("rows", ["tokens", "mean", "last"])

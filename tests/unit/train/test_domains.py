@@ -35,6 +35,7 @@ def test_what_is_shared_holds_on_the_domain_that_was_left_out() -> None:
         assert score.auroc > 0.95
         assert score.interval.low < score.auroc < score.interval.high
         assert (score.n_positive, score.n_negative) == (N // 2, N // 2)
+        assert score.mixed > 0.95
 
 
 @pytest.mark.parametrize("family", [LDAProbe(), LogisticRegression(C=0.1)], ids=["ours", "sklearn"])
@@ -43,6 +44,7 @@ def test_marks_of_a_domain_do_not(family: LDAProbe) -> None:
     for score in scores:
         assert abs(score.auroc - 0.5) < 0.17
         assert score.within > 0.9, "inside the domain they tell the classes apart"
+        assert score.mixed > 0.75, "and so they do in a mixture that holds the domain"
 
 
 def test_domains_that_cannot_be_left_out_are_refused() -> None:

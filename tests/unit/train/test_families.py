@@ -15,7 +15,17 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import HeadSpec, Probe, ProbeCard, delong_interval, parse_head_pool
+from inspect_lens.probe import (
+    HeadOutputs,
+    HeadSpec,
+    NeuralProbe,
+    Probe,
+    ProbeCard,
+    delong_interval,
+    head_outputs,
+    parse_head_pool,
+    pool_heads,
+)
 from inspect_lens.train import (
     AttentionLiteProbe,
     AttentionProbe,
@@ -38,7 +48,6 @@ from inspect_lens.train import (
     layers_at,
 )
 from inspect_lens.train._lat import make_pairs
-from inspect_lens.train._torch_head import head_logits
 
 H = 24
 LINEAR: list[Any] = [
@@ -106,10 +115,17 @@ def test_logistic_and_discriminant_equal_scikit_learn() -> None:
         np.testing.assert_allclose(
             ours.decision_function(wide), reference.decision_function(z), atol=1e-6
         )
-    for shrinkage in ("ledoit-wolf", 0.3, None):
+    # Their form of a ridge of 0.01 mean variances, but for the length of the direction.
+    own = {"ledoit-wolf": "auto", "ridge": 0.01 / 1.01}
+    for shrinkage in ("ledoit-wolf", "ridge", 0.3, None):
         reference = LinearDiscriminantAnalysis(
-            solver="lsqr", shrinkage="auto" if shrinkage == "ledoit-wolf" else shrinkage
+            solver="lsqr",
+            shrinkage=own.get(shrinkage, shrinkage),  # type: ignore[arg-type]
         ).fit(wide, y)
+        if shrinkage == "ridge":
+            reference.coef_, reference.intercept_ = (
+                v / 1.01 for v in (reference.coef_, reference.intercept_)
+            )
         ours = LDAProbe(shrinkage=shrinkage).fit(wide, y)
         np.testing.assert_allclose(
             ours.decision_function(wide), reference.decision_function(wide), atol=1e-6
@@ -224,8 +240,33 @@ def test_neural_families_find_a_needle(estimator: SequenceEstimator) -> None:
     np.testing.assert_array_equal(again.decision_function(fresh), scores)
 
 
+def written_out(w: dict[str, np.ndarray], x: np.ndarray, pool: str) -> float:
+    """The network of the next test for one sample, in plain loops."""
+    z = np.maximum(x @ w["w0"].T + w["b0"], 0.0)
+    value = np.tanh(z @ w["value"].T)
+    query = 0.5 * z @ w["query"].T + np.arange(len(x))[:, None] * w["position"]
+
+    def attend(part: slice) -> float:
+        total = 0.0
+        for h in range(value.shape[1]):
+            weight = np.exp(query[part, h])
+            total += float((weight * value[part, h]).sum() / weight.sum())
+        return total
+
+    width = min(3, len(x))
+    total = {
+        "attention": lambda: attend(slice(None)),
+        "multimax": lambda: sum(max(value[:, h]) for h in range(value.shape[1])),
+        "rolling_attention:3": lambda: max(
+            attend(slice(i, i + width)) for i in range(len(x) - width + 1)
+        ),
+        "mean": lambda: value.sum() / len(x),
+    }[pool]()
+    return float(total + w["bias"][0])
+
+
 @pytest.mark.parametrize("pool", ["attention", "multimax", "rolling_attention:3", "mean"])
-def test_the_torch_twin_computes_what_the_probe_computes(pool: str) -> None:
+def test_torch_and_numpy_compute_the_same_padded_or_alone(pool: str) -> None:
     rng = np.random.default_rng(0)
     spec = HeadSpec(gate=True, temperature=0.5)
     weights = {
@@ -233,21 +274,38 @@ def test_the_torch_twin_computes_what_the_probe_computes(pool: str) -> None:
         "value": rng.normal(size=(3, 5)), "position": rng.normal(size=3) / 5,
         "bias": rng.normal(size=1),
     }  # fmt: skip
-    from inspect_lens.probe import NeuralProbe
-
+    weights = {k: v.astype(np.float32).astype(np.float64) for k, v in weights.items()}
     probe = NeuralProbe(
         tensors=weights | {"mean": np.zeros(8), "scale": np.ones(8)},
         card=card(hidden=8, kind="neural", pool=pool, head=spec),
     )
     sequences = [rng.normal(size=(n, 8)) for n in (1, 2, 3, 7)]
+    truth = [written_out(weights, s, pool) for s in sequences]
+    np.testing.assert_allclose([probe.score(s) for s in sequences], truth, rtol=1e-12)
     x, mask = np.zeros((4, 7, 8)), np.zeros((4, 7), dtype=bool)
     for i, s in enumerate(sequences):
         x[i, : len(s)], mask[i, : len(s)] = s, True
-    logits = head_logits(
-        {k: torch.from_numpy(v.astype(np.float32).astype(np.float64)) for k, v in weights.items()},
-        spec, parse_head_pool(pool), torch.from_numpy(x), torch.from_numpy(mask),
-    )  # fmt: skip
-    np.testing.assert_allclose(logits.numpy(), [probe.score(s) for s in sequences], rtol=1e-9)
+    for xp, of in ((np, np.asarray), (torch, torch.from_numpy)):
+        w = {k: of(v) for k, v in weights.items()}
+        scores = pool_heads(
+            head_outputs(w, spec, of(x), xp=xp), parse_head_pool(pool), w["position"], w["bias"],
+            of(mask), xp=xp,
+        )  # fmt: skip
+        np.testing.assert_allclose(np.asarray(scores), truth, rtol=1e-12)
+
+
+def test_the_smooth_maximum_reaches_every_token_and_no_padding() -> None:
+    rng = np.random.default_rng(0)
+    values, mask = torch.from_numpy(rng.normal(size=(2, 4, 3))), torch.ones(2, 4, dtype=torch.bool)
+    mask[0, 3] = False
+    values.requires_grad_()
+    rule, out = parse_head_pool("multimax"), HeadOutputs(0.0 * values, values)
+    pool_heads(out, rule, None, 0.0, mask, xp=torch, sharpness=1.0).sum().backward()
+    assert values.grad is not None
+    assert ((values.grad.abs() > 1e-6) == mask[..., None]).all()
+    sharp = pool_heads(out, rule, None, 0.0, mask, xp=torch, sharpness=1e4)
+    plain = pool_heads(out, rule, None, 0.0, mask, xp=torch)
+    np.testing.assert_allclose(sharp.detach().numpy(), plain.detach().numpy(), rtol=1e-4)
 
 
 def test_an_mlp_learns_what_no_direction_can() -> None:
