@@ -99,13 +99,17 @@ def _queries_and_keys(shape: Shape, i: int) -> Request:
 
 
 FAMILIES: dict[str, tuple[str, Asked, str]] = {
-    "swap": ("lens", _edits(_swap), "two directions exchanged at one layer"),
-    "rotate": ("lens", _edits(_rotate), "a plane turned by 20 degrees at one layer"),
-    "latent": ("lens", _edits(_latent), "a latent of a sparse autoencoder set at one layer"),
-    "low-rank": ("lens", _edits(_low_rank), "a low-rank edit of 8 directions at one layer"),
-    "replace": ("lens", _edits(_replace), "a stored row mixed in at one layer"),
-    "renormalise": ("lens", _edits(_renormalise), "a norm-matched vector, and its norm given back"),
-    "logit-lens": ("lens", _lens, "the five most likely tokens at 4 layers, for all tokens"),
+    "swap": ("lens-sites", _edits(_swap), "two directions exchanged at one layer"),
+    "rotate": ("lens-sites", _edits(_rotate), "a plane turned by 20 degrees at one layer"),
+    "latent": ("lens-sites", _edits(_latent), "a latent of a sparse autoencoder set at one layer"),
+    "low-rank": ("lens-sites", _edits(_low_rank), "a low-rank edit of 8 directions at one layer"),
+    "replace": ("lens-sites", _edits(_replace), "a stored row mixed in at one layer"),
+    "renormalise": (
+        "lens-sites",
+        _edits(_renormalise),
+        "a norm-matched vector, and its norm given back",
+    ),
+    "logit-lens": ("lens-sites", _lens, "the five most likely tokens at 4 layers, for all tokens"),
     "qk-1": ("lens-sites", _queries_and_keys, "queries and keys of one layer, all tokens"),
 }
 """By arm: its engine, the extra arguments of its i-th request, and what it is."""

@@ -56,8 +56,8 @@ class Engine:
             positions=range(len(corrupted)),
         )  # fmt: skip
         seconds = time.perf_counter() - started
-        assert np.isfinite(sweep.logprob_answer).all()
-        return {"seconds": seconds, "cells": int(sweep.logprob_answer.size)}
+        assert np.isfinite(sweep.logprob).all()
+        return {"seconds": seconds, "cells": int(sweep.logprob.size)}
 
 
 class Hooks:

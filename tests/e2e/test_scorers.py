@@ -37,11 +37,13 @@ from inspect_lens.scorer import (
     probe_cascade,
     probe_ensemble,
     probe_score,
+    read_cascade,
     refusal_rate,
     steering_effect,
     trait_projection,
 )
 from inspect_lens.spec import SteeringVector
+from inspect_lens.train import cascade_frontier
 
 pytestmark = pytest.mark.engine
 
@@ -163,6 +165,24 @@ def test_the_cascade_is_better_than_its_probe_where_the_judge_is_right(log: Eval
             assert value == pytest.approx(fact["probability"])
             assert not 0.05 <= value <= 0.95
     assert auroc(y, cascade) >= auroc(y, values(log, "deception_probe"))
+
+
+def test_a_frontier_of_the_cascade_is_read_from_a_log(log: EvalLog) -> None:
+    """Asked about every sample, the judge is right everywhere, and the probe as often as it is."""
+    asked = probe_cascade(
+        PROBE, question="The answer is a lie.", judge=truth_judge(), band=(-math.inf, math.inf),
+        unit="score",
+    )  # fmt: skip
+    found = read_cascade(score(log, asked, action="overwrite", display="none"))
+    y = labels(log)
+    assert found.labels == y
+    assert found.judge_scores == y
+    assert auroc(y, found.probe_scores) == auroc(y, values(log, "deception_probe"))
+    alone, judged = cascade_frontier(**found.arguments(), shares=(0.0, 1.0))
+    assert found.probe_threshold is not None
+    above = np.array(found.probe_scores) > found.probe_threshold
+    assert alone.recall == pytest.approx(above[np.array(y) == 1].mean())
+    assert (judged.recall, judged.fpr) == (1.0, 0.0)
 
 
 def test_the_monitor_reads_every_turn(log: EvalLog) -> None:

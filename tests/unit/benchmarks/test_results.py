@@ -29,6 +29,7 @@ from tests.kit.files import write_json
 NAMES = (
     "default", "eager", "vllm-lens", "hf", "idle", "idle-4", "capture-1", "capture-all", "steer",
     "probes-16x4", "steer-256", "ablate-all", "program", "programs-256", "gate", "mixed",
+    "swap", "rotate", "latent", "low-rank", "replace", "renormalise", "logit-lens", "qk-1",
 )  # fmt: skip
 
 

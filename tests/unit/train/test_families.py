@@ -44,7 +44,6 @@ from inspect_lens.train import (
     SAEFeatureProbe,
     SequenceEstimator,
     TorchLogisticProbe,
-    erase,
     layers_at,
 )
 from inspect_lens.train._lat import make_pairs
@@ -355,21 +354,6 @@ def test_an_ensemble_weighs_layers_by_what_they_can_say(stack: str) -> None:
     assert layers_at(2) == (0, 1)
     with pytest.raises(SpecError, match="allowed is a multiple"):
         EnsembleProbe(n_layers=5).fit(x, y)
-
-
-def test_leace_takes_the_covariance_with_the_concept_to_zero() -> None:
-    x, y, _ = planted(300, 2.0)
-    x = x.astype(np.float64) @ np.random.default_rng(5).normal(size=(H, H))
-    z = y - y.mean()
-    found = (x - x.mean(axis=0)).T @ z / len(z)
-    erased = erase(x, found, covariance=np.cov(x.T, bias=True), mean=x.mean(axis=0))
-    assert np.abs((erased - erased.mean(axis=0)).T @ z / len(z)).max() < 1e-8
-    # What is taken out varies about the mean, so the mean stays where it was.
-    np.testing.assert_allclose((erased + 0).mean(axis=0), x.mean(axis=0), atol=1e-9)
-    with pytest.raises(SpecError, match="moves the mean"):
-        erase(x, found, covariance=np.cov(x.T, bias=True))
-    with pytest.raises(SpecError, match="is zero"):
-        erase(x, np.zeros(H))
 
 
 def test_ccs_normalises_each_side_of_the_pairs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
