@@ -23,8 +23,9 @@ ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _COST: Final = (
-    "cost-h200-1", "cost-h200-2", "cost-h200-3", "cost-h200-4-edits", "cost-h200-5-sites",
+    "cost-h200-1", "cost-h200-2", "cost-h200-4-edits", "cost-h200-5-sites",
 )  # fmt: skip
+_FAMILIES: Final = "cost-h100-families"
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
 _ARMS: Final = {
@@ -107,9 +108,12 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
     sweep = read("sweep-cpu")["median_seconds"]
     loses = [
         Row("256 edit programs at once, 512 requests",
-            _ratios(read, _COST[3:], "512x128", "programs-256")),
+            _ratios(read, _COST[2:], "512x128", "programs-256")),
         Row("ablation at all layers, 512 requests",
-            _ratios(read, _COST[3:], "512x128", "ablate-all")),
+            _ratios(read, _COST[2:], "512x128", "ablate-all")),
+        *(Row(f"{said}, 512 requests", _ratios(read, (_FAMILIES,), "512x128", arm))
+          for arm, said in (("low-rank", "low-rank edits of 8 directions"),
+                            ("qk-1", "queries and keys, one layer"))),
         Row("sweep of a 4M model on a CPU, over hooks", (sweep["engine"] / sweep["hooks"],)),
     ]  # fmt: skip
     return (
@@ -132,7 +136,7 @@ def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[floa
 
 
 def _eval_rows(read: Read) -> Iterator[Row]:
-    runs = read("eval-h200")["runs"]
+    runs = read("eval")["runs"]
     seconds = {(run["load"], run["arm"], run["round"]): run["seconds"] for run in runs}
     for load, said in _EVALS.items():
         for arm, what in _EVAL_ARMS.items():
@@ -141,7 +145,8 @@ def _eval_rows(read: Read) -> Iterator[Row]:
                 for (at, which, n), value in seconds.items()
                 if (at, which) == (load, arm)
             ]
-            yield Row(f"{said}: {what}", tuple(ratios))
+            if ratios:
+                yield Row(f"{said}: {what}", tuple(ratios))
 
 
 _PALETTES: Final = {

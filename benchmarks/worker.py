@@ -140,9 +140,7 @@ class Vllm:
                 if edited != len(prompt) + sampled - 1:
                     raise RuntimeError(f"{edited} tokens were edited")
             elif (request or {}).get("inspect_lens"):
-                read = {probe.n_tokens for probe in output.inspect_lens.probes}
-                if read != {sampled - 1}:
-                    raise RuntimeError(f"probes read {read} tokens")
+                _check_read(output.inspect_lens, len(prompt), sampled)
             elif (request or {}).get("apply_steering_vectors"):
                 n_tokens = output.inspect_lens.steer.n_tokens
                 if n_tokens != len(prompt) + sampled - 1:
@@ -190,6 +188,17 @@ class Vllm:
     def close(self) -> None:
         """End the engine's processes."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _check_read(receipt: Any, n_prompt: int, sampled: int) -> None:
+    """A lens read all tokens, or probes those that were sampled."""
+    if receipt.lens is not None:
+        if receipt.lens.n_positions != n_prompt + sampled - 1:
+            raise RuntimeError(f"the lens read {receipt.lens.n_positions} tokens")
+        return
+    read = {probe.n_tokens for probe in receipt.probes}
+    if read != {sampled - 1}:
+        raise RuntimeError(f"probes read {read} tokens")
 
 
 def main() -> None:

@@ -163,7 +163,8 @@ def _batches(
 def _padded(
     sequences: Sequences, labels: NDArray[np.bool_], *, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = pad_sequence([torch.from_numpy(s) for s in sequences], batch_first=True)
+    # Copied: rows from disk cannot be written to, and torch warns of sharing these.
+    rows = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True)
     lengths = torch.tensor([len(s) for s in sequences])
     mask = torch.arange(rows.shape[1]) < lengths[:, None]
     target = torch.from_numpy(labels.astype(np.float32))
