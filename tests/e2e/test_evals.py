@@ -140,9 +140,10 @@ def test_the_name_that_a_fact_is_about_is_found(made: Made) -> None:
 
 def test_a_lens_reads_the_truth_behind_a_lie(made: Made) -> None:
     found = {layer: metrics(made.logs["lens"], f"layer_{layer}") for layer in range(6)}
-    assert found[3]["n"] >= 30
-    assert found[3]["low"] > 1 / 7, "better than chance in the layers before the lie is chosen"
-    assert found[5]["high"] < 0.5, "and not in the last, which has what is said"
+    assert found[3]["share_with_interval_n"] >= 30
+    # Better than chance in the layers before the lie is chosen, and not in the last.
+    assert found[3]["share_with_interval_low"] > 1 / 7
+    assert found[5]["share_with_interval_high"] < 0.5
 
 
 def test_given_answers_are_read_like_generated_ones(made: Made) -> None:
