@@ -19,8 +19,8 @@ __all__ = ["Renormalise", "Replace", "Zero"]
 class Replace(EditBase):
     """Put stored rows in the place of the stream: `(1 - alpha) * h + alpha * row`.
 
-    With `heads` at `z`, only the results of these heads are replaced: head patching. With the rows of another run this is activation patching; with the mean over a data set, mean
-    ablation.
+    With the rows of another run this is activation patching; with the mean over a data set, mean
+    ablation. With `heads` at `z`, only the results of these heads are replaced: head patching.
 
     Source:
         Activation patching, arXiv:2202.05262; mean ablation, arXiv:2211.00593.

@@ -140,10 +140,9 @@ def _tap(
                     target = vectors + write.to(tl.int64) * ROW + offsets
                     written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
-                    if share != 0:
-                        delta += seen * (share * gate)
-                    if kind == PART:
-                        delta -= seen * direction * (a * gate)
+                    if (share != 0) | (kind == PART):
+                        shares = tl.where(kind == PART, -a * direction, share)
+                        delta += seen * (shares * gate)
                     entry = tl.load(entries + 4 * entry + 3)
                 edited = (mine + delta).to(hidden.dtype.element_ty)
                 after = edited.to(tl.float32)
@@ -157,15 +156,11 @@ def _tap(
                     tl.store(faults + record * fault_stride, 1)
             if slot >= 0:
                 values = (mine + other).to(ring.dtype.element_ty)
-                if ROW == WIDTH:
-                    target = ring + slot.to(tl.int64) * ROW + offsets
-                    tl.store(target, values, mask=inside)
-                else:
-                    # Rows of the ring that lie apart take a part each; the last ends with zeros.
-                    apart = tl.load(base + group * (TAPS + 1) + TAPS)
-                    into = slot + (offsets // ROW) * apart
-                    target = ring + into.to(tl.int64) * ROW + offsets % ROW
-                    tl.store(target, values, mask=offsets < PARTS * ROW)
+                # Rows of the ring that lie apart take a part each; the last ends with zeros.
+                apart = tl.load(base + group * (TAPS + 1) + TAPS)
+                into = slot + (offsets // ROW) * apart
+                target = ring + into.to(tl.int64) * ROW + offsets % ROW
+                tl.store(target, values, mask=offsets < PARTS * ROW)
 
 
 def launch(
