@@ -201,7 +201,7 @@ def test_the_stream_between_the_modules_can_be_steered(
 
 def test_sites_that_are_only_captured_are_not_written(sited: Engine) -> None:
     vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
-    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z can be captured, and not steered"):
+    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z is not as wide as the residual"):
         sited.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
 
 

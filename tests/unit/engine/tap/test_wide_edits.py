@@ -1,4 +1,4 @@
-"""Edits of rows that are wider or narrower than the stream, whole or in part, on one rank or two."""
+"""Edits of rows wider or narrower than the stream, whole or in part, on one rank or several."""
 
 from __future__ import annotations
 
