@@ -114,7 +114,11 @@ def test_where_both_runs_are_one_nothing_is_recovered(toy: ToyRuns) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"site": "q"}, UnsupportedError, "site='q': cannot be patched; that can be resid_pre"),
+        (
+            {"site": "middle"},
+            UnsupportedError,
+            "site='middle': cannot be patched; that can be resid_pre",
+        ),
         ({"site": "nowhere"}, UnsupportedError, "cannot be patched"),
         (
             {"clean": "The river Tal", "corrupted": "The town Tal", "answer": "k"},
