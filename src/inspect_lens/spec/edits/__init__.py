@@ -7,7 +7,7 @@ engine carries out at a tap. Read `_instruction.py` first: it is the definition 
 from ._base import EDIT_REFERENCE, EditBase
 from ._directions import Ablate, Add, Clamp, Scale, Set
 from ._gate import TENSOR_REFERENCE, Gate
-from ._instruction import MOST_INSTRUCTIONS, N_REGISTERS, Instruction, Kind, run_program
+from ._instruction import MOST_INSTRUCTIONS, N_LATCHES, N_REGISTERS, Instruction, Kind, run_program
 from ._latent import Latent
 from ._rows import Renormalise, Replace, Zero
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
@@ -17,6 +17,7 @@ __all__ = [
     "EDITS",
     "EDIT_REFERENCE",
     "MOST_INSTRUCTIONS",
+    "N_LATCHES",
     "N_REGISTERS",
     "TENSOR_REFERENCE",
     "Ablate",

@@ -33,11 +33,20 @@ LATENT_SET = tl.constexpr(int(Kind.LATENT_SET))
 LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
 BLEND, RENORM = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.RENORM))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
+LATCH, COSINE_LATCH = tl.constexpr(int(Kind.LATCH)), tl.constexpr(int(Kind.COSINE_LATCH))
+N_LATCHES = tl.constexpr(spec.N_LATCHES)
 STEEPEST = tl.constexpr(3e38)
 """Steeper than this, a gate is a step."""
 
 _PROGRAMS = 1056
 """Eight per multiprocessor of an H200: enough to fill the memory bus while capturing."""
+
+
+@triton.jit
+def _fire(latch, note, position, is_above):
+    if is_above:
+        if position < tl.atomic_min(latch, position):
+            tl.store(note, position + 1)
 
 
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
@@ -52,6 +61,9 @@ def _tap(
     entries,
     factors,
     registers,
+    latches,
+    noted,
+    noted_stride,
     table,
     ring,
     faults,
@@ -74,7 +86,7 @@ def _tap(
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        numbers = header + HEAD + TAPS + 4 * token
+        numbers = header + HEAD + TAPS + 5 * token
         config = tl.load(numbers, mask=(flag & 1) != 0, other=0)
         row = tl.load(table + config * TAPS + tap)
         group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
@@ -93,6 +105,8 @@ def _tap(
                 norm = tl.sqrt(tl.sum(seen * seen, axis=0))
                 before = norm
                 delta = tl.zeros_like(mine)
+                record = tl.load(numbers + 3).to(tl.int64)
+                position = tl.load(numbers + 4) + tl.load(header + 2)
                 entry = row
                 while entry != 0:
                     code = tl.load(entries + 4 * entry)
@@ -126,14 +140,22 @@ def _tap(
                     share = tl.where(kind == BLEND, -a, 0.0)
                     share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
                     gates = registers + token.to(tl.int64) * N_REGISTERS + register
-                    if kind >= GATE:
-                        at_gate = tl.where(kind == COSINE_GATE, x / safe, x)
+                    lasting = register - N_REGISTERS
+                    latch = latches + record * N_LATCHES + lasting
+                    is_cosine = (kind == COSINE_GATE) | (kind == COSINE_LATCH)
+                    at_gate = tl.where(is_cosine, x / safe, x)
+                    if kind >= LATCH:
+                        _fire(latch, noted + record * noted_stride + lasting, position, at_gate > b)
+                    elif kind >= GATE:
                         step = tl.where(at_gate > b, 1.0, 0.0)
                         smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
                         tl.store(gates, tl.where(a > STEEPEST, step, smooth))
                         # A later entry of this tap may read it.
                         tl.debug_barrier()
-                    gate = tl.load(gates, mask=register >= 0, other=1.0)
+                    is_own = (register >= 0) & (lasting < 0)
+                    gate = tl.load(gates, mask=is_own, other=1.0)
+                    fired = tl.load(latch, mask=lasting >= 0, other=-1)
+                    gate = tl.where(fired < position, gate, 0.0)
                     target = vectors + write.to(tl.int64) * WIDTH + offsets
                     written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
@@ -148,7 +170,6 @@ def _tap(
                     mine = after
                 else:
                     # Too large, or not finite: the row stays as it is, and its request fails.
-                    record = tl.load(numbers + 3).to(tl.int64)
                     tl.store(faults + record * fault_stride, 1)
             if slot >= 0:
                 target = ring + slot.to(tl.int64) * WIDTH + offsets
@@ -176,7 +197,7 @@ def _read(
     origin = tl.load(header + 1)
     offsets = tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        numbers = header + HEAD + TAPS + 4 * token
+        numbers = header + HEAD + TAPS + 5 * token
         group = tl.load(numbers + 1)
         first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
         if first >= 0:
@@ -245,6 +266,9 @@ def launch(
         bank.entries,
         bank.params,
         bank.registers,
+        bank.latches.first,
+        bank.latches.noted,
+        bank.latches.noted.stride(0),
         bank.table,
         state.ring,
         state.faults,
