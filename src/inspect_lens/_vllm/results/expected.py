@@ -164,6 +164,7 @@ def fill(
     values = receipt.__dict__
     values["paths"] = collected.paths
     if steer := expected.envelope.edited:
+        n_fed = expected.n_fed(receipt.n_completion)
         values["steer"] = SteerReceipt(
             layers=tuple(sorted({layer for s in steer for layer in s.layers})),
             sites=in_site_order(s.site for s in steer),
@@ -171,9 +172,7 @@ def fill(
             # With steering of sampled tokens alone, those of the prompt came as they are.
             cached_tokens=cached_tokens if any(s.lo == 0 for s in steer) else 0,
             vectors=tuple(s.sha256 for s in steer),
-            gates=_gate_receipts(
-                expected.envelope, collected, expected.n_fed(receipt.n_completion)
-            ),
+            gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
     if expected.reading is not None:
         values["probes"] = expected.reading.receipts()

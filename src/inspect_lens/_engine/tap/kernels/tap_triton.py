@@ -44,13 +44,14 @@ _PROGRAMS = 1056
 
 @triton.jit
 def _fire(latch, note, position, is_above):
-    if is_above:
+    # Triton does not stop at the first false half of an `and`.
+    if is_above:  # noqa: SIM102
         if position < tl.atomic_min(latch, position):
             tl.store(note, position + 1)
 
 
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
-def _tap(
+def _tap(  # noqa: C901
     hidden,
     residual,
     hidden_stride,
