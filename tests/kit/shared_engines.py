@@ -30,6 +30,7 @@ _SECONDS = {
     "tests/engine/test_kills.py": 80,
     "tests/engine/test_soak.py": 80,
     "tests/unit/wheel/test_wheel.py": 67,
+    "tests/engine/test_connectors.py": 60,
 }
 """By group, about what it takes, where the number of its tests does not tell."""
 _SECONDS_OF_A_TEST = 5
