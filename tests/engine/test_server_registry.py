@@ -94,7 +94,7 @@ def test_an_alarm_stops_each_of_several_choices(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"name": "x"}, "'probe' or 'vector'"),
+        ({"name": "x"}, "'probe', 'vector' and 'lens'"),
         ({"name": "", "vector": {"activations": [[0.0] * 256], "layer_indices": [0]}}, "name="),
         ({"name": "x", "vector": {"activations": [[1.0] * 5], "layer_indices": [0]}}, "256 wide"),
         ({"name": "x", "probe": {"layers": [1], "tensors": {"wait": [[1.0]]}}}, "wait"),
