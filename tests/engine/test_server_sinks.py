@@ -265,9 +265,9 @@ def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(server: ApiServe
                 one.result()
     statuses = {name: Counter(of) for name, of in told.items()}
     assert statuses["recorded"] == {"queued": 180}
-    assert statuses["slow"]["dropped"] > 0
+    assert statuses["slow"]["dropped"] > 20
     # The least of three: what else runs on the machine only adds to it.
-    assert min(medians["slow"]) < 1.5 * min(medians["recorded"]) + 0.05, medians
+    assert min(medians["slow"]) < 1.3 * min(medians["recorded"]) + 0.01, medians
     more = counted(server) - before
     assert more["slow", "dropped"] == statuses["slow"]["dropped"]
     deadline = time.monotonic() + 60
