@@ -34,11 +34,16 @@ MODEL = "organism/checkpoint"
 PROMPT = "The founder of the town Velosh"
 SHARE = 0.3
 SLEEPS_S = 0.25
+# While a file `hold` lies beside it, the function does not return at all: how much a queue
+# then drops does not depend on how fast the machine is.
 FUNCTION = f"""
 import time
+from pathlib import Path
 
 def sleep(sample, about):
     time.sleep({SLEEPS_S})
+    while Path(__file__).with_name("hold").exists():
+        time.sleep(0.01)
 """
 
 
@@ -246,8 +251,10 @@ def _latencies(server: ApiServer, n: int = 40) -> list[float]:
     return took
 
 
-def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(server: ApiServer) -> None:
-    """The same load to a fast and to a slow sink; others' latency is compared."""
+def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(
+    server: ApiServer, folder: Path
+) -> None:
+    """The same load to a fast sink and to one that stands still; others' latency is compared."""
     _latencies(server, 10)
     medians: dict[str, list[float]] = {"recorded": [], "slow": []}
     told: dict[str, list[str]] = {"recorded": [], "slow": []}
@@ -257,12 +264,16 @@ def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(server: ApiServe
         answer = ask(server, {"name": name, "wait": False}, max_tokens=12)
         told[name].append(answer.json()["inspect_lens"]["sink"]["status"])
 
+    hold = folder / "hold"
     for name in ("recorded", "slow") * 3:
+        if name == "slow":
+            hold.touch()
         with ThreadPoolExecutor(2) as pool:
             work = [pool.submit(load, name) for _ in range(60)]
             medians[name].append(statistics.median(_latencies(server, 20)))
             for one in work:
                 one.result()
+        hold.unlink(missing_ok=True)
     statuses = {name: Counter(of) for name, of in told.items()}
     assert statuses["recorded"] == {"queued": 180}
     assert statuses["slow"]["dropped"] > 20
