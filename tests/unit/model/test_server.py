@@ -13,8 +13,9 @@ import psutil
 import pytest
 from inspect_ai.model import get_model
 
-from inspect_lens.model import _server, lens_config
+from inspect_lens.model import lens_config
 from inspect_lens.model._host import VLLMServer, _vllm_servers
+from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.repository import ROOT
 
