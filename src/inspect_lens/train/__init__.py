@@ -32,8 +32,9 @@ from .families._sae_files import SparseEncoder, read_sae
 from .families._sequence import SequenceEstimator
 from .families._sklearn import SklearnProbe, as_family
 from .families._torch_logistic import CCSProbe, TorchLogisticProbe
+from .families._trainable import TrainableProbe
 from .fitting._across import CarriedProbe, transfer_probe
-from .fitting._fit import TrainableProbe, fit_on
+from .fitting._fit import fit_on
 from .fitting._stream import fit_stream
 from .judging._baselines import (
     bag_of_words_scores,

@@ -22,7 +22,8 @@ from inspect_lens.spec import Positions
 
 from .calibration._calibrate import fit_threshold
 from .families._sklearn import as_family
-from .fitting._fit import Rows, TrainableProbe, rows_of
+from .families._trainable import Rows, TrainableProbe
+from .fitting._fit import rows_of
 from .judging._evaluate import evaluate_probe
 from .judging._select import SelectBy, select_layer
 from .judging._shift import transfer_statement

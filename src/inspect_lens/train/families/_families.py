@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from inspect_lens.errors import SpecError
-from inspect_lens.train.fitting._fit import TrainableProbe
 
 from ._direction import MeanDifferenceProbe
 from ._ensemble import EnsembleProbe
@@ -23,6 +22,7 @@ from ._logistic import LogisticProbe, PressureLogisticProbe
 from ._massmean import LDAProbe, MassMeanProbe
 from ._sae import SAEFeatureProbe
 from ._torch_logistic import CCSProbe, TorchLogisticProbe
+from ._trainable import TrainableProbe
 
 __all__ = ["FAMILIES", "make_estimator"]
 

@@ -12,9 +12,9 @@ from sklearn.utils.validation import check_is_fitted
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
-from inspect_lens.train.fitting._fit import TrainableProbe
 
 from ._binary import BinaryEstimator
+from ._trainable import TrainableProbe
 
 __all__ = ["SklearnProbe", "as_family"]
 

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, ProbeCard
+from inspect_lens.train.families._trainable import Rows, TrainableProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
 
 from ._kept_fits import fit_from_store
 
-__all__ = ["Rows", "TrainableProbe", "fit_on", "rows_of"]
-
-Rows = Literal["tokens", "mean", "last"]
-"""What one row of a fit is: a token, or the mean or the last token of a sample."""
-
-
-class TrainableProbe(Protocol):
-    """What every family has: scikit-learn's `fit`, and a way to a probe."""
-
-    reads: Literal["tokens", "sequences"]
-
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
-        """Fit.
-
-        Args:
-            X: rows (rows, hidden), or sequences (tokens, hidden), as `reads` says.
-            y: one of two classes for each.
-            groups: what must not straddle a split of the family's own.
-
-        Returns:
-            self.
-        """
-
-    def to_probe(self, card: ProbeCard) -> AnyProbe:
-        """Freeze what was fitted."""
+__all__ = ["fit_on", "rows_of"]
 
 
 def rows_of(estimator: TrainableProbe, rows: Rows | None) -> Rows | None:

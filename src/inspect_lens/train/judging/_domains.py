@@ -12,7 +12,8 @@ from sklearn.base import BaseEstimator, clone
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval, ProbeCard, auroc, delong_interval
 from inspect_lens.train.families._sklearn import as_family
-from inspect_lens.train.fitting._fit import Rows, TrainableProbe, fit_on
+from inspect_lens.train.families._trainable import Rows, TrainableProbe
+from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 
 __all__ = ["DomainScore", "leave_one_domain_out"]

@@ -18,7 +18,8 @@ from inspect_lens.train.calibration._recall import recall_draws
 from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.families._sklearn import as_family
-from inspect_lens.train.fitting._fit import Rows, TrainableProbe, fit_on
+from inspect_lens.train.families._trainable import Rows, TrainableProbe
+from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import (
     require_disjoint,
