@@ -13,6 +13,7 @@ from inspect_lens import SteeringVector
 from inspect_lens.attention import QueriesKeys
 from inspect_lens.spec import BLOCK_SITES, in_site_order, result_name
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
+from tests.engine.inner_edits import edited_stream, head_cases
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.kit.reference import HuggingFace, max_relative_error
 
@@ -200,9 +201,24 @@ def test_the_stream_between_the_modules_can_be_steered(
     torch.testing.assert_close(moved[1], (2.0 * v).expand_as(moved[1]), rtol=0, atol=1e-4)
 
 
-def test_sites_that_are_only_captured_are_not_written(sited: Engine) -> None:
+def test_edits_of_heads_and_neurons_equal_hugging_face(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    cases = head_cases(hugging_face.model)
+    # Fed in chunks, beside a request that asks for nothing.
+    prompt, plain = tokens(150, seed=8), tokens(60, seed=9)
+    alone = sited.run([plain])[0].outputs[0].token_ids
+    asks = [capture("resid_post", edits=[case[0].model_dump(mode="json")]) for case in cases]
+    outputs = sited.run([prompt] * len(cases) + [plain], [*asks, None])
+    for case, output in zip(cases, outputs, strict=False):
+        expected = edited_stream(hugging_face, fed(output), case)
+        check(output, {"resid_post": expected})
+    assert list(outputs[-1].outputs[0].token_ids) == list(alone)
+
+
+def test_steering_vectors_need_a_site_as_wide_as_the_stream(sited: Engine) -> None:
     vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
-    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z can be captured, and not steered"):
+    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z is not as wide as the residual"):
         sited.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ from inspect_lens.spec import (
     Phase,
     Positions,
     Site,
+    SiteWidth,
     TapPoint,
+    chosen_numbers,
     is_mask,
     phase_range,
     resolve_positions,
@@ -79,7 +81,12 @@ class EditEnvelope(Edited):
         return len(self.programs[0]) > 1
 
 
-def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[EditEnvelope, ...]:
+def seal_edits(
+    edits: Sequence[EditBase],
+    n_prompt: int,
+    n_max: int,
+    width_of: Callable[[Site], SiteWidth],
+) -> tuple[EditEnvelope, ...]:
     """Resolve judged edits against a prompt.
 
     A gate becomes an entry of its own in front of the first edit that reads it.
@@ -88,6 +95,7 @@ def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[Ed
         edits: of a request, in order.
         n_prompt: prompt tokens.
         n_max: tokens that are fed at most.
+        width_of: how wide the rows of a site are in the engine.
 
     Returns:
         The edits for the workers, in order.
@@ -106,9 +114,10 @@ def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[Ed
                 registers[content] = len(registers)
                 sealed.append(_gate(edit.when, registers[content], where))
             gate = registers[content]
+        chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
         listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
         programs = tuple(
-            tuple(_gated(edit.program(index, k), gate) for k in listed)
+            tuple(_gated(edit.program(index, k, chosen), gate) for k in listed)
             for index in range(len(edit.layers))
         )
         digest = _digest(programs)

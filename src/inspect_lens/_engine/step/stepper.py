@@ -62,7 +62,7 @@ class Stepper:
         """
         self.state, self._exporter = state, exporter
         self._is_exporting = is_exporting
-        self._bank = Bank(state.bank)
+        self._bank = Bank(state.bank, state.shares)
         tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self.probes = ProbeStore(state.ring.device, state.scratch)
         self._groups = Groups(tap_index, self.probes, state.tap_rows, rank)

@@ -22,6 +22,7 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 
 from .edit_table import BankTensors
+from .table_entries import Share
 
 __all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 
@@ -56,6 +57,8 @@ class TapState:
         step_rows: ring rows that one step may fill.
         tap_rows: (taps,); ring rows of a token at each tap. Where a tap is wider than the ring,
             each row of the ring has a part of the token's row; the last one ends with zeros.
+        shares: per tap, the numbers of a whole row that this rank has: where they begin, and how
+            many they are.
         parts: equal parts of the ring that steps take in turn; see `Ring`.
         tap_of: index by address of a tap's `ctl` tensor.
         steering: per tap, whether this step steers there.
@@ -75,6 +78,7 @@ class TapState:
     faults: torch.Tensor
     step_rows: int
     tap_rows: NDArray[np.int64]
+    shares: tuple[Share, ...]
     parts: int = 1
     tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
@@ -98,6 +102,7 @@ class TapState:
         scratch_bytes: int = 0,
         parts: int | None = None,
         tap_rows: Sequence[int] | None = None,
+        shares: Sequence[Share] | None = None,
     ) -> TapState:
         """Allocate all buffers of a worker.
 
@@ -116,6 +121,7 @@ class TapState:
             parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
                 them alone. On a CPU rows have left when a step ends, so there it is 1.
             tap_rows: see `TapState`; by default one each.
+            shares: see `TapState`; by default rows are as wide as the stream.
         """
         n = len(taps)
         if parts is None:
@@ -135,6 +141,7 @@ class TapState:
             faults=torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device),
             step_rows=ring_rows,
             tap_rows=np.asarray([1] * n if tap_rows is None else tap_rows, dtype=np.int64),
+            shares=((0, hidden),) * n if shares is None else tuple(shares),
             parts=parts,
             steering=[False] * n,
             capturing=[False] * n,

@@ -16,6 +16,7 @@ made, and goes to the device, all at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -29,7 +30,7 @@ from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens.spec import N_REGISTERS, TapPoint
 
-from .table_entries import Held, Part, Placing, Programs, Shared, Vectors
+from .table_entries import Held, Part, Placing, Programs, Share, Shared, Vectors
 
 __all__ = ["Bank", "BankTensors", "Steering"]
 
@@ -91,9 +92,17 @@ class Steering:
 class Bank:
     """Host side of the table: allocation, sharing by content, and reference counts."""
 
-    def __init__(self, tensors: BankTensors) -> None:
+    def __init__(self, tensors: BankTensors, shares: Sequence[Share] | None = None) -> None:
+        """Begin with an empty table.
+
+        Args:
+            tensors: the device side.
+            shares: see `TapState`; None where all rows are as wide as the stream.
+        """
         self._tensors = tensors
         rows, taps = tensors.table.shape
+        self._width = tensors.vectors.shape[1]
+        self._shares = shares or [(0, self._width)] * taps
         self._vectors: Shared[tuple[Any, ...]] = Shared(rows, "steering table")
         self._entries: Shared[tuple[Any, ...]] = Shared(rows, "table of instructions")
         self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
@@ -133,7 +142,7 @@ class Bank:
         parts: list[Part] = [Vectors(s) for s in envelope.steer]
         parts += [Programs(edit) for edit in envelope.edits]
         tables = self._vectors, self._entries, self._configs
-        placing = Placing(parts, tables, self.config_taps.shape[1], tap_index)
+        placing = Placing(parts, tables, self._shares, tap_index, self._width)
         try:
             every = placing.config_at(0, False)
             # Phases change at the end of the prompt and nowhere else.

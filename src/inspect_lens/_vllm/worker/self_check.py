@@ -192,7 +192,7 @@ class _Check:
     @property
     def can_steer(self) -> bool:
         """Whether there is a tap that may be written."""
-        return any(SITE_TABLE[tap.site].is_writable for tap in self._stepper.state.taps)
+        return any(SITE_TABLE[tap.site].is_wide for tap in self._stepper.state.taps)
 
     def vectors(self, shape: _Shape) -> torch.Tensor:
         """(positions or 1, hidden) of the steered request."""

@@ -44,12 +44,15 @@ class Kind(IntEnum):
     """`y = c`; 0 where `d` is not 0 and `act(x + a)` is 0."""
     BLEND = 5
     """`s += a*(write - s)`: nothing is read."""
-    RENORM = 6
+    PART = 6
+    """`s += a*(write - read*s)`, number by number: where `read` is 1 the row is blended with what
+    is written, and where both are 0 it stays."""
+    RENORM = 7
     """`s *= |s0|/|s|`, where `s0` is the stream before the first instruction."""
-    GATE = 7
+    GATE = 8
     """Nothing is edited: `sigmoid(a*(x - b))`, or for infinite `a` whether `x > b`, goes to a
     register."""
-    COSINE_GATE = 8
+    COSINE_GATE = 9
     """As `GATE`, of `x/|s|`."""
 
 
@@ -117,6 +120,9 @@ def run_program(
         write = np.zeros(1) if one.write is None else one.write.astype(np.float64)
         if one.kind == Kind.BLEND:
             step = a * (write - seen)
+        elif one.kind == Kind.PART:
+            part = np.zeros(1) if one.read is None else one.read.astype(np.float64)
+            step = a * (write - part * seen)
         elif one.kind == Kind.RENORM:
             step = seen * (float(np.linalg.norm(before)) / norm - 1.0) if norm else 0.0 * seen
         else:

@@ -8,7 +8,7 @@ from inspect_lens._engine.tap.edit_table import BankTensors
 from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
 from inspect_lens.spec import LARGEST_NORM, Kind
 
-__all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows"]
+__all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows", "vectors_at"]
 
 
 def largest_norm(dtype: torch.dtype) -> float:
@@ -30,7 +30,7 @@ def edit_rows(
     layers make of them would reach others through blocks of the key-value cache.
 
     Args:
-        hidden: (tokens, hidden); edited.
+        hidden: (tokens, width); edited. Its width may be another than that of the table's rows.
         residual: (tokens, hidden) or None; the other half of the stream in layers that
             leave the addition to the next norm.
         first: (tokens,) int32; first entry of each token's chain, 0 for none.
@@ -48,6 +48,8 @@ def edit_rows(
     before = norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
     seen = stream
     delta = torch.zeros_like(mine)
+    width = hidden.shape[1]
+    directions = torch.zeros_like(mine[:, :1])
     while bool(entry.any()):
         code, read, write, link = bank.entries[entry].unbind(-1)
         again = ((code & SEES_EDITS) != 0).unsqueeze(-1)
@@ -56,7 +58,8 @@ def edit_rows(
             norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True)
         x = torch.zeros_like(norm)
         if bool(read.any()):
-            x = (bank.vectors[read.long()] * seen).sum(-1, keepdim=True)
+            directions = vectors_at(bank, read, width)
+            x = (directions * seen).sum(-1, keepdim=True)
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
         factor, share, gate = _maps(kind, bank.params[entry], x, norm, before)
         register = (code >> GATE_SHIFT).long() - 1
@@ -65,7 +68,11 @@ def edit_rows(
             bank.registers[index[is_gate], register[is_gate]] = gate.squeeze(-1)[is_gate]
         gates = bank.registers[index, register.clamp(min=0)]
         gates = torch.where(register >= 0, gates, torch.ones_like(gates)).unsqueeze(-1)
-        delta += bank.vectors[write.long()] * (factor * gates)
+        delta += vectors_at(bank, write, width) * (factor * gates)
+        is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
+        if bool(is_part.any()):
+            taken = directions * seen * (bank.params[entry][:, :1] * gates)
+            delta -= torch.where(is_part, taken, torch.zeros_like(seen))
         if bool(share.any()):
             delta += torch.where(share != 0, seen * (share * gates), torch.zeros_like(seen))
         entry = link.long()
@@ -75,6 +82,27 @@ def edit_rows(
     is_fine = after.square().sum(dim=-1) <= largest_norm(hidden.dtype) ** 2
     hidden[index] = torch.where(is_fine.unsqueeze(-1), edited, hidden[index])
     return index[~is_fine]
+
+
+def vectors_at(bank: BankTensors, numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """Directions by their numbers; zeros for number 0.
+
+    Args:
+        bank: the table.
+        numbers: (tokens,) int; first row of each.
+        width: of the rows of the site. A direction that is wider than a row of the table lies in
+            several, one behind the other.
+
+    Returns:
+        (tokens, width) float32.
+    """
+    first, n = numbers.long(), -(-width // bank.vectors.shape[1])
+    if n == 1:
+        return bank.vectors[first][:, :width]
+    rows = first.unsqueeze(-1) + torch.arange(n, device=first.device)
+    # What lies behind row 0 is somebody else's.
+    rows = torch.where(first.unsqueeze(-1) > 0, rows, 0)
+    return bank.vectors[rows].flatten(1)[:, :width]
 
 
 def _maps(
@@ -106,6 +134,7 @@ def _maps(
         Kind.LATENT_SET: torch.where(is_left, zero, c - torch.where(is_active, z, zero)),
         Kind.LATENT_ADD: torch.where(is_left, zero, c),
         Kind.BLEND: a,
+        Kind.PART: a,
     }
     factor = zero
     for which, value in options.items():

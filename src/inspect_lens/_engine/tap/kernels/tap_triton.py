@@ -23,7 +23,7 @@ from inspect_lens.spec import Kind
 
 from .tap_reference import largest_norm
 
-__all__ = ["launch", "launch_read"]
+__all__ = ["launch"]
 
 SEES_EDITS = tl.constexpr(table.SEES_EDITS)
 GATE_SHIFT = tl.constexpr(table.GATE_SHIFT)
@@ -31,7 +31,8 @@ N_REGISTERS = tl.constexpr(spec.N_REGISTERS)
 NORM, CLIP = tl.constexpr(int(Kind.NORM)), tl.constexpr(int(Kind.CLIP))
 LATENT_SET = tl.constexpr(int(Kind.LATENT_SET))
 LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
-BLEND, RENORM = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.RENORM))
+BLEND, PART = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.PART))
+RENORM = tl.constexpr(int(Kind.RENORM))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
 STEEPEST = tl.constexpr(3e38)
 """Steeper than this, a gate is a step."""
@@ -61,6 +62,8 @@ def _tap(
     HEAD: tl.constexpr,
     TAPS: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_FUSED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -107,7 +110,7 @@ def _tap(
                     if (code & SEES_EDITS) != 0:
                         seen = mine + other + delta
                         norm = tl.sqrt(tl.sum(seen * seen, axis=0))
-                    vector = vectors + read.to(tl.int64) * WIDTH + offsets
+                    vector = vectors + read.to(tl.int64) * ROW + offsets
                     direction = tl.load(vector, mask=inside & (read != 0), other=0.0)
                     x = tl.sum(direction * seen, axis=0)
                     z = x + a
@@ -119,7 +122,7 @@ def _tap(
                     y = tl.where(kind == LATENT_ADD, c, y)
                     is_latent = (kind == LATENT_SET) | (kind == LATENT_ADD)
                     y = tl.where(is_latent & is_left, 0.0, y)
-                    y = tl.where(kind == BLEND, a, y)
+                    y = tl.where((kind == BLEND) | (kind == PART), a, y)
                     # These write no direction, and what they have for a may be infinite.
                     y = tl.where(kind >= RENORM, 0.0, y)
                     safe = tl.where(norm > 0, norm, 1.0)
@@ -134,11 +137,12 @@ def _tap(
                         # A later entry of this tap may read it.
                         tl.debug_barrier()
                     gate = tl.load(gates, mask=register >= 0, other=1.0)
-                    target = vectors + write.to(tl.int64) * WIDTH + offsets
+                    target = vectors + write.to(tl.int64) * ROW + offsets
                     written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
-                    if share != 0:
-                        delta += seen * (share * gate)
+                    if (share != 0) | (kind == PART):
+                        shares = tl.where(kind == PART, -a * direction, share)
+                        delta += seen * (shares * gate)
                     entry = tl.load(entries + 4 * entry + 3)
                 edited = (mine + delta).to(hidden.dtype.element_ty)
                 after = edited.to(tl.float32)
@@ -151,73 +155,12 @@ def _tap(
                     record = tl.load(numbers + 3).to(tl.int64)
                     tl.store(faults + record * fault_stride, 1)
             if slot >= 0:
-                target = ring + slot.to(tl.int64) * WIDTH + offsets
-                tl.store(target, (mine + other).to(ring.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tap", "n_tokens"])
-def _read(
-    hidden,
-    hidden_stride,
-    header,
-    base,
-    ring,
-    tap,
-    n_tokens,
-    HEAD: tl.constexpr,
-    TAPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if (tl.load(header + HEAD + tap) & 2) == 0:
-        return
-    n_tokens = tl.minimum(n_tokens, tl.load(header))
-    origin = tl.load(header + 1)
-    offsets = tl.arange(0, BLOCK)
-    for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        numbers = header + HEAD + TAPS + 4 * token
-        group = tl.load(numbers + 1)
-        first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
-        if first >= 0:
-            row = origin + first + tl.load(numbers + 2)
-            apart = tl.load(base + group * (TAPS + 1) + TAPS)
-            for start in range(0, WIDTH, ROW):
-                at = start + offsets
-                inside = (offsets < ROW) & (at < WIDTH)
-                source = hidden + token.to(tl.int64) * hidden_stride + at
-                values = tl.load(source, mask=inside, other=0.0)
-                target = ring + row.to(tl.int64) * ROW + offsets
-                tl.store(target, values.to(ring.dtype.element_ty), mask=offsets < ROW)
-                row += apart
-
-
-def launch_read(hidden: torch.Tensor, *, tap: int, state: TapState) -> None:
-    """Capture the rows of a tap that is not as wide as the stream; nothing is edited there.
-
-    Args:
-        hidden: (tokens, width).
-        tap: index of the tap.
-        state: what it reads and where rows go.
-    """
-    n_tokens, width = hidden.shape
-    row = state.ring.shape[1]
-    kernel: Any = _read
-    kernel[(min(n_tokens, _PROGRAMS),)](
-        hidden,
-        hidden.stride(0),
-        state.header,
-        state.base,
-        state.ring,
-        tap,
-        n_tokens,
-        HEAD=HEAD,
-        TAPS=len(state.taps),
-        WIDTH=width,
-        ROW=row,
-        BLOCK=triton.next_power_of_2(row),
-        num_warps=4 if row <= 4096 else 8,
-    )
+                values = (mine + other).to(ring.dtype.element_ty)
+                # Rows of the ring that lie apart take a part each; the last ends with zeros.
+                apart = tl.load(base + group * (TAPS + 1) + TAPS)
+                into = slot + (offsets // ROW) * apart
+                target = ring + into.to(tl.int64) * ROW + offsets % ROW
+                tl.store(target, values, mask=offsets < PARTS * ROW)
 
 
 def launch(
@@ -225,15 +168,20 @@ def launch(
 ) -> None:
     """Edit and capture the rows of one tap.
 
+    A row that is not as wide as the stream takes several rows of the ring and of the table of
+    directions, or a part of one; a program of the kernel has all of it.
+
     Args:
-        hidden: (tokens, hidden); the rows of steered tokens are edited in place.
+        hidden: (tokens, width); the rows of steered tokens are edited in place.
         residual: (tokens, hidden) or None.
         tap: index of the tap.
         state: what it reads and where rows go.
     """
     n_tokens, width = hidden.shape
     kernel: Any = _tap
-    bank = state.bank
+    bank, row = state.bank, state.ring.shape[1]
+    parts = -(-width // row)
+    block = triton.next_power_of_2(parts * row)
     kernel[(min(n_tokens, _PROGRAMS),)](
         hidden,
         hidden if residual is None else residual,
@@ -254,8 +202,10 @@ def launch(
         HEAD=HEAD,
         TAPS=len(state.taps),
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        ROW=row,
+        PARTS=parts,
+        BLOCK=block,
         IS_FUSED=residual is not None,
         LARGEST=largest_norm(hidden.dtype) ** 2,
-        num_warps=4 if width <= 4096 else 8,
+        num_warps=4 if block <= 4096 else min(32, block // 1024),
     )
