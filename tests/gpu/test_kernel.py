@@ -120,6 +120,39 @@ def test_programs_of_all_operations_equal_the_reference(
         torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4 * scale)
 
 
+def test_gates_that_stay_open_equal_the_reference() -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    v, probe = random_rows(60, 2, 256) / 16
+    gate = Gate(direction=probe, layer=1, scope="rest")
+    edit = Add(vector=v, layers=[1], when=gate, positions="completion")
+    state = make_state(width=256, device="cuda")
+    _, steering = admitted(LensRequest(edits=[edit]), state)
+    config = configs_of(steering)[-1]
+    latches, n = state.bank.latches, 12
+    torch.manual_seed(0)
+    # A token of each of 12 requests in each of 5 steps that repeat.
+    for step in range(5):
+        state.tokens[:n, 0] = config
+        state.tokens[:n, 3] = torch.arange(n, device="cuda")
+        state.tokens[:n, 4] = 40
+        state.header[0], state.header[2] = n, step
+        state.flags.fill_(1)
+        hidden = torch.randn(n, 256, device="cuda")
+        expected, before = hidden.clone(), (latches.first.clone(), latches.noted.clone())
+        first = state.bank.table[:, 1][state.tokens[:n, 0].long()]
+        edit_rows(expected, None, first, state.bank, state.tokens[:n, 3:5], step)
+        wanted = latches.first.clone(), latches.noted.clone()
+        latches.first.copy_(before[0])
+        latches.noted.copy_(before[1])
+        launch(hidden, None, tap=1, state=state)
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+        assert torch.equal(latches.first, wanted[0])
+        assert torch.equal(latches.noted, wanted[1])
+    assert (latches.noted[:n, 0] > 0).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "row"), [(64, 128), (300, 128), (14336, 4096), (8, 4096)])
 @pytest.mark.parametrize("n_tokens", [1, 7, 3000])

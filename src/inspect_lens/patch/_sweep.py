@@ -81,7 +81,7 @@ def patch_sweep(
     Raises:
         SpecError: prompts of unequal length, an answer or a foil that is no token of its own here,
             the same token for both, or an argument that does not fit.
-        UnsupportedError: a site that cannot be written.
+        UnsupportedError: there is no such site.
 
     Source:
         Causal mediation, arXiv:2004.12265; activation patching, arXiv:2202.05262; logit

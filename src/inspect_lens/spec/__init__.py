@@ -37,7 +37,7 @@ from ._positions import (
 )
 from ._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
 from ._qk import QKReceipt, QKSpec
-from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
+from ._receipt import CaptureReceipt, EnginePath, GateReceipt, Receipt, SteerReceipt
 from ._request import LensRequest, forget_parsed, parse_extra_args
 from ._saved import decode_saved, encode_saved
 from ._sink import SinkReceipt, SinkStatus, SinkUse
@@ -79,6 +79,7 @@ from .edits import (
     EDIT_REFERENCE,
     EDITS,
     MOST_INSTRUCTIONS,
+    N_LATCHES,
     N_REGISTERS,
     TENSOR_REFERENCE,
     Ablate,
@@ -120,6 +121,7 @@ __all__ = [
     "MOST_TOKENS",
     "MOST_TOP_K",
     "NATIVE_KEY",
+    "N_LATCHES",
     "N_REGISTERS",
     "OWN_WORDS",
     "PLACES",
@@ -147,6 +149,7 @@ __all__ = [
     "EngineProbe",
     "FunctionCode",
     "Gate",
+    "GateReceipt",
     "Hook",
     "HookReceipt",
     "Insert",

@@ -13,6 +13,7 @@ from ._facts import EngineFacts, rows_for
 from ._sites import SITE_TABLE, Site, SiteWidth, TapPoint, tap_order, tap_point
 from .edits import (
     MOST_INSTRUCTIONS,
+    N_LATCHES,
     N_REGISTERS,
     Chosen,
     EditBase,
@@ -52,6 +53,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
     """
     rows, at_tap = 0, Counter[TapPoint]()
     gates = set()
+    latches = set()
     for i, edit in enumerate(edits):
         field = f"edits[{i}]"
         check_layers(edit.layers, edit.site, facts, f"{field}.layers")
@@ -62,17 +64,26 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             check_writable(edit.when.site, f"{field}.when.site")
             check_layers((edit.when.layer,), edit.when.site, facts, f"{field}.when.layer")
             gate, at = tap_point(edit.when.site, edit.when.layer), min(edit.layers)
-            if tap_order(gate) > tap_order(tap_point(edit.site, at)):
+            is_late = tap_order(gate) > tap_order(tap_point(edit.site, at))
+            if edit.when.scope == "rest":
+                if facts.is_speculative:
+                    raise UnsupportedError(
+                        f"{field}.when: scope='rest' beside speculative decoding, whose rejected "
+                        "drafts would open the gate; use scope='token', or an engine without it"
+                    )
+                latches.add(edit.when.content)
+            elif is_late:
                 raise SpecError(
                     f"{field}.when: {edit.when.site} of layer {edit.when.layer} comes after "
                     f"{edit.site} of layer {at}; a gate is read at or before its edit"
                 )
+            else:
+                gates.add((edit.when.content, edit.positions, edit.phase))
             if edit.when.direction.shape[0] != facts.hidden:
                 raise SpecError(
                     f"{field}.when.direction: {edit.when.direction.shape[0]} wide; the residual "
                     f"stream of {facts.model} is {facts.hidden} wide"
                 )
-            gates.add((edit.when.content, edit.positions, edit.phase))
             at_tap[gate] += 1
             rows += 1
         for index, layer in enumerate(edit.layers):
@@ -82,6 +93,10 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             rows += (edit.n_listed or 1) * _rows_of(program, rows_for(width, facts.hidden))
     if len(gates) > N_REGISTERS:
         raise SpecError(f"edits: {len(gates)} different gates; {N_REGISTERS} at most")
+    if len(latches) > N_LATCHES:
+        raise SpecError(
+            f"edits: {len(latches)} different gates of scope='rest'; {N_LATCHES} at most"
+        )
     tap, most = max(at_tap.items(), key=lambda item: item[1], default=(None, 0))
     if tap is not None and most > MOST_INSTRUCTIONS:
         raise SpecError(

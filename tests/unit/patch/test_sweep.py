@@ -206,5 +206,5 @@ def test_a_trace_refuses_what_does_not_fit(toy: ToyRuns) -> None:
     ):
         with pytest.raises(SpecError, match=message):
             causal_trace(None, CLEAN, **{"subject": "Talmo", "answer": " Verun"} | options)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="site='router_logits'"):
-        causal_trace(None, CLEAN, subject="Talmo", answer=" Verun", site="router_logits")
+    with pytest.raises(UnsupportedError, match="site='nowhere'"):
+        causal_trace(None, CLEAN, subject="Talmo", answer=" Verun", site="nowhere")  # type: ignore[arg-type]

@@ -27,12 +27,14 @@ class Numbers:
         """Start at one.
 
         Args:
-            board: (records, 5) of the worker's shared memory.
+            board: (records, columns) of the worker's shared memory.
         """
         self._board = board
         self._known: OrderedDict[str, int] = OrderedDict()
         self._next = 1
         self._live: set[int] = set()
+        self.fresh: frozenset[int] = frozenset()
+        """Of the numbers that were taken last, those of requests that are new here."""
         self.of_slot: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
         """Number of the request in each slot."""
 
@@ -55,9 +57,10 @@ class Numbers:
                 fresh.append(number)
             self._live.add(number % BOARD_SIZE)
             taken.append(number)
+        self.fresh = frozenset(fresh)
         if fresh:
             records = np.asarray(fresh) % BOARD_SIZE
-            self._board[records] = (0, -1, 0, 0, 0)
+            self._board[records] = (0, -1, *[0] * (self._board.shape[1] - 2))
             self._board[records, 0] = fresh
         self.of_slot = grown(self.of_slot, slots)
         self.of_slot[slots] = taken

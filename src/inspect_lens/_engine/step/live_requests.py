@@ -179,6 +179,11 @@ class Roster:
             table.config[slot] = steering.config
             table.record[slot] = request.number % BOARD_SIZE
             table.until[slot] = envelope.steer_until
+            if any(edit.latch is not None for edit in envelope.edits):
+                table.latched.add(slot)
+                # One that was pre-empted keeps what its gates have decided.
+                if request.number in self._numbers.fresh:
+                    self._bank.reset(int(table.record[slot]))
             if steering.named is not None:
                 table.named[slot] = steering.named
         if group is not None:

@@ -69,6 +69,10 @@ class Stepper:
         self._numbers = Numbers(exporter.arena.view.board)
         self._faults = Faults(exporter.arena.view.board, exporter.copier)
         state.faults = self._faults.move_to(state.ring.device)
+        latches = state.bank.latches
+        latches.can_tell = self._faults.fired is not None
+        if self._faults.fired is not None:
+            latches.noted = self._faults.fired
         owners = Owners()
         self._sender = Sender(
             state.ring,
@@ -218,7 +222,8 @@ class Stepper:
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
             self._steered, self._plan, self._begun = repeat.advance(), repeat.plan, _EMPTY
-            self._maps.repeat(self._rounds.again(repeat.done, repeat.left))
+            done = repeat.done if self._roster.table.latched else 0
+            self._maps.repeat(self._rounds.again(repeat.done, repeat.left), done)
             return
         batch = self.batch(keys, offset, n_tokens, position)
         self.begin_step(batch)

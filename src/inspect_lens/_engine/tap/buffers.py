@@ -26,8 +26,9 @@ from .table_entries import Share
 
 __all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 
-HEAD = 2
-"""Numbers of the header before the flags: tokens described, ring row at which the step begins."""
+HEAD = 3
+"""Numbers of the header before the flags: tokens described, ring row at which the step begins, and
+steps since the plan was written, which is how far positions have moved on."""
 
 _PARTS = 64
 """Of the ring on a GPU: decode steps behind a large one find some that have been copied out, or
@@ -41,8 +42,8 @@ class TapState:
     Attributes:
         taps: what each tap reads, in the order of the forward pass.
         header: int32; one allocation that a step fills in one copy: the number of tokens that
-            the maps describe, the ring row at which the step's rows begin, a flag per tap, and
-            four numbers per token.
+            the maps describe, the ring row at which the step's rows begin, steps since then, a
+            flag per tap, and five numbers per token.
         base: (groups, taps + 1) int32; row of a group's first token at a tap, counted from where
             the step's rows begin, or -1. So a step that repeats writes none. Last, rows from one
             part of a wide row to the next.
@@ -129,7 +130,7 @@ class TapState:
         part_rows = -(-ring_rows // max(1, parts // 2))
         return cls(
             taps=taps,
-            header=torch.zeros(HEAD + n + 4 * max_tokens, dtype=torch.int32, device=device),
+            header=torch.zeros(HEAD + n + 5 * max_tokens, dtype=torch.int32, device=device),
             base=torch.full((max_groups, n + 1), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
             bank=BankTensors.allocate(bank_rows + 1, hidden, n, device, max_tokens),
@@ -160,8 +161,8 @@ class TapState:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """(tokens, 4) int32; what each token gets, see `StepPlan.tokens`."""
-        return self.header[HEAD + len(self.taps) :].view(-1, 4)
+        """(tokens, 5) int32; what each token gets, see `StepPlan.tokens`."""
+        return self.header[HEAD + len(self.taps) :].view(-1, 5)
 
     @property
     def row_starts(self) -> NDArray[np.int64]:

@@ -33,7 +33,7 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
     tokens = state.tokens[: min(hidden.shape[0], int(state.header[0]))]
     if state.steering[tap]:
         rows = state.bank.table[:, tap].index_select(0, tokens[:, 0])
-        left = edit_rows(hidden, residual, rows, state.bank)
+        left = edit_rows(hidden, residual, rows, state.bank, tokens[:, 3:5], int(state.header[2]))
         if len(left):
             state.faults[tokens[left, 3].long()] = 1
     if state.capturing[tap]:

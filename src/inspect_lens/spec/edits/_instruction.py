@@ -14,7 +14,15 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MOST_INSTRUCTIONS", "N_REGISTERS", "Instruction", "Kind", "Row", "run_program"]
+__all__ = [
+    "MOST_INSTRUCTIONS",
+    "N_LATCHES",
+    "N_REGISTERS",
+    "Instruction",
+    "Kind",
+    "Row",
+    "run_program",
+]
 
 Row = NDArray[np.float32]
 
@@ -22,7 +30,10 @@ MOST_INSTRUCTIONS = 64
 """Instructions that one token may get at one tap."""
 
 N_REGISTERS = 8
-"""Gates that one request may compute."""
+"""Gates of scope `token` that one request may compute."""
+
+N_LATCHES = 4
+"""Gates of scope `rest` that one request may compute; their registers lie behind the others."""
 
 
 class Kind(IntEnum):
@@ -54,6 +65,10 @@ class Kind(IntEnum):
     register."""
     COSINE_GATE = 9
     """As `GATE`, of `x/|s|`."""
+    LATCH = 10
+    """Nothing is edited: where `x > b`, the register opens for the tokens behind this one."""
+    COSINE_LATCH = 11
+    """As `LATCH`, of `x/|s|`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +103,8 @@ def run_program(
     Args:
         stream: (width,); what the site holds. It is not changed.
         program: the instructions, in order.
-        registers: (`N_REGISTERS`,); values of gates, which gates write to.
+        registers: (`N_REGISTERS + N_LATCHES`,); values of gates, which gates of scope `token`
+            write to. What a latch finds is for later tokens, so it writes nothing here.
 
     Returns:
         (width,) float64; the stream after the program.
@@ -105,11 +121,13 @@ def run_program(
         ```
     """
     before = np.asarray(stream, dtype=np.float64)
-    gates = np.zeros(N_REGISTERS) if registers is None else registers
+    gates = np.zeros(N_REGISTERS + N_LATCHES) if registers is None else registers
     seen, now = before, before.copy()
     for i, one in enumerate(program):
         if one.sees_edits and i:
             seen = now.copy()
+        if one.kind in (Kind.LATCH, Kind.COSINE_LATCH):
+            continue
         norm = float(np.linalg.norm(seen))
         x = 0.0 if one.read is None else float(one.read.astype(np.float64) @ seen)
         a, b, _, _ = one.params

@@ -6,7 +6,7 @@ import torch
 
 from inspect_lens._engine.tap.edit_table import BankTensors
 from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
-from inspect_lens.spec import LARGEST_NORM, Kind
+from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Kind
 
 __all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows", "vectors_at"]
 
@@ -21,6 +21,8 @@ def edit_rows(
     residual: torch.Tensor | None,
     first: torch.Tensor,
     bank: BankTensors,
+    owners: torch.Tensor | None = None,
+    elapsed: int = 0,
 ) -> torch.Tensor:
     """Edit the stream of some tokens in place, each by its chain of instructions.
 
@@ -35,6 +37,9 @@ def edit_rows(
             leave the addition to the next norm.
         first: (tokens,) int32; first entry of each token's chain, 0 for none.
         bank: the table; `run_program` says what an instruction means.
+        owners: (tokens, 2) int32; board record and position of each token when the plan was
+            written. Chains with gates of scope `rest` need it.
+        elapsed: how far positions have moved on since then.
 
     Returns:
         (n,) int64; tokens with a chain that were left as they were.
@@ -43,6 +48,9 @@ def edit_rows(
     if not len(index):
         return index
     entry = first[index].long()
+    records, positions = index, index
+    if owners is not None:
+        records, positions = owners[index, 0].long(), owners[index, 1].long() + elapsed
     mine = hidden[index].float()
     stream = mine if residual is None else mine + residual[index].float()
     before = norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
@@ -63,11 +71,20 @@ def edit_rows(
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
         factor, share, gate = _maps(kind, bank.params[entry], x, norm, before)
         register = (code >> GATE_SHIFT).long() - 1
-        is_gate = kind.squeeze(-1) >= Kind.GATE
+        is_latch = kind.squeeze(-1) >= Kind.LATCH
+        if bool(is_latch.any()):
+            fires = is_latch & (gate.squeeze(-1) > 0)
+            bank.latches.fire(records[fires], register[fires], positions[fires])
+        is_gate = (kind.squeeze(-1) >= Kind.GATE) & ~is_latch
         if bool(is_gate.any()):
             bank.registers[index[is_gate], register[is_gate]] = gate.squeeze(-1)[is_gate]
-        gates = bank.registers[index, register.clamp(min=0)]
-        gates = torch.where(register >= 0, gates, torch.ones_like(gates)).unsqueeze(-1)
+        gates = bank.registers[index, register.clamp(0, N_REGISTERS - 1)]
+        gates = torch.where(register >= 0, gates, torch.ones_like(gates))
+        stays = register >= N_REGISTERS
+        if bool(stays.any()):
+            open_ = bank.latches.is_behind(records[stays], register[stays], positions[stays])
+            gates[stays] = open_.to(gates.dtype)
+        gates = gates.unsqueeze(-1)
         delta += vectors_at(bank, write, width) * (factor * gates)
         is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
         if bool(is_part.any()):
@@ -142,7 +159,8 @@ def _maps(
     share = torch.where(kind == Kind.BLEND, -a, zero)
     safe = torch.where(norm > 0, norm, one)
     share = torch.where((kind == Kind.RENORM) & (norm > 0), before / safe - 1, share)
-    at = torch.where(kind == Kind.COSINE_GATE, x / safe, x)
+    is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
+    at = torch.where(is_cosine, x / safe, x)
     step = (at > b).to(x.dtype)
     gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
     return factor, share, gate
@@ -183,7 +201,7 @@ def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Te
     """Ring row of each token at one tap.
 
     Args:
-        tokens: (tokens, 4) int32; the second column is the group, -1 for none, and the third
+        tokens: (tokens, 5) int32; the second column is the group, -1 for none, and the third
             the place in the group's block.
         base: (groups,) int32; row of each group's first token at this tap, from `origin` on, or
             -1.

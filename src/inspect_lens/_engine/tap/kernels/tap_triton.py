@@ -34,6 +34,8 @@ LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
 BLEND, PART = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.PART))
 RENORM = tl.constexpr(int(Kind.RENORM))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
+LATCH, COSINE_LATCH = tl.constexpr(int(Kind.LATCH)), tl.constexpr(int(Kind.COSINE_LATCH))
+N_LATCHES = tl.constexpr(spec.N_LATCHES)
 STEEPEST = tl.constexpr(3e38)
 """Steeper than this, a gate is a step."""
 
@@ -41,8 +43,16 @@ _PROGRAMS = 1056
 """Eight per multiprocessor of an H200: enough to fill the memory bus while capturing."""
 
 
+@triton.jit
+def _fire(latch, note, position, is_above):
+    # Triton does not stop at the first false half of an `and`.
+    if is_above:  # noqa: SIM102
+        if position < tl.atomic_min(latch, position):
+            tl.store(note, position + 1)
+
+
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
-def _tap(
+def _tap(  # noqa: C901
     hidden,
     residual,
     hidden_stride,
@@ -53,6 +63,9 @@ def _tap(
     entries,
     factors,
     registers,
+    latches,
+    noted,
+    noted_stride,
     table,
     ring,
     faults,
@@ -77,7 +90,7 @@ def _tap(
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        numbers = header + HEAD + TAPS + 4 * token
+        numbers = header + HEAD + TAPS + 5 * token
         config = tl.load(numbers, mask=(flag & 1) != 0, other=0)
         row = tl.load(table + config * TAPS + tap)
         group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
@@ -96,6 +109,8 @@ def _tap(
                 norm = tl.sqrt(tl.sum(seen * seen, axis=0))
                 before = norm
                 delta = tl.zeros_like(mine)
+                record = tl.load(numbers + 3).to(tl.int64)
+                position = tl.load(numbers + 4) + tl.load(header + 2)
                 entry = row
                 while entry != 0:
                     code = tl.load(entries + 4 * entry)
@@ -129,14 +144,22 @@ def _tap(
                     share = tl.where(kind == BLEND, -a, 0.0)
                     share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
                     gates = registers + token.to(tl.int64) * N_REGISTERS + register
-                    if kind >= GATE:
-                        at_gate = tl.where(kind == COSINE_GATE, x / safe, x)
+                    lasting = register - N_REGISTERS
+                    latch = latches + record * N_LATCHES + lasting
+                    is_cosine = (kind == COSINE_GATE) | (kind == COSINE_LATCH)
+                    at_gate = tl.where(is_cosine, x / safe, x)
+                    if kind >= LATCH:
+                        _fire(latch, noted + record * noted_stride + lasting, position, at_gate > b)
+                    elif kind >= GATE:
                         step = tl.where(at_gate > b, 1.0, 0.0)
                         smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
                         tl.store(gates, tl.where(a > STEEPEST, step, smooth))
                         # A later entry of this tap may read it.
                         tl.debug_barrier()
-                    gate = tl.load(gates, mask=register >= 0, other=1.0)
+                    is_own = (register >= 0) & (lasting < 0)
+                    gate = tl.load(gates, mask=is_own, other=1.0)
+                    fired = tl.load(latch, mask=lasting >= 0, other=-1)
+                    gate = tl.where(fired < position, gate, 0.0)
                     target = vectors + write.to(tl.int64) * ROW + offsets
                     written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
@@ -152,7 +175,6 @@ def _tap(
                     mine = after
                 else:
                     # Too large, or not finite: the row stays as it is, and its request fails.
-                    record = tl.load(numbers + 3).to(tl.int64)
                     tl.store(faults + record * fault_stride, 1)
             if slot >= 0:
                 values = (mine + other).to(ring.dtype.element_ty)
@@ -193,6 +215,9 @@ def launch(
         bank.entries,
         bank.params,
         bank.registers,
+        bank.latches.first,
+        bank.latches.noted,
+        bank.latches.noted.stride(0),
         bank.table,
         state.ring,
         state.faults,
