@@ -40,7 +40,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 12
+VERSION = 13
 
 
 USES_KEY = "uses"

@@ -46,6 +46,16 @@ class Latches:
         """Bytes on the device."""
         return self.first.numel() * self.first.element_size()
 
+    def tell(self, noted: torch.Tensor | None) -> None:
+        """Have front-ends told what fires.
+
+        Args:
+            noted: see `Latches`; None where kernels cannot write to what front-ends read.
+        """
+        self.can_tell = noted is not None
+        if noted is not None:
+            self.noted = noted
+
     def reset(self, record: int) -> None:
         """Forget what fired for the last owner of a record; ordered before the next step."""
         self.first[record].fill_(NEVER)

@@ -238,7 +238,7 @@ class _Check:
                     position += counts
         finally:
             stepper.disarm()
-            stepper.leave(keys)
+            stepper.finish(keys)
             for key in keys:
                 stepper.remove(key)
         exported = self._inbox.take(ring.shape, ring.dtype) if n_rows else Exported()

@@ -48,7 +48,9 @@ def _fire(latch, note, position, is_above):
     # Triton does not stop at the first false half of an `and`.
     if is_above:  # noqa: SIM102
         if position < tl.atomic_min(latch, position):
-            tl.store(note, position + 1)
+            # Looked at again: of two tokens of a request that is computed again, both of which
+            # fire, the later one must not be noted last.
+            tl.store(note, tl.atomic_min(latch, position).to(tl.int64) + 1)
 
 
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
@@ -204,6 +206,7 @@ def launch(
     bank, row = state.bank, state.ring.shape[1]
     parts = -(-width // row)
     block = triton.next_power_of_2(parts * row)
+    warps = 4 if block <= 4096 else 16 if block <= 8192 else 32
     kernel[(min(n_tokens, _PROGRAMS),)](
         hidden,
         hidden if residual is None else residual,
@@ -232,5 +235,7 @@ def launch(
         BLOCK=block,
         IS_FUSED=residual is not None,
         LARGEST=largest_norm(hidden.dtype) ** 2,
-        num_warps=4 if block <= 4096 else min(32, block // 1024),
+        num_warps=warps,
+        # With 1024 threads the assembler would choose 32, and spill the rest.
+        maxnreg=64 if warps == 32 else None,
     )
