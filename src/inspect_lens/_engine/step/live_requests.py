@@ -112,6 +112,13 @@ class Roster:
                 failed |= dict.fromkeys([key for key, _ in same], error)
         return failed
 
+    def finish(self, keys: Collection[str]) -> None:
+        """Take note that requests, also such as are not here, will not come back."""
+        for key in keys:
+            if (request := self.by_key.get(key)) is not None:
+                request.is_over = True
+        self._numbers.finish(keys)
+
     def forget(self, request: Request) -> None:
         """Take back what a request holds."""
         slot = request.slot

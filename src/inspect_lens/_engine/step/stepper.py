@@ -203,10 +203,7 @@ class Stepper:
         as they stood.
         """
         self.leave(keys)
-        for key in keys:
-            if (request := self._roster.by_key.get(key)) is not None:
-                request.is_over = True
-        self._numbers.finish(keys)
+        self._roster.finish(keys)
 
     def flush(self, keys: Sequence[str]) -> None:
         """Send what is kept, for a front-end that takes no further step meanwhile."""

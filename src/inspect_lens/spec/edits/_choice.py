@@ -75,6 +75,16 @@ def chosen_numbers(
 
     Raises:
         SpecError: the model does not have such a part.
+
+    Example:
+        ```python
+        from inspect_lens.spec import SiteWidth, chosen_numbers
+
+        # Two heads of four numbers each, on one rank.
+        width = SiteWidth("z", 8, 1, 2)
+        assert chosen_numbers({"heads": (1,)}, width, "edits[0]").numbers.tolist() == [4, 5, 6, 7]
+        assert chosen_numbers({}, width, "edits[0]") is None
+        ```
     """
     for name, parts in choice.items():
         n = width.heads if name == "heads" else width.width
