@@ -245,7 +245,8 @@ def _flat(value: Any, width: int, module: nn.Module, site: Site) -> torch.Tensor
             value = value[0]
         if is_by_head or (value.dim() == 2 and value.shape[1] == width):
             _check_in_a_row(value, module, site)
-            return value.flatten(1)
+            rows: torch.Tensor = value.flatten(1)
+            return rows
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else describe(value)
     raise UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: {type(module).__name__} has {shape} in the place of rows "
