@@ -12,6 +12,7 @@ from inspect_lens import LensRequest
 from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
+from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
 
@@ -147,6 +148,35 @@ def test_a_gate_of_scope_rest_acts_behind_the_token_that_fires_and_in_any_batch(
         assert same_answer(solo, batch[i])
         torch.testing.assert_close(rows_of(solo), rows_of(batch[i]), rtol=1e-4, atol=1e-4)
         assert solo.inspect_lens.steer.gates == batch[i].inspect_lens.steer.gates
+
+
+def check_gates_of_pre_empted_requests(
+    engine: Engine, prompts: list[list[int]], plain: list[Any], hugging_face: HuggingFace
+) -> None:
+    """Edits begin behind the token that fires, also where a request is computed again.
+
+    Args:
+        engine: with room for a part of the requests.
+        prompts: of the requests.
+        plain: what it answered to them, with all rows.
+        hugging_face: the same model.
+    """
+    v, *probes = random_rows(18, 9, HIDDEN)
+    gates = [
+        rest_gate(one, len(prompt), probe, layer=3)
+        for one, prompt, probe in zip(plain, prompts, probes, strict=True)
+    ]
+    asked = [ask(Add(vector=v, layers=[0], when=gate, positions="completion")) for gate, _ in gates]
+    outputs = engine.run(prompts, asked, max_tokens=60)
+    for prompt, output, (_, at) in zip(prompts, outputs, gates, strict=True):
+        (receipt,) = output.inspect_lens.steer.gates
+        n_fed = len(prompt) + 59
+        assert (receipt.fired_at, receipt.n_tokens) == (at, n_fed - at - 1)
+        ids = [*prompt, *output.outputs[0].token_ids][:n_fed]
+        behind = (torch.arange(n_fed) > at)[:, None]
+        edits = {0: lambda h, behind=behind: h + behind * torch.from_numpy(v)}
+        expected = hugging_face.residual_stream(ids, edits)
+        assert max_relative_error(rows_of(output), expected) <= 1e-4
 
 
 def test_a_shadow_gate_tells_when_it_would_have_acted_and_changes_no_bit(engine: Engine) -> None:
