@@ -315,11 +315,10 @@ class Shared(Generic[Content]):
         if number is None:
             number = self._free_run(n) if n > 1 else self._free.pop() if self._free else None
             if number is None:
-                held = "all held" if n == 1 else f"no {n} in a row left"
+                why = "all held by running requests" if n == 1 else f"no {n} in a row left"
                 raise CapacityError(
-                    f"steer: the {self._what} is full ({self._size} rows, {held} by running "
-                    "requests); try again when some have finished, or raise "
-                    "INSPECT_LENS_BANK_BYTES"
+                    f"steer: the {self._what} is full ({self._size} rows, {why}); try again when "
+                    "some have finished, or raise INSPECT_LENS_BANK_BYTES"
                 )
             self._by_content[content] = number
             self._content[number] = content
