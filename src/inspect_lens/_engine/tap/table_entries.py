@@ -296,7 +296,8 @@ class Shared(Generic[Content]):
 
     def __init__(self, size: int, what: str) -> None:
         self._what, self._size = what, size - 1
-        self._free = list(range(size - 1, 0, -1))
+        self._is_free = np.arange(size) > 0
+        self._n_free = size - 1
         self._by_content: dict[Content, int] = {}
         self._content: dict[int, Content] = {}
         self._uses: dict[int, int] = {}
@@ -306,22 +307,26 @@ class Shared(Generic[Content]):
     @property
     def in_use(self) -> int:
         """How many numbers are held."""
-        return self._size - len(self._free)
+        return self._size - self._n_free
 
     def take(self, content: Content, n: int = 1) -> tuple[int, bool]:
         """The number of a content, or the first of its `n`, and whether it is new."""
         number = self._by_content.get(content)
         is_new = number is None
         if number is None:
-            number = self._free_run(n) if n > 1 else self._free.pop() if self._free else None
+            number = self._find(n)
             if number is None:
                 why = "all held by running requests" if n == 1 else f"no {n} in a row left"
                 raise CapacityError(
                     f"steer: the {self._what} is full ({self._size} rows, {why}); try again when "
                     "some have finished, or raise INSPECT_LENS_BANK_BYTES"
                 )
+            self._is_free[number : number + n] = False
+            self._n_free -= n
             self._by_content[content] = number
             self._content[number] = content
+            if n > 1:
+                self._runs[number] = n
         self._uses[number] = self._uses.get(number, 0) + 1
         return number, is_new
 
@@ -331,15 +336,16 @@ class Shared(Generic[Content]):
         if not self._uses[number]:
             del self._uses[number]
             del self._by_content[self._content.pop(number)]
-            self._free += range(number, number + self._runs.pop(number, 1))
+            n = self._runs.pop(number, 1)
+            self._is_free[number : number + n] = True
+            self._n_free += n
 
-    def _free_run(self, n: int) -> int | None:
-        """Take `n` free numbers in a row, the last ones there are; single ones come first."""
-        free = np.sort(np.asarray(self._free, dtype=np.int64))
-        (ends,) = np.nonzero(free[n - 1 :] - free[: max(0, len(free) - n + 1)] == n - 1)
-        if not len(ends):
+    def _find(self, n: int) -> int | None:
+        """The first free number, or the first of the last `n` free ones in a row."""
+        if self._n_free < n:
             return None
-        first = int(free[ends[-1]])
-        self._free = [number for number in self._free if not first <= number < first + n]
-        self._runs[first] = n
-        return first
+        if n == 1:
+            return int(self._is_free.argmax())
+        free = np.concatenate(([0], np.cumsum(self._is_free)))
+        (starts,) = np.nonzero(free[n:] - free[:-n] == n)
+        return int(starts[-1]) if len(starts) else None
