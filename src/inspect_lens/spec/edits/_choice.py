@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec._sites import SITE_TABLE, Site, SiteWidth
+from inspect_lens.spec.engine._sites import SITE_TABLE, Site, SiteWidth
 
 from ._instruction import Instruction, Kind, Row
 
