@@ -150,6 +150,7 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
 
 
 def test_rows_survive_preemption(tiny_folder: Path, hugging_face: HuggingFace) -> None:
+    from tests.engine.test_edits import check_gates_of_pre_empted_requests
     from tests.engine.test_reductions import check as check_reduced
 
     # 12 blocks of 32 tokens hold three of these requests, not eight.
@@ -163,9 +164,9 @@ def test_rows_survive_preemption(tiny_folder: Path, hugging_face: HuggingFace) -
     )
     try:
         prompts = [tokens(60 + i, seed=i) for i in range(8)]
-        outputs = engine.run(prompts, ALL, max_tokens=60)
+        whole = engine.run(prompts, ALL, max_tokens=60)
         assert (before := preemptions(engine)) >= 3
-        check_all(outputs, hugging_face)
+        check_all(whole, hugging_face)
         # What a pre-empted request reduced before is not counted twice.
         forms = [{"reduce": "mean"}, {"reduce": "max"}, {"reduce": "norm"}, {"positions": "last"}]
         native = [{"inspect_lens": {"capture": form}} for form in forms * 2]
@@ -173,6 +174,9 @@ def test_rows_survive_preemption(tiny_folder: Path, hugging_face: HuggingFace) -
         assert preemptions(engine) >= before + 3
         for output, form in zip(outputs, forms * 2, strict=True):
             check_reduced(output, hugging_face, form)
+        before = preemptions(engine)
+        check_gates_of_pre_empted_requests(engine, prompts, whole, hugging_face)
+        assert preemptions(engine) >= before + 3
     finally:
         engine.close()
 

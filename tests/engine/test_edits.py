@@ -12,6 +12,7 @@ from inspect_lens import LensRequest
 from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
+from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +107,116 @@ def test_a_shut_gate_changes_no_bit_and_an_open_one_does(engine: Engine) -> None
         atol=1e-3,
     )
     assert torch.equal(difference[~is_open], torch.zeros_like(difference[~is_open]))
+
+
+def rest_gate(plain: Any, n_prompt: int, probe: Any, **options: Any) -> tuple[Gate, int]:
+    """A gate that fires first at the sampled token of the largest score, and that position."""
+    scores = rows_of(plain)[options["layer"], n_prompt:] @ torch.from_numpy(probe)
+    # Not among the last ones, so that something is left to be edited.
+    at = int(scores[:-4].argmax())
+    below = float(scores[:at].max()) if at else float(scores[at]) - 1
+    threshold = (float(scores[at]) + below) / 2
+    gate = Gate(direction=probe, threshold=threshold, scope="rest", **options)
+    return gate, n_prompt + at
+
+
+def test_a_gate_of_scope_rest_acts_behind_the_token_that_fires_and_in_any_batch(
+    engine: Engine,
+) -> None:
+    v, *probes = random_rows(15, 9, HIDDEN)
+    prompts = [tokens(n, seed=n) for n in (40, 64, 90, 130, 65, 7, 200, 33)]
+    plain = engine.run(prompts, ask(), max_tokens=16)
+    gates = [
+        rest_gate(one, len(p), probe, layer=3)
+        for one, p, probe in zip(plain, prompts, probes, strict=True)
+    ]
+    # The gate is read behind the layer that is edited: it decides on later tokens.
+    asked = [ask(Add(vector=v, layers=[0], when=gate, positions="completion")) for gate, _ in gates]
+    batch = engine.run(prompts * 2, [*asked, *[None] * len(prompts)], max_tokens=16)
+    for i, (prompt, (_, at)) in enumerate(zip(prompts, gates, strict=True)):
+        (receipt,) = batch[i].inspect_lens.steer.gates
+        assert (receipt.fired_at, receipt.layer) == (at, 3)
+        assert receipt.n_tokens == len(prompt) + 15 - at - 1
+        found, before = rows_of(batch[i]), rows_of(plain[i])
+        torch.testing.assert_close(found[:, : at + 1], before[:, : at + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found[0, at + 1], before[0, at + 1] + torch.from_numpy(v), rtol=1e-4, atol=1e-4
+        )
+        assert same_answer(batch[len(prompts) + i], plain[i])
+    for i in (2, 3, 6):
+        solo = engine.run([prompts[i]], [asked[i]], max_tokens=16)[0]
+        assert same_answer(solo, batch[i])
+        torch.testing.assert_close(rows_of(solo), rows_of(batch[i]), rtol=1e-4, atol=1e-4)
+        assert solo.inspect_lens.steer.gates == batch[i].inspect_lens.steer.gates
+
+
+def check_gates_of_pre_empted_requests(
+    engine: Engine, prompts: list[list[int]], plain: list[Any], hugging_face: HuggingFace
+) -> None:
+    """Edits begin behind the token that fires, also where a request is computed again.
+
+    Args:
+        engine: with room for a part of the requests.
+        prompts: of the requests.
+        plain: what it answered to them, with all rows.
+        hugging_face: the same model.
+    """
+    v, *probes = random_rows(18, 9, HIDDEN)
+    gates = [
+        rest_gate(one, len(prompt), probe, layer=3)
+        for one, prompt, probe in zip(plain, prompts, probes, strict=True)
+    ]
+    asked = [ask(Add(vector=v, layers=[0], when=gate, positions="completion")) for gate, _ in gates]
+    outputs = engine.run(prompts, asked, max_tokens=60)
+    for prompt, output, (_, at) in zip(prompts, outputs, gates, strict=True):
+        (receipt,) = output.inspect_lens.steer.gates
+        n_fed = len(prompt) + 59
+        assert (receipt.fired_at, receipt.n_tokens) == (at, n_fed - at - 1)
+        ids = [*prompt, *output.outputs[0].token_ids][:n_fed]
+        behind = (torch.arange(n_fed) > at)[:, None]
+        edits = {0: lambda h, behind=behind: h + behind * torch.from_numpy(v)}
+        expected = hugging_face.residual_stream(ids, edits)
+        assert max_relative_error(rows_of(output), expected) <= 1e-4
+
+
+def test_a_shadow_gate_tells_when_it_would_have_acted_and_changes_no_bit(engine: Engine) -> None:
+    prompt = tokens(50, seed=11)
+    v, probe = random_rows(16, 2, HIDDEN)
+    plain = engine.run([prompt], ask(), max_tokens=12)[0]
+    gate, at = rest_gate(plain, 50, probe, layer=1, shadow=True)
+    edit = Add(vector=v, layers=[2], when=gate, positions="completion")
+    output = engine.run([prompt], ask(edit), max_tokens=12)[0]
+    assert torch.equal(rows_of(output), rows_of(plain))
+    (receipt,) = output.inspect_lens.steer.gates
+    assert (receipt.fired_at, receipt.n_tokens) == (at, 61 - at - 1)
+
+
+@pytest.mark.parametrize("fires", [False, True])
+def test_a_condition_on_the_prompt_decides_on_the_answer_also_from_the_cache(
+    engine: Engine, fires: bool
+) -> None:
+    prompt = tokens(128, seed=12)
+    v, probe = random_rows(17, 2, HIDDEN)
+    plain = engine.run([prompt], ask(), max_tokens=6)[0]
+    row = rows_of(plain)[3, 127].double()
+    cosine = float(row @ torch.from_numpy(probe).double() / row.norm()) / float(
+        np.linalg.norm(probe.astype(np.float64))
+    )
+    where: dict[str, Any] = {"layer": 3, "scope": "rest", "reads": "last_prompt"}
+    threshold = cosine - 0.01 if fires else cosine + 0.01
+    gate = Gate(direction=probe, threshold=threshold, cosine=True, **where)
+    extra = ask(
+        Add(vector=v, layers=[1], when=gate, positions="completion"),
+        capture={"layers": "all", "positions": [127, 128]},
+    )
+    first, cached = (engine.run([prompt], extra, max_tokens=6)[0] for _ in range(2))
+    assert same_answer(first, cached)
+    assert cached.num_cached_tokens >= 96
+    for output in (first, cached):
+        (receipt,) = output.inspect_lens.steer.gates
+        assert (receipt.fired_at, receipt.n_tokens) == ((127, 5) if fires else (None, 0))
+    wanted = rows_of(plain)[1, 128] + torch.from_numpy(v) * fires
+    torch.testing.assert_close(rows_of(first)[1, 1], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_different_programs_and_plain_requests_in_one_batch_keep_their_solo_answers(

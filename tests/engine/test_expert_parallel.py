@@ -12,13 +12,15 @@ from inspect_lens import SteeringVector
 from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
-from tests.engine.test_sites import capture, check
+from tests.engine.test_sites import capture, check, check_edits
 from tests.kit.architectures import CASES, LAYERS, write
+from tests.kit.inner_edits import expert_cases, head_cases
 from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
 
-HIDDEN = 128
+HIDDEN = 256
+"""Four heads and two key heads, so that each worker has groups of its own."""
 INNER = ("q", "k", "v", "z", "resid_mid", "router_logits")
 
 # vLLM 0.32's experts for CPUs read beyond their weights for tokens of another rank's experts. Told
@@ -92,6 +94,13 @@ def test_router_logits_equal_hugging_face(engine: Engine, folder: Path) -> None:
         expected = twin.inner_sites(fed(output))
         assert output.activations["router_logits"].shape == (LAYERS, len(fed(output)), 4)
         check(output, expected)
+
+
+def test_edits_of_experts_and_of_heads_in_groups_equal_hugging_face(
+    engine: Engine, folder: Path
+) -> None:
+    twin = HuggingFace(folder)
+    check_edits(engine, twin, [*expert_cases(4), *head_cases(twin.model)], tokens(90, seed=3))
 
 
 def test_steering_meets_experts_on_both_workers(engine: Engine, folder: Path) -> None:

@@ -23,7 +23,8 @@ from tests.engine.test_logit_lens import check as check_lens
 from tests.engine.test_probes import HEADS, LINEAR, expected
 from tests.engine.test_reductions import check as check_reduced
 from tests.engine.test_reductions import request
-from tests.engine.test_sites import INNER, SERVED, capture, check
+from tests.engine.test_sites import INNER, SERVED, capture, check, check_edits
+from tests.kit.inner_edits import head_cases
 from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
@@ -126,6 +127,12 @@ def test_steering_on_one_stage_or_both(
         if i != 1:
             assert output.inspect_lens.steer.layers == tuple(layers)
             assert output.inspect_lens.steer.n_tokens == len(fed(output))
+
+
+def test_edits_of_heads_of_either_rank_equal_hugging_face(
+    two: Engine, hugging_face: HuggingFace
+) -> None:
+    check_edits(two, hugging_face, head_cases(hugging_face.model), tokens(100, seed=8))
 
 
 def test_steering_without_capture_is_confirmed(two: Engine) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from inspect_lens import SteeringVector
 from inspect_lens.attention import QueriesKeys
-from inspect_lens.spec import BLOCK_SITES, in_site_order, result_name
+from inspect_lens.spec import BLOCK_SITES, EditBase, Scale, Zero, in_site_order, result_name
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
+from tests.kit.inner_edits import Case, edited_stream, head_cases
 from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
@@ -200,9 +201,56 @@ def test_the_stream_between_the_modules_can_be_steered(
     torch.testing.assert_close(moved[1], (2.0 * v).expand_as(moved[1]), rtol=0, atol=1e-4)
 
 
-def test_sites_that_are_only_captured_are_not_written(sited: Engine) -> None:
+def check_edits(
+    engine: Engine, hugging_face: HuggingFace, cases: list[Case], prompt: list[int]
+) -> None:
+    """Run all cases in one batch, beside a request without edits, and compare the streams.
+
+    The plain one is equal, to the bit, to what it is between requests that edit nothing.
+    """
+    plain = capture("resid_post", skip_reading_prefix_cache=True)
+    asks = []
+    for case in cases:
+        edits = [case.edit.model_dump(mode="json")]
+        asks.append(capture("resid_post", edits=edits, skip_reading_prefix_cache=True))
+    prompts = [prompt, *[prompt] * len(cases)]
+    outputs = engine.run(prompts, [plain, *asks])
+    for case, output in zip(cases, outputs[1:], strict=True):
+        expected = edited_stream(hugging_face, fed(output), case)
+        check(output, {"resid_post": expected})
+        unedited = hugging_face.residual_stream(fed(output))
+        assert max_relative_error(unedited, expected) > 10 * TOLERANCE, "it is to change something"
+    alone = engine.run(prompts, [plain, *[None] * len(cases)])[0]
+    assert torch.equal(
+        outputs[0].activations["residual_stream"], alone.activations["residual_stream"]
+    )
+
+
+def test_edits_of_heads_and_neurons_equal_hugging_face(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    # Fed in chunks.
+    check_edits(sited, hugging_face, head_cases(hugging_face.model), tokens(150, seed=8))
+
+
+def test_edits_of_keys_and_values_fork_the_prefix_cache_by_their_heads(sited: Engine) -> None:
+    prompt = tokens(128, seed=34)
+
+    def cached(*edits: EditBase) -> int:
+        asked = [edit.model_dump(mode="json") for edit in edits]
+        return int(sited.run([prompt], {"inspect_lens": {"edits": asked}})[0].num_cached_tokens)
+
+    sited.run([prompt])
+    key = Scale(factor=2.0, layers=[1], site="k", heads=[0])
+    for edit in (key, key.model_copy(update={"site": "v"}), Zero(layers=[1], site="z", heads=[0])):
+        assert cached(edit) == 0
+        assert cached(edit) >= 96
+    assert cached(Zero(layers=[1], site="z", heads=[1])) == 0
+
+
+def test_steering_vectors_need_a_site_as_wide_as_the_stream(sited: Engine) -> None:
     vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
-    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z can be captured, and not steered"):
+    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z is not as wide as the residual"):
         sited.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens.spec import Add, Gate, LensRequest, Renormalise, TapPoint
+from inspect_lens.spec import Add, Gate, LensRequest, Renormalise, Scale, TapPoint, Zero
 from tests.kit.edit_cases import edit_cases, random_rows
 from tests.kit.edit_table import add_entries, admitted, configs_of, make_state
+from tests.kit.wide_edits import admitted_at, wide_facts, wide_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,6 +120,39 @@ def test_programs_of_all_operations_equal_the_reference(
         torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4 * scale)
 
 
+def test_gates_that_stay_open_equal_the_reference() -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    v, probe = random_rows(60, 2, 256) / 16
+    gate = Gate(direction=probe, layer=1, scope="rest")
+    edit = Add(vector=v, layers=[1], when=gate, positions="completion")
+    state = make_state(width=256, device="cuda")
+    _, steering = admitted(LensRequest(edits=[edit]), state)
+    config = configs_of(steering)[-1]
+    latches, n = state.bank.latches, 12
+    torch.manual_seed(0)
+    # A token of each of 12 requests in each of 5 steps that repeat.
+    for step in range(5):
+        state.tokens[:n, 0] = config
+        state.tokens[:n, 3] = torch.arange(n, device="cuda")
+        state.tokens[:n, 4] = 40
+        state.header[0], state.header[2] = n, step
+        state.flags.fill_(1)
+        hidden = torch.randn(n, 256, device="cuda")
+        expected, before = hidden.clone(), (latches.first.clone(), latches.noted.clone())
+        first = state.bank.table[:, 1][state.tokens[:n, 0].long()]
+        edit_rows(expected, None, first, state.bank, state.tokens[:n, 3:5], step)
+        wanted = latches.first.clone(), latches.noted.clone()
+        latches.first.copy_(before[0])
+        latches.noted.copy_(before[1])
+        launch(hidden, None, tap=1, state=state)
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+        assert torch.equal(latches.first, wanted[0])
+        assert torch.equal(latches.noted, wanted[1])
+    assert (latches.noted[:n, 0] > 0).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "row"), [(64, 128), (300, 128), (14336, 4096), (8, 4096)])
 @pytest.mark.parametrize("n_tokens", [1, 7, 3000])
@@ -126,7 +160,7 @@ def test_rows_of_another_width_equal_the_reference(
     dtype: torch.dtype, width: int, row: int, n_tokens: int
 ) -> None:
     from inspect_lens._engine.tap.kernels.tap_reference import capture_rows, ring_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch_read
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
 
     torch.manual_seed(n_tokens)
     device, tap, parts = torch.device("cuda"), 1, -(-width // row)
@@ -157,11 +191,47 @@ def test_rows_of_another_width_equal_the_reference(
         slots[described:] = -1
         capture_rows(rows, None, slots, expected, torch.full_like(slots, n_tokens))
         state.flags[tap] = 0
-        launch_read(rows, tap=tap, state=state)
+        launch(rows, None, tap=tap, state=state)
         assert (state.ring == 7.0).all(), "an idle tap writes nothing"
         state.flags[tap] = 2
-        launch_read(rows, tap=tap, state=state)
+        launch(rows, None, tap=tap, state=state)
         assert torch.equal(state.ring, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "row"), [(64, 128), (300, 128), (14336, 4096), (8, 4096), (28672, 8192)]
+)
+def test_edits_of_rows_of_another_width_equal_the_reference(
+    dtype: torch.dtype, width: int, row: int
+) -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    layer, n, device = 1, 9, torch.device("cuda")
+    site, heads = ("z", 4) if width == 64 else ("mlp_hidden", 0)
+    facts = wide_facts(site, width, heads, row)
+    cases = [edit for edit, _ in edit_cases(0, layer=layer, width=width)]
+    edits = [one.model_copy(update={"site": site}) for one in cases]
+    part = {"heads": [1, 3]} if heads else {"neurons": [0, width - 1, 5]}
+    edits += [Zero(layers=[layer], site=site, **part)]
+    edits += [Scale(layers=[layer], site=site, factor=0.5, **part)]
+    for edit in edits:
+        state = wide_state(facts, dtype, device)
+        config = admitted_at(edit, facts, state)
+        # A view of a wider tensor, as queries and keys are.
+        hidden = torch.randn(n, 2 * width, device=device).to(dtype)[:, width:]
+        expected, before = hidden.clone(), hidden.clone()
+        state.tokens[:n, 0] = torch.tensor([0, *[config] * (n - 1)], device=device)
+        state.tokens[:n, 1] = -1
+        state.header[0] = n
+        state.flags.fill_(1)
+        rows = state.bank.table[:, layer][state.tokens[:n, 0].long()]
+        assert not len(edit_rows(expected, None, rows, state.bank))
+        launch(hidden, None, tap=layer, state=state)
+        assert torch.equal(hidden[0], before[0]), "tokens without edits keep their bits"
+        step = 4 * torch.finfo(dtype).eps * float(expected.abs().max())
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=max(step, 1e-4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

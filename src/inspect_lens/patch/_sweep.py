@@ -81,7 +81,7 @@ def patch_sweep(
     Raises:
         SpecError: prompts of unequal length, an answer or a foil that is no token of its own here,
             the same token for both, or an argument that does not fit.
-        UnsupportedError: a site that cannot be written.
+        UnsupportedError: there is no such site.
 
     Source:
         Causal mediation, arXiv:2004.12265; activation patching, arXiv:2202.05262; logit
@@ -159,17 +159,17 @@ def patch_sweep(
 
 
 def check_site(site: Site, field: str) -> None:
-    """Refuse a site that edits cannot write.
+    """Refuse a site that there is not.
 
     Args:
         site: that was asked for.
         field: name of the argument, for error messages.
 
     Raises:
-        UnsupportedError: it is one of these, or there is no such site.
+        UnsupportedError: there is no such site.
     """
-    if site not in SITE_TABLE or not SITE_TABLE[site].is_writable:
-        allowed = ", ".join(name for name, info in SITE_TABLE.items() if info.is_writable)
+    if site not in SITE_TABLE:
+        allowed = ", ".join(SITE_TABLE)
         raise UnsupportedError(f"{field}={site!r}: cannot be patched; that can be {allowed}")
 
 

@@ -77,7 +77,7 @@ def causal_trace(
 
     Raises:
         SpecError: the subject is not in the prompt, or an argument does not fit.
-        UnsupportedError: a site that cannot be written.
+        UnsupportedError: there is no such site.
 
     Source:
         Locating and editing factual associations in GPT (ROME), arXiv:2202.05262.

@@ -60,7 +60,7 @@ def patch_sweep(
     Raises:
         SpecError: while solving, a sample without a corrupted prompt or a target, or prompts that
             cannot be aligned.
-        UnsupportedError: the model is of another provider, or the site cannot be written.
+        UnsupportedError: the model is of another provider, or there is no such site.
 
     Example:
         <!-- test: server -->
@@ -144,7 +144,7 @@ def causal_trace(
 
     Raises:
         SpecError: while solving, a sample without a subject or a target.
-        UnsupportedError: the model is of another provider, or the site cannot be written.
+        UnsupportedError: the model is of another provider, or there is no such site.
 
     Example:
         <!-- test: server -->

@@ -3,7 +3,7 @@
 The Inspect process and the vLLM processes share them.
 """
 
-from .answer._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
+from .answer._receipt import CaptureReceipt, EnginePath, GateReceipt, Receipt, SteerReceipt
 from .answer._saved import decode_saved, encode_saved
 from .asks._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
 from .asks._engine_lens import (
@@ -39,10 +39,12 @@ from .edits import (
     EDIT_REFERENCE,
     EDITS,
     MOST_INSTRUCTIONS,
+    N_LATCHES,
     N_REGISTERS,
     TENSOR_REFERENCE,
     Ablate,
     Add,
+    Chosen,
     Clamp,
     Edit,
     EditBase,
@@ -60,6 +62,7 @@ from .edits import (
     Set,
     Swap,
     Zero,
+    chosen_numbers,
     parse_edits,
     run_program,
 )
@@ -118,6 +121,7 @@ __all__ = [
     "MOST_TOKENS",
     "MOST_TOP_K",
     "NATIVE_KEY",
+    "N_LATCHES",
     "N_REGISTERS",
     "OWN_WORDS",
     "PLACES",
@@ -134,6 +138,7 @@ __all__ = [
     "BodyParts",
     "CaptureReceipt",
     "CaptureSpec",
+    "Chosen",
     "Clamp",
     "DType",
     "Edit",
@@ -144,6 +149,7 @@ __all__ = [
     "EngineProbe",
     "FunctionCode",
     "Gate",
+    "GateReceipt",
     "Hook",
     "HookReceipt",
     "Insert",
@@ -202,6 +208,7 @@ __all__ = [
     "check_probe",
     "check_qk",
     "check_request",
+    "chosen_numbers",
     "code_python",
     "decode_saved",
     "decode_tensor",

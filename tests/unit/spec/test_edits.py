@@ -87,6 +87,24 @@ def test_a_gate_is_a_factor_of_the_edits_that_name_it(
     assert np.allclose(found, h + factor * v.astype(np.float64), rtol=1e-5, atol=1e-5)
 
 
+def test_a_gate_that_stays_open_says_what_it_cannot_be() -> None:
+    v, probe = random_rows(8, 2)
+    with pytest.raises(ValueError, match="leave sharpness out"):
+        Gate(direction=probe, layer=0, scope="rest", sharpness=2.0)
+    with pytest.raises(ValueError, match="reads beside scope='token'"):
+        Gate(direction=probe, layer=0, reads="last_prompt")
+    with pytest.raises(ValueError, match="shadow beside scope='token'"):
+        Gate(direction=probe, layer=0, shadow=True)
+    gate = Gate(direction=probe, layer=3, scope="rest", reads="last_prompt")
+    with pytest.raises(ValueError, match="positions='completion'"):
+        Add(vector=v, layers=[1], when=gate)
+    edit = Add(vector=v, layers=[1], when=gate, positions="completion")
+    (back,) = parse_edits([edit.model_dump()])
+    assert back.when is not None
+    assert back.when.content == gate.content
+    assert "scope" not in Gate(direction=probe, layer=0).model_dump()
+
+
 def test_an_edit_survives_its_wire_form_and_its_log_form_has_no_tensor() -> None:
     v = random_rows(9, 1)[0]
     gate = Gate(direction=v, layer=1, threshold=0.5)

@@ -19,5 +19,7 @@ class Collected:
     n_steered: int
     """Tokens that the worker steered; one that was computed twice counts once."""
     paths: tuple[str, ...]
+    fired: dict[int, int] = field(default_factory=dict)
+    """By gate of scope `rest`, the position at which it fired."""
     attention: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By layer, what the pattern of its attention depends on."""

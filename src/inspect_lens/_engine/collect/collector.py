@@ -210,7 +210,8 @@ class Collector:
                     "was reduced; nothing wrong is returned"
                 )
             tensors[i] = stream.take(counts[i], self._threads)
-        return Collected(tensors, pending.steered_tokens(n_fed), paths, pending.attention)
+        n_steered, fired = pending.steered_tokens(n_fed), pending.fired(n_fed)
+        return Collected(tensors, n_steered, paths, fired, pending.attention)
 
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None

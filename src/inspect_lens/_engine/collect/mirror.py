@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.frames import MOST_ASKED, FrameError, Hello
 from inspect_lens._engine.protocol.shared_memory import (
+    BOARD_COLUMNS,
     BOARD_SIZE,
     HEAD_BYTES,
     ArenaReader,
@@ -20,7 +21,7 @@ from inspect_lens._engine.protocol.shared_memory import (
 
 __all__ = ["Mirror"]
 
-_COLUMNS = 6
+_COLUMNS = 1 + BOARD_COLUMNS
 """Of what is told of the board: the request, and its record."""
 
 

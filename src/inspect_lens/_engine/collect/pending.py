@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._engine.export.overflow import COLUMN
+from inspect_lens._engine.export.overflow import COLUMN, LATCHES
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
 from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Failure, Opening
@@ -93,6 +93,22 @@ class Pending:
             if record[0] == opening.number and record[COLUMN]:
                 return True
         return False
+
+    def fired(self, n_fed: int) -> dict[int, int]:
+        """By gate of scope `rest`, the position at which it fired; not those that did not.
+
+        Args:
+            n_fed: tokens that count; an engine that schedules ahead may have fed more.
+        """
+        found: dict[int, int] = {}
+        if all(edit.latch is None for edit in self._envelope.edits):
+            return found
+        for opening, worker in self.shares:
+            record = worker.reader.view.board[opening.number % BOARD_SIZE]
+            for latch, behind in enumerate(record[LATCHES].tolist()):
+                if record[0] == opening.number and 0 < behind <= n_fed:
+                    found[latch] = behind - 1
+        return found
 
     @property
     def is_told(self) -> bool:

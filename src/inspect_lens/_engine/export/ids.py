@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from inspect_lens.spec import EnginePath
 
 __all__ = ["Numbers"]
 
-_REMEMBERED = 4096
-"""Removed requests whose number is kept: a pre-empted one comes back under its key."""
+_MOST_AWAY = BOARD_SIZE // 2
+"""Removed requests whose number is kept. That is far more than an engine can have pre-empted at
+once; only those of whose end no worker was told could be so many."""
 
 
 class Numbers:
@@ -27,12 +28,17 @@ class Numbers:
         """Start at one.
 
         Args:
-            board: (records, 5) of the worker's shared memory.
+            board: (records, columns) of the worker's shared memory.
         """
         self._board = board
-        self._known: OrderedDict[str, int] = OrderedDict()
+        self._away: OrderedDict[str, int] = OrderedDict()
+        """Removed requests that are not over: a pre-empted one comes back under its key."""
         self._next = 1
         self._live: set[int] = set()
+        self._held: set[int] = set()
+        """Records of live requests, and of those that are away."""
+        self.fresh: frozenset[int] = frozenset()
+        """Of the numbers that were taken last, those of requests that are new here."""
         self.of_slot: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
         """Number of the request in each slot."""
 
@@ -45,30 +51,51 @@ class Numbers:
         """
         taken, fresh = [], []
         for key in keys:
-            number = self._known.pop(key, None)
-            record = None if number is None else number % BOARD_SIZE
-            if number is None or record in self._live or self._board[record, 0] != number:
+            number = self._away.pop(key, None)
+            if number is None:
                 number = self._next
-                while number % BOARD_SIZE in self._live:
+                while number % BOARD_SIZE in self._held:
                     number += 1
                 self._next = number + 1
                 fresh.append(number)
             self._live.add(number % BOARD_SIZE)
+            self._held.add(number % BOARD_SIZE)
             taken.append(number)
+        self.fresh = frozenset(fresh)
         if fresh:
             records = np.asarray(fresh) % BOARD_SIZE
-            self._board[records] = (0, -1, 0, 0, 0)
+            self._board[records] = (0, -1, *[0] * (self._board.shape[1] - 2))
             self._board[records, 0] = fresh
         self.of_slot = grown(self.of_slot, slots)
         self.of_slot[slots] = taken
         return taken
 
-    def give(self, key: str, number: int) -> None:
-        """Take note that a request has gone."""
+    def give(self, key: str, number: int, *, is_over: bool = False) -> None:
+        """Take note that a request has gone.
+
+        Args:
+            key: of the request.
+            number: its number.
+            is_over: whether it will not come back. Until then it keeps its record.
+        """
         self._live.discard(number % BOARD_SIZE)
-        self._known[key] = number
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        if is_over:
+            self._held.discard(number % BOARD_SIZE)
+            return
+        self._away[key] = number
+        if len(self._away) > _MOST_AWAY:
+            self._held.discard(self._away.popitem(last=False)[1] % BOARD_SIZE)
+
+    def finish(self, keys: Collection[str]) -> None:
+        """Forget requests that are away and will not come back."""
+        for key in keys if self._away else ():
+            if (number := self._away.pop(key, None)) is not None:
+                self._held.discard(number % BOARD_SIZE)
+
+    @property
+    def n_away(self) -> int:
+        """Requests that may come back."""
+        return len(self._away)
 
     def has_live(self, numbers: bytes) -> bool:
         """Whether one of some requests is there; by packed numbers."""

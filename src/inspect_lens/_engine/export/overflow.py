@@ -12,13 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import N_LATCHES
 
 from .device_copy import Copier
 
-__all__ = ["COLUMN", "Faults", "overflow"]
+__all__ = ["COLUMN", "LATCHES", "Faults", "overflow"]
 
 COLUMN = 4
 """Of the board."""
+
+LATCHES = slice(COLUMN + 1, COLUMN + 1 + N_LATCHES)
+"""Columns of the board in which taps note when gates fired."""
 
 
 class Faults:
@@ -28,10 +32,12 @@ class Faults:
         """Find memory for them.
 
         Args:
-            board: (records, 5) of the worker's shared memory.
+            board: (records, columns) of the worker's shared memory.
             copier: knows what the device can write to.
         """
         self._column = board[:, COLUMN]
+        self.fired = copier.reachable(board[:, LATCHES])
+        """What gates of scope `rest` write to; None where kernels cannot."""
         reachable = copier.reachable(self._column)
         self._is_apart = reachable is None
         self.table = torch.zeros(len(board), dtype=torch.int64) if reachable is None else reachable

@@ -1,8 +1,9 @@
 """What one step does, worked out from the batch layout: numpy only, no loop over requests.
 
-Each token of a step gets four numbers, alike for all taps: the steering configuration to apply
-(0: none), the capture group it belongs to (-1: none), its place within the group's block, and where
-a tap notes that it could not steer the token.
+Each token of a step gets five numbers, alike for all taps: the steering configuration to apply
+(0: none), the capture group it belongs to (-1: none), its place within the group's block, the
+record of its request, where a tap notes that it could not steer the token or that a gate fired,
+and the position.
 What a configuration or a group means at one tap stands in small tables beside them. Requests that
 want rows of the same taps form a group; a group's rows lie in the ring as one block
 (rows of a token, tokens, hidden), which leaves the device in one contiguous copy. A token has a row
@@ -80,6 +81,8 @@ class RequestTable:
         """Sorted explicit positions of requests that capture some."""
         self.named: dict[int, Named] = {}
         """Of requests that steer some positions differently."""
+        self.latched: set[int] = set()
+        """Requests whose gates stay open, so that taps have to know the positions."""
         self._free = list(range(capacity - 1, -1, -1))
 
     def take(self) -> int:
@@ -104,6 +107,7 @@ class RequestTable:
         self.config[slot] = self.until[slot] = 0
         self.listed.pop(slot, None)
         self.named.pop(slot, None)
+        self.latched.discard(slot)
         self._free.append(slot)
 
 
@@ -130,8 +134,8 @@ class StepPlan:
     """The maps of one step and where its rows will lie."""
 
     tokens: Ints
-    """(tokens, 4): steering configuration, capture group of this step, place in its block, and, of
-    requests that are steered, the board record."""
+    """(tokens, 5): steering configuration, capture group of this step, place in its block, and, of
+    requests that are steered, the board record and the position."""
     base: Ints
     """(groups of this step, taps + 1): row of the first token at a tap, counted from where the
     step's rows begin, -1 for no capture; and last, how far the parts of a wide row lie apart."""
@@ -184,8 +188,8 @@ def plan_step(
             make that impossible, so it is a bug where it happens.
     """
     n = int((batch.offset + batch.n_tokens).max(initial=0))
-    tokens = np.empty((n, 4), dtype=np.int32)
-    tokens[:, 0], tokens[:, 1], tokens[:, 3] = 0, -1, 0
+    tokens = np.empty((n, 5), dtype=np.int32)
+    tokens[:, 0], tokens[:, 1], tokens[:, 3:] = 0, -1, 0
     steered = batch.take(np.flatnonzero(batch.position < table.until[batch.slots]))
     steers = _steer(steered, table, tokens, config_taps)
     if tap_rows is None:
@@ -204,6 +208,7 @@ def _steer(steered: Batch, table: RequestTable, tokens: Ints, config_taps: Bools
     index = _expand(steered.offset, steered.n_tokens)
     tokens[index, 0] = np.repeat(configs, steered.n_tokens)
     tokens[index, 3] = np.repeat(table.record[steered.slots], steered.n_tokens)
+    tokens[index, 4] = index + np.repeat(steered.position - steered.offset, steered.n_tokens)
     used = [configs]
     if table.named:
         for i, slot in enumerate(steered.slots.tolist()):

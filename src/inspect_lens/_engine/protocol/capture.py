@@ -39,6 +39,7 @@ __all__ = [
     "owners",
     "seal_capture",
     "seal_qk",
+    "share_of",
 ]
 
 Operation = Literal["none", "mean", "max", "norm"]
@@ -109,7 +110,7 @@ class CaptureEnvelope:
     @property
     def is_simple(self) -> bool:
         """Whether the rows that come are the one tensor that was asked for."""
-        return len(self.sites) == 1 and self.width_of(self.sites[0])[1:] == (self.hidden, 1)
+        return len(self.sites) == 1 and self.width_of(self.sites[0])[1:3] == (self.hidden, 1)
 
     @property
     def rows(self) -> tuple[RowPart, ...]:
@@ -241,7 +242,7 @@ def seal_capture(
         transport=capture.transport,
         reduce=capture.reduce,
         is_last=is_last,
-        widths=tuple([facts.width_of(site)[1:] for site in capture.sites]) if facts.widths else (),
+        widths=tuple([facts.width_of(site)[1:3] for site in capture.sites]) if facts.widths else (),
         ranks=facts.ranks,
     )
     is_partial = sealed.operation in ("mean", "max")
@@ -306,6 +307,21 @@ def owners(width: SiteWidth, ranks: int) -> range:
             and the first of them sends it.
     """
     return range(0, ranks if width.shards > 1 else 1, ranks // width.shards)
+
+
+def share_of(width: SiteWidth, ranks: int, rank: int) -> tuple[int, int]:
+    """The numbers of a site's rows that a rank has.
+
+    Args:
+        width: of the site.
+        ranks: tensor-parallel ranks.
+        rank: one of them.
+
+    Returns:
+        Where they begin in the whole row, and how many they are.
+    """
+    own = width.width // width.shards
+    return rank * width.shards // ranks * own, own
 
 
 @lru_cache(maxsize=1024)

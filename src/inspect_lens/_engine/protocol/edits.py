@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
+    N_REGISTERS,
     EditBase,
     Gate,
     Instruction,
@@ -18,7 +19,9 @@ from inspect_lens.spec import (
     Phase,
     Positions,
     Site,
+    SiteWidth,
     TapPoint,
+    chosen_numbers,
     is_mask,
     phase_range,
     resolve_positions,
@@ -74,12 +77,25 @@ class EditEnvelope(Edited):
     """Of the programs."""
 
     @property
+    def latch(self) -> int | None:
+        """Which gate of scope `rest` it computes; None for everything else."""
+        one = self.programs[0][0][0] if self.programs[0][0] else None
+        if one is None or one.kind not in (Kind.LATCH, Kind.COSINE_LATCH):
+            return None
+        return one.gate - N_REGISTERS
+
+    @property
     def is_listed(self) -> bool:
         """Whether each of the positions has a program of its own."""
         return len(self.programs[0]) > 1
 
 
-def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[EditEnvelope, ...]:
+def seal_edits(
+    edits: Sequence[EditBase],
+    n_prompt: int,
+    n_max: int,
+    width_of: Callable[[Site], SiteWidth],
+) -> tuple[EditEnvelope, ...]:
     """Resolve judged edits against a prompt.
 
     A gate becomes an entry of its own in front of the first edit that reads it.
@@ -88,6 +104,7 @@ def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[Ed
         edits: of a request, in order.
         n_prompt: prompt tokens.
         n_max: tokens that are fed at most.
+        width_of: how wide the rows of a site are in the engine.
 
     Returns:
         The edits for the workers, in order.
@@ -96,19 +113,26 @@ def seal_edits(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> tuple[Ed
         SpecError: a position lies outside the request, or none is left of an edit.
     """
     registers: dict[tuple[object, ...], int] = {}
+    latches: dict[tuple[object, ...], int] = {}
     sealed: list[EditEnvelope] = []
     for i, edit in enumerate(edits):
         where = _where(edit.positions, edit.phase, n_prompt, n_max, f"edits[{i}]")
         gate = -1
         if edit.when is not None:
-            content = (edit.when.content, where)
-            if content not in registers:
-                registers[content] = len(registers)
-                sealed.append(_gate(edit.when, registers[content], where))
-            gate = registers[content]
+            is_latch = edit.when.scope == "rest"
+            read_at = _read_at(edit.when, n_prompt) if is_latch else where
+            known, first = (latches, N_REGISTERS) if is_latch else (registers, 0)
+            content = (edit.when.content, read_at)
+            if content not in known:
+                known[content] = first + len(known)
+                sealed.append(_gate(edit.when, known[content], read_at))
+            gate = known[content]
+            if edit.when.shadow:
+                continue
+        chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
         listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
         programs = tuple(
-            tuple(_gated(edit.program(index, k), gate) for k in listed)
+            tuple(_gated(edit.program(index, k, chosen), gate) for k in listed)
             for index in range(len(edit.layers))
         )
         digest = _digest(programs)
@@ -139,6 +163,13 @@ def _where(
             f"{n_prompt}; leave one of them out"
         )
     return listed, span.start, span.stop
+
+
+def _read_at(gate: Gate, n_prompt: int) -> tuple[tuple[int, ...] | None, int, int]:
+    """Listed positions or None, and the span in which a gate of scope `rest` may open."""
+    if gate.reads == "last_prompt":
+        return (n_prompt - 1,), n_prompt - 1, n_prompt
+    return None, n_prompt, EVERY
 
 
 def _gate(

@@ -40,7 +40,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 12
+VERSION = 13
 
 
 USES_KEY = "uses"
@@ -264,7 +264,7 @@ def seal(
     steer = tuple(
         seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
     )
-    edits = seal_edits(request.edits, n_prompt, n_max)
+    edits = seal_edits(request.edits, n_prompt, n_max, facts.width_of)
     read = None
     if isinstance(probes, AskedProbes):
         read = seal_probes(probes, n_prompt, n_max, is_live=is_live)

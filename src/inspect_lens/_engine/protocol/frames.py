@@ -35,7 +35,7 @@ __all__ = [
     "make_server",
 ]
 
-VERSION = 1
+VERSION = 2
 CHUNK = 4 << 20
 """Bytes of a frame's content, at most."""
 MOST_FRAME = CHUNK + 1024

@@ -28,21 +28,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
+from inspect_lens.spec import N_LATCHES
 
 from .processes import STALLED_S, STOPPED_S, Peer
 
-__all__ = ["BOARD_SIZE", "HEAD_BYTES", "ArenaReader", "ArenaWriter", "View"]
+__all__ = ["BOARD_COLUMNS", "BOARD_SIZE", "HEAD_BYTES", "ArenaReader", "ArenaWriter", "View"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
 BOARD_SIZE = 1 << 15
 """Records; a request's is its number modulo this, so numbers of live requests must differ."""
 
+BOARD_COLUMNS = 5 + N_LATCHES
+"""Of a record."""
+
 _READERS = 256
 _CURSORS = 8
 _REVOKED = _CURSORS + _READERS
 _BOARD = 8192
-HEAD_BYTES = _DATA = _BOARD + BOARD_SIZE * 5 * 8
+HEAD_BYTES = _DATA = _BOARD + BOARD_SIZE * BOARD_COLUMNS * 8
 """Of the file, in front of the rows."""
 _ALIGN = 4096
 _WAIT_S = 60.0
@@ -61,9 +65,11 @@ class View:
         self.cursors: NDArray[np.int64] = words[_CURSORS : _CURSORS + _READERS]
         self.revoked: NDArray[np.int64] = words[_REVOKED : _REVOKED + _READERS]
         """By front-end: its blocks up to this number may hold something else."""
-        self.board: NDArray[np.int64] = whole[_BOARD:_DATA].view(np.int64).reshape(BOARD_SIZE, 5)
+        board = whole[_BOARD:_DATA].view(np.int64)
+        self.board: NDArray[np.int64] = board.reshape(BOARD_SIZE, BOARD_COLUMNS)
         """number of the request, first position fed, one past the last, ways of the steps, and
-        whether a tap left a steered row as it was (see `Faults`)."""
+        whether a tap left a steered row as it was (see `Faults`); and of each gate of scope `rest`
+        the position at which it fired and one more, or 0."""
         self.data: NDArray[np.uint8] = whole[_DATA:]
         self.whole = whole
 

@@ -6,7 +6,7 @@ is written for all of them at once takes a fraction of the time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from inspect_lens._engine.export.ids import Numbers
 from inspect_lens._engine.export.owners import Owners
 from inspect_lens._engine.plan.speculation import Drafts
-from inspect_lens._engine.plan.step_plan import RequestTable
+from inspect_lens._engine.plan.step_plan import Batch, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
@@ -39,6 +39,8 @@ class Request:
     salt: str | None
     group: int | None
     steering: Steering | None = None
+    is_over: bool = False
+    """Whether it will not come back; else it may have been pre-empted."""
 
 
 class Roster:
@@ -110,6 +112,13 @@ class Roster:
                 failed |= dict.fromkeys([key for key, _ in same], error)
         return failed
 
+    def finish(self, keys: Collection[str]) -> None:
+        """Take note that requests, also such as are not here, will not come back."""
+        for key in keys:
+            if (request := self.by_key.get(key)) is not None:
+                request.is_over = True
+        self._numbers.finish(keys)
+
     def forget(self, request: Request) -> None:
         """Take back what a request holds."""
         slot = request.slot
@@ -119,11 +128,40 @@ class Roster:
         self._owners.clear(slot)
         self.table.give(slot)
         self.drafts.remove(slot)
-        self._numbers.give(request.key, request.number)
+        self._numbers.give(request.key, request.number, is_over=request.is_over)
         if request.steering is not None:
             self._bank.release(request.steering)
         if request.group is not None:
             self._groups.give(request.group)
+
+    def apart(self, batch: Batch, poisoned: Collection[str]) -> tuple[Batch, list[str]]:
+        """Tell requests that begin behind blocks of the cache under a bad salt from all others.
+
+        Args:
+            batch: of a step, of which no request is new from now on.
+            poisoned: the salts.
+
+        Returns:
+            The others, and the keys of these.
+        """
+        new, self.new = self.new, set()
+        if not poisoned or not new:
+            return batch, []
+        kept, found = [], []
+        for i, slot in enumerate(batch.slots.tolist()):
+            request = self.by_slot[slot]
+            if slot in new and batch.position[i] > 0 and request.salt in poisoned:
+                found.append(request.key)
+            else:
+                kept.append(i)
+        return batch.take(np.asarray(kept, dtype=np.int64)), found
+
+    def behind_their_last(self, begun: Batch) -> Batch:
+        """New requests all of whose steered positions came, steered, out of the prefix cache."""
+        if not len(begun.slots):
+            return begun
+        until = self.table.until[begun.slots]
+        return begun.take(np.flatnonzero((until > 0) & (begun.position >= until)))
 
     def _enter(self, same: list[tuple[str, Envelope]]) -> dict[str, Exception]:
         """Enter requests of one front-end that want the same rows."""
@@ -179,6 +217,11 @@ class Roster:
             table.config[slot] = steering.config
             table.record[slot] = request.number % BOARD_SIZE
             table.until[slot] = envelope.steer_until
+            if any(edit.latch is not None for edit in envelope.edits):
+                table.latched.add(slot)
+                # One that was pre-empted keeps what its gates have decided.
+                if request.number in self._numbers.fresh:
+                    self._bank.reset(int(table.record[slot]))
             if steering.named is not None:
                 table.named[slot] = steering.named
         if group is not None:

@@ -62,13 +62,14 @@ class Stepper:
         """
         self.state, self._exporter = state, exporter
         self._is_exporting = is_exporting
-        self._bank = Bank(state.bank)
+        self._bank = Bank(state.bank, state.shares)
         tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self.probes = ProbeStore(state.ring.device, state.scratch)
         self._groups = Groups(tap_index, self.probes, state.tap_rows, rank)
         self._numbers = Numbers(exporter.arena.view.board)
         self._faults = Faults(exporter.arena.view.board, exporter.copier)
         state.faults = self._faults.move_to(state.ring.device)
+        state.bank.latches.tell(self._faults.fired)
         owners = Owners()
         self._sender = Sender(
             state.ring,
@@ -107,8 +108,8 @@ class Stepper:
 
     @property
     def is_watching(self) -> bool:
-        """Whether any live request uses the lens."""
-        return bool(self._roster.by_key or self._coming)
+        """Whether any request uses the lens, those that may come back among them."""
+        return bool(self._roster.by_key or self._coming or self._numbers.n_away)
 
     @property
     def is_armed(self) -> bool:
@@ -195,6 +196,15 @@ class Stepper:
                 if key in known:
                     self._fail(key, error)
 
+    def finish(self, keys: Collection[str]) -> None:
+        """Take note that requests are over and about to be removed; see `leave`.
+
+        Those that are removed without that were pre-empted: when they come back, their gates stand
+        as they stood.
+        """
+        self.leave(keys)
+        self._roster.finish(keys)
+
     def flush(self, keys: Sequence[str]) -> None:
         """Send what is kept, for a front-end that takes no further step meanwhile."""
         self.leave(keys)
@@ -218,7 +228,8 @@ class Stepper:
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
             self._steered, self._plan, self._begun = repeat.advance(), repeat.plan, _EMPTY
-            self._maps.repeat(self._rounds.again(repeat.done, repeat.left))
+            done = repeat.done if self._roster.table.latched else 0
+            self._maps.repeat(self._rounds.again(repeat.done, repeat.left), done)
             return
         batch = self.batch(keys, offset, n_tokens, position)
         self.begin_step(batch)
@@ -270,7 +281,7 @@ class Stepper:
             if self._is_exporting:
                 self._sender.announce()
                 self._numbers.note_fed(self._steered, path)
-                self._numbers.note_fed(self._behind_their_last(self._begun), path)
+                self._numbers.note_fed(self._roster.behind_their_last(self._begun), path)
                 repeat, drafts = self._repeat, self._roster.drafts.running
                 self._rounds.end(path, is_last=repeat is None or not repeat.left)
                 # Somebody is about to end; or rows are written again, which must come later.
@@ -319,30 +330,16 @@ class Stepper:
 
     def _without_poisoned(self, batch: Batch) -> Batch:
         """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
-        new, self._roster.new = self._roster.new, set()
-        if not self._poisoned or not new:
-            return batch
-        kept = []
-        for i, slot in enumerate(batch.slots.tolist()):
-            request = self._roster.by_slot[slot]
-            if slot in new and batch.position[i] > 0 and request.salt in self._poisoned:
-                self._fail(
-                    request.key,
-                    CaptureError(
-                        "the prefix cache holds blocks of a failed request with the same steering; "
-                        "try again"
-                    ),
-                )
-            else:
-                kept.append(i)
-        return batch.take(np.asarray(kept, dtype=np.int64))
-
-    def _behind_their_last(self, begun: Batch) -> Batch:
-        """New requests all of whose steered positions came, steered, out of the prefix cache."""
-        if not len(begun.slots):
-            return begun
-        until = self._roster.table.until[begun.slots]
-        return begun.take(np.flatnonzero((until > 0) & (begun.position >= until)))
+        kept, poisoned = self._roster.apart(batch, self._poisoned)
+        for key in poisoned:
+            self._fail(
+                key,
+                CaptureError(
+                    "the prefix cache holds blocks of a failed request with the same steering; "
+                    "try again"
+                ),
+            )
+        return kept
 
     def _drop(self, reply: str) -> None:
         self._end_repetition()
@@ -387,6 +384,7 @@ class Stepper:
         request = self._roster.by_key.get(key)
         if request is not None:
             reply, salt = request.reply, request.salt
+            request.is_over = True
         self._forget(key)
         if salt is not None:
             # vLLM runs it to its end, unsteered, and its blocks are cached under this salt.

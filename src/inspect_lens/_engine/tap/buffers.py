@@ -22,11 +22,13 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 
 from .edit_table import BankTensors
+from .table_entries import Share
 
 __all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 
-HEAD = 2
-"""Numbers of the header before the flags: tokens described, ring row at which the step begins."""
+HEAD = 3
+"""Numbers of the header before the flags: tokens described, ring row at which the step begins, and
+steps since the plan was written, which is how far positions have moved on."""
 
 _PARTS = 64
 """Of the ring on a GPU: decode steps behind a large one find some that have been copied out, or
@@ -40,8 +42,8 @@ class TapState:
     Attributes:
         taps: what each tap reads, in the order of the forward pass.
         header: int32; one allocation that a step fills in one copy: the number of tokens that
-            the maps describe, the ring row at which the step's rows begin, a flag per tap, and
-            four numbers per token.
+            the maps describe, the ring row at which the step's rows begin, steps since then, a
+            flag per tap, and five numbers per token.
         base: (groups, taps + 1) int32; row of a group's first token at a tap, counted from where
             the step's rows begin, or -1. So a step that repeats writes none. Last, rows from one
             part of a wide row to the next.
@@ -56,6 +58,8 @@ class TapState:
         step_rows: ring rows that one step may fill.
         tap_rows: (taps,); ring rows of a token at each tap. Where a tap is wider than the ring,
             each row of the ring has a part of the token's row; the last one ends with zeros.
+        shares: per tap, the numbers of a whole row that this rank has: where they begin, and how
+            many they are.
         parts: equal parts of the ring that steps take in turn; see `Ring`.
         tap_of: index by address of a tap's `ctl` tensor.
         steering: per tap, whether this step steers there.
@@ -75,6 +79,7 @@ class TapState:
     faults: torch.Tensor
     step_rows: int
     tap_rows: NDArray[np.int64]
+    shares: tuple[Share, ...]
     parts: int = 1
     tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
@@ -98,6 +103,7 @@ class TapState:
         scratch_bytes: int = 0,
         parts: int | None = None,
         tap_rows: Sequence[int] | None = None,
+        shares: Sequence[Share] | None = None,
     ) -> TapState:
         """Allocate all buffers of a worker.
 
@@ -116,6 +122,7 @@ class TapState:
             parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
                 them alone. On a CPU rows have left when a step ends, so there it is 1.
             tap_rows: see `TapState`; by default one each.
+            shares: see `TapState`; by default rows are as wide as the stream.
         """
         n = len(taps)
         if parts is None:
@@ -123,7 +130,7 @@ class TapState:
         part_rows = -(-ring_rows // max(1, parts // 2))
         return cls(
             taps=taps,
-            header=torch.zeros(HEAD + n + 4 * max_tokens, dtype=torch.int32, device=device),
+            header=torch.zeros(HEAD + n + 5 * max_tokens, dtype=torch.int32, device=device),
             base=torch.full((max_groups, n + 1), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
             bank=BankTensors.allocate(bank_rows + 1, hidden, n, device, max_tokens),
@@ -135,6 +142,7 @@ class TapState:
             faults=torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device),
             step_rows=ring_rows,
             tap_rows=np.asarray([1] * n if tap_rows is None else tap_rows, dtype=np.int64),
+            shares=((0, hidden),) * n if shares is None else tuple(shares),
             parts=parts,
             steering=[False] * n,
             capturing=[False] * n,
@@ -153,8 +161,8 @@ class TapState:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """(tokens, 4) int32; what each token gets, see `StepPlan.tokens`."""
-        return self.header[HEAD + len(self.taps) :].view(-1, 4)
+        """(tokens, 5) int32; what each token gets, see `StepPlan.tokens`."""
+        return self.header[HEAD + len(self.taps) :].view(-1, 5)
 
     @property
     def row_starts(self) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ made, and goes to the device, all at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -27,9 +28,12 @@ from numpy.typing import NDArray
 from inspect_lens._engine.plan.step_plan import Named
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens.spec import N_REGISTERS, TapPoint
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens.errors import UnsupportedError
+from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
 
-from .table_entries import Held, Part, Placing, Programs, Shared, Vectors
+from .latches import Latches
+from .table_entries import Held, Part, Placing, Programs, Share, Shared, Vectors
 
 __all__ = ["Bank", "BankTensors", "Steering"]
 
@@ -44,6 +48,7 @@ class BankTensors:
         params: (rows, 4) float32; see `Kind`.
         table: (configurations, taps) int32; the first entry of a configuration at a tap, or 0.
         registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
+        latches: gates that stay open.
     """
 
     vectors: torch.Tensor
@@ -51,6 +56,7 @@ class BankTensors:
     params: torch.Tensor
     table: torch.Tensor
     registers: torch.Tensor
+    latches: Latches
 
     @classmethod
     def allocate(
@@ -63,13 +69,14 @@ class BankTensors:
             torch.zeros(rows, 4, dtype=torch.float32, device=device),
             torch.zeros(rows, taps, dtype=torch.int32, device=device),
             torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
+            Latches.allocate(BOARD_SIZE, device),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         tensors = (self.vectors, self.entries, self.params, self.table, self.registers)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return self.latches.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,17 @@ class Steering:
 class Bank:
     """Host side of the table: allocation, sharing by content, and reference counts."""
 
-    def __init__(self, tensors: BankTensors) -> None:
+    def __init__(self, tensors: BankTensors, shares: Sequence[Share] | None = None) -> None:
+        """Begin with an empty table.
+
+        Args:
+            tensors: the device side.
+            shares: see `TapState`; None where all rows are as wide as the stream.
+        """
         self._tensors = tensors
         rows, taps = tensors.table.shape
+        self._width = tensors.vectors.shape[1]
+        self._shares = shares or [(0, self._width)] * taps
         self._vectors: Shared[tuple[Any, ...]] = Shared(rows, "steering table")
         self._entries: Shared[tuple[Any, ...]] = Shared(rows, "table of instructions")
         self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
@@ -132,8 +147,9 @@ class Bank:
     def _admit(self, envelope: Envelope, tap_index: dict[TapPoint, int], content: str) -> Steering:
         parts: list[Part] = [Vectors(s) for s in envelope.steer]
         parts += [Programs(edit) for edit in envelope.edits]
+        _check_gates(envelope, tap_index)
         tables = self._vectors, self._entries, self._configs
-        placing = Placing(parts, tables, self.config_taps.shape[1], tap_index)
+        placing = Placing(parts, tables, self._shares, tap_index, self._width)
         try:
             every = placing.config_at(0, False)
             # Phases change at the end of the prompt and nowhere else.
@@ -149,6 +165,23 @@ class Bank:
         if positions or behind != every:
             named = Named(np.asarray(positions, dtype=np.int64), ids, edge, behind)
         return Steering(every, named, placing.held, placing.configs, content)
+
+    def reset(self, record: int) -> None:
+        """Shut the gates that a new request keeps open once they fire.
+
+        Args:
+            record: of the board, which is its own.
+
+        Raises:
+            UnsupportedError: front-ends could not be told when a gate fires.
+        """
+        latches = self._tensors.latches
+        if not latches.can_tell:
+            raise UnsupportedError(
+                "edits: when.scope='rest' needs shared memory that the driver can pin, and it "
+                "refused; use scope='token', or raise the limit of locked memory"
+            )
+        latches.reset(record)
 
     def release(self, steering: Steering) -> None:
         """Give back what a request held; a row is free again when its last user has gone."""
@@ -188,6 +221,21 @@ class Bank:
             table = np.asarray([rows for _, rows in placing.new_configs], dtype=np.int32)
             _upload(to.table, at, table)
             self.config_taps[at] = table != 0
+
+
+def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
+    """Refuse an edit whose gate is read on another stage of a pipeline: it would never act."""
+    read: set[int] = set()
+    used: set[int] = set()
+    for edit in envelope.edits:
+        if any(tap in tap_index for tap in edit.taps):
+            for one in (one for at in edit.programs for program in at for one in program):
+                (read if one.kind >= Kind.GATE else used).add(one.gate)
+    if used - read - {-1}:
+        raise UnsupportedError(
+            "edits: when is read on another stage of the pipeline than its edit acts on; read it "
+            "at a layer of the same stage"
+        )
 
 
 def _upload(target: torch.Tensor, at: list[int], values: NDArray[Any]) -> None:

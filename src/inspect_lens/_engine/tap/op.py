@@ -33,7 +33,7 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
     tokens = state.tokens[: min(hidden.shape[0], int(state.header[0]))]
     if state.steering[tap]:
         rows = state.bank.table[:, tap].index_select(0, tokens[:, 0])
-        left = edit_rows(hidden, residual, rows, state.bank)
+        left = edit_rows(hidden, residual, rows, state.bank, tokens[:, 3:5], int(state.header[2]))
         if len(left):
             state.faults[tokens[left, 3].long()] = 1
     if state.capturing[tap]:
@@ -54,12 +54,9 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
     if not is_asked and not torch.cuda.is_current_stream_capturing():
         return
     # Imported here: Triton is not there on a CPU-only machine.
-    from .kernels.tap_triton import launch, launch_read
+    from .kernels.tap_triton import launch
 
-    if hidden.shape[1] == state.ring.shape[1]:
-        launch(hidden, residual, tap=tap, state=state)
-    else:
-        launch_read(hidden, tap=tap, state=state)
+    launch(hidden, residual, tap=tap, state=state)
 
 
 def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
@@ -71,15 +68,15 @@ def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
     """
     if not state.ring.is_cuda:
         return
-    from .kernels.tap_triton import launch, launch_read
+    from .kernels.tap_triton import launch
 
     rows = torch.zeros(1, state.ring.shape[1], dtype=state.ring.dtype, device=state.ring.device)
     for residual in (None, rows):
         launch(rows, residual, tap=0, state=state)
     for width in widths:
-        launch_read(rows.new_zeros(1, width), tap=0, state=state)
+        launch(rows.new_zeros(1, width), None, tap=0, state=state)
         # A router may compute in float32.
-        launch_read(rows.new_zeros(1, width, dtype=torch.float32), tap=0, state=state)
+        launch(rows.new_zeros(1, width, dtype=torch.float32), None, tap=0, state=state)
 
 
 def _tap_fake(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,11 +23,14 @@ __all__ = [
     "Placing",
     "Programs",
     "Row",
+    "Share",
     "Shared",
     "Vectors",
 ]
 
 Row = NDArray[np.float32]
+Share = tuple[int, int]
+"""The numbers of a row that a rank has: where they begin, and how many they are."""
 Content = TypeVar("Content")
 
 SEES_EDITS = 1 << 4
@@ -131,12 +134,21 @@ class Placing:
         self,
         parts: list[Part],
         tables: tuple[Shared[tuple[Any, ...]], Shared[tuple[Any, ...]], Shared[tuple[int, ...]]],
-        n_taps: int,
+        shares: Sequence[Share],
         tap_index: dict[TapPoint, int],
+        width: int,
     ) -> None:
-        self._parts = parts
+        """Store what is to be placed.
+
+        Args:
+            parts: of the request.
+            tables: of vectors, of entries, and of configurations.
+            shares: by tap.
+            tap_index: index of each tap of this worker.
+            width: of the rows of the table of vectors.
+        """
+        self._parts, self._shares, self._width = parts, shares, width
         self._of_vectors, self._of_entries, self._of_configs = tables
-        self._n_taps = n_taps
         self._at_tap: dict[int, list[tuple[int, int]]] = {}
         """By tap: parts that act there, and which of their layers."""
         for i, part in enumerate(parts):
@@ -145,8 +157,8 @@ class Placing:
                     self._at_tap.setdefault(tap_index[tap], []).append((i, layer))
         self._seen: dict[tuple[int | None, ...], int] = {}
         self._placed: dict[tuple[_Term, ...], int] = {}
-        self._digests: dict[int, bytes] = {}
-        """By identity of a row of this request: its hash."""
+        self._digests: dict[tuple[int, Share], bytes] = {}
+        """By identity of a row of this request: the hash of a share of it."""
         self.held = Held([], [])
         self.configs: list[int] = []
         """What the request holds."""
@@ -170,11 +182,11 @@ class Placing:
         return found
 
     def _config(self, what: tuple[int | None, ...]) -> int:
-        row_of = [0] * self._n_taps
+        row_of = [0] * len(self._shares)
         for tap, here in self._at_tap.items():
             terms = tuple([(i, layer, r) for i, layer in here if (r := what[i]) is not None])
             if terms:
-                row_of[tap] = self._place(terms)
+                row_of[tap] = self._place(terms, self._shares[tap])
         if not any(row_of):
             return 0
         rows = tuple(row_of)
@@ -184,7 +196,7 @@ class Placing:
             self.new_configs.append((config, rows))
         return config
 
-    def _place(self, terms: tuple[_Term, ...]) -> int:
+    def _place(self, terms: tuple[_Term, ...], share: Share) -> int:
         """First entry for one token at one tap."""
         found = self._placed.get(terms)
         if found is None:
@@ -193,7 +205,7 @@ class Placing:
                 part = self._parts[i]
                 if isinstance(part, Programs):
                     for one in reversed(part.spec.programs[layer][max(row, 0)]):
-                        found = self._instruction(one, found)
+                        found = self._instruction(one, found, share)
             vectors = [(t, v) for t in terms if isinstance(v := self._parts[t[0]], Vectors)]
             matched = tuple([t for t, v in vectors if v.spec.norm_match])
             plain = tuple([t for t, v in vectors if not v.spec.norm_match])
@@ -219,9 +231,10 @@ class Placing:
         assert isinstance(part, Vectors)
         return part
 
-    def _instruction(self, one: Instruction, link: int) -> int:
+    def _instruction(self, one: Instruction, link: int, share: Share) -> int:
         code = int(one.kind) | (SEES_EDITS if one.sees_edits else 0) | (one.gate + 1) << GATE_SHIFT
-        return self._entry(code, self._row(one.read), self._row(one.write), link, one.params)
+        read, write = self._row(one.read, share), self._row(one.write, share)
+        return self._entry(code, read, write, link, one.params)
 
     def _entry(self, code: int, read: int, write: int, link: int, params: tuple[float, ...]) -> int:
         words = int(code), read, write, link
@@ -231,16 +244,25 @@ class Placing:
             self.new_entries.append((entry, words, params))
         return entry
 
-    def _row(self, row: Row | None) -> int:
+    def _row(self, row: Row | None, share: Share) -> int:
+        """Number of this rank's share of a direction, which may take several rows of the table."""
         if row is None:
             return 0
-        digest = self._digests.get(id(row))
+        start, size = share
+        own = row[start : start + size]
+        digest = self._digests.get((id(row), share))
         if digest is None:
-            digest = self._digests[id(row)] = hashlib.sha256(row.tobytes()).digest()
-        number, is_new = self._of_vectors.take((digest,))
+            digest = self._digests[id(row), share] = hashlib.sha256(own.tobytes()).digest()
+        n = -(-size // self._width)
+        # Zeros behind the end of a row: directions of other lengths may begin alike.
+        number, is_new = self._of_vectors.take((digest, size), n)
         self.held.vectors.append(number)
         if is_new:
-            self.new_rows.append((number, row))
+            padded = own
+            if size != n * self._width:
+                padded = np.zeros(n * self._width, dtype=np.float32)
+                padded[:size] = own
+            self.new_rows += [(number + i, part) for i, part in enumerate(np.split(padded, n))]
         return number
 
     def sums(self) -> Row:
@@ -270,34 +292,41 @@ class Placing:
 
 
 class Shared(Generic[Content]):
-    """Numbers from 1 for contents, counted by use."""
+    """Numbers from 1 for contents, counted by use. A content may have several in a row."""
 
     def __init__(self, size: int, what: str) -> None:
         self._what, self._size = what, size - 1
-        self._free = list(range(size - 1, 0, -1))
+        self._is_free = np.arange(size) > 0
+        self._n_free = size - 1
         self._by_content: dict[Content, int] = {}
         self._content: dict[int, Content] = {}
         self._uses: dict[int, int] = {}
+        self._runs: dict[int, int] = {}
+        """How many numbers a content has, where it is not one."""
 
     @property
     def in_use(self) -> int:
         """How many numbers are held."""
-        return len(self._uses)
+        return self._size - self._n_free
 
-    def take(self, content: Content) -> tuple[int, bool]:
-        """The number of a content, and whether it is new."""
+    def take(self, content: Content, n: int = 1) -> tuple[int, bool]:
+        """The number of a content, or the first of its `n`, and whether it is new."""
         number = self._by_content.get(content)
         is_new = number is None
         if number is None:
-            if not self._free:
+            number = self._find(n)
+            if number is None:
+                why = "all held by running requests" if n == 1 else f"no {n} in a row left"
                 raise CapacityError(
-                    f"steer: the {self._what} is full ({self._size} rows, all held by running "
-                    "requests); try again when some have finished, or raise "
-                    "INSPECT_LENS_BANK_BYTES"
+                    f"steer: the {self._what} is full ({self._size} rows, {why}); try again when "
+                    "some have finished, or raise INSPECT_LENS_BANK_BYTES"
                 )
-            number = self._free.pop()
+            self._is_free[number : number + n] = False
+            self._n_free -= n
             self._by_content[content] = number
             self._content[number] = content
+            if n > 1:
+                self._runs[number] = n
         self._uses[number] = self._uses.get(number, 0) + 1
         return number, is_new
 
@@ -307,4 +336,16 @@ class Shared(Generic[Content]):
         if not self._uses[number]:
             del self._uses[number]
             del self._by_content[self._content.pop(number)]
-            self._free.append(number)
+            n = self._runs.pop(number, 1)
+            self._is_free[number : number + n] = True
+            self._n_free += n
+
+    def _find(self, n: int) -> int | None:
+        """The first free number, or the first of the last `n` free ones in a row."""
+        if self._n_free < n:
+            return None
+        if n == 1:
+            return int(self._is_free.argmax())
+        free = np.concatenate(([0], np.cumsum(self._is_free)))
+        (starts,) = np.nonzero(free[n:] - free[:-n] == n)
+        return int(starts[-1]) if len(starts) else None

@@ -31,11 +31,12 @@ class Maps(Protocol):
         """
         ...
 
-    def repeat(self, first_row: int) -> None:
+    def repeat(self, first_row: int, done: int = 0) -> None:
         """Make the next forward pass carry out the plan that was written last.
 
         Args:
             first_row: ring row at which its rows begin.
+            done: steps since that plan was written; 0 where no tap asks for positions.
         """
         ...
 
@@ -58,9 +59,9 @@ class CpuMaps:
         self._base[: len(plan.base)] = plan.base
         _tell_host(self._state, plan)
 
-    def repeat(self, first_row: int) -> None:
+    def repeat(self, first_row: int, done: int = 0) -> None:
         """See `Maps.repeat`."""
-        self._header[1] = first_row
+        self._header[1], self._header[2] = first_row, done
 
     def clear(self) -> None:
         """See `Maps.clear`."""
@@ -88,8 +89,11 @@ class CudaMaps:
         self._copied = [_EVENT() for _ in range(self.DEPTH)]
         self._turn = 0
         self._flags, self._origin = state.flags, state.header[1:2]
+        self._elapsed = state.header[2:3]
         self._at = 0
         """What stands in `_origin`."""
+        self._done = 0
+        """What stands in `_elapsed`."""
 
     def write(self, plan: StepPlan, first_row: int) -> None:
         """See `Maps.write`."""
@@ -104,15 +108,18 @@ class CudaMaps:
             base_np[:n] = plan.base
             self._state.base[:n].copy_(base[:n], non_blocking=True)
         self._copied[i].record()
-        self._at = first_row
+        self._at, self._done = first_row, 0
         _tell_host(self._state, plan)
 
-    def repeat(self, first_row: int) -> None:
+    def repeat(self, first_row: int, done: int = 0) -> None:
         """See `Maps.repeat`: a number for the GPU, and nothing at all where rows are not kept."""
         if first_row != self._at:
             # The value travels with the launch: there is no buffer to keep.
             self._origin.fill_(first_row)
             self._at = first_row
+        if done != self._done:
+            self._elapsed.fill_(done)
+            self._done = done
 
     def clear(self) -> None:
         """See `Maps.clear`; the flags gate everything else, which may keep old numbers."""
@@ -123,9 +130,9 @@ class CudaMaps:
 def _fill(header: np.ndarray[Any, Any], plan: StepPlan, first_row: int) -> int:
     """Write a plan as the taps read it; returns how many numbers of the header were written."""
     n, taps = len(plan.tokens), len(plan.steers)
-    header[0], header[1] = n, first_row
+    header[0], header[1], header[2] = n, first_row, 0
     header[HEAD : HEAD + taps] = plan.steers * STEER + plan.captures * CAPTURE
-    used = HEAD + taps + 4 * n
+    used = HEAD + taps + 5 * n
     header[HEAD + taps : used] = plan.tokens.reshape(-1)
     return used
 

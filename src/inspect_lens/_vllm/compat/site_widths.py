@@ -40,9 +40,9 @@ def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
     size = int(config.v_head_dim if is_latent else model.get_head_size())
     if site in ("k", "v"):
         heads = int(model.get_total_num_kv_heads())
-        return SiteWidth(site, heads * size, min(heads, ranks))
+        return SiteWidth(site, heads * size, min(heads, ranks), heads)
     heads = int(model.get_num_attention_heads(parallel)) * ranks
-    return SiteWidth(site, heads * size, ranks)
+    return SiteWidth(site, heads * size, ranks, heads)
 
 
 def _number(site: Site, config: Any, names: Sequence[str], why: str) -> int:

@@ -240,18 +240,31 @@ def _flat(value: Any, width: int, module: nn.Module, site: Site) -> torch.Tensor
     if isinstance(value, tuple) and value and all(item is None for item in value[1:]):
         value = value[0]
     if isinstance(value, torch.Tensor):
-        if value.dim() == 3 and value.shape[1] * value.shape[2] == width:
-            value = value.flatten(1)
-        elif value.dim() == 3 and value.shape[0] == 1:
+        is_by_head = value.dim() == 3 and value.shape[1] * value.shape[2] == width
+        if not is_by_head and value.dim() == 3 and value.shape[0] == 1:
             value = value[0]
-        rows: torch.Tensor = value
-        if rows.dim() == 2 and rows.shape[1] == width:
+        if is_by_head or (value.dim() == 2 and value.shape[1] == width):
+            _check_in_a_row(value, module, site)
+            rows: torch.Tensor = value.flatten(1)
             return rows
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else describe(value)
     raise UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: {type(module).__name__} has {shape} in the place of rows "
         f"of {width} numbers, which the model's configuration says; {_HINT}"
     )
+
+
+def _check_in_a_row(value: torch.Tensor, module: nn.Module, site: Site) -> None:
+    """Refuse rows whose numbers do not lie behind one another: an edit would reach a copy alone."""
+    wanted = 1
+    for size, stride in reversed([*zip(value.shape[1:], value.stride()[1:], strict=True)]):
+        if size != 1 and stride != wanted:
+            raise UnsupportedError(
+                f"INSPECT_LENS_SITES: {site}: {type(module).__name__} has {tuple(value.shape[1:])} "
+                f"numbers of a token, which lie {value.stride()[1:]} apart in memory and not "
+                f"behind one another, so that an edit would reach a copy of them; {_HINT}"
+            )
+        wanted *= size
 
 
 def _missing(block: nn.Module, site: Site, what: str) -> UnsupportedError:

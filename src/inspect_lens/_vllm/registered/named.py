@@ -91,7 +91,7 @@ def _of_site(
     ranks, parts = owners(width, capture.ranks), range(rows_for(width, capture.hidden))
     taps = [tap_point(site, layer) for layer in capture.layers]
     at = np.asarray([[rank[RowPart(r, tap, p)] for r in ranks for p in parts] for tap in taps])
-    if width[1:] == (capture.hidden, 1):
+    if (width.width, width.shards) == (capture.hidden, 1):
         return TensorData(rows.storage[at[:, 0]], rows.dtype)
     # (layers, parts, tokens, hidden) to (layers, tokens, parts, hidden).
     found = rows.storage[at].swapaxes(1, 2)

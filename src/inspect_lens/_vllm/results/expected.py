@@ -20,6 +20,7 @@ from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
 from inspect_lens._vllm.sinks.process import SinkTask, task_of
 from inspect_lens.spec import (
     CaptureReceipt,
+    GateReceipt,
     LensReceipt,
     QKReceipt,
     Receipt,
@@ -163,6 +164,7 @@ def fill(
     values = receipt.__dict__
     values["paths"] = collected.paths
     if steer := expected.envelope.edited:
+        n_fed = expected.n_fed(receipt.n_completion)
         values["steer"] = SteerReceipt(
             layers=tuple(sorted({layer for s in steer for layer in s.layers})),
             sites=in_site_order(s.site for s in steer),
@@ -170,6 +172,7 @@ def fill(
             # With steering of sampled tokens alone, those of the prompt came as they are.
             cached_tokens=cached_tokens if any(s.lo == 0 for s in steer) else 0,
             vectors=tuple(s.sha256 for s in steer),
+            gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
     if expected.reading is not None:
         values["probes"] = expected.reading.receipts()
@@ -182,6 +185,25 @@ def fill(
         values["hooks"] = eager.hook_receipt
         values["cache_salted"] = receipt.cache_salted or eager.hook_receipt is not None
         values["paths"] = tuple(sorted({"eager", *collected.paths}))
+
+
+def _gate_receipts(envelope: Envelope, collected: Collected, n_fed: int) -> tuple[GateReceipt, ...]:
+    """When each gate of scope `rest` fired, in the order of the request."""
+    made = []
+    for edit in envelope.edits:
+        if (latch := edit.latch) is not None:
+            at = collected.fired.get(latch)
+            behind = 0 if at is None else n_fed - at - 1
+            made.append(
+                GateReceipt(
+                    layer=edit.layers[0],
+                    site=edit.site,
+                    fired_at=at,
+                    n_tokens=behind,
+                    sha256=edit.sha256,
+                )
+            )
+    return tuple(made)
 
 
 def _first_or_all(positions: Sequence[int]) -> tuple[int | None, tuple[int, ...] | None]:

@@ -52,7 +52,7 @@ def signs(n: int, hidden: int) -> NDArray[np.float32]:
 
 def steered_tap(state: TapState) -> int:
     """Index of the tap at which the check steers; 0 where none may be written."""
-    writable = (i for i, tap in enumerate(state.taps) if SITE_TABLE[tap.site].is_writable)
+    writable = (i for i, tap in enumerate(state.taps) if SITE_TABLE[tap.site].is_wide)
     return next(writable, 0)
 
 
@@ -90,7 +90,7 @@ def capture(facts: EngineFacts, state: TapState, n: int) -> CaptureEnvelope:
         hidden=facts.hidden,
         dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
         transport="base64",
-        widths=tuple([facts.width_of(site)[1:] for site in facts.sites]) if facts.widths else (),
+        widths=tuple([facts.width_of(site)[1:3] for site in facts.sites]) if facts.widths else (),
         ranks=facts.ranks,
     )
 

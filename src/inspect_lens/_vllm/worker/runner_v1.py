@@ -67,7 +67,7 @@ class RunnerV1:
     def _follow(self, scheduler_output: Any) -> None:
         stepper = self._stepper
         if stepper.is_watching:
-            stepper.leave(scheduler_output.finished_req_ids)
+            stepper.finish(scheduler_output.finished_req_ids)
             for key in scheduler_output.finished_req_ids:
                 stepper.remove(key)
         for new in scheduler_output.scheduled_new_reqs:

@@ -83,7 +83,7 @@ class RunnerV2:
 
     def _leave(self, scheduler_output: Any) -> None:
         if scheduler_output.finished_req_ids:
-            self._stepper.leave(scheduler_output.finished_req_ids)
+            self._stepper.finish(scheduler_output.finished_req_ids)
 
     def _begin(self, input_batch: Any) -> None:
         self._watch_graphs()

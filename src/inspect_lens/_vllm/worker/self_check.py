@@ -192,7 +192,7 @@ class _Check:
     @property
     def can_steer(self) -> bool:
         """Whether there is a tap that may be written."""
-        return any(SITE_TABLE[tap.site].is_writable for tap in self._stepper.state.taps)
+        return any(SITE_TABLE[tap.site].is_wide for tap in self._stepper.state.taps)
 
     def vectors(self, shape: _Shape) -> torch.Tensor:
         """(positions or 1, hidden) of the steered request."""
@@ -238,7 +238,7 @@ class _Check:
                     position += counts
         finally:
             stepper.disarm()
-            stepper.leave(keys)
+            stepper.finish(keys)
             for key in keys:
                 stepper.remove(key)
         exported = self._inbox.take(ring.shape, ring.dtype) if n_rows else Exported()

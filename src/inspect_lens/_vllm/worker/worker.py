@@ -14,7 +14,7 @@ from torch import nn
 from inspect_lens._engine.export.device_copy import copier_for
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.hooks.stepper import HookedStepper
-from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.capture import LAG, share_of
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
@@ -251,6 +251,7 @@ def _allocate(
         lag=lag,
         scratch_bytes=READOUT_BYTES if is_first and worker.device.type == "cuda" else 0,
         tap_rows=tap_rows,
+        shares=[share_of(facts.width_of(tap.site), facts.ranks, tp_rank()) for tap in taps],
     )
 
 

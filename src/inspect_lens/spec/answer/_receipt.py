@@ -14,7 +14,7 @@ from inspect_lens.spec.asks._qk import QKReceipt
 from inspect_lens.spec.asks._sink import SinkReceipt
 from inspect_lens.spec.engine._sites import RESID_POST, Site
 
-__all__ = ["CaptureReceipt", "EnginePath", "Receipt", "SteerReceipt"]
+__all__ = ["CaptureReceipt", "EnginePath", "GateReceipt", "Receipt", "SteerReceipt"]
 
 EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
 """How the forward passes of a request ran."""
@@ -52,6 +52,24 @@ class CaptureReceipt(BaseModel):
         return min(self.n_positions, 1) if self.reduce in ("mean", "max") else self.n_positions
 
 
+class GateReceipt(BaseModel):
+    """Part of the receipt about a gate that stays open: when it fired, and what that concerned."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int
+    """Layer at which it was read."""
+    site: Site
+    """Site at which it was read."""
+    fired_at: int | None
+    """Position of the first token that was above the threshold; None where none was."""
+    n_tokens: int
+    """Tokens behind that one, which were fed with the gate open. In shadow mode nothing acted on
+    them."""
+    sha256: str
+    """Of the gate: direction, threshold, and what it reads."""
+
+
 class SteerReceipt(BaseModel):
     """Part of the receipt about steering: vectors, layers, sites, tokens edited."""
 
@@ -67,6 +85,8 @@ class SteerReceipt(BaseModel):
     """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
     vectors: tuple[str, ...]
     """sha256 of each vector's dtype, shape and content."""
+    gates: tuple[GateReceipt, ...] = ()
+    """Gates of scope `rest`, in the order of the request."""
 
 
 class Receipt(BaseModel):

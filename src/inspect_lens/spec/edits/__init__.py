@@ -5,22 +5,27 @@ engine carries out at a tap. Read `_instruction.py` first: it is the definition 
 """
 
 from ._base import EDIT_REFERENCE, EditBase
+from ._choice import CHOICES, Choice, Chosen, choice_sites, chosen_numbers
 from ._directions import Ablate, Add, Clamp, Scale, Set
 from ._gate import TENSOR_REFERENCE, Gate
-from ._instruction import MOST_INSTRUCTIONS, N_REGISTERS, Instruction, Kind, run_program
+from ._instruction import MOST_INSTRUCTIONS, N_LATCHES, N_REGISTERS, Instruction, Kind, run_program
 from ._latent import Latent
 from ._rows import Renormalise, Replace, Zero
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 from ._union import EDITS, Edit, parse_edits
 
 __all__ = [
+    "CHOICES",
     "EDITS",
     "EDIT_REFERENCE",
     "MOST_INSTRUCTIONS",
+    "N_LATCHES",
     "N_REGISTERS",
     "TENSOR_REFERENCE",
     "Ablate",
     "Add",
+    "Choice",
+    "Chosen",
     "Clamp",
     "Edit",
     "EditBase",
@@ -38,6 +43,8 @@ __all__ = [
     "Set",
     "Swap",
     "Zero",
+    "choice_sites",
+    "chosen_numbers",
     "parse_edits",
     "run_program",
 ]

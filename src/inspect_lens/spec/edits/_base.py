@@ -20,12 +20,13 @@ from pydantic import (
 
 from inspect_lens.spec.asks._positions import Phase, Positions, is_mask, parse_positions
 from inspect_lens.spec.engine._limits import limits_of
-from inspect_lens.spec.engine._sites import RESID_POST, Site
+from inspect_lens.spec.engine._sites import RESID_POST, SITE_TABLE, Site
 from inspect_lens.spec.values._arrays import as_tensor_data
 from inspect_lens.spec.values._dump import WireModel, is_wire
 from inspect_lens.spec.values._strict import integers, shown
 from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_tensor
 
+from ._choice import CHOICES, Choice, Chosen, choice_sites
 from ._gate import TENSOR_REFERENCE, Gate, tensor_reference
 from ._instruction import Instruction, Row
 
@@ -53,6 +54,13 @@ class EditBase(WireModel):
     absolute positions, negative ones counted from the end of the prompt."""
     phase: Phase = "both"
     """Only those of the positions that are `prefill` or `decode` tokens."""
+    heads: tuple[int, ...] | None = None
+    """Heads that it acts on, 0-based, at `q`, `k`, `v` or `z`; None for the whole row. Its tensors
+    are then as wide as these heads together, in the order in which they are named."""
+    neurons: tuple[int, ...] | None = None
+    """The same of neurons, at `mlp_hidden`."""
+    experts: tuple[int, ...] | None = None
+    """The same of experts, at `router_logits`."""
     when: Gate | None = None
     """A gate that decides token by token; None always acts."""
 
@@ -70,6 +78,33 @@ class EditBase(WireModel):
         if len(set(value)) != len(value):
             raise ValueError(f"{value!r} names a layer twice")
         return tuple(value)
+
+    @field_validator(*CHOICES, mode="before")
+    @classmethod
+    def _choice(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        value = integers(value)
+        if not isinstance(value, tuple) or not value or len(set(value)) != len(value):
+            raise ValueError(f"{shown(value)}; name at least one, such as [3], and each once")
+        return value
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        if len(self.choice) > 1:
+            raise ValueError(f"give one of {', '.join(self.choice)}")
+        for name in self.choice:
+            sites = choice_sites(name)
+            if self.site not in sites:
+                raise ValueError(
+                    f"{name} are parts of rows at {', '.join(sites)}, and site is {self.site}"
+                )
+            if self.uses_norm:
+                raise ValueError(
+                    f"the norm of a row is that of all its numbers; leave {name} out, or give "
+                    "a vector of the length that you want"
+                )
+        return self
 
     @field_validator("positions", mode="before")
     @classmethod
@@ -91,8 +126,12 @@ class EditBase(WireModel):
         found = {name for name in cls.tensor_fields if values.get(name) is not None}
         limits = limits_of(info)
 
+        is_part = any(values.get(name) is not None for name in CHOICES)
+
         def read(name: str) -> TensorData:
-            judge = None if limits is None or name == "bias" else limits.judge_edit
+            judge = None
+            if limits is not None and name != "bias":
+                judge = limits.edit_judge(values.get("site"), is_part=is_part)
             return freeze_tensor(as_tensor_data(values[name], field=name, judge=judge))
 
         return values | {name: read(name) for name in found}
@@ -118,9 +157,16 @@ class EditBase(WireModel):
                 if width not in (None, shape[-1]):
                     raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")
                 width = shape[-1]
-        if self.when is not None and width not in (None, self.when.direction.shape[0]):
+        is_wide = SITE_TABLE[self.site].is_wide
+        if self.when is not None and is_wide and width not in (None, self.when.direction.shape[0]):
             raise ValueError("when.direction is not as wide as the edit's tensors")
-        if self.when is not None and self.when.layer > min(self.layers):
+        if self.when is not None and self.when.scope == "rest":
+            if self.positions != "completion" and self.phase != "decode":
+                raise ValueError(
+                    "when.scope='rest' decides on sampled tokens; set positions='completion', or "
+                    "phase='decode' beside numbers"
+                )
+        elif self.when is not None and self.when.layer > min(self.layers):
             raise ValueError(
                 f"when.layer {self.when.layer} comes after layer {min(self.layers)}, where the "
                 "edit acts first; a gate is read at or before its edit"
@@ -140,8 +186,9 @@ class EditBase(WireModel):
         self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
         form: dict[str, Any] = handler(self)
-        if self.when is None:
-            form.pop("when", None)
+        for name in ("when", *CHOICES):
+            if getattr(self, name) is None:
+                form.pop(name, None)
         return form if is_wire(info) else {"$lens": EDIT_REFERENCE, **form}
 
     def reference(self) -> dict[str, Any]:
@@ -166,25 +213,40 @@ class EditBase(WireModel):
         for name, tensor in self.tensors.items():
             if self.tensor_fields[name] and name != "bias":
                 return tensor.shape[-1]
-        return None if self.when is None else self.when.direction.shape[0]
+        return None
+
+    @property
+    def choice(self) -> dict[Choice, tuple[int, ...]]:
+        """What it names of the row, by field: heads, neurons or experts; empty for all of it."""
+        found = {name: getattr(self, name) for name in CHOICES}
+        return {name: parts for name, parts in found.items() if parts is not None}
+
+    @property
+    def uses_norm(self) -> bool:
+        """Whether what it does depends on the norm of the row."""
+        return False
 
     @property
     def n_listed(self) -> int | None:
         """Positions of which each has rows of its own; None where all tokens are edited alike."""
         return None
 
-    def program(self, index: int, listed: int | None = None) -> tuple[Instruction, ...]:
+    def program(
+        self, index: int, listed: int | None = None, chosen: Chosen | None = None
+    ) -> tuple[Instruction, ...]:
         """What the edit does at one of its layers, gates aside.
 
         Args:
             index: of the layer in `layers`.
             listed: index of the token in `positions`, where each has rows of its own.
+            chosen: the numbers of the row that it acts on; None for all of them.
 
         Returns:
             The instructions, in order. The first one reads the stream as the edits before it
             left it.
         """
-        return self._program(index, listed)
+        program = self._program(index, listed)
+        return program if chosen is None else chosen.widen(program)
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         raise NotImplementedError

@@ -46,6 +46,11 @@ class Add(EditBase):
 
     tensor_fields: ClassVar[dict[str, int]] = {"vector": 1}
 
+    @property
+    def uses_norm(self) -> bool:
+        """See `EditBase.uses_norm`."""
+        return self.norm_match
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.norm_match:
@@ -185,6 +190,8 @@ class Set(EditBase):
 class Scale(EditBase):
     """Scale the part along a direction: `h + (factor - 1) * <h, v> * v`, `v` of norm 1.
 
+    Without a direction the whole row is scaled, or what `heads`, `neurons` or `experts` name of it.
+
     Source:
         `scale` of TransformerLens' hooks on vLLM.
 
@@ -195,12 +202,14 @@ class Scale(EditBase):
         from inspect_lens.spec import Scale
 
         assert Scale(direction=np.ones(256), layers=[3], factor=0.5).op == "scale"
+        weaker = Scale(factor=0.5, layers=[3], site="z", heads=[2])
+        assert weaker.direction is None
         ```
     """
 
     op: Literal["scale"] = "scale"
-    direction: InstanceOf[TensorData]
-    """(width,); of any norm but 0."""
+    direction: InstanceOf[TensorData] | None = None
+    """(width,); of any norm but 0. None scales all numbers."""
     factor: Number = Field(allow_inf_nan=False)
     """0 removes the part along the direction, 1 changes nothing."""
 
@@ -208,9 +217,12 @@ class Scale(EditBase):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.check_directions("direction")
+        if self.direction is not None:
+            self.check_directions("direction")
         return self
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        if self.direction is None:
+            return (Instruction(Kind.BLEND, None, None, (1.0 - self.factor, 0.0, 0.0, 0.0)),)
         v = unit(self.at("direction", index))
         return (Instruction(Kind.LINEAR, v, v, (self.factor - 1.0, 0.0, 0.0, 0.0)),)

@@ -1,9 +1,9 @@
-"""Gates: a probe that decides in the same forward pass on which tokens an edit acts."""
+"""Gates: a probe that decides inside the engine on which tokens an edit acts."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import (
@@ -11,9 +11,11 @@ from pydantic import (
     Field,
     FieldSerializationInfo,
     InstanceOf,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_serializer,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -33,10 +35,12 @@ TENSOR_REFERENCE = "tensor/1"
 
 
 class Gate(WireModel):
-    """A probe on the same token that an edit is multiplied with.
+    """A probe that an edit is multiplied with.
 
     The factor is `sigmoid(sharpness * (<s, direction> - threshold))`, or with `sharpness=None` 1
-    above the threshold and else 0. It is read where the gate says, at or before the edit.
+    above the threshold and else 0. With `scope="token"` each token has its own, read at or before
+    the edit. With `scope="rest"` the edit acts on every sampled token behind the first one that was
+    above the threshold, wherever the gate is read.
 
     Source:
         Conditional activation steering, arXiv:2409.05907 (`cosine=True` is its similarity).
@@ -69,6 +73,14 @@ class Gate(WireModel):
     cosine: Flag = False
     """Whether the product is divided by the norm of the stream; the direction is then taken as
     a unit vector."""
+    scope: Literal["token", "rest"] = "token"
+    """Tokens it decides on: the one it reads, or the rest of the request behind that."""
+    reads: Literal["completion", "last_prompt"] | None = None
+    """With `scope="rest"`, the tokens that may open it: each sampled one (the default), or the last
+    one of the prompt alone, which makes it a condition on the prompt."""
+    shadow: Flag = False
+    """With `scope="rest"`, whether its edits are left out: the receipt says when they would have
+    begun, and the answer is the plain one."""
 
     @field_validator("direction", mode="before")
     @classmethod
@@ -86,7 +98,24 @@ class Gate(WireModel):
             )
         if not np.isfinite(values).all() or not values.any():
             raise ValueError("direction holds NaN or infinity, or nothing but zeros")
+        if self.scope == "rest" and self.sharpness is not None:
+            raise ValueError(
+                "sharpness beside scope='rest': the gate opens at once and stays open; leave "
+                "sharpness out"
+            )
+        if self.scope == "token" and (self.reads is not None or self.shadow):
+            named = "shadow" if self.reads is None else "reads"
+            raise ValueError(f"{named} beside scope='token': it belongs to scope='rest'")
         return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self)
+        # A gate without state has the form that older servers know.
+        if self.scope == "token":
+            for name in ("scope", "reads", "shadow"):
+                form.pop(name, None)
+        return form
 
     @field_serializer("direction")
     def _dump_direction(self, value: TensorData, info: FieldSerializationInfo) -> dict[str, Any]:
@@ -105,14 +134,18 @@ class Gate(WireModel):
         if self.cosine:
             read = (read / np.linalg.norm(read.astype(np.float64))).astype(np.float32)
         steep = math.inf if self.sharpness is None else self.sharpness
-        kind = Kind.COSINE_GATE if self.cosine else Kind.GATE
+        if self.scope == "rest":
+            kind = Kind.COSINE_LATCH if self.cosine else Kind.LATCH
+        else:
+            kind = Kind.COSINE_GATE if self.cosine else Kind.GATE
         return Instruction(kind, read, None, (steep, self.threshold, 0.0, 0.0), True, register)
 
     @property
     def content(self) -> tuple[object, ...]:
         """What makes two gates the same."""
         tensor = self.direction.sha256
-        return tensor, self.layer, self.site, self.threshold, self.sharpness, self.cosine
+        how = self.threshold, self.sharpness, self.cosine, self.scope, self.reads or "completion"
+        return tensor, self.layer, self.site, *how
 
 
 def tensor_reference(tensor: TensorData) -> dict[str, Any]:

@@ -14,7 +14,15 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MOST_INSTRUCTIONS", "N_REGISTERS", "Instruction", "Kind", "Row", "run_program"]
+__all__ = [
+    "MOST_INSTRUCTIONS",
+    "N_LATCHES",
+    "N_REGISTERS",
+    "Instruction",
+    "Kind",
+    "Row",
+    "run_program",
+]
 
 Row = NDArray[np.float32]
 
@@ -22,7 +30,10 @@ MOST_INSTRUCTIONS = 64
 """Instructions that one token may get at one tap."""
 
 N_REGISTERS = 8
-"""Gates that one request may compute."""
+"""Gates of scope `token` that one request may compute."""
+
+N_LATCHES = 4
+"""Gates of scope `rest` that one request may compute; their registers lie behind the others."""
 
 
 class Kind(IntEnum):
@@ -44,13 +55,20 @@ class Kind(IntEnum):
     """`y = c`; 0 where `d` is not 0 and `act(x + a)` is 0."""
     BLEND = 5
     """`s += a*(write - s)`: nothing is read."""
-    RENORM = 6
+    PART = 6
+    """`s += a*(write - read*s)`, number by number: where `read` is 1 the row is blended with what
+    is written, and where both are 0 it stays."""
+    RENORM = 7
     """`s *= |s0|/|s|`, where `s0` is the stream before the first instruction."""
-    GATE = 7
+    GATE = 8
     """Nothing is edited: `sigmoid(a*(x - b))`, or for infinite `a` whether `x > b`, goes to a
     register."""
-    COSINE_GATE = 8
+    COSINE_GATE = 9
     """As `GATE`, of `x/|s|`."""
+    LATCH = 10
+    """Nothing is edited: where `x > b`, the register opens for the tokens behind this one."""
+    COSINE_LATCH = 11
+    """As `LATCH`, of `x/|s|`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +103,8 @@ def run_program(
     Args:
         stream: (width,); what the site holds. It is not changed.
         program: the instructions, in order.
-        registers: (`N_REGISTERS`,); values of gates, which gates write to.
+        registers: (`N_REGISTERS + N_LATCHES`,); values of gates, which gates of scope `token`
+            write to. What a latch finds is for later tokens, so it writes nothing here.
 
     Returns:
         (width,) float64; the stream after the program.
@@ -102,11 +121,13 @@ def run_program(
         ```
     """
     before = np.asarray(stream, dtype=np.float64)
-    gates = np.zeros(N_REGISTERS) if registers is None else registers
+    gates = np.zeros(N_REGISTERS + N_LATCHES) if registers is None else registers
     seen, now = before, before.copy()
     for i, one in enumerate(program):
         if one.sees_edits and i:
             seen = now.copy()
+        if one.kind in (Kind.LATCH, Kind.COSINE_LATCH):
+            continue
         norm = float(np.linalg.norm(seen))
         x = 0.0 if one.read is None else float(one.read.astype(np.float64) @ seen)
         a, b, _, _ = one.params
@@ -117,6 +138,9 @@ def run_program(
         write = np.zeros(1) if one.write is None else one.write.astype(np.float64)
         if one.kind == Kind.BLEND:
             step = a * (write - seen)
+        elif one.kind == Kind.PART:
+            part = np.zeros(1) if one.read is None else one.read.astype(np.float64)
+            step = a * (write - part * seen)
         elif one.kind == Kind.RENORM:
             step = seen * (float(np.linalg.norm(before)) / norm - 1.0) if norm else 0.0 * seen
         else:

@@ -20,7 +20,7 @@ class Replace(EditBase):
     """Put stored rows in the place of the stream: `(1 - alpha) * h + alpha * row`.
 
     With the rows of another run this is activation patching; with the mean over a data set, mean
-    ablation.
+    ablation. With `heads` at `z`, only the results of these heads are replaced: head patching.
 
     Source:
         Activation patching, arXiv:2202.05262; mean ablation, arXiv:2211.00593.
@@ -87,6 +87,12 @@ class Zero(EditBase):
         from inspect_lens.spec import Zero
 
         assert Zero(layers=[3], site="mlp_out").op == "zero"
+        # Two heads of one layer, and a neuron of another.
+        edits = [
+            Zero(layers=[3], site="z", heads=[0, 5]),
+            Zero(layers=[4], site="mlp_hidden", neurons=[17]),
+        ]
+        assert edits[0].choice == {"heads": (0, 5)}
         ```
     """
 
@@ -113,6 +119,11 @@ class Renormalise(EditBase):
     """
 
     op: Literal["renormalise"] = "renormalise"
+
+    @property
+    def uses_norm(self) -> bool:
+        """See `EditBase.uses_norm`."""
+        return True
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         return (Instruction(Kind.RENORM),)

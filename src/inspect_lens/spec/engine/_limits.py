@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 from pydantic import ValidationInfo
 
@@ -11,6 +13,7 @@ from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec.values._tensor import JudgeShape
 
 from ._facts import EngineFacts
+from ._sites import SITE_TABLE, Site, SiteWidth
 
 __all__ = ["TensorLimits"]
 
@@ -42,7 +45,14 @@ class TensorLimits:
     """
 
     def __init__(
-        self, *, model: str, hidden: int, n_layers: int, rows: int, positions: int = 0
+        self,
+        *,
+        model: str,
+        hidden: int,
+        n_layers: int,
+        rows: int,
+        positions: int = 0,
+        widths: Sequence[SiteWidth] = (),
     ) -> None:
         """Set the limits.
 
@@ -52,7 +62,9 @@ class TensorLimits:
             n_layers: decoder layers.
             rows: steering vectors that the engine's table holds.
             positions: tokens that a request can have; 0 where that is not known.
+            widths: of sites that are not as wide as the stream.
         """
+        self._widths = {width.site: width.width for width in widths}
         self._model, self._hidden = model, hidden
         self._n_layers, self._rows, self._positions = n_layers, rows, positions
         self._n_asked = 0
@@ -73,6 +85,7 @@ class TensorLimits:
             n_layers=facts.n_layers,
             rows=facts.bank_rows,
             positions=facts.max_positions,
+            widths=facts.widths,
         )
 
     @property
@@ -112,19 +125,50 @@ class TensorLimits:
                 "fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
             )
 
-    def judge_edit(self, shape: tuple[int, ...], itemsize: int) -> None:
+    def judge_edit(
+        self, shape: tuple[int, ...], itemsize: int, *, site: object = None, is_part: bool = False
+    ) -> None:
         """Judge the declared shape of a tensor of an edit, whose last axis is the width.
 
         Args:
             shape: as declared.
             itemsize: bytes of a value.
+            site: at which the edit acts; other than a wider or narrower one it is as wide as the
+                stream.
+            is_part: whether the tensor is for chosen heads, neurons or experts, and so narrower.
 
         Raises:
             SpecError: the engine has no such width.
             UnsupportedError: its table holds fewer rows.
         """
-        self._judge_width(shape)
-        self._count(math.prod(shape[:-1]))
+        width = self._widths.get(cast("Site", site), self._hidden)
+        found = shape[-1] if shape else 0
+        if not (0 < found <= width if is_part else found == width):
+            if width == self._hidden:
+                self._judge_width(shape)
+            raise SpecError(
+                f"width {found} in shape {shape}; {site} of {self._model} is {width} wide"
+            )
+        self._count(math.prod(shape[:-1]) * -(-width // self._hidden))
+
+    def edit_judge(self, site: object, *, is_part: bool) -> JudgeShape:
+        """What judges the tensors of an edit; see `judge_edit`.
+
+        Args:
+            site: at which it acts, as it was written.
+            is_part: whether it names heads, neurons or experts.
+
+        Raises:
+            UnsupportedError: the engine does not serve the site.
+        """
+        info = SITE_TABLE.get(cast("Site", site)) if isinstance(site, str) else None
+        if info is not None and not info.is_wide and site not in self._widths:
+            raise UnsupportedError(
+                f"this engine has no taps at {site}, so nothing is known of its width; start it "
+                "with the site in INSPECT_LENS_SITES"
+            )
+        key = site if isinstance(site, str) else None
+        return partial(self.judge_edit, site=key, is_part=is_part)
 
     def judge_probe(self, shape: tuple[int, ...], itemsize: int, *, axes: str) -> None:
         """Judge the declared shape of a tensor of a probe.

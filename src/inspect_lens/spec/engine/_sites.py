@@ -46,24 +46,27 @@ class SiteInfo(NamedTuple):
     what: str
     """What a row is."""
     is_wide: bool = True
-    """Whether its rows are as wide as the residual stream."""
+    """Whether its rows are as wide as the residual stream. Edits act at any site; steering
+    vectors, probes and gates only where this is so."""
     is_sharded: bool = False
     """Whether each tensor-parallel rank has a part of the row."""
-    is_writable: bool = True
-    """Whether steering and edits may change it."""
+    choice: str = ""
+    """Field of an edit that names parts of a row: `heads`, `neurons`, `experts`, or none."""
 
 
 SITE_TABLE: Mapping[Site, SiteInfo] = MappingProxyType(
     {
         "resid_pre": SiteInfo("residual stream before the block"),
-        "q": SiteInfo("queries of all heads, behind rotary embedding", False, True, False),
-        "k": SiteInfo("keys of all key heads, behind rotary embedding", False, True, False),
-        "v": SiteInfo("values of all key heads", False, True, False),
-        "z": SiteInfo("results of all heads, before the output projection", False, True, False),
+        "q": SiteInfo("queries of all heads, behind rotary embedding", False, True, "heads"),
+        "k": SiteInfo("keys of all key heads, behind rotary embedding", False, True, "heads"),
+        "v": SiteInfo("values of all key heads", False, True, "heads"),
+        "z": SiteInfo("results of all heads, before the output projection", False, True, "heads"),
         "attn_out": SiteInfo("what the attention (or state-space) module returns"),
         "resid_mid": SiteInfo("residual stream between attention and feed-forward module"),
-        "router_logits": SiteInfo("logits of the experts, one per expert", False, False, False),
-        "mlp_hidden": SiteInfo("neurons: what goes into the down projection", False, True, False),
+        "router_logits": SiteInfo("logits of the experts, one per expert", False, False, "experts"),
+        "mlp_hidden": SiteInfo(
+            "neurons: what goes into the down projection", False, True, "neurons"
+        ),
         "mlp_out": SiteInfo("what the feed-forward module returns"),
         "resid_post": SiteInfo("residual stream after the block"),
     }
@@ -85,6 +88,8 @@ class SiteWidth(NamedTuple):
     """Numbers of a row, over all ranks."""
     shards: int = 1
     """Equal parts, in order, that different tensor-parallel ranks have; 1: each rank has it all."""
+    heads: int = 0
+    """Heads of a row, one behind the other; 0: it has none."""
 
 
 class TapPoint(NamedTuple):

@@ -31,6 +31,7 @@ from inspect_lens._engine.protocol.frames import (
 )
 from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import Block, Failure, Message, decode
+from inspect_lens._engine.protocol.shared_memory import BOARD_COLUMNS
 from tests.kit.far_worker import FarWorker, block_bytes
 from tests.kit.waiting import until
 
@@ -331,21 +332,27 @@ def test_a_collector_that_takes_no_messages_bounds_how_many_wait(front: FrontEnd
         worker.close()
 
 
+NOTHING = [0] * BOARD_COLUMNS
+
+
 def test_the_board_is_asked_for_when_a_request_is_over(front: FrontEnd, far: FarWorker) -> None:
+    first, second = NOTHING.copy(), NOTHING.copy()
+    first[:5], second[:5] = [1, 5, 9, 1, 0], [1, 5, 12, 1, 1]
+    first[-1], second[-1] = 0, 8
     name = far.begin(front.address, LINKS)
     assert until(lambda: front.listener.mirror(name))
     mirror = front.listener.mirror(name)
     assert mirror is not None
-    far.ask("board", [[0, 0, 0, 0, 0], [1, 5, 9, 1, 0]])
+    far.ask("board", [NOTHING, first])
     assert not mirror.is_told(1)
     assert until(lambda: mirror.is_told(1))
-    assert mirror.view.board[1].tolist() == [1, 5, 9, 1, 0]
-    far.ask("board", [[0, 0, 0, 0, 0], [1, 5, 12, 1, 1]])
+    assert mirror.view.board[1].tolist() == first
+    far.ask("board", [NOTHING, second])
     assert mirror.is_told(1)
     assert mirror.view.board[1, 2] == 9, "nobody has asked again"
     mirror.ask_again(1)
     assert until(lambda: mirror.is_told(1))
-    assert mirror.view.board[1].tolist() == [1, 5, 12, 1, 1]
+    assert mirror.view.board[1].tolist() == second
     mirror.forget(1)
     assert not mirror.is_told(1)
     far.ask("end")

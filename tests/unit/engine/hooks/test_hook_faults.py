@@ -120,6 +120,7 @@ def test_ranks_run_alike_though_one_of_them_has_a_fault(
     assert ranks.eager == [[2] * 3, [2] * 3]
     assert all(worker.stepper.is_watching for worker in ranks.workers)
     for worker in ranks.workers:
+        worker.stepper.finish(["a"])
         worker.stepper.remove("a")
         assert not worker.stepper.is_watching
     with pytest.raises(CaptureError, match="a fault here alone"):

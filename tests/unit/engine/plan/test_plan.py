@@ -114,6 +114,7 @@ def test_every_token_gets_the_configuration_that_its_request_names(step: Step) -
         assert plan.tokens[token, 0] == config
         if config:
             assert plan.tokens[token, 3] == 1000 + int(step.batch.slots[i]), "a fault is its own"
+            assert plan.tokens[token, 4] == position
         steers |= CONFIG_TAPS[config]
     # A tap may be told that it steers where no token of this step needs it; never the reverse.
     assert (plan.steers | ~steers).all()

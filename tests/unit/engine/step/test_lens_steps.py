@@ -148,6 +148,7 @@ def test_a_fault_fails_those_who_asked_and_nobody_else(
     got = collector.take("b", counts={ROWS: 5, SCORES: 0}, n_fed=5, timeout_s=5)
     np.testing.assert_array_equal(got.tensors[ROWS].storage[0], rows(2, 2, 0, 5).numpy())
     assert reader.stepper.is_watching
+    reader.stepper.finish(["a", "b"])
     reader.stepper.remove("a")
     reader.stepper.remove("b")
     assert not reader.stepper.is_watching

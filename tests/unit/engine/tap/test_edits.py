@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank
+from inspect_lens._engine.tap.latches import NEVER
 from inspect_lens._engine.tap.op import tap
-from inspect_lens.errors import CapacityError, SpecError
+from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     Ablate,
     Add,
@@ -44,11 +45,14 @@ def run(
     configs: list[int],
     streams: list[torch.Tensor],
     residual: torch.Tensor | None = None,
+    first: int = 0,
 ) -> list[torch.Tensor]:
-    """One forward pass over positions; each tap edits what it is given."""
+    """One forward pass over positions from `first` on; each tap edits what it is given."""
     n = len(configs)
-    state.tokens[:, :] = torch.tensor([0, -1, 0, 0])
+    state.tokens[:, :] = torch.tensor([0, -1, 0, 0, 0])
     state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32)
+    state.tokens[:n, 3] = 7
+    state.tokens[:n, 4] = torch.arange(first, first + n)
     state.header[0] = n
     state.steering = [True] * len(LAYERS)
     state.is_active = True
@@ -175,6 +179,56 @@ def test_a_gate_of_an_earlier_tap_or_the_same_one_decides(
         assert len(shut)
         for p in shut:
             assert torch.equal(out[1][p], x[1][p]), "a shut gate changes no bit"
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_gate_of_scope_rest_opens_behind_the_token_that_fires(layer: int) -> None:
+    v, probe = random_rows(7, 2)
+    x = streams(8)
+    score = (x[layer] @ torch.from_numpy(probe)).numpy()[N_PROMPT:]
+    # The second of the sampled tokens is above, and the first one is not.
+    if score[1] < score[0]:
+        probe, score = -probe, -score
+    gate = Gate(direction=probe, layer=layer, threshold=float(score[:2].mean()), scope="rest")
+    edit = Add(vector=v, layers=[1], when=gate, positions="completion")
+    state = make_state()
+    bank, steering = admitted(LensRequest(edits=[edit]), state)
+    configs = configs_of(steering)
+    one_by_one = [list(range(N_PROMPT)), *([p] for p in range(N_PROMPT, N_FED))]
+    # As tokens come, and once more as after a pre-emption: the decisions stand.
+    for parts in (one_by_one, [list(range(N_FED))]):
+        for part in parts:
+            own = [configs[p] for p in part]
+            out = run(state, own, [one[part] for one in x], first=part[0])
+            for i, p in enumerate(part):
+                wanted = x[1][p] + torch.from_numpy(v) if p > N_PROMPT + 1 else x[1][p]
+                torch.testing.assert_close(out[1][i], wanted)
+    latches = state.bank.latches
+    assert int(latches.first[7, 0]) == N_PROMPT + 1
+    assert int(latches.noted[7, 0]) == N_PROMPT + 2
+    bank.reset(7)
+    assert int(latches.first[7, 0]) == NEVER
+
+
+def test_a_shadow_gate_leaves_its_edits_out_and_equal_gates_are_one() -> None:
+    v, probe = random_rows(7, 2)
+    shadow = Gate(direction=probe, layer=2, scope="rest", shadow=True)
+    acts = Gate(direction=probe, layer=2, scope="rest", reads="completion")
+    first = Add(vector=v, layers=[0], when=shadow, positions="completion")
+    second = Add(vector=v, layers=[1], when=acts, phase="decode")
+    envelopes = sealed(LensRequest(edits=[first, second])).edits
+    assert [e.latch for e in envelopes] == [0, None]
+    assert [e.layers for e in envelopes] == [(2,), (1,)]
+
+
+def test_a_gate_that_another_stage_reads_is_refused() -> None:
+    v, probe = random_rows(7, 2)
+    gate = Gate(direction=probe, layer=0)
+    envelope = sealed(LensRequest(edits=[Add(vector=v, layers=[1], when=gate)]))
+    state = make_state()
+    here = {tap: i for i, tap in enumerate(state.taps) if tap.layer}
+    with pytest.raises(UnsupportedError, match="stage of the pipeline"):
+        Bank(state.bank).admit(envelope, here)
 
 
 def test_what_a_request_held_is_given_back_and_shared_by_content() -> None:

@@ -48,7 +48,7 @@ def fill(state: TapState, *, taps: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     state.bank.vectors[1:4] = torch.randn(3, HIDDEN)
     add_entries(state.bank, by_norm=[2], links={3: 2})
-    state.tokens[:, :] = torch.tensor([0, -1, 0, 0])
+    state.tokens[:, :] = torch.tensor([0, -1, 0, 0, 0])
     state.tokens[:4, 0] = torch.arange(1, 5)
     state.tokens[2:6, 1] = 0
     state.tokens[2:6, 2] = torch.arange(4)

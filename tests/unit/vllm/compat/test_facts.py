@@ -269,13 +269,13 @@ def test_widths_of_sites_and_their_shares(ranks: int) -> None:
         config(**HEADS, **parallel),
         replace(Settings(), sites="q,k,v,z,router_logits,mlp_hidden,resid_post"),
     )
-    heads, keys = (24, ranks), (6, min(2, ranks))
+    heads, keys = (24, ranks, 8), (6, min(2, ranks), 2)
     found = {width.site: width[1:] for width in facts.widths}
     assert found == {
-        "q": heads, "k": keys, "v": keys, "z": heads, "router_logits": (6, 1),
-        "mlp_hidden": (40, ranks),
+        "q": heads, "k": keys, "v": keys, "z": heads, "router_logits": (6, 1, 0),
+        "mlp_hidden": (40, ranks, 0),
     }  # fmt: skip
-    assert facts.width_of("resid_post")[1:] == (8, 1)
+    assert facts.width_of("resid_post")[1:] == (8, 1, 0)
     # A row of the buffer has 8 numbers.
     per_layer = {1: 3 + 1 + 1 + 3 + 1 + 5 + 1, 2: 2 + 1 + 1 + 2 + 1 + 3 + 1, 4: 4 * 1 + 1 + 2 + 1}
     assert facts.rows_of(facts.taps) == 4 * per_layer[ranks]

@@ -187,7 +187,7 @@ def test_a_module_that_writes_into_an_argument_has_its_tap(is_named: bool) -> No
     )
     made = block(mamba=Writer(), mlp=FeedForward())
     add_tap(made, TapPoint("attn_out", 0), state.new_ctl(0))
-    state.tokens[:3] = torch.tensor([[0, 0, i, 0] for i in range(3)], dtype=torch.int32)
+    state.tokens[:3] = torch.tensor([[0, 0, i, 0, i] for i in range(3)], dtype=torch.int32)
     state.base[0] = 0
     state.header[0] = 3
     state.capturing = [True]
@@ -257,7 +257,7 @@ def test_every_site_of_a_block_writes_its_rows() -> None:
     for i, point in enumerate(taps):
         add_tap(layer, point, state.new_ctl(i))
     # One group: the three tokens at each of the four taps.
-    state.tokens[:3] = torch.tensor([[0, 0, i, 0] for i in range(3)], dtype=torch.int32)
+    state.tokens[:3] = torch.tensor([[0, 0, i, 0, i] for i in range(3)], dtype=torch.int32)
     state.base[0] = 3 * torch.arange(5, dtype=torch.int32)
     state.flags.fill_(CAPTURE)
     state.header[0] = 3

@@ -6,17 +6,83 @@ import ast
 import importlib.util
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("vllm")
 
 from inspect_lens._vllm.model.sites import LOCATORS, middle_of_forward
+from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import SITES
 
 
 def test_every_site_has_a_locator() -> None:
     assert tuple(LOCATORS) == SITES
+
+
+class Routed(nn.Module):
+    """A block of which the router is known; the one that is called is made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.gate = Router()
+
+
+class Router(nn.Module):
+    output_size = 6
+    quant_method = None
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Reads rows of six numbers, as all sites but the stream's do."""
+    block = Routed()
+    home = "inspect_lens._vllm.model.sites"
+    monkeypatch.setattr(f"{home}.block_module", lambda block, site: block.mlp)
+    monkeypatch.setattr(f"{home}.is_linear", lambda module: isinstance(module, Router))
+    place = LOCATORS["router_logits"](block, 6)
+    return lambda value: place.read((), {}, value)[0]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.zeros(4, 6),
+        torch.zeros(4, 2, 3),
+        torch.zeros(1, 4, 6),
+        torch.zeros(4, 15)[:, 3:9],  # queries among queries, keys and values
+        torch.zeros(4, 5, 3)[:, 1:3],
+        torch.zeros(2, 4, 6).transpose(0, 1)[:, :1],
+        torch.zeros(0, 6),
+    ],
+    ids=lambda rows: "x".join(map(str, rows.shape)),
+)
+def test_what_is_read_is_what_an_edit_reaches(read: Any, rows: torch.Tensor) -> None:
+    found = read((rows, None))
+    found += 1
+    assert found.shape[1] == 6
+    assert bool((rows == 1).all())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.zeros(6, 4).T,
+        torch.zeros(2, 4, 3).transpose(0, 1),  # heads in front of tokens
+        torch.zeros(4, 3, 2).transpose(1, 2),
+        torch.zeros(4, 12)[:, ::2],
+    ],
+    ids=lambda rows: "x".join(map(str, rows.shape)),
+)
+def test_rows_that_an_edit_would_not_reach_are_refused_by_name(
+    read: Any, rows: torch.Tensor
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"router_logits: Router has .* behind one another"):
+        read(rows)
 
 
 def middle(body: str) -> str | None:

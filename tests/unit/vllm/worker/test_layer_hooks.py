@@ -114,7 +114,7 @@ def test_edits_replace_the_rows_of_the_request_in_every_layout(
     before = whole(block, block(None, hidden, second))
     layers.arm(hooks.begin([Part("x", 0, 2, 0), Part("a", 2, 3, 0), Part("y", 5, 1, 0)]))
     # The step captures all tokens, and the tap comes before the hooks.
-    state.tokens[:] = torch.tensor([[0, 0, i, 0] for i in range(TOKENS)], dtype=torch.int32)
+    state.tokens[:] = torch.tensor([[0, 0, i, 0, i] for i in range(TOKENS)], dtype=torch.int32)
     state.base[0] = 0
     state.header[0], state.header[1] = TOKENS, 0
     state.flags[0] = CAPTURE

@@ -6,9 +6,9 @@ import torch
 
 from inspect_lens._engine.tap.edit_table import BankTensors
 from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
-from inspect_lens.spec import LARGEST_NORM, Kind
+from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Kind
 
-__all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows"]
+__all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows", "vectors_at"]
 
 
 def largest_norm(dtype: torch.dtype) -> float:
@@ -21,6 +21,8 @@ def edit_rows(
     residual: torch.Tensor | None,
     first: torch.Tensor,
     bank: BankTensors,
+    owners: torch.Tensor | None = None,
+    elapsed: int = 0,
 ) -> torch.Tensor:
     """Edit the stream of some tokens in place, each by its chain of instructions.
 
@@ -30,11 +32,14 @@ def edit_rows(
     layers make of them would reach others through blocks of the key-value cache.
 
     Args:
-        hidden: (tokens, hidden); edited.
+        hidden: (tokens, width); edited. Its width may be another than that of the table's rows.
         residual: (tokens, hidden) or None; the other half of the stream in layers that
             leave the addition to the next norm.
         first: (tokens,) int32; first entry of each token's chain, 0 for none.
         bank: the table; `run_program` says what an instruction means.
+        owners: (tokens, 2) int32; board record and position of each token when the plan was
+            written. Chains with gates of scope `rest` need it.
+        elapsed: how far positions have moved on since then.
 
     Returns:
         (n,) int64; tokens with a chain that were left as they were.
@@ -43,11 +48,16 @@ def edit_rows(
     if not len(index):
         return index
     entry = first[index].long()
+    records, positions = index, index
+    if owners is not None:
+        records, positions = owners[index, 0].long(), owners[index, 1].long() + elapsed
     mine = hidden[index].float()
     stream = mine if residual is None else mine + residual[index].float()
     before = norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
     seen = stream
     delta = torch.zeros_like(mine)
+    width = hidden.shape[1]
+    directions = torch.zeros_like(mine[:, :1])
     while bool(entry.any()):
         code, read, write, link = bank.entries[entry].unbind(-1)
         again = ((code & SEES_EDITS) != 0).unsqueeze(-1)
@@ -56,16 +66,30 @@ def edit_rows(
             norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True)
         x = torch.zeros_like(norm)
         if bool(read.any()):
-            x = (bank.vectors[read.long()] * seen).sum(-1, keepdim=True)
+            directions = vectors_at(bank, read, width)
+            x = (directions * seen).sum(-1, keepdim=True)
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
         factor, share, gate = _maps(kind, bank.params[entry], x, norm, before)
         register = (code >> GATE_SHIFT).long() - 1
-        is_gate = kind.squeeze(-1) >= Kind.GATE
+        is_latch = kind.squeeze(-1) >= Kind.LATCH
+        if bool(is_latch.any()):
+            fires = is_latch & (gate.squeeze(-1) > 0)
+            bank.latches.fire(records[fires], register[fires], positions[fires])
+        is_gate = (kind.squeeze(-1) >= Kind.GATE) & ~is_latch
         if bool(is_gate.any()):
             bank.registers[index[is_gate], register[is_gate]] = gate.squeeze(-1)[is_gate]
-        gates = bank.registers[index, register.clamp(min=0)]
-        gates = torch.where(register >= 0, gates, torch.ones_like(gates)).unsqueeze(-1)
-        delta += bank.vectors[write.long()] * (factor * gates)
+        gates = bank.registers[index, register.clamp(0, N_REGISTERS - 1)]
+        gates = torch.where(register >= 0, gates, torch.ones_like(gates))
+        stays = register >= N_REGISTERS
+        if bool(stays.any()):
+            open_ = bank.latches.is_behind(records[stays], register[stays], positions[stays])
+            gates[stays] = open_.to(gates.dtype)
+        gates = gates.unsqueeze(-1)
+        delta += vectors_at(bank, write, width) * (factor * gates)
+        is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
+        if bool(is_part.any()):
+            taken = directions * seen * (bank.params[entry][:, :1] * gates)
+            delta -= torch.where(is_part, taken, torch.zeros_like(seen))
         if bool(share.any()):
             delta += torch.where(share != 0, seen * (share * gates), torch.zeros_like(seen))
         entry = link.long()
@@ -75,6 +99,27 @@ def edit_rows(
     is_fine = after.square().sum(dim=-1) <= largest_norm(hidden.dtype) ** 2
     hidden[index] = torch.where(is_fine.unsqueeze(-1), edited, hidden[index])
     return index[~is_fine]
+
+
+def vectors_at(bank: BankTensors, numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """Directions by their numbers; zeros for number 0.
+
+    Args:
+        bank: the table.
+        numbers: (tokens,) int; first row of each.
+        width: of the rows of the site. A direction that is wider than a row of the table lies in
+            several, one behind the other.
+
+    Returns:
+        (tokens, width) float32.
+    """
+    first, n = numbers.long(), -(-width // bank.vectors.shape[1])
+    if n == 1:
+        return bank.vectors[first][:, :width]
+    rows = first.unsqueeze(-1) + torch.arange(n, device=first.device)
+    # What lies behind row 0 is somebody else's.
+    rows = torch.where(first.unsqueeze(-1) > 0, rows, 0)
+    return bank.vectors[rows].flatten(1)[:, :width]
 
 
 def _maps(
@@ -106,6 +151,7 @@ def _maps(
         Kind.LATENT_SET: torch.where(is_left, zero, c - torch.where(is_active, z, zero)),
         Kind.LATENT_ADD: torch.where(is_left, zero, c),
         Kind.BLEND: a,
+        Kind.PART: a,
     }
     factor = zero
     for which, value in options.items():
@@ -113,7 +159,8 @@ def _maps(
     share = torch.where(kind == Kind.BLEND, -a, zero)
     safe = torch.where(norm > 0, norm, one)
     share = torch.where((kind == Kind.RENORM) & (norm > 0), before / safe - 1, share)
-    at = torch.where(kind == Kind.COSINE_GATE, x / safe, x)
+    is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
+    at = torch.where(is_cosine, x / safe, x)
     step = (at > b).to(x.dtype)
     gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
     return factor, share, gate
@@ -154,7 +201,7 @@ def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Te
     """Ring row of each token at one tap.
 
     Args:
-        tokens: (tokens, 4) int32; the second column is the group, -1 for none, and the third
+        tokens: (tokens, 5) int32; the second column is the group, -1 for none, and the third
             the place in the group's block.
         base: (groups,) int32; row of each group's first token at this tap, from `origin` on, or
             -1.

@@ -23,7 +23,7 @@ from inspect_lens.spec import Kind
 
 from .tap_reference import largest_norm
 
-__all__ = ["launch", "launch_read"]
+__all__ = ["launch"]
 
 SEES_EDITS = tl.constexpr(table.SEES_EDITS)
 GATE_SHIFT = tl.constexpr(table.GATE_SHIFT)
@@ -31,8 +31,11 @@ N_REGISTERS = tl.constexpr(spec.N_REGISTERS)
 NORM, CLIP = tl.constexpr(int(Kind.NORM)), tl.constexpr(int(Kind.CLIP))
 LATENT_SET = tl.constexpr(int(Kind.LATENT_SET))
 LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
-BLEND, RENORM = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.RENORM))
+BLEND, PART = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.PART))
+RENORM = tl.constexpr(int(Kind.RENORM))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
+LATCH, COSINE_LATCH = tl.constexpr(int(Kind.LATCH)), tl.constexpr(int(Kind.COSINE_LATCH))
+N_LATCHES = tl.constexpr(spec.N_LATCHES)
 STEEPEST = tl.constexpr(3e38)
 """Steeper than this, a gate is a step."""
 
@@ -40,8 +43,18 @@ _PROGRAMS = 1056
 """Eight per multiprocessor of an H200: enough to fill the memory bus while capturing."""
 
 
+@triton.jit
+def _fire(latch, note, position, is_above):
+    # Triton does not stop at the first false half of an `and`.
+    if is_above:  # noqa: SIM102
+        if position < tl.atomic_min(latch, position):
+            # Looked at again: of two tokens of a request that is computed again, both of which
+            # fire, the later one must not be noted last.
+            tl.store(note, tl.atomic_min(latch, position).to(tl.int64) + 1)
+
+
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
-def _tap(
+def _tap(  # noqa: C901
     hidden,
     residual,
     hidden_stride,
@@ -52,6 +65,9 @@ def _tap(
     entries,
     factors,
     registers,
+    latches,
+    noted,
+    noted_stride,
     table,
     ring,
     faults,
@@ -61,6 +77,8 @@ def _tap(
     HEAD: tl.constexpr,
     TAPS: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_FUSED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -74,7 +92,7 @@ def _tap(
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        numbers = header + HEAD + TAPS + 4 * token
+        numbers = header + HEAD + TAPS + 5 * token
         config = tl.load(numbers, mask=(flag & 1) != 0, other=0)
         row = tl.load(table + config * TAPS + tap)
         group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
@@ -93,6 +111,8 @@ def _tap(
                 norm = tl.sqrt(tl.sum(seen * seen, axis=0))
                 before = norm
                 delta = tl.zeros_like(mine)
+                record = tl.load(numbers + 3).to(tl.int64)
+                position = tl.load(numbers + 4) + tl.load(header + 2)
                 entry = row
                 while entry != 0:
                     code = tl.load(entries + 4 * entry)
@@ -107,7 +127,7 @@ def _tap(
                     if (code & SEES_EDITS) != 0:
                         seen = mine + other + delta
                         norm = tl.sqrt(tl.sum(seen * seen, axis=0))
-                    vector = vectors + read.to(tl.int64) * WIDTH + offsets
+                    vector = vectors + read.to(tl.int64) * ROW + offsets
                     direction = tl.load(vector, mask=inside & (read != 0), other=0.0)
                     x = tl.sum(direction * seen, axis=0)
                     z = x + a
@@ -119,26 +139,35 @@ def _tap(
                     y = tl.where(kind == LATENT_ADD, c, y)
                     is_latent = (kind == LATENT_SET) | (kind == LATENT_ADD)
                     y = tl.where(is_latent & is_left, 0.0, y)
-                    y = tl.where(kind == BLEND, a, y)
+                    y = tl.where((kind == BLEND) | (kind == PART), a, y)
                     # These write no direction, and what they have for a may be infinite.
                     y = tl.where(kind >= RENORM, 0.0, y)
                     safe = tl.where(norm > 0, norm, 1.0)
                     share = tl.where(kind == BLEND, -a, 0.0)
                     share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
                     gates = registers + token.to(tl.int64) * N_REGISTERS + register
-                    if kind >= GATE:
-                        at_gate = tl.where(kind == COSINE_GATE, x / safe, x)
+                    lasting = register - N_REGISTERS
+                    latch = latches + record * N_LATCHES + lasting
+                    is_cosine = (kind == COSINE_GATE) | (kind == COSINE_LATCH)
+                    at_gate = tl.where(is_cosine, x / safe, x)
+                    if kind >= LATCH:
+                        _fire(latch, noted + record * noted_stride + lasting, position, at_gate > b)
+                    elif kind >= GATE:
                         step = tl.where(at_gate > b, 1.0, 0.0)
                         smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
                         tl.store(gates, tl.where(a > STEEPEST, step, smooth))
                         # A later entry of this tap may read it.
                         tl.debug_barrier()
-                    gate = tl.load(gates, mask=register >= 0, other=1.0)
-                    target = vectors + write.to(tl.int64) * WIDTH + offsets
+                    is_own = (register >= 0) & (lasting < 0)
+                    gate = tl.load(gates, mask=is_own, other=1.0)
+                    fired = tl.load(latch, mask=lasting >= 0, other=-1)
+                    gate = tl.where(fired < position, gate, 0.0)
+                    target = vectors + write.to(tl.int64) * ROW + offsets
                     written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
-                    if share != 0:
-                        delta += seen * (share * gate)
+                    if (share != 0) | (kind == PART):
+                        shares = tl.where(kind == PART, -a * direction, share)
+                        delta += seen * (shares * gate)
                     entry = tl.load(entries + 4 * entry + 3)
                 edited = (mine + delta).to(hidden.dtype.element_ty)
                 after = edited.to(tl.float32)
@@ -148,76 +177,14 @@ def _tap(
                     mine = after
                 else:
                     # Too large, or not finite: the row stays as it is, and its request fails.
-                    record = tl.load(numbers + 3).to(tl.int64)
                     tl.store(faults + record * fault_stride, 1)
             if slot >= 0:
-                target = ring + slot.to(tl.int64) * WIDTH + offsets
-                tl.store(target, (mine + other).to(ring.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tap", "n_tokens"])
-def _read(
-    hidden,
-    hidden_stride,
-    header,
-    base,
-    ring,
-    tap,
-    n_tokens,
-    HEAD: tl.constexpr,
-    TAPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if (tl.load(header + HEAD + tap) & 2) == 0:
-        return
-    n_tokens = tl.minimum(n_tokens, tl.load(header))
-    origin = tl.load(header + 1)
-    offsets = tl.arange(0, BLOCK)
-    for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
-        numbers = header + HEAD + TAPS + 4 * token
-        group = tl.load(numbers + 1)
-        first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
-        if first >= 0:
-            row = origin + first + tl.load(numbers + 2)
-            apart = tl.load(base + group * (TAPS + 1) + TAPS)
-            for start in range(0, WIDTH, ROW):
-                at = start + offsets
-                inside = (offsets < ROW) & (at < WIDTH)
-                source = hidden + token.to(tl.int64) * hidden_stride + at
-                values = tl.load(source, mask=inside, other=0.0)
-                target = ring + row.to(tl.int64) * ROW + offsets
-                tl.store(target, values.to(ring.dtype.element_ty), mask=offsets < ROW)
-                row += apart
-
-
-def launch_read(hidden: torch.Tensor, *, tap: int, state: TapState) -> None:
-    """Capture the rows of a tap that is not as wide as the stream; nothing is edited there.
-
-    Args:
-        hidden: (tokens, width).
-        tap: index of the tap.
-        state: what it reads and where rows go.
-    """
-    n_tokens, width = hidden.shape
-    row = state.ring.shape[1]
-    kernel: Any = _read
-    kernel[(min(n_tokens, _PROGRAMS),)](
-        hidden,
-        hidden.stride(0),
-        state.header,
-        state.base,
-        state.ring,
-        tap,
-        n_tokens,
-        HEAD=HEAD,
-        TAPS=len(state.taps),
-        WIDTH=width,
-        ROW=row,
-        BLOCK=triton.next_power_of_2(row),
-        num_warps=4 if row <= 4096 else 8,
-    )
+                values = (mine + other).to(ring.dtype.element_ty)
+                # Rows of the ring that lie apart take a part each; the last ends with zeros.
+                apart = tl.load(base + group * (TAPS + 1) + TAPS)
+                into = slot + (offsets // ROW) * apart
+                target = ring + into.to(tl.int64) * ROW + offsets % ROW
+                tl.store(target, values, mask=offsets < PARTS * ROW)
 
 
 def launch(
@@ -225,15 +192,21 @@ def launch(
 ) -> None:
     """Edit and capture the rows of one tap.
 
+    A row that is not as wide as the stream takes several rows of the ring and of the table of
+    directions, or a part of one; a program of the kernel has all of it.
+
     Args:
-        hidden: (tokens, hidden); the rows of steered tokens are edited in place.
+        hidden: (tokens, width); the rows of steered tokens are edited in place.
         residual: (tokens, hidden) or None.
         tap: index of the tap.
         state: what it reads and where rows go.
     """
     n_tokens, width = hidden.shape
     kernel: Any = _tap
-    bank = state.bank
+    bank, row = state.bank, state.ring.shape[1]
+    parts = -(-width // row)
+    block = triton.next_power_of_2(parts * row)
+    warps = 4 if block <= 4096 else 16 if block <= 8192 else 32
     kernel[(min(n_tokens, _PROGRAMS),)](
         hidden,
         hidden if residual is None else residual,
@@ -245,6 +218,9 @@ def launch(
         bank.entries,
         bank.params,
         bank.registers,
+        bank.latches.first,
+        bank.latches.noted,
+        bank.latches.noted.stride(0),
         bank.table,
         state.ring,
         state.faults,
@@ -254,8 +230,12 @@ def launch(
         HEAD=HEAD,
         TAPS=len(state.taps),
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        ROW=row,
+        PARTS=parts,
+        BLOCK=block,
         IS_FUSED=residual is not None,
         LARGEST=largest_norm(hidden.dtype) ** 2,
-        num_warps=4 if width <= 4096 else 8,
+        num_warps=warps,
+        # With 1024 threads the assembler would choose 32, and spill the rest.
+        maxnreg=64 if warps == 32 else None,
     )
