@@ -1,7 +1,7 @@
 """Checks the Triton kernels without a GPU: what they mean, and that they compile.
 
-`python -m tests.kit.off_gpu` puts Triton into `build/triton`, beside the environment and not into
-it: with Triton installed, vLLM for CPUs would look for GPUs of Triton's.
+`python -m tests.kit.off_gpu` puts Triton into `build`, beside the environment and not into it: vLLM
+for CPUs would warn of a Triton that it cannot use at each start.
 """
 
 from __future__ import annotations
