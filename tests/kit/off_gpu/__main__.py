@@ -50,10 +50,12 @@ def main() -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
         "TRITON_CACHE_DIR": str(folder / "cache"),
     }
-    plugin = ["-p", "tests.kit.off_gpu.interpreted", *(["--all-cases"] if args.all else [])]
+    # It meets infinity where a `where` throws it away.
+    plugin = ["-p", "tests.kit.off_gpu.interpreted", "-W", "ignore::RuntimeWarning"]
+    plugin += ["--all-cases"] if args.all else []
     tests = [f"tests/gpu/{name}" for name in _TESTS]
     commands = {
-        "meaning": (["pytest", "-q", *plugin, *tests], {"TRITON_INTERPRET": "1"}),
+        "meaning": (["pytest", "-q", "-n", "auto", *plugin, *tests], {"TRITON_INTERPRET": "1"}),
         "compilation": (["tests.kit.off_gpu.compiled", "--capability", args.capability], {}),
     }
     failed = []
