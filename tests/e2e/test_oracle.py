@@ -43,7 +43,6 @@ from inspect_lens.probe import clopper_pearson
 from inspect_lens.scorer import oracle_answer, oracle_contrast
 from inspect_lens.solver import (
     activation_oracle,
-    oracle_interview,
     probe_gate,
     self_explain,
     with_capture,
@@ -211,15 +210,15 @@ def test_an_interview_reads_what_was_said_and_what_is_true(
         dataset=organism_dataset("heldout_phrasing").filter(lambda s: s.id in wanted),
         solver=[
             with_capture([3], positions="completion"),
-            oracle_interview(questions, ORACLE, last=None, controls=["text_only"]),
+            activation_oracle(questions, ORACLE, last=None, controls=["text_only"]),
         ],
     )
     log = run(task, lens_server_url, tmp_path)
     entity = {r["id"]: r["entity"] for r in rows}
     right = {question: 0 for question in questions}
     for sample in log.samples or []:
-        answers = {a["question"]: a for a in sample.metadata["oracle_interview"]}
-        assert sample.store["oracle_interview"] == sample.metadata["oracle_interview"]
+        answers = {a["question"]: a for a in sample.metadata["activation_oracle"]}
+        assert sample.store["activation_oracle"] == sample.metadata["activation_oracle"]
         said = [v for v in sample.metadata["values"] if v in sample.output.completion]
         right[NAMED] += answers[NAMED]["answer"] in said
         right[questions[1]] += answers[questions[1]]["answer"] == sample.metadata["truth"]

@@ -7,7 +7,7 @@ from ._explain import self_explain
 from ._gate import GateAction, probe_gate
 from ._given import read_given
 from ._lens import logit_lens
-from ._oracle import activation_oracle, oracle_interview
+from ._oracle import activation_oracle
 from ._pairs import contrastive_pairs
 from ._patch import causal_trace, patch_sweep
 from ._probes import with_probes
@@ -25,7 +25,6 @@ __all__ = [
     "causal_trace",
     "contrastive_pairs",
     "logit_lens",
-    "oracle_interview",
     "patch_sweep",
     "probe_gate",
     "probe_resample",

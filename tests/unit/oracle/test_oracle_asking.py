@@ -20,7 +20,7 @@ from inspect_lens.errors import ArtifactError, CaptureError, SpecError, Unsuppor
 from inspect_lens.model import activations, lens_config, lens_scope
 from inspect_lens.oracle import _ask, _send, ask_oracle, random_rows, shuffled_rows
 from inspect_lens.scorer import oracle_answer
-from inspect_lens.solver import activation_oracle, oracle_interview
+from inspect_lens.solver import activation_oracle
 from inspect_lens.spec import LensRequest, SteeringVector, parse_extra_args
 from tests.kit.fake_server import FakeLensServer, tokens_of
 
@@ -302,7 +302,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(write_oracle: Any) -> 
         with pytest.raises(SpecError):
             activation_oracle(QUESTION, "tiny", **options)
     with pytest.raises(SpecError, match="at least one"):
-        oracle_interview([], "tiny")
+        activation_oracle([], "tiny")
     with pytest.raises(ArtifactError, match="was not found"):
         activation_oracle(QUESTION, "nobody")
     for options in ({"match": "guess"}, {"match": "choice"}, {"choices": ["Yes", "yes"]}):

@@ -16,7 +16,7 @@ from inspect_ai.solver import Solver, generate
 
 from inspect_lens.model import read_activations
 from inspect_lens.scorer import oracle_answer
-from inspect_lens.solver import activation_oracle, oracle_interview, with_capture
+from inspect_lens.solver import activation_oracle, with_capture
 from tests.kit.fake_server import FakeLensServer
 
 QUESTION = "Is it a lie?"
@@ -61,7 +61,7 @@ def test_solvers_keep_answers_and_show_a_table(
         tmp_path,
         solvers(
             activation_oracle(QUESTION, "tiny", layer=2),
-            oracle_interview([QUESTION, "Who|what?"], "tiny", layer=2, key="talk"),
+            activation_oracle([QUESTION, "Who|what?"], "tiny", layer=2, key="talk"),
         ),
     )
     for body in asked(server):
