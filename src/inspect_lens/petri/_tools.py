@@ -34,6 +34,7 @@ def read_probe(
     pool: str | None = None,
     selection: str | None = None,
     check_model: bool = True,
+    threshold: str | None = None,
 ) -> Tool:
     """Tool that tells a Petri auditor the probe score of a turn of the target.
 
@@ -45,6 +46,7 @@ def read_probe(
         pool: as for `probe_score`.
         selection: as for `probe_score`.
         check_model: as for `probe_score`.
+        threshold: as for `probe_score`.
 
     Returns:
         The tool. It reads what the target's turn captured; see `lens_target_agent`.
@@ -78,6 +80,7 @@ def read_probe(
         pool=pool,
         selection=selection,
         check_model=check_model,
+        threshold=threshold,
     )
 
     async def execute(message_id: str | None = None) -> str:

@@ -46,6 +46,7 @@ from ._metrics import (
 from ._model import check_model, fingerprint_model
 from ._neural import NeuralProbe
 from ._permutations import paired_permutation_test, permutation_test
+from ._points import CardPoint, card_points, choose_point
 from ._pool import POOLS, SENTENCE_POOL, Pool, parse_pool, pool_scores, sentence_ends
 from ._ranking import (
     ROCCurve,
@@ -80,6 +81,7 @@ __all__ = [
     "AnyProbe",
     "Baseline",
     "Calibration",
+    "CardPoint",
     "Comparison",
     "ControlShift",
     "Evaluation",
@@ -111,7 +113,9 @@ __all__ = [
     "balanced_accuracy",
     "bootstrap_interval",
     "brier_score",
+    "card_points",
     "check_model",
+    "choose_point",
     "clopper_pearson",
     "compare_auroc",
     "conformal_threshold",

@@ -8,6 +8,7 @@ from typing import Literal, Self, get_args
 
 from inspect_lens.errors import SpecError
 
+from ._cut import Cut
 from ._reader import ProbeReader
 
 __all__ = ["Scale", "Suspicion"]
@@ -40,13 +41,14 @@ class Suspicion:
     """Score that maps to one half; None on the raw scale."""
 
     @classmethod
-    def of(cls, reader: ProbeReader, *, scale: Scale, threshold: float | None = None) -> Self:
+    def of(cls, reader: ProbeReader, *, scale: Scale, threshold: Cut = None) -> Self:
         """Settle the scale of a reader.
 
         Args:
             reader: whose scores come.
             scale: of the suspicion.
-            threshold: score that maps to one half; that of the probe's card by default.
+            threshold: score that maps to one half, or the operating point that the reader was
+                made with; that of the probe's card by default.
 
         Returns:
             The map.
@@ -65,7 +67,7 @@ class Suspicion:
         if scale == "raw":
             return cls(scale, None)
         stored = reader.threshold.value if reader.threshold else None
-        cut = threshold if threshold is not None else stored
+        cut = stored if threshold is None or isinstance(threshold, str) else threshold
         if cut is None:
             raise SpecError(
                 f"scale='threshold': probe {reader.probe.name!r} has no threshold for these "

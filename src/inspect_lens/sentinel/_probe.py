@@ -22,6 +22,7 @@ from inspect_lens.reading import (
     call_of,
     read_message,
 )
+from inspect_lens.reading._cut import Cut
 from inspect_lens.spec import Positions
 
 __all__ = ["OnMissing", "probe_call_monitor", "probe_monitor"]
@@ -39,7 +40,7 @@ def probe_monitor(
     pool: str | None = None,
     selection: str | None = None,
     scale: Scale = "raw",
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
 ) -> Monitor:
@@ -57,7 +58,8 @@ def probe_monitor(
         selection: as for `probe_score`.
         scale: `raw` gives the probe's score, to be compared with the thresholds of its card;
             `threshold` gives sigmoid(score - threshold), between 0 and 1.
-        threshold: score with suspicion one half, on that scale; the card's threshold by default.
+        threshold: score with suspicion one half, on that scale: a number, or an operating point of
+            the card such as `fpr=0.05`; the card's first by default.
         on_missing: `error` fails the sample, `abstain` says nothing, `recompute` feeds the
             tokens to the active model again.
         check_model: as for `probe_score`.
@@ -86,7 +88,7 @@ def probe_monitor(
         print([e.suspicion for e in log.samples[0].events if isinstance(e, SentinelEvent)])
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
     suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
@@ -106,7 +108,7 @@ def probe_call_monitor(
     pool: str | None = None,
     selection: str | None = None,
     scale: Scale = "raw",
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
 ) -> Monitor:
@@ -148,7 +150,7 @@ def probe_call_monitor(
         # inspect eval … -M capture=4
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
     suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
 
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
@@ -165,6 +167,7 @@ def _reader(
     selection: str | None,
     on_missing: OnMissing,
     check_model: bool,
+    threshold: Cut,
 ) -> ProbeReader:
     source: Source = "auto" if on_missing == "recompute" else "captured"
     return ProbeReader.of(
@@ -175,6 +178,7 @@ def _reader(
         selection=selection,
         source=source,
         check_model=check_model,
+        threshold=threshold,
     )
 
 
