@@ -39,6 +39,7 @@ from .scorer import (
     words_auroc,
 )
 from .solver import (
+    ablate_direction,
     activation_oracle,
     causal_trace,
     contrastive_pairs,
@@ -55,6 +56,7 @@ from .solver import (
 )
 
 __all__ = [
+    "ablate_direction",
     "activation_oracle",
     "attention_tracker",
     "auroc",

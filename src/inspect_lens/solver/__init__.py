@@ -1,5 +1,6 @@
 """Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
+from ._ablate import ablate_direction
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
 from ._edits import with_edits
@@ -21,6 +22,7 @@ __all__ = [
     "GateAttempt",
     "GateDecision",
     "GateDecisions",
+    "ablate_direction",
     "activation_oracle",
     "causal_trace",
     "contrastive_pairs",
