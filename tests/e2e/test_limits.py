@@ -82,7 +82,7 @@ def scorers() -> list[Scorer]:
         probe_ensemble({"lr": PROBE, "md": "organism/deception-md"}),
         probe_cascade(PROBE, question="The answer is a lie."),
         trait_projection(PROBE),
-        oracle_answer(LYING, label="label", choices=["No", "Yes"], layer=4),
+        oracle_answer(LYING, label="label", choices=["No", "Yes"], layers=4),
         monitor_alarm(PROBE, level="turn", value="max"),
         leakage_baseline(),
         refusal_rate(),

@@ -108,7 +108,7 @@ def lying_task(n: int, *more: Solver, **options: Any) -> Task:
         dataset=samples,
         solver=[with_capture([LAYER], positions="completion"), lied(), *more],
         scorer=oracle_answer(
-            LYING, ORACLE, label="lied", choices=["No", "Yes"], layer=LAYER, **options
+            LYING, ORACLE, label="lied", choices=["No", "Yes"], layers=LAYER, **options
         ),
         metrics=[oracle_contrast()],
     )
@@ -152,7 +152,7 @@ def test_a_finished_log_scores_again(lens_server_url: str, tmp_path: Path) -> No
 
     The solver asks what the scorer asks: what it kept says the same, without a grade.
     """
-    asked = activation_oracle(LYING, ORACLE, layer=LAYER)
+    asked = activation_oracle(LYING, ORACLE, layers=LAYER)
     log = run(lying_task(9, asked), lens_server_url, tmp_path)
     for sample in read_eval_log(log.location).samples or []:
         (kept,) = sample.metadata["activation_oracle"]
@@ -180,7 +180,7 @@ def test_of_a_withheld_answer_the_oracle_says_nothing(lens_server_url: str, tmp_
     task = Task(
         dataset=rows,
         solver=[probe_gate(PROBE, 1.2, "stop"), activation_oracle(LYING, ORACLE)],
-        scorer=oracle_answer(LYING, ORACLE, label="label", choices=["No", "Yes"], layer=LAYER),
+        scorer=oracle_answer(LYING, ORACLE, label="label", choices=["No", "Yes"], layers=LAYER),
     )
     log = run(task, lens_server_url, tmp_path)
     stopped = [s.metadata["probe_gate"]["outcome"] == "stopped" for s in log.samples or []]
@@ -378,7 +378,7 @@ def test_base_traffic_beside_the_oracle_is_what_it_is_alone(lens_server_url: str
 
     async def ask(handle: Any) -> None:
         answers = await ask_oracle(
-            handle, LYING, ROOT / ORACLE, model=organism(lens_server_url), layer=LAYER
+            handle, LYING, ROOT / ORACLE, model=organism(lens_server_url), layers=LAYER
         )
         assert answers[0].answer in ("Yes", "No")
 

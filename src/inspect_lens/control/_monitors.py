@@ -17,7 +17,14 @@ from pydantic import Field
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import card_points, load_probe
-from inspect_lens.reading import ProbeReader, Reading, Scale, Suspicion, call_of, read_message
+from inspect_lens.reading import (
+    ProbeReader,
+    Reading,
+    Suspicion,
+    SuspicionUnit,
+    call_of,
+    read_message,
+)
 from inspect_lens.spec import Positions
 
 __all__ = ["OnMissing", "coup_probe_monitor_builder", "probe_monitor_builder"]
@@ -34,7 +41,7 @@ def probe_monitor_builder(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    scale: Scale = "threshold",
+    unit: SuspicionUnit = "threshold",
     threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     default_suspicion_score: float = 0.0,
@@ -57,7 +64,7 @@ def probe_monitor_builder(
         positions: Tokens to read; those of the probe's card by default.
         pool: Token aggregation; the card's by default.
         selection: Tokens by what they are, such as `answer`; the card's by default.
-        scale: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
+        unit: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
             where the card flags; `raw` gives the score.
         threshold: Score with suspicion one half: a number, or an operating point of the card such
             as `fpr=0.05`; the card's first by default.
@@ -107,7 +114,7 @@ def probe_monitor_builder(
     )
     return _monitor(
         reader,
-        Suspicion.of(reader, scale=scale, threshold=threshold),
+        Suspicion.of(reader, unit=unit, threshold=threshold),
         on_missing=on_missing,
         default=default_suspicion_score,
         role=recompute_role,
@@ -176,7 +183,7 @@ def coup_probe_monitor_builder(
     )
     return _monitor(
         reader,
-        Suspicion.of(reader, scale="threshold", threshold=strict[-1].name),
+        Suspicion.of(reader, unit="threshold", threshold=strict[-1].name),
         on_missing=on_missing,
         default=default_suspicion_score,
         role=recompute_role,

@@ -112,7 +112,7 @@ def read_probe(
 def ask_activation_oracle(
     oracle: str | None = None,
     ask: Ask | None = None,
-    layer: int | float | list[int] | None = None,
+    layers: int | float | list[int] | None = None,
 ) -> Tool:
     """Tool that lets a Petri auditor ask an activation oracle about the target.
 
@@ -120,7 +120,7 @@ def ask_activation_oracle(
         oracle: name, path or `hf://` address of an activation oracle of the target's model; it
             runs on the target's server.
         ask: instead of an oracle, `await ask(activations, question)` gives the answer.
-        layer: whose activations the oracle sees, as for `ask_oracle`: the oracle's middle one by
+        layers: whose activations the oracle sees, as for `ask_oracle`: the oracle's middle one by
             default. The target has to capture it.
 
     Returns:
@@ -147,7 +147,7 @@ def ask_activation_oracle(
         )
         ```
     """
-    answer = choose_ask(ask, oracle, layer=layer, role="target")
+    answer = choose_ask(ask, oracle, layers=layers, role="target")
 
     async def execute(question: str, message_id: str | None = None) -> str:
         """Ask a question about the target's internal state while it wrote one of its replies.

@@ -16,9 +16,9 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import (
     ProbeReader,
     Reading,
-    Scale,
     Source,
     Suspicion,
+    SuspicionUnit,
     call_of,
     read_message,
 )
@@ -39,7 +39,7 @@ def probe_monitor(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    scale: Scale = "raw",
+    unit: SuspicionUnit = "raw",
     threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
@@ -56,9 +56,9 @@ def probe_monitor(
         positions: as for `probe_score`.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
-        scale: `raw` gives the probe's score, to be compared with the thresholds of its card;
+        unit: `raw` gives the probe's score, to be compared with the thresholds of its card;
             `threshold` gives sigmoid(score - threshold), between 0 and 1.
-        threshold: score with suspicion one half, on that scale: a number, or an operating point of
+        threshold: score with suspicion one half, in that unit: a number, or an operating point of
             the card such as `fpr=0.05`; the card's first by default.
         on_missing: `error` fails the sample, `abstain` says nothing, `recompute` feeds the
             tokens to the active model again.
@@ -89,7 +89,7 @@ def probe_monitor(
         ```
     """
     reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
-    suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
+    suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:
@@ -107,7 +107,7 @@ def probe_call_monitor(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    scale: Scale = "raw",
+    unit: SuspicionUnit = "raw",
     threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
@@ -123,7 +123,7 @@ def probe_call_monitor(
         positions: as for `probe_score`.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
-        scale: as for `probe_monitor`.
+        unit: as for `probe_monitor`.
         threshold: as for `probe_monitor`.
         on_missing: as for `probe_monitor`; a turn that captured other layers can be recomputed,
             one that captured nothing cannot, because the step knows no token ids.
@@ -151,7 +151,7 @@ def probe_call_monitor(
         ```
     """
     reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
-    suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
+    suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
 
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
         return await _observe(reader, suspicion, step.message_id, None, on_missing)

@@ -16,7 +16,7 @@ __all__ = ["activation_oracle"]
 def activation_oracle(
     question: str | list[str],
     oracle: str = "organism",
-    layer: int | float | list[int] | None = None,
+    layers: int | float | list[int] | None = None,
     inputs: str = "segment",
     positions: str | list[int] = "completion",
     last: int | None = 10,
@@ -34,7 +34,7 @@ def activation_oracle(
     Args:
         question: one question, or several about the same answer.
         oracle: name below `oracles/`, path, or `hf://owner/repository`.
-        layer: a layer, a share of the depth, or a set of layers; the oracle's middle one by
+        layers: a layer, a share of the depth, or a set of layers; the oracle's middle one by
             default.
         inputs: `segment`, `tokens` or `full_seq`.
         positions: tokens to show; those of the completion by default.
@@ -67,7 +67,7 @@ def activation_oracle(
             solver=[
                 with_capture([4]),
                 activation_oracle(
-                    ["Is the speaker lying?", "What is the true answer?"], "organism", layer=4
+                    ["Is the speaker lying?", "What is the true answer?"], "organism", layers=4
                 ),
             ],
         )
@@ -77,7 +77,7 @@ def activation_oracle(
         ```
     """
     plan = plan_asking(
-        question, oracle, layer=layer, inputs=inputs, positions=positions, last=last,
+        question, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source,
         served_as=served_as,
     )  # fmt: skip

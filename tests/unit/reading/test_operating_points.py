@@ -38,7 +38,7 @@ def test_a_point_acts_at_its_own_value_with_its_own_rate_and_recall(fpr: float) 
     words = promise(reader, cut)
     assert f"{fpr:.2%} of control samples" in words
     assert f"{min(recalls(fpr)):.0%} to {max(recalls(fpr)):.0%}" in words
-    assert Suspicion.of(reader, scale="threshold", threshold=name)(cut) == 0.5
+    assert Suspicion.of(reader, unit="threshold", threshold=name)(cut) == 0.5
     # The number alone is as good as the name.
     assert rates(ProbeReader.of(PROBE, threshold=cut), cut) == rates(reader, cut)
 
