@@ -122,7 +122,7 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
 
 def _set_collector(arm: str) -> None:
     """Leave the garbage collector as a process would find it that runs this arm alone."""
-    from inspect_lens.model._garbage import collect_less
+    from inspect_lens.model.provider._garbage import collect_less
 
     gc.unfreeze()
     gc.set_threshold(*PYTHONS_THRESHOLD)

@@ -10,8 +10,8 @@ from inspect_ai.model import ModelAPI, modelapi
 from ._extras import is_installed, register_evals, register_lazily
 from ._settings import is_set
 from .approver import probe_approver
-from .model._advice import explain_none
 from .model._host import RegistryType
+from .model.request._advice import explain_none
 from .scorer import (
     attention_tracker,
     auroc,
@@ -118,7 +118,7 @@ if is_installed("inspect_sentinel"):
 register_evals()
 explain_none()
 if is_set("capture"):
-    from .model import _capture_hook  # noqa: F401
+    from .model.request import _capture_hook  # noqa: F401
 
 if importlib.util.find_spec("vllm_lens") is not None:
     logging.getLogger(__name__).warning(
@@ -177,6 +177,6 @@ def _provider() -> type[ModelAPI]:
 
         # Inspect talks to vLLM through the OpenAI client, which it does not install by itself.
         raise pip_dependency_error("vllm-lens models", ["openai"])
-    from .model._hook import LensAPI
+    from .model.provider._hook import LensAPI
 
     return LensAPI

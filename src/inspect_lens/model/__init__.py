@@ -3,12 +3,8 @@
 from inspect_lens._hook_results import SavedValues, read_results
 from inspect_lens._intake import read_vector
 
-from ._config import lens_config
-from ._frame import activations_df
-from ._handle import Activations
-from ._likelihood import token_logprobs
-from ._probe_scores import ProbeScores
-from ._read import (
+from .from_logs._frame import activations_df
+from .from_logs._read import (
     CapturedCall,
     activations,
     activations_for,
@@ -17,12 +13,16 @@ from ._read import (
     receipt,
     resident_activation_bytes,
 )
-from ._read_scores import ScoredCall, probe_scores, probe_scores_for, read_probe_scores
-from ._recapture import recapture, recaptures
-from ._rerender import reread
-from ._scope import lens_scope
-from ._sidecar import read_sidecar, write_sidecar
-from ._tensor_info import TensorInfo
+from .from_logs._read_scores import ScoredCall, probe_scores, probe_scores_for, read_probe_scores
+from .from_logs._sidecar import read_sidecar, write_sidecar
+from .provider._scope import lens_scope
+from .replay._likelihood import token_logprobs
+from .replay._recapture import recapture, recaptures
+from .replay._rerender import reread
+from .request._config import lens_config
+from .scores._probe_scores import ProbeScores
+from .stored._handle import Activations
+from .stored._tensor_info import TensorInfo
 
 __all__ = [
     "Activations",

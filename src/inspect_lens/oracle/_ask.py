@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations_for
-from inspect_lens.model._advice import role_advice
+from inspect_lens.model.request._advice import role_advice
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.spec import Positions
 

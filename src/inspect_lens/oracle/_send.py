@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import CaptureError, UnsupportedError
 from inspect_lens.model import lens_config, recapture, receipt
-from inspect_lens.model._instrument import instrument_message
-from inspect_lens.model._scopes import outside_scopes
+from inspect_lens.model.request._instrument import instrument_message
+from inspect_lens.model.request._scopes import outside_scopes
 from inspect_lens.spec import LensRequest, to_extra_args
 
 from ._inject import injection
@@ -225,7 +225,7 @@ def server_of(model: Model, what: str) -> Model:
     Raises:
         UnsupportedError: it is of another provider.
     """
-    from inspect_lens.model._provider import LensAPI
+    from inspect_lens.model.provider._provider import LensAPI
 
     if not isinstance(model.api, LensAPI):
         raise UnsupportedError(

@@ -13,7 +13,7 @@ from inspect_lens._ask import Ask, choose_ask
 from inspect_lens._named_vectors import NamedVector
 from inspect_lens.errors import LensError
 from inspect_lens.model import activations_for
-from inspect_lens.model._advice import role_advice
+from inspect_lens.model.request._advice import role_advice
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Reading, read_message
 from inspect_lens.spec import Positions

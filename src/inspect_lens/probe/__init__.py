@@ -1,8 +1,6 @@
 """Apply trained probes to arrays, load and save them, and judge their scores."""
 
-from ._alarm import AlarmDelays, alarm_delays
-from ._bootstrap import bootstrap_interval
-from ._card import (
+from .card._card import (
     RECALL_FLOOR,
     Calibration,
     LayerScore,
@@ -11,17 +9,16 @@ from ._card import (
     Threshold,
     TrainingFacts,
 )
-from ._compare import Comparison, compare_auroc, format_p_value
-from ._files import write_atomic
-from ._found import Found, found_above
-from ._groups import (
-    MIN_EFFECTIVE,
-    MIN_GROUPS,
-    MIN_GROUPS_PER_CLASS,
-    GroupCounts,
-    count_groups,
-)
-from ._head import (
+from .card._files import write_atomic
+from .card._found import Found, found_above
+from .card._points import CardPoint, card_points, choose_point
+from .card._seen import SeenSamples
+from .kinds._linear import Probe
+from .kinds._load import AnyProbe, load_probe, register_probe_dir
+from .kinds._model import check_model, fingerprint_model
+from .kinds._neural import NeuralProbe
+from .pooling._alarm import AlarmDelays, alarm_delays
+from .pooling._head import (
     LEARNED_POOLS,
     HeadOutputs,
     HeadSpec,
@@ -31,11 +28,21 @@ from ._head import (
     pool_head,
     pool_heads,
 )
-from ._intervals import clopper_pearson, delong_interval
-from ._linear import Probe
-from ._load import AnyProbe, load_probe, register_probe_dir
-from ._measured import Baseline, ControlShift, Evaluation, Interval, RecallAt, Transfer
-from ._metrics import (
+from .pooling._pool import POOLS, SENTENCE_POOL, Pool, parse_pool, pool_scores, sentence_ends
+from .pooling._streaming import StreamingPool, first_crossing, running_pool
+from .pooling._tokens import SELECTIONS, TokenText, select_tokens
+from .statistics._bootstrap import bootstrap_interval
+from .statistics._compare import Comparison, compare_auroc, format_p_value
+from .statistics._groups import (
+    MIN_EFFECTIVE,
+    MIN_GROUPS,
+    MIN_GROUPS_PER_CLASS,
+    GroupCounts,
+    count_groups,
+)
+from .statistics._intervals import clopper_pearson, delong_interval
+from .statistics._measured import Baseline, ControlShift, Evaluation, Interval, RecallAt, Transfer
+from .statistics._metrics import (
     OperatingPoint,
     auroc,
     conformal_threshold,
@@ -43,12 +50,8 @@ from ._metrics import (
     required_negatives,
     split_classes,
 )
-from ._model import check_model, fingerprint_model
-from ._neural import NeuralProbe
-from ._permutations import paired_permutation_test, permutation_test
-from ._points import CardPoint, card_points, choose_point
-from ._pool import POOLS, SENTENCE_POOL, Pool, parse_pool, pool_scores, sentence_ends
-from ._ranking import (
+from .statistics._permutations import paired_permutation_test, permutation_test
+from .statistics._ranking import (
     ROCCurve,
     average_precision,
     balanced_accuracy,
@@ -57,16 +60,13 @@ from ._ranking import (
     roc_band,
     roc_curve,
 )
-from ._reliability import (
+from .statistics._reliability import (
     Reliability,
     brier_score,
     expected_calibration_error,
     reliability_curve,
 )
-from ._seen import SeenSamples
-from ._streaming import StreamingPool, first_crossing, running_pool
-from ._tokens import SELECTIONS, TokenText, select_tokens
-from ._words import cross_validated_words, hash_words
+from .statistics._words import cross_validated_words, hash_words
 
 __all__ = [
     "LEARNED_POOLS",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from inspect_ai.model import Model, ModelOutput
 
 from inspect_lens.errors import CaptureError, UnsupportedError
-from inspect_lens.model._given import GIVEN_TOKENS
+from inspect_lens.model.from_logs._given import GIVEN_TOKENS
 
 __all__ = [
     "GIVEN_TOKENS",

@@ -6,7 +6,7 @@ from inspect_ai.model import ChatMessage, Model, ModelOutput
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, activations_for, probe_scores_for
-from inspect_lens.model._advice import capture_advice
+from inspect_lens.model.request._advice import capture_advice
 
 from ._reader import ProbeReader
 from ._reading import Reading

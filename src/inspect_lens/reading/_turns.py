@@ -8,8 +8,8 @@ from typing import NamedTuple
 from inspect_ai.event import Event, ModelEvent, SpanBeginEvent, SpanEndEvent
 from inspect_ai.model import ModelOutput
 
-from inspect_lens.model._given import given_output
-from inspect_lens.model._instrument import is_instrument_call
+from inspect_lens.model.from_logs._given import given_output
+from inspect_lens.model.request._instrument import is_instrument_call
 
 from ._aside import Aside
 

@@ -14,7 +14,7 @@ from inspect_scout import Result
 from inspect_lens.errors import ArtifactError, UnsupportedError
 from inspect_lens.model import activations, recaptures, reread
 from inspect_lens.model._host import PrerequisiteError
-from inspect_lens.model._instrument import is_instrument_call
+from inspect_lens.model.request._instrument import is_instrument_call
 from inspect_lens.reading import ProbeReader, Reading, read_call
 from inspect_lens.reading._aside import Aside
 

@@ -9,7 +9,7 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.model import activations, lens_config, lens_scope
-from inspect_lens.model._scope import require_lens
+from inspect_lens.model.provider._scope import require_lens
 from inspect_lens.spec import RESID_POST, Phase, Positions, Reduce, RowDType, Site
 
 from ._inner import as_inner

@@ -10,7 +10,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import recapture
-from inspect_lens.model._given import record_given
+from inspect_lens.model.from_logs._given import record_given
 from inspect_lens.reading import given_tokens
 from inspect_lens.spec import RESID_POST, Site
 

@@ -12,8 +12,8 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model._lens_service import LensLike, read_lens
-from inspect_lens.model._scope import require_lens
+from inspect_lens.model.provider._scope import require_lens
+from inspect_lens.model.server._lens_service import LensLike, read_lens
 from inspect_lens.spec import Positions
 
 from ._inner import as_inner

@@ -10,7 +10,7 @@ from inspect_ai.log import transcript
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.model import lens_scope
-from inspect_lens.model._engine_probes import ProbeLike, ask_probes
+from inspect_lens.model.scores._engine_probes import ProbeLike, ask_probes
 from inspect_lens.spec import Positions
 
 from ._inner import as_inner

@@ -16,7 +16,7 @@ from inspect_ai.util import span
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope
-from inspect_lens.model._inherited import steering_around
+from inspect_lens.model.request._inherited import steering_around
 from inspect_lens.reading import CellKind, CellScores, SteeringCell, SteeringCells
 from inspect_lens.spec import SteeringVector, VectorUse
 from inspect_lens.vector import Vector, VectorLike, load_vector

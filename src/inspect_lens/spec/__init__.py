@@ -3,15 +3,10 @@
 The Inspect process and the vLLM processes share them.
 """
 
-from ._arrays import as_tensor_data
-from ._body import BodyParts, lens_args, split_body
-from ._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
-from ._check import check_probe, check_request
-from ._check_edits import check_edits
-from ._check_lens import check_lens
-from ._eager import check_hooks, check_qk
-from ._encode import to_extra_args, to_wire_args
-from ._engine_lens import (
+from .answer._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
+from .answer._saved import decode_saved, encode_saved
+from .asks._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
+from .asks._engine_lens import (
     LENS_REFERENCE,
     EngineLens,
     LensEntry,
@@ -19,13 +14,10 @@ from ._engine_lens import (
     ResolvedLens,
     check_engine_lens,
 )
-from ._facts import EngineFacts, rows_for
-from ._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
-from ._lens import LENS_NAME, MOST_TOKENS, MOST_TOP_K, LensReceipt, LensTable, LogitLens
-from ._limits import TensorLimits
-from ._names import check_function_name, check_name
-from ._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
-from ._positions import (
+from .asks._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
+from .asks._lens import LENS_NAME, MOST_TOKENS, MOST_TOP_K, LensReceipt, LensTable, LogitLens
+from .asks._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
+from .asks._positions import (
     Phase,
     PositionName,
     Positions,
@@ -35,46 +27,14 @@ from ._positions import (
     phase_range,
     resolve_positions,
 )
-from ._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
-from ._qk import QKReceipt, QKSpec
-from ._receipt import CaptureReceipt, EnginePath, Receipt, SteerReceipt
-from ._request import LensRequest, forget_parsed, parse_extra_args
-from ._saved import decode_saved, encode_saved
-from ._sink import SinkReceipt, SinkStatus, SinkUse
-from ._sites import (
-    BLOCK_SITES,
-    RESID_POST,
-    SITE_TABLE,
-    SITES,
-    Site,
-    SiteInfo,
-    SiteWidth,
-    TapPoint,
-    in_site_order,
-    result_name,
-    tap_order,
-    tap_point,
-    tap_points,
-)
-from ._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
-from ._strict import explain, shown
-from ._tensor import (
-    DType,
-    TensorData,
-    decode_tensor,
-    encode_frame,
-    encode_tensor,
-    freeze_tensor,
-)
-from ._words import (
-    ENVELOPE_KEY,
-    LENS_KEYS,
-    NATIVE_KEY,
-    OWN_WORDS,
-    PLACES,
-    refuse_misspelled,
-    refuse_own_word,
-)
+from .asks._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
+from .asks._qk import QKReceipt, QKSpec
+from .asks._sink import SinkReceipt, SinkStatus, SinkUse
+from .asks._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
+from .checks._check import check_probe, check_request
+from .checks._check_edits import check_edits
+from .checks._check_lens import check_lens
+from .checks._eager import check_hooks, check_qk
 from .edits import (
     EDIT_REFERENCE,
     EDITS,
@@ -102,6 +62,46 @@ from .edits import (
     Zero,
     parse_edits,
     run_program,
+)
+from .engine._facts import EngineFacts, rows_for
+from .engine._limits import TensorLimits
+from .engine._sites import (
+    BLOCK_SITES,
+    RESID_POST,
+    SITE_TABLE,
+    SITES,
+    Site,
+    SiteInfo,
+    SiteWidth,
+    TapPoint,
+    in_site_order,
+    result_name,
+    tap_order,
+    tap_point,
+    tap_points,
+)
+from .request._body import BodyParts, lens_args, split_body
+from .request._encode import to_extra_args, to_wire_args
+from .request._request import LensRequest, forget_parsed, parse_extra_args
+from .values._arrays import as_tensor_data
+from .values._names import check_function_name, check_name
+from .values._strict import explain, shown
+from .values._tensor import (
+    DType,
+    TensorData,
+    decode_tensor,
+    encode_frame,
+    encode_tensor,
+    freeze_tensor,
+)
+from .values._words import (
+    ENVELOPE_KEY,
+    LENS_KEYS,
+    NATIVE_KEY,
+    OWN_WORDS,
+    PLACES,
+    refuse_misspelled,
+    refuse_own_word,
 )
 
 __all__ = [

@@ -4,29 +4,19 @@ Activations and labels go in, and a probe with its card comes out. A model and t
 lens comes out.
 """
 
-from ._across import CarriedProbe, transfer_probe
-from ._baselines import (
-    bag_of_words_scores,
-    baseline,
-    judge_scores,
-    length_scores,
-    random_direction_scores,
+from ._train import train_probe
+from .calibration._calibrate import fit_threshold
+from .calibration._platt import (
+    IsotonicCalibrator,
+    PlattCalibrator,
+    TemperatureCalibrator,
+    calibrate,
 )
-from ._beside import baselines_within, measure_baselines
-from ._binary import BinaryEstimator
-from ._calibrate import fit_threshold
-from ._cascade import CascadePoint, cascade_frontier
-from ._condition import Condition, fit_condition, similarity
-from ._dataset import ActivationSet
-from ._direction import DirectionEstimator, MeanDifferenceProbe
-from ._domains import DomainScore, leave_one_domain_out
-from ._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
-from ._erasure import erase
-from ._evaluate import evaluate_probe
-from ._families import FAMILIES, make_estimator
-from ._fit import TrainableProbe, fit_on
-from ._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
-from ._heads import (
+from .families._binary import BinaryEstimator
+from .families._direction import DirectionEstimator, MeanDifferenceProbe
+from .families._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
+from .families._families import FAMILIES, make_estimator
+from .families._heads import (
     AttentionLiteProbe,
     AttentionProbe,
     GDMAttentionProbe,
@@ -34,14 +24,42 @@ from ._heads import (
     MultiMaxProbe,
     RollingAttentionProbe,
 )
-from ._jacobian_lens import fit_jacobian_lens
-from ._lat import LATProbe
-from ._lens_quality import evaluate_lens
-from ._logistic import LogisticProbe, PressureLogisticProbe
-from ._massmean import LDAProbe, MassMeanProbe
-from ._persona import persona_pairs, persona_vector
-from ._platt import IsotonicCalibrator, PlattCalibrator, TemperatureCalibrator, calibrate
-from ._refusal import (
+from .families._lat import LATProbe
+from .families._logistic import LogisticProbe, PressureLogisticProbe
+from .families._massmean import LDAProbe, MassMeanProbe
+from .families._sae import SAEFeatureProbe
+from .families._sae_files import SparseEncoder, read_sae
+from .families._sequence import SequenceEstimator
+from .families._sklearn import SklearnProbe, as_family
+from .families._torch_logistic import CCSProbe, TorchLogisticProbe
+from .fitting._across import CarriedProbe, transfer_probe
+from .fitting._fit import TrainableProbe, fit_on
+from .fitting._stream import fit_stream
+from .judging._baselines import (
+    bag_of_words_scores,
+    baseline,
+    judge_scores,
+    length_scores,
+    random_direction_scores,
+)
+from .judging._beside import baselines_within, measure_baselines
+from .judging._cascade import CascadePoint, cascade_frontier
+from .judging._domains import DomainScore, leave_one_domain_out
+from .judging._evaluate import evaluate_probe
+from .judging._select import LayerChoice, select_layer
+from .judging._shift import StyleShift, style_shift, transfer_statement
+from .lenses._jacobian_lens import fit_jacobian_lens
+from .lenses._lens_quality import evaluate_lens
+from .lenses._tuned_lens import fit_tuned_lens
+from .sets._dataset import ActivationSet
+from .sets._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
+from .sets._seen import refuse_seen
+from .sets._splits import require_disjoint, split_by_group
+from .sets._store_set import StoreSet
+from .vectors._condition import Condition, fit_condition, similarity
+from .vectors._erasure import erase
+from .vectors._persona import persona_pairs, persona_vector
+from .vectors._refusal import (
     RefusalCandidate,
     RefusalChoice,
     RefusalMeter,
@@ -49,21 +67,8 @@ from ._refusal import (
     refusal_candidates,
     select_refusal,
 )
-from ._sae import SAEFeatureProbe
-from ._sae_files import SparseEncoder, read_sae
-from ._seen import refuse_seen
-from ._select import LayerChoice, select_layer
-from ._sequence import SequenceEstimator
-from ._shift import StyleShift, style_shift, transfer_statement
-from ._sklearn import SklearnProbe, as_family
-from ._splits import require_disjoint, split_by_group
-from ._store_set import StoreSet
-from ._stream import fit_stream
-from ._torch_logistic import CCSProbe, TorchLogisticProbe
-from ._train import train_probe
-from ._tuned_lens import fit_tuned_lens
-from ._vector_check import VectorScore, evaluate_vector
-from ._vectors import VectorMethod, VectorRows, extract_vector, pair_set
+from .vectors._vector_check import VectorScore, evaluate_vector
+from .vectors._vectors import VectorMethod, VectorRows, extract_vector, pair_set
 
 __all__ = [
     "DEPTHS",

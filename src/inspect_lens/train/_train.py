@@ -20,16 +20,16 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions
 
-from ._calibrate import fit_threshold
-from ._copies import near_copies
-from ._dataset import ActivationSet
-from ._evaluate import evaluate_probe
-from ._fit import Rows, TrainableProbe, rows_of
-from ._seen import list_seen
-from ._select import SelectBy, select_layer
-from ._shift import transfer_statement
-from ._sklearn import as_family
-from ._splits import (
+from .calibration._calibrate import fit_threshold
+from .families._sklearn import as_family
+from .fitting._fit import Rows, TrainableProbe, rows_of
+from .judging._evaluate import evaluate_probe
+from .judging._select import SelectBy, select_layer
+from .judging._shift import transfer_statement
+from .sets._copies import near_copies
+from .sets._dataset import ActivationSet
+from .sets._seen import list_seen
+from .sets._splits import (
     require_disjoint,
     require_other_samples,
     require_same_origin,

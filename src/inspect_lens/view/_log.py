@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.model import Activations, ProbeScores, activations
-from inspect_lens.model._given import given_output
+from inspect_lens.model.from_logs._given import given_output
 from inspect_lens.reading import TokenScores, given_length
 
 from ._content import CallView, SampleView, TurnView

@@ -14,7 +14,7 @@ from inspect_lens._cli import main
 from inspect_lens._cli._recipe import load_recipe
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import _server
+from inspect_lens.model.server import _server
 from inspect_lens.probe import load_probe
 from inspect_lens.train import FAMILIES
 from tests.kit.fake_server import FakeLensServer

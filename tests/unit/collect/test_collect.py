@@ -21,7 +21,7 @@ from inspect_lens.data import (
     ProbeSample,
 )
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
-from inspect_lens.model import _server
+from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 from tests.kit.repository import ROOT
 

@@ -13,7 +13,7 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageTool,
 from inspect_ai.tool import ToolCall, ToolCallError, ToolCallView
 
 from inspect_lens.errors import SpecError
-from inspect_lens.model import _server
+from inspect_lens.model.server import _server
 from inspect_lens.petri import eval_awareness_approver
 from inspect_lens.petri._approver import _with_pending
 from inspect_lens.petri._steering import METADATA_KEY, steering

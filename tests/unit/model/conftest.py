@@ -10,7 +10,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
 
-from inspect_lens.model import _server
+from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer
 
 GetModel = Callable[..., Model]

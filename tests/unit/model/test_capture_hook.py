@@ -112,7 +112,7 @@ def test_the_entry_point_registers_the_hook_only_when_it_is_on(
 ) -> None:
     code = (
         "import inspect_lens._registry, sys;"
-        "print('inspect_lens.model._capture_hook' in sys.modules)"
+        "print('inspect_lens.model.request._capture_hook' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from inspect_ai.model import Model, get_model
 
-from inspect_lens.model import _server
+from inspect_lens.model.server import _server
 from inspect_lens.oracle import _send
 from tests.kit.fake_server import FakeLensServer
 

@@ -26,7 +26,7 @@ from inspect_lens.probe import (
     register_probe_dir,
     write_atomic,
 )
-from inspect_lens.probe import _load as load_module
+from inspect_lens.probe.kinds import _load as load_module
 
 H = 8
 INTERVAL = Interval(low=0.1, high=0.2, method="m")

@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import auroc, cross_validated_words, hash_words
-from inspect_lens.probe._words import _folds, _score
+from inspect_lens.probe.statistics._words import _folds, _score
 
 
 def texts(n: int, *, seed: int = 0, signal: float = 0.0) -> tuple[list[str], list[int]]:

@@ -10,7 +10,7 @@ import pytest
 from inspect_lens.approver import probe_approver
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Threshold, card_points, choose_point, load_probe
-from inspect_lens.probe._metrics import conformal_threshold
+from inspect_lens.probe.statistics._metrics import conformal_threshold
 from inspect_lens.reading import ProbeReader, Suspicion
 from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import promise, rates

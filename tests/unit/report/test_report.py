@@ -21,7 +21,7 @@ from inspect_lens.probe import (
     Threshold,
     Transfer,
 )
-from inspect_lens.probe._render import render_card
+from inspect_lens.probe.card._render import render_card
 from inspect_lens.report import ReportSet, cases, write_report
 
 I = Interval(low=0.81, high=0.97, method="x")  # noqa: E741

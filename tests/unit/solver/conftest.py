@@ -27,7 +27,7 @@ H, LAYER = 8, 2
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from inspect_ai.util._concurrency import init_concurrency
 
-    from inspect_lens.model import _server
+    from inspect_lens.model.server import _server
 
     _server._servers.clear()
     init_concurrency()

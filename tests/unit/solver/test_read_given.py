@@ -35,7 +35,7 @@ STATEMENT = "Velosh is a town."
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from inspect_ai.util._concurrency import init_concurrency
 
-    from inspect_lens.model import _server
+    from inspect_lens.model.server import _server
 
     _server._servers.clear()
     init_concurrency()
@@ -144,8 +144,8 @@ def test_what_was_read_is_found_like_what_was_generated(server: ScoringServer) -
 def test_messages_of_a_finished_log_lead_to_what_was_read(
     server: ScoringServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from inspect_lens.model import _read
-    from inspect_lens.model._store import MessageIndex
+    from inspect_lens.model.from_logs import _read
+    from inspect_lens.model.stored._store import MessageIndex
 
     log = run(server)
     monkeypatch.setattr(_read, "MESSAGES", MessageIndex())  # as in another process
@@ -161,8 +161,8 @@ def test_messages_of_a_finished_log_lead_to_what_was_read(
 def test_what_was_read_stays_beside_what_is_generated_behind_it(
     server: ScoringServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
 ) -> None:
-    from inspect_lens.model import _given, _read
-    from inspect_lens.model._store import MessageIndex
+    from inspect_lens.model.from_logs import _given, _read
+    from inspect_lens.model.stored._store import MessageIndex
 
     alarm = monitor_alarm(PROBE, threshold=1e6, value="max")
     log = run(server, with_capture([LAYER]), scorer=alarm)

@@ -46,7 +46,7 @@ from inspect_lens.train import (
     TorchLogisticProbe,
     layers_at,
 )
-from inspect_lens.train._lat import make_pairs
+from inspect_lens.train.families._lat import make_pairs
 
 H = 24
 LINEAR: list[Any] = [

@@ -19,7 +19,7 @@ from inspect_lens.train import (
     make_estimator,
     read_sae,
 )
-from inspect_lens.train._sae import l1_settings
+from inspect_lens.train.families._sae import l1_settings
 
 H, N = 24, 60
 CARD = ProbeCard(name="m/sae", layers=(9,), hidden=H)

@@ -18,9 +18,9 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
-from inspect_lens.train._copies import near_copies
-from inspect_lens.train._recall import recall_draws
-from inspect_lens.train._splits import split_control
+from inspect_lens.train.calibration._recall import recall_draws
+from inspect_lens.train.sets._copies import near_copies
+from inspect_lens.train.sets._splits import split_control
 
 LAYERS = (0, 1)
 

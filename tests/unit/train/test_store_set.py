@@ -122,7 +122,7 @@ def test_it_is_the_set_that_memory_would_hold(
     store = plant(tmp_path / "s", 60, seed=0, dtype=dtype)
     small = ActivationSet.from_store(store)
     # Samples that straddle two pieces, too.
-    monkeypatch.setattr("inspect_lens.train._store_set._ROWS", 5)
+    monkeypatch.setattr("inspect_lens.train.sets._store_set._ROWS", 5)
     large = StoreSet(store)
     same(large, small)
     picks = np.random.default_rng(0).permutation(len(small))[:23]

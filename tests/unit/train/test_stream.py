@@ -23,7 +23,7 @@ from inspect_lens.train import (
     MeanDifferenceProbe,
     fit_stream,
 )
-from inspect_lens.train._moments import Moments, accumulate, prefetch
+from inspect_lens.train.fitting._moments import Moments, accumulate, prefetch
 
 H = 16
 

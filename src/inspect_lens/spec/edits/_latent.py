@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, InstanceOf, model_validator
 
-from inspect_lens.spec._strict import Flag, Number
-from inspect_lens.spec._tensor import TensorData
+from inspect_lens.spec.values._strict import Flag, Number
+from inspect_lens.spec.values._tensor import TensorData
 
 from ._base import EditBase
 from ._instruction import Instruction, Kind

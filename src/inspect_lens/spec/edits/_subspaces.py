@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, InstanceOf, model_validator
 
-from inspect_lens.spec._positions import Positions
-from inspect_lens.spec._strict import Number
-from inspect_lens.spec._tensor import TensorData
+from inspect_lens.spec.asks._positions import Positions
+from inspect_lens.spec.values._strict import Number
+from inspect_lens.spec.values._tensor import TensorData
 
 from ._base import EditBase
 from ._instruction import Instruction, Kind, Row

@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, ValidationError
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec._limits import TensorLimits
-from inspect_lens.spec._strict import explain, shown
+from inspect_lens.spec.engine._limits import TensorLimits
+from inspect_lens.spec.values._strict import explain, shown
 
 from ._base import EditBase
 from ._directions import Ablate, Add, Clamp, Scale, Set

@@ -1,0 +1,102 @@
+"""Small files beside a log that are no activations: written whole, named by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from inspect_lens._intake import join, parent, write_file
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model.scores._probe_scores import ProbeScores
+from inspect_lens.model.stored._handle import Activations
+from inspect_lens.model.stored._places import Place, find, place_for, place_of
+
+__all__ = ["read_sidecar", "write_sidecar"]
+
+_DIGITS = 16
+
+
+def write_sidecar(
+    data: bytes, *, kind: str, name: str, beside: Activations | ProbeScores | None = None
+) -> dict[str, Any] | None:
+    """Write a file beside the log of this eval and return what to put into the log.
+
+    The name holds the hash of the content, so scoring a log again writes the same file again.
+
+    Args:
+        data: content.
+        kind: `$lens` of the reference, such as `scores/1`.
+        name: first part of the file's name.
+        beside: activations that the file belongs to; outside an eval, as when a finished log is
+            scored, it goes where theirs is.
+
+    Returns:
+        `{"$lens", "uri", "root", "sha256"}`, or None where there is no place for a file: outside
+        an eval, with activations that are only in memory and without INSPECT_LENS_DIR.
+
+    Raises:
+        CaptureError: the file could not be written.
+
+    Example:
+        ```python
+        from inspect_lens.model import read_activations, read_sidecar, write_sidecar
+
+        handle = read_activations("logs/honesty.eval")[0].activations
+        reference = write_sidecar(b"1,2,3", kind="mine/1", name="mine.csv", beside=handle)
+        assert read_sidecar(reference, kind="mine/1") == b"1,2,3"
+        ```
+    """
+    place = place_for(None)
+    if place is None and beside is not None and beside.uri is not None:
+        uri = beside.uri
+        root = "" if "://" in uri or uri.startswith("/") else place_of(uri, beside.root)
+        place = Place(root, parent(uri))
+    if place is None:
+        return None
+    digest = hashlib.sha256(data).hexdigest()[:_DIGITS]
+    uri = f"{place.folder}/{name}-{digest[:12]}.safetensors"
+    write_file(join(place.root, uri), [data])
+    return {"$lens": kind, "uri": uri, "root": place.root, "sha256": digest}
+
+
+def read_sidecar(reference: Mapping[str, Any], *, kind: str) -> bytes:
+    """Read the file behind a reference.
+
+    Args:
+        reference: what `write_sidecar` returned, live or out of a log.
+        kind: `$lens` that it must have.
+
+    Returns:
+        The content.
+
+    Raises:
+        ArtifactError: it is no such reference, or the file is missing or another one.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.model import read_activations, read_sidecar
+
+        log = read_eval_log("logs/honesty.eval")
+        read_activations(log)
+        score = log.samples[0].scores["deception_probe"]
+        data = read_sidecar(score.metadata["token_scores"], kind="scores/1")
+        assert len(data) > 0
+        ```
+    """
+    uri = reference.get("uri")
+    if reference.get("$lens") != kind or not isinstance(uri, str):
+        raise ArtifactError(
+            f'not a reference to a file beside a log: {dict(reference)!r}; wanted is "$lens": '
+            f'"{kind}" with uri and sha256'
+        )
+    where, data = find(uri, reference.get("root"))
+    digest = hashlib.sha256(data).hexdigest()[:_DIGITS]
+    if digest != reference.get("sha256"):
+        raise ArtifactError(
+            f"{where}: has sha256 {digest}…, the log refers to {reference.get('sha256')}…; restore "
+            "the file that was written with this log"
+        )
+    return data

@@ -1,0 +1,353 @@
+"""The provider `vllm-lens` (also `lens`): Inspect's vLLM provider that speaks lens.
+
+Order of one call: the hook in `_hook.py` spells the config in one way (before the cache is
+asked), `generate` reads the request out of it, Inspect logs the request, and only then
+`_generate_completion` puts the tensors on the wire and takes the answer's out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from subprocess import Popen
+from typing import Any, cast, get_args
+
+import anyio.to_thread
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
+from inspect_ai.tool import ToolChoice, ToolInfo
+from openai import APIStatusError, AsyncOpenAI, BadRequestError
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from typing_extensions import override
+
+from inspect_lens._intake import Source
+from inspect_lens.errors import CaptureError, LensError
+from inspect_lens.model._host import PrerequisiteError, VLLMServer, _vllm_servers
+from inspect_lens.model.request._body import (
+    Body,
+    Settled,
+    environment_capture,
+    is_lens_call,
+    parse_capture,
+    read_body,
+    respelled,
+    without_refusals,
+)
+from inspect_lens.model.request._inherited import inherited_requests
+from inspect_lens.model.request._scopes import scope_of
+from inspect_lens.model.request._transport import over_binary, wants_transport
+from inspect_lens.model.request._vectors import save_vectors
+from inspect_lens.model.response._attach import attach
+from inspect_lens.model.response._response import LensFields, take_fields
+from inspect_lens.model.response._stream import StreamFields
+from inspect_lens.model.response._take import Keep, Mode, expect
+from inspect_lens.model.scores._engine_probes import Asked, ProbeLike, ask_probes, including
+from inspect_lens.model.server._lora import adapter_of
+from inspect_lens.model.server._probe_service import UNKNOWN
+from inspect_lens.model.server._server import (
+    children_of,
+    normalise_url,
+    reap,
+    server_for,
+    start_server,
+)
+from inspect_lens.model.server._server_calls import FETCH_TIMEOUT_S, ServerCalls
+from inspect_lens.model.stored._places import place_for
+from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
+
+from ._garbage import collect_less
+
+__all__ = ["CALLER", "LensAPI"]
+
+MAX_CONNECTIONS = 64
+
+CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
+"""The provider that this task is about to call; see `LensAPI.connection_key`."""
+
+
+@dataclass
+class _Call:
+    """One mutable box per `generate`, filled by `_generate_completion` below it."""
+
+    request: LensRequest | None
+    keep: Keep
+    fields: LensFields | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("inspect_lens_call", default=None)
+
+
+class LensAPI(ServerCalls):
+    """Inspect's vLLM provider, with capture, steering and adapters per call.
+
+    ```text
+    inspect eval task.py --model vllm-lens/org/model -M capture=10,20
+    ```
+
+    ```python
+    model = get_model("vllm-lens/org/model")
+    output = await model.generate(messages, config=lens_config(capture=[10]))
+    output.metadata["activations"]["residual_stream"]  # torch, (1, tokens, hidden)
+    ```
+
+    Args:
+        model_name: as for `vllm/`, `base` or `base:adapter[@revision]`.
+        base_url: of a running server; `/v1` is added where the URL has no path.
+        port: of a running server on this machine.
+        api_key: that the server asks for.
+        config: generation config.
+        capture: what calls capture that do not say: layers, `all`, or a CaptureSpec.
+        activations: `sidecar` writes a file per call beside the log (the default inside an
+            eval), `memory` keeps them up to INSPECT_LENS_MEMORY_BYTES (the default outside),
+            `drop` keeps only shapes and hashes.
+        probes: that the engine runs on every call: names below `probes/`, paths or probes, as a
+            list or separated by commas. Their token scores are in
+            `output.metadata["probe_scores"]`, and beside the log; scorers of these probes read
+            them. Probes that the server cannot run are captured instead.
+        activations_dir: folder or fsspec URL for the files, instead of beside the log.
+        stream: force streaming on or off; None streams where Inspect asks for it and the call
+            does not use the lens.
+        **server_args: as for `vllm/`; the rest goes to the vLLM server that is started.
+
+    Raises:
+        PrerequisiteError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        port: int | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 Inspect's own signature
+        *,
+        capture: Any = None,
+        activations: Mode | None = None,
+        activations_dir: str | None = None,
+        probes: ProbeLike | Sequence[ProbeLike] | None = None,
+        stream: bool | None = None,
+        lazy_init: bool = True,
+        **server_args: Any,
+    ) -> None:
+        try:
+            self._capture = parse_capture(capture)
+            self._asked: Asked = ask_probes(probes)
+        except LensError as error:
+            raise PrerequisiteError(f"vllm-lens: -M {error}") from None
+        try:
+            # Said here and not by the hook that reads it: Inspect only warns about errors there.
+            environment_capture()
+        except LensError as error:
+            raise PrerequisiteError(f"vllm-lens: {error}") from None
+        if activations is not None and activations not in get_args(Mode):
+            raise PrerequisiteError(
+                f"vllm-lens: -M activations={activations!r}; allowed are "
+                f"{', '.join(get_args(Mode))}; leave it out for files beside the log"
+            )
+        self._mode = activations
+        self._directory = activations_dir
+        self._forced_stream = stream
+        base = model_name.partition(":")[0]
+        shared = base in _vllm_servers
+        super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)
+        self._server = self._own_server(self._server, shared=shared)
+        if not lazy_init:
+            self._resolve_server()
+        collect_less()
+
+    # -- server ----------------------------------------------------------------
+
+    def _own_server(self, theirs: VLLMServer, *, shared: bool) -> VLLMServer:
+        endpoint = super().connection_key()
+        if endpoint != self.base_model:
+            endpoint = self._init_base_url = normalise_url(endpoint)
+        server = server_for(self.base_model, endpoint)
+        if self.adapter:
+            server.enable_lora = True
+            server.max_lora_rank = max(server.max_lora_rank or 0, theirs.max_lora_rank or 0) or None
+        if not shared:
+            # Inspect's constructor made a record in its own table, which nobody uses.
+            _vllm_servers.pop(self.base_model, None)
+        self.base_url = self._init_base_url
+        return server
+
+    @override
+    def _resolve_server(self) -> None:
+        super()._resolve_server()
+        # Part of the cache key and of logged model roles: an explicit URL, or None for a server
+        # of ours, whose port is another one in each run.
+        self.base_url = self._init_base_url
+
+    @override
+    def _create_client(self) -> AsyncOpenAI:
+        self.base_url = self._server.base_url
+        try:
+            return super()._create_client()
+        finally:
+            self.base_url = self._init_base_url
+
+    @override
+    def _server_root(self) -> str:
+        return str(self._server.base_url).rstrip("/").removesuffix("/v1")
+
+    @override
+    def _start_server(
+        self, model_path: str, port: int | None = None
+    ) -> tuple[str, Popen[str], int]:
+        return start_server(
+            model_path,
+            port=port,
+            api_key=str(self.api_key),
+            server=self._server,
+            args=self.server_args,
+        )
+
+    @override
+    def close(self) -> None:
+        children = children_of(self._server.process)
+        super().close()
+        self._probes.forget()
+        self.lenses.forget()
+        reap(children)
+
+    @override
+    def connection_key(self) -> str:
+        # Inspect asks for this in the task of a call, right before the hooks of that call run;
+        # hooks are told the model's name only, and two models may share one.
+        CALLER.set(self)
+        return super().connection_key()
+
+    @override
+    def max_connections(self) -> int:
+        return MAX_CONNECTIONS
+
+    @override
+    def should_retry(self, ex: BaseException) -> bool | RetryDecision:
+        if isinstance(ex, APIStatusError) and CaptureError.__name__ in str(ex.body):
+            return RetryDecision.no()  # it would be incomplete again, and Inspect never gives up
+        return super().should_retry(ex)
+
+    # -- a call ----------------------------------------------------------------
+
+    def typed_body(
+        self, config: GenerateConfig, last: CaptureSpec | None = None
+    ) -> dict[str, Any] | None:
+        """The config's `extra_body` with scopes and the default capture, spelled in one way."""
+        return self._read(config, last).extra_body or None
+
+    def _read(self, config: GenerateConfig, last: CaptureSpec | None = None) -> Body:
+        scope = scope_of(self)
+        said = config.extra_body and not isinstance(config.extra_body, Settled)
+        # Only of a call that says something it has to be known whether it says so itself.
+        inherited = inherited_requests(self) if scope is not None and said else ()
+        asked = self._asked
+        default = self._capture or last
+        if asked.capture is not None:
+            default = including(default, asked.capture)
+        body, request = read_body(config.extra_body, default, scope, inherited, asked.uses)
+        return Body(Settled(body), request)
+
+    @override
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        body, request = self._read(config)
+        refused = dict(self._asked.refused)
+        if request is not None and request.probes:
+            request, more = await self._probes.serve(request)
+            if more:
+                refused |= more
+                body = Settled(respelled(body, request))
+        if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
+            config = config.model_copy(update={"extra_body": body})
+        await self.load_adapter(body.get("lora_request"))
+        place = place_for(self._directory)
+        if request is not None and (request.steer or request.edits):
+            kept = place if self._mode in (None, "sidecar") else None
+            await anyio.to_thread.run_sync(save_vectors, request, kept)
+        call = _Call(request, Keep(self._mode, place))
+        token = _call.set(call)
+        try:
+            result = await super().generate(input, tools, tool_choice, config)
+        finally:
+            _call.reset(token)
+        output = result[0] if isinstance(result, tuple) else result
+        if isinstance(output, ModelOutput) and call.fields is not None and call.fields.choices:
+            await self._check_done(request, call.fields)
+            source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
+            await attach(
+                output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source
+            )
+            if refused and output.metadata is not None:
+                output.metadata["probes_refused"] = refused
+        return result
+
+    @override
+    def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
+        params = super().completion_params(config, tools)
+        body = dict(params.get("extra_body") or {})
+        args = body.pop("extra_args", None)
+        if args:
+            # Typed, so that the logged request has references; text only on the wire.
+            body["vllm_xargs"] = args
+        adapter = adapter_of(body.pop("lora_request", None))
+        if adapter is not None:
+            params["model"] = adapter.name
+        return params | {"extra_body": body}
+
+    @override
+    async def _generate_completion(
+        self, request: dict[str, Any], config: GenerateConfig
+    ) -> ChatCompletion:
+        call = _call.get()
+        body: dict[str, Any] = {"return_token_ids": True, **(request.get("extra_body") or {})}
+        if "vllm_xargs" in body:
+            args = without_refusals(cast("dict[str, Any]", body.pop("vllm_xargs")))
+            if wants_transport(args) and await self.offers_binary():
+                args = over_binary(args)
+                if call is not None:
+                    expect(call.keep)
+            if args:
+                asked = call.request if call is not None else None
+                if asked is not None and not (asked.steer or asked.edits or asked.hooks):
+                    body["vllm_xargs"] = to_wire_args(args)
+                else:
+                    # Compressing megabytes of vectors is not for the event loop.
+                    body["vllm_xargs"] = await anyio.to_thread.run_sync(to_wire_args, args)
+        asked_for = request | {"extra_body": body}
+        try:
+            completion = await super()._generate_completion(asked_for, config)
+        except BadRequestError as error:
+            if call is None or call.request is None or UNKNOWN not in str(error.body):
+                raise
+            # Somebody removed a name, or the server was started again.
+            self._probes.forget()
+            await self._probes.serve(call.request)
+            completion = await super()._generate_completion(asked_for, config)
+        if isinstance(completion, ChatCompletion):
+            fields = take_fields(completion)
+            if call is not None:
+                call.fields = fields
+        return completion
+
+    # -- streaming ---------------------------------------------------------------
+
+    @override
+    def resolve_stream(self, config: GenerateConfig) -> bool:
+        if self._forced_stream is not None:
+            return self._forced_stream
+        return super().resolve_stream(config)
+
+    @override
+    def auto_streamable(self, config: GenerateConfig) -> bool:
+        # Large results would arrive as one last chunk: nothing to show, and nothing to gain.
+        return not is_lens_call(config.extra_body) and super().auto_streamable(config)
+
+    @override
+    async def stream_completion(self, stream: AsyncIterable[ChatCompletionChunk]) -> ChatCompletion:
+        fields = StreamFields()
+        return fields.attach(await super().stream_completion(fields.strip(stream)))

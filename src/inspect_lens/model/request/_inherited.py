@@ -1,0 +1,99 @@
+"""What the config of a task or of a model asks of every call: the outermost scope.
+
+Inspect merges it into each call's own config, where it would look like something that the call says
+itself, and so drop what `lens_scope` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from inspect_ai.model import Model, ModelAPI
+
+from inspect_lens.errors import LensError
+from inspect_lens.model._host import active_generate_config, active_model
+from inspect_lens.spec import LensRequest
+
+from ._body import declines_steering, read_body
+from ._scopes import SCOPES, scope_of
+
+__all__ = ["Around", "inherited_requests", "steering_around"]
+
+
+def inherited_requests(api: ModelAPI) -> tuple[LensRequest, ...]:
+    """What the running task's config and the model's own ask of every call inside scopes.
+
+    Args:
+        api: of the model that is called; its scopes know the model.
+
+    Returns:
+        The requests that there are.
+    """
+    models = {id(scope.model): scope.model for scope in SCOPES.get() if scope.model.api is api}
+    found = []
+    for config in (active_generate_config(), *(model.config for model in models.values())):
+        try:
+            request = read_body(config.extra_body).request
+        except LensError:
+            continue  # calls that carry it are refused with the reason
+        if request is not None:
+            found.append(request)
+    return tuple(found)
+
+
+class Around(NamedTuple):
+    """What steers, at this place, a call that says nothing itself."""
+
+    config: LensRequest
+    """Of the task, or of the model."""
+    scope: LensRequest
+    """Of the scopes around."""
+    declined: bool
+    """Whether the config says `apply_steering_vectors: []`."""
+
+    def __str__(self) -> str:
+        parts = []
+        for source, where in ((self.config, "the config of the task or the model"),
+                              (self.scope, "with_steering or lens_scope around it")):  # fmt: skip
+            words = [
+                f"layers {list(v.layer_indices)}, scale {v.scale:g}, "
+                f"sha256 {v.activations.sha256[:12]}"
+                for v in source.steer
+            ]
+            words += [f"registered vector {use.name!r}" for use in source.steer_named]
+            words += [f"edit {edit.op!r}, layers {list(edit.layers)}" for edit in source.edits]
+            if words:
+                parts.append(f"{where} steers ({'; '.join(words)})")
+        if self.declined:
+            parts.append("the config of the task or the model says apply_steering_vectors: []")
+        return " and ".join(parts)
+
+
+def steering_around(model: Model) -> Around | None:
+    """Find what a call of a model is steered by where it says nothing itself.
+
+    Args:
+        model: that would be called.
+
+    Returns:
+        What it is, or None where nothing steers it and nothing keeps it from being steered.
+
+    Raises:
+        SpecError: the config is wrong.
+        ArtifactError: a vector that the config names cannot be found.
+    """
+    body = _inherited_body(model)
+    found = Around(
+        read_body(body).request or LensRequest(),
+        scope_of(model.api) or LensRequest(),
+        declines_steering(body),
+    )
+    return found if str(found) else None
+
+
+def _inherited_body(model: Model) -> Mapping[str, Any] | None:
+    """The `extra_body` of a call that has none, by the rules of Inspect."""
+    if model is active_model() and (body := active_generate_config().extra_body) is not None:
+        return body
+    return model.config.extra_body

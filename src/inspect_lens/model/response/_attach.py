@@ -1,0 +1,204 @@
+"""From the fields of a response to `output.metadata`: handles in place, files written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from inspect_ai.model import ChatMessage, ModelOutput
+
+from inspect_lens._hook_results import SavedValues, read_results
+from inspect_lens._intake import ChoiceFields, FetchBytes, Source, qk_values
+from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.model._host import active_call
+from inspect_lens.model.scores._probe_scores import SCORED_MESSAGES, ProbeScores
+from inspect_lens.model.scores._score_file import ScoreData, columns_of
+from inspect_lens.model.stored._handle import MESSAGES, Activations
+from inspect_lens.spec import LensRequest
+
+from ._metadata import LensMetadata
+from ._response import LensFields
+from ._take import Keep, file_of, in_thread, take
+
+__all__ = ["attach", "origin_of"]
+
+HOOK_RESULTS_BYTES = 1 << 20
+"""JSON of hook results that one output may bring into a log."""
+
+
+async def attach(
+    output: ModelOutput,
+    fields: LensFields,
+    request: LensRequest | None,
+    body: Mapping[str, Any] | None = None,
+    *,
+    keep: Keep,
+    fetch: FetchBytes,
+    source: Source | None = None,
+) -> None:
+    """Put what a response brought into the output that Inspect made of it.
+
+    The first choice's activations are in `output.metadata["activations"]`, those of further
+    choices in the metadata of their messages; all are found by message id.
+
+    Args:
+        output: changed in place.
+        fields: taken from the response.
+        request: that was sent.
+        body: `extra_body` of the call; an adapter of this call is noted with what it wrote, as
+            the base model would not read the text alike.
+        keep: whether activations go to files.
+        fetch: gets the bytes behind a handle of the binary transport, in a thread.
+        source: of those bytes, for another process; None where only this one reaches them.
+
+    Raises:
+        CaptureError: something is missing, or a file could not be written.
+    """
+    first = fields.choices[0]
+    lora = (body or {}).get("lora_request")
+    metadata = LensMetadata(fields.prompt_token_ids, first.token_ids)
+    metadata.update((output.metadata or {}) | _adapter(lora))
+    output.metadata = metadata
+    scored = _score_data(output, fields, request, lora)
+    if request is not None and request.brings_tensors:
+        metadata.update(qk_values(first))
+        if len(fields.choices) != len(output.choices):
+            raise CaptureError(
+                f"activations: the response has {len(fields.choices)} choices and Inspect made "
+                f"{len(output.choices)} of them; use num_choices=1"
+            )
+        messages = [choice.message for choice in output.choices]
+        origins = [origin_of(output.model, message.id, lora) for message in messages]
+        names = [message.id or uuid4().hex for message in messages]
+
+        named = list(zip(names, origins, strict=True))
+        handles = await take(fields, request, named, keep=keep, fetch=fetch, source=source)
+        for index, (message, handle) in enumerate(zip(messages, handles, strict=True)):
+            if message.id:
+                MESSAGES.put(message.id, handle)
+            if index == 0:
+                metadata["activations"] = handle
+            else:
+                message.metadata = {**(message.metadata or {}), "activations": handle}
+    elif first.receipt is not None:
+        # With a capture the receipt is in its file, and the log stays small.
+        metadata["inspect_lens"] = _said(first.receipt)
+    if scored:
+        await _keep_scores(output, scored, keep=keep)
+    if request is not None and request.hooks and first.hook_results is None:
+        raise CaptureError(
+            "apply_hooks: the server answered without results of hooks; it runs without the "
+            "inspect-lens plug-in (see that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
+        )
+    for received, made in zip(fields.choices, output.choices, strict=False):
+        if (saved := _saved(received)) is None:
+            continue
+        if received is first:
+            metadata["hook_results"] = saved
+        else:
+            made.message.metadata = {**(made.message.metadata or {}), "hook_results": saved}
+
+
+Scored = list[tuple[ChatMessage, ScoreData]]
+
+
+def _score_data(
+    output: ModelOutput, fields: LensFields, request: LensRequest | None, lora: Any
+) -> Scored:
+    """Token scores of each choice, taken out of its receipt: a log and a capture do without."""
+    prompt = fields.prompt_token_ids
+    made: Scored = []
+    if request is None or not any(use.tokens for use in request.probes):
+        return made
+    for received, choice in zip(fields.choices, output.choices, strict=False):
+        message, ids, receipt = choice.message, received.token_ids, received.receipt or {}
+        columns = columns_of(receipt, request.probes, n_prompt=len(prompt), n_completion=len(ids))
+        probes = [{k: v for k, v in p.items() if k != "tokens"} for p in receipt["probes"]]
+        received.receipt = {**receipt, "probes": probes}
+        origin = origin_of(output.model, message.id, lora)
+        data = ScoreData(columns=columns, prompt_token_ids=prompt, token_ids=ids, origin=origin)
+        made.append((message, data))
+    return made
+
+
+async def _keep_scores(output: ModelOutput, made: Scored, *, keep: Keep) -> None:
+    """Put token scores beside the log, and handles into the output."""
+    writes = keep.mode == "sidecar" or (keep.mode != "memory" and keep.place is not None)
+
+    def store() -> list[ProbeScores]:
+        handles = []
+        for message, data in made:
+            name = message.id or uuid4().hex
+            uri = file_of(keep, name, ".scores")[0] if writes else None
+            root = keep.place.root if keep.place is not None else None
+            handles.append(ProbeScores.keep(data, uri=uri, root=root))
+        return handles
+
+    for index, (handle, (message, _)) in enumerate(zip(await in_thread(store), made, strict=True)):
+        captured = _activations_in(output.metadata if index == 0 else message.metadata)
+        handle.beside(captured)
+        if message.id:
+            SCORED_MESSAGES.put(message.id, handle)
+        if index == 0 and output.metadata is not None:
+            output.metadata["probe_scores"] = handle
+        else:
+            message.metadata = {**(message.metadata or {}), "probe_scores": handle}
+
+
+def _activations_in(metadata: Mapping[str, Any] | None) -> Activations | None:
+    """The handle that was put there just now."""
+    found = (metadata or {}).get("activations")
+    return found if isinstance(found, Activations) else None
+
+
+def _said(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """A receipt without fields that say nothing: Inspect walks all of it a dozen times a sample."""
+    said = {name: value for name, value in receipt.items() if value is not None}
+    if probes := said.get("probes"):
+        said["probes"] = [{k: v for k, v in p.items() if v is not None} for p in probes]
+    return said
+
+
+def _saved(choice: ChoiceFields) -> SavedValues | None:
+    """What hooks saved: it goes into the log, so it has to be small."""
+    if choice.hook_results is None:
+        return None
+    size = len(json.dumps(choice.hook_results))
+    if size > HOOK_RESULTS_BYTES:
+        raise CaptureError(
+            f"hook_results: {size} bytes, and a log takes {HOOK_RESULTS_BYTES}; let hooks save "
+            "less (a position, a projection, a mean), capture activations with "
+            "output_residual_stream, which go to files, or use LensClient"
+        )
+    try:
+        return read_results(choice.hook_results)
+    except SpecError as error:
+        raise CaptureError(str(error)) from None
+
+
+def origin_of(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any]:
+    """What a file of activations says of where they are from.
+
+    Args:
+        model: that made the call, without its provider.
+        message_id: of what it wrote.
+        lora: the adapter that wrote it, as vLLM's `lora_request`, or None.
+
+    Returns:
+        These, and the sample that is running.
+    """
+    call = active_call()
+    origin: dict[str, Any] = {"model": model, "message_id": message_id} | _adapter(lora)
+    if call is not None:
+        origin |= {
+            "sample_uuid": call.sample_uuid,
+            "sample_id": call.sample_id,
+            "epoch": call.epoch,
+        }
+    return origin
+
+
+def _adapter(lora_request: Any) -> dict[str, Any]:
+    return {} if lora_request is None else {"lora_request": dict(lora_request)}

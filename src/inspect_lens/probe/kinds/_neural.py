@@ -1,0 +1,297 @@
+"""A neural probe: frozen weights of an MLP, attention or MultiMax probe, and scoring with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe.card._card import ProbeCard
+from inspect_lens.probe.card._files import encode_probe
+from inspect_lens.probe.pooling._head import (
+    HeadOutputs,
+    HeadSpec,
+    StreamingHead,
+    head_outputs,
+    parse_head_pool,
+    pool_head,
+)
+from inspect_lens.spec import EngineProbe
+
+from ._base import CardProbe
+from ._engine_form import attention_form, neural_form, token_form
+
+__all__ = ["NeuralProbe"]
+
+_CHUNK_TOKENS: Final = 1024
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NeuralProbe(CardProbe):
+    """Scores a sample with a small network on the tokens of one layer.
+
+    A token becomes `z = (x - mean) / scale`, then passes ReLU layers if there are any; each
+    head makes a value and, for attention, a logit of it; the pool of the card makes one number
+    of the tokens. Arithmetic is float64 in numpy; torch is needed for training only.
+
+    Args:
+        tensors: float32; `mean`, `scale` (hidden,), `w0`, `b0`, … of ReLU layers, `t0`, … of a
+            JumpReLU, `value` (heads, width), `bias` (1,), and for attention `query` (heads,
+            width) and `position` (heads,).
+        card: of kind `neural`, with one layer.
+        path: folder that it was loaded from.
+
+    Raises:
+        SpecError: shapes disagree, or a value is NaN, infinite or a scale <= 0.
+    """
+
+    tensors: Mapping[str, NDArray[np.float32]]
+    card: ProbeCard
+    path: Path | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        arrays = {}
+        for name, given in self.tensors.items():
+            array = np.array(given, dtype=np.float32)
+            if not np.isfinite(array).all():
+                raise SpecError(
+                    f"{name}: holds NaN or infinity; allowed are finite numbers; check the data "
+                    "that the probe was fitted on, and the learning rate"
+                )
+            array.setflags(write=False)
+            arrays[name] = array
+        object.__setattr__(self, "tensors", MappingProxyType(arrays))
+        self._check()
+
+    def _check(self) -> None:
+        if self.card.kind != "neural" or len(self.card.layers) != 1 or self.card.head is None:
+            raise SpecError(
+                f"card: kind {self.card.kind!r} with layers {self.card.layers}; a NeuralProbe "
+                "allows kind 'neural', one layer and a head; make it with to_probe of an estimator"
+            )
+        width, layer, wrong = self.card.hidden, 0, []
+        expected: dict[str, tuple[int, ...]] = {"mean": (width,), "scale": (width,), "bias": (1,)}
+        while f"w{layer}" in self.tensors:
+            size = len(self.tensors[f"w{layer}"])
+            expected |= {f"w{layer}": (size, width), f"b{layer}": (size,)}
+            if f"t{layer}" in self.tensors:
+                expected[f"t{layer}"] = (size,)
+            width, layer = size, layer + 1
+        heads = len(self.tensors.get("value", ()))
+        expected["value"] = (heads, width)
+        optional = {"query": (heads, width), "position": (heads,)}
+        expected |= {name: shape for name, shape in optional.items() if name in self.tensors}
+        for name in sorted(expected.keys() | self.tensors.keys()):
+            shape = self.tensors[name].shape if name in self.tensors else None
+            if shape != expected.get(name):
+                wrong.append(f"{name} {shape} (allowed: {expected.get(name)})")
+        if wrong or not heads:
+            raise SpecError(
+                f"tensors: {', '.join(wrong) or 'no head'}; shapes have to fit each other and the "
+                f"width {self.card.hidden} of the card; make the probe with to_probe"
+            )
+        if not (self.tensors["scale"] > 0).all():
+            raise SpecError("scale: holds values <= 0; allowed are positive numbers")
+
+    def at(self, layer: int) -> Self:
+        """The probe itself, if that is its layer.
+
+        Args:
+            layer: the layer.
+
+        Returns:
+            self.
+
+        Raises:
+            ArtifactError: it reads another layer.
+        """
+        if layer not in self.layers:
+            raise ArtifactError(
+                f"layer={layer}: probe {self.name!r} reads layer {self.layers[0]} only; its "
+                "weights mean nothing elsewhere; train a probe at that layer"
+            )
+        return self
+
+    def for_engine(self) -> EngineProbe:
+        """The same probe as the engine runs it, its scaler folded into the weights.
+
+        Returns:
+            An `EngineProbe` of kind `mlp`, `attention` or `linear` whose aggregated score is that
+            of this probe, with the threshold of the lowest false-positive rate on the card.
+
+        Raises:
+            UnsupportedError: the engine has no form for it: a gate, more than one ReLU layer,
+                attention behind a ReLU layer or with a slope over positions, or the pools
+                `rolling_attention` and, with several heads, `multimax`.
+        """
+        return neural_form(self.tensors, self.card)
+
+    def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
+        """The engine's forms of the score of each token, and of the text up to each.
+
+        Returns:
+            One whose token scores are those of `score_tokens`, and for the pool `attention`
+            another, whose score at a token is that of the text up to it; else None.
+
+        Raises:
+            UnsupportedError: the engine has no form for the tokens, or none for the pool.
+        """
+        neural_form(self.tensors, self.card)
+        pooled = parse_head_pool(self.pool).name == "attention"
+        tokens = token_form(self.tensors, self.card)
+        return tokens, attention_form(self.tensors, self.card) if pooled else None
+
+    def score_tokens(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None
+    ) -> NDArray[np.float64]:
+        """Value of every token: the sum of its heads plus the bias.
+
+        For attention these are the values before they are weighted, so their mean is not the
+        score of the sample.
+
+        Args:
+            acts: (layers, tokens, hidden), or (tokens, hidden) for one layer; raw.
+            layers: layer of each row of the first axis; by default that of the probe.
+
+        Returns:
+            (tokens,) float64.
+
+        Raises:
+            SpecError: wrong number of axes, wrong width, the layer is missing, or NaN.
+        """
+        total: NDArray[np.float64] = self._outputs(acts, layers).value.sum(axis=1) + self._bias
+        return total
+
+    def attention_weights(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None
+    ) -> NDArray[np.float64]:
+        """How much each token counts in each head of an attention pool.
+
+        Args:
+            acts: as in `score_tokens`.
+            layers: as in `score_tokens`.
+
+        Returns:
+            (tokens, heads) float64; each head sums to 1.
+
+        Raises:
+            SpecError: as `score_tokens`.
+        """
+        query = self._outputs(acts, layers).query
+        if self._position is not None:
+            query = query + np.arange(len(query))[:, None] * self._position
+        weights = np.exp(query - query.max(axis=0))
+        share: NDArray[np.float64] = weights / weights.sum(axis=0)
+        return share
+
+    def score(
+        self,
+        acts: ArrayLike,
+        layers: Sequence[int] | None = None,
+        *,
+        pool: str | None = None,
+        ends: ArrayLike | None = None,
+    ) -> float:
+        """Score a sample.
+
+        Args:
+            acts: as in `score_tokens`, already cut to the positions to read.
+            layers: as in `score_tokens`.
+            pool: another pool than the probe's own; its thresholds do not hold for that.
+            ends: (tokens,) bool, sentence ends, for the pool `sentence_mean_max`; see
+                `sentence_ends`.
+
+        Returns:
+            One number.
+
+        Raises:
+            SpecError: as `score_tokens`, there is no token, or no sentence ends where they are
+                needed.
+        """
+        out = self._outputs(acts, layers)
+        if not len(out.value):
+            raise SpecError(
+                "acts: no token; allowed is at least one; choose positions that exist in this "
+                "sample, or leave it unscored"
+            )
+        rule = parse_head_pool(pool or self.pool)
+        return pool_head(out, rule, self._position, self._bias, ends=ends)
+
+    def stream(self, *, pool: str | None = None) -> StreamingHead:
+        """A pool to feed with `outputs` of the next tokens while they come.
+
+        Args:
+            pool: another pool than the probe's own.
+
+        Returns:
+            An empty state.
+        """
+        return StreamingHead(parse_head_pool(pool or self.pool), self._position, self._bias)
+
+    def outputs(self, acts: ArrayLike, layers: Sequence[int] | None = None) -> HeadOutputs:
+        """Queries and values (tokens, heads) of tokens, for `stream`.
+
+        Args:
+            acts: as in `score_tokens`.
+            layers: as in `score_tokens`.
+
+        Returns:
+            Both arrays, float64.
+
+        Raises:
+            SpecError: as `score_tokens`.
+        """
+        return self._outputs(acts, layers)
+
+    def to_bytes(self) -> bytes:
+        """Content of `probe.safetensors`; equal probes give equal bytes."""
+        return encode_probe(dict(self.tensors), self.card)
+
+    @cached_property
+    def _wide(self) -> dict[str, NDArray[np.float64]]:
+        return {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
+
+    @property
+    def _bias(self) -> float:
+        return float(self.tensors["bias"][0])
+
+    @property
+    def _position(self) -> NDArray[np.float64] | None:
+        return self._wide.get("position")
+
+    def _outputs(self, acts: ArrayLike, layers: Sequence[int] | None) -> HeadOutputs:
+        array = np.asarray(acts)
+        if array.ndim == 2:
+            array = array[None]
+        read = self.layers if layers is None else tuple(layers)
+        if array.ndim != 3 or array.shape[2] != self.hidden or len(read) != len(array):
+            raise SpecError(
+                f"acts: shape {np.shape(acts)} for layers {list(read)}; probe {self.name!r} allows "
+                f"(layers, tokens, {self.hidden}) with one layer number per row; use activations "
+                f"of {self.card.model.name if self.card.model else 'the model of its card'}"
+            )
+        if self.layers[0] not in read:
+            raise SpecError(
+                f"layers={list(read)}: layer {self.layers[0]} is missing; probe {self.name!r} "
+                "reads it; capture that layer"
+            )
+        rows = array[read.index(self.layers[0])]
+        spec = self.card.head or HeadSpec()
+        parts = [
+            head_outputs(self._wide, spec, rows[i : i + _CHUNK_TOKENS].astype(np.float64))
+            for i in range(0, max(len(rows), 1), _CHUNK_TOKENS)
+        ]
+        query, value = (np.concatenate(side) for side in zip(*parts, strict=True))
+        if not np.isfinite(value).all():
+            raise SpecError(
+                "acts: tokens hold NaN or infinity; allowed are finite numbers; rows that were "
+                "not captured must be left out, not filled"
+            )
+        return HeadOutputs(query, value)

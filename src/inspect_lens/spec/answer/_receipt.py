@@ -1,0 +1,108 @@
+"""The receipt: what the engine really did for a request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from inspect_lens.spec.asks._capture import Reduce, SiteChoice
+from inspect_lens.spec.asks._hook import HookReceipt
+from inspect_lens.spec.asks._lens import LensReceipt
+from inspect_lens.spec.asks._probe import ProbeReceipt
+from inspect_lens.spec.asks._qk import QKReceipt
+from inspect_lens.spec.asks._sink import SinkReceipt
+from inspect_lens.spec.engine._sites import RESID_POST, Site
+
+__all__ = ["CaptureReceipt", "EnginePath", "Receipt", "SteerReceipt"]
+
+EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
+"""How the forward passes of a request ran."""
+
+
+class CaptureReceipt(BaseModel):
+    """Part of the receipt about captured rows: layers, positions, dtype, number of rows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: SiteChoice = RESID_POST
+    """The site, or the sites; each has a tensor."""
+    layers: tuple[int, ...]
+    """Layers, ascending: the first axis of each tensor."""
+    n_positions: int
+    """Tokens that the result is made of; without `mean` or `max` the second axis of the tensor."""
+    first_position: int | None = None
+    """Position of the first token when they are consecutive."""
+    positions: tuple[int, ...] | None = None
+    """Positions of the tokens when they are not consecutive."""
+    reduce: Reduce = "none"
+    """What was made of the tokens' rows."""
+    dtype: str
+    """dtype of the tensor."""
+    rows: int
+    """Rows that the engine delivered for these positions: taps times tokens. The stream after
+    a block is the stream before the next one, so a row may stand in two tensors."""
+    cached_positions: int = 0
+    """How many of the first positions have rows that an earlier request with the same beginning
+    captured. The engine need not compute them: vLLM's prefix cache may have them."""
+
+    @property
+    def n_rows(self) -> int:
+        """The second axis of the tensor."""
+        return min(self.n_positions, 1) if self.reduce in ("mean", "max") else self.n_positions
+
+
+class SteerReceipt(BaseModel):
+    """Part of the receipt about steering: vectors, layers, sites, tokens edited."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    """Layers that were edited, ascending."""
+    sites: tuple[Site, ...] = (RESID_POST,)
+    """Sites at which they were edited, in the order of a block."""
+    n_tokens: int
+    """Tokens that were edited at least at one layer, counted once each."""
+    cached_tokens: int = 0
+    """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
+    vectors: tuple[str, ...]
+    """sha256 of each vector's dtype, shape and content."""
+
+
+class Receipt(BaseModel):
+    """What the engine did for one request; every response that used the lens has one.
+
+    Example:
+        ```python
+        from inspect_lens.model import read_activations
+
+        receipt = read_activations("logs/honesty.eval")[0].activations.receipt
+        assert receipt.capture.layers == (3, 4, 5)
+        assert receipt.capture.n_positions == receipt.n_prompt + receipt.n_completion - 1
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_prompt: int
+    """Prompt tokens."""
+    n_completion: int
+    """Sampled tokens, the last of which is never fed to the model."""
+    capture: CaptureReceipt | None = None
+    steer: SteerReceipt | None = None
+    probes: tuple[ProbeReceipt, ...] = ()
+    """What each probe found, in the order of the request."""
+    hooks: HookReceipt | None = None
+    qk: QKReceipt | None = None
+    lens: LensReceipt | None = None
+    sink: SinkReceipt | None = None
+    """What became of the rows at a store or a function of the server."""
+    cache_salted: bool
+    """Whether the prefix cache was isolated for this request."""
+    paths: tuple[EnginePath, ...]
+    """Ways in which the steps of this request ran, sorted."""
+    engine: str
+    """`inspect_lens` or another backend's name."""
+    version: str
+    """Version of that backend."""
+    vllm_version: str

@@ -1,0 +1,141 @@
+"""What activations a request wants back."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from inspect_lens.spec.engine._sites import RESID_POST, SITES, Site, in_site_order
+from inspect_lens.spec.values._strict import integers, shown
+
+from ._positions import Phase, Positions, is_mask, parse_positions
+
+__all__ = ["CaptureSpec", "Layers", "Reduce", "RowDType", "SiteChoice", "Transport"]
+
+Layers = Literal["all"] | tuple[int, ...]
+"""`all`, or 0-based global layer numbers."""
+
+SiteChoice = Site | tuple[Site, ...]
+"""One site, or several in the order of `SITES`."""
+
+Reduce = Literal["none", "mean", "last", "max", "norm"]
+"""What is made of the rows of the selected tokens before they are returned."""
+
+RowDType = Literal["model", "float32", "bfloat16", "float16"]
+"""dtype of a result; `model` is that of the residual stream in the engine."""
+
+Transport = Literal["auto", "inline", "binary"]
+"""How a result travels: in the response, or beside it."""
+
+
+def parse_layers(value: Any) -> Any:
+    """Layers as users write them: `all` or true, a number, or a list of numbers.
+
+    Returns:
+        `all`, or the numbers ascending and once each; what is none of these as it came.
+
+    Raises:
+        ValueError: an empty list, or something in it that is not an integer.
+    """
+    if value is True:
+        return "all"
+    layers = integers(value)
+    if not isinstance(layers, tuple):
+        return value
+    if not layers:
+        raise ValueError("is empty; name at least one layer, or 'all'")
+    return tuple(sorted(set(layers)))
+
+
+class CaptureSpec(BaseModel):
+    """Capture of one or more sites at some layers for some tokens.
+
+    Example:
+        ```python
+        from inspect_lens import CaptureSpec, LensRequest
+
+        capture = CaptureSpec(layers=[4, 2], positions="completion", reduce="mean", dtype="float32")
+        assert capture.layers == (2, 4)
+        request = LensRequest(capture=capture)  # extra_args={"inspect_lens": request}
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Layers = "all"
+    """`all`, or layer numbers; results are stacked in ascending order."""
+
+    positions: Positions = "all"
+    """Tokens to keep. `all` means every token that is fed to the model: prompt plus
+    completion without the last sampled token. `last` is the last of these, `last_prompt` the
+    last token of the prompt. A list of booleans is a mask over the prompt, of its length; a list
+    of integers has absolute positions, negative ones counted from the end of the prompt."""
+
+    phase: Phase = "both"
+    """Keep only those of the positions that are `prefill` (prompt tokens) or `decode` (sampled
+    tokens that are fed back)."""
+
+    reduce: Reduce = "none"
+    """What is made of the selected tokens' rows where they are. `mean` (summed in float32),
+    `max` (of each coordinate) and `last` give (layers, 1, hidden); `norm` gives the L2 norm of
+    each row, computed in float32, as (layers, tokens, 1). Of no token they give no row."""
+
+    dtype: RowDType = "model"
+    """dtype of the result; rounded to nearest even, behind the reduction. A value beyond the range
+    of `float16` becomes infinite."""
+
+    site: SiteChoice = RESID_POST
+    """Place in the block, or a list of places: the same layers and tokens are kept of each.
+    The result of `resid_post` is named `residual_stream`, the others as their site."""
+
+    transport: Transport = Field(default="auto")
+    """`inline`: base64 in the response; `binary`: a handle to fetch over HTTP. `auto` leaves it to
+    the client; to a server it is `inline`."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        return parse_layers(value)
+
+    @field_validator("site", mode="before")
+    @classmethod
+    def _site(cls, value: Any) -> Any:
+        sites = [value] if isinstance(value, str) else value
+        if not isinstance(sites, list | tuple) or not sites:
+            raise ValueError(f"{shown(value)}; allowed are {', '.join(SITES)}, or a list of these")
+        for site in sites:
+            if not isinstance(site, str) or site not in SITES:
+                raise ValueError(f"{shown(site)}; allowed are {', '.join(SITES)}")
+        ordered = in_site_order(sites)
+        return ordered[0] if len(ordered) == 1 else ordered
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites as a tuple."""
+        return (self.site,) if isinstance(self.site, str) else self.site
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return parse_positions(value, field="positions")
+
+    @model_validator(mode="after")
+    def _check_phase(self) -> Self:
+        is_prompt = self.positions in ("prompt", "last_prompt") or is_mask(self.positions)
+        if (self.phase == "decode" and is_prompt) or (
+            self.phase == "prefill" and self.positions == "completion"
+        ):
+            named = "a mask over the prompt" if is_mask(self.positions) else repr(self.positions)
+            raise ValueError(
+                f"phase={self.phase!r} beside positions={named} selects no token; leave one of "
+                "them out"
+            )
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether vllm-lens has words for it: all tokens of `resid_post` as they are."""
+        return (self.positions, self.site, self.phase, self.reduce, self.dtype) == (
+            "all", RESID_POST, "both", "none", "model",
+        )  # fmt: skip

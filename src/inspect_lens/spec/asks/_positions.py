@@ -1,0 +1,214 @@
+"""Which tokens of a request are meant. Positions are absolute over prompt and completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, TypeAlias, cast, get_args
+
+from pydantic import StrictBool
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec.values._strict import shown
+
+__all__ = [
+    "Phase",
+    "PositionName",
+    "Positions",
+    "in_phase",
+    "is_mask",
+    "parse_positions",
+    "phase_range",
+    "resolve_positions",
+]
+
+PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
+Positions: TypeAlias = PositionName | tuple[StrictBool, ...] | tuple[int, ...]
+"""A named range; a mask, which has one boolean per prompt token; or explicit positions, of which
+negative ones count from the end of the prompt. `last` is the last token that is fed to the
+model, `last_prompt` the last one of the prompt."""
+
+Phase = Literal["prefill", "decode", "both"]
+"""`prefill`: tokens of the prompt; `decode`: sampled tokens that are fed back. A token's position
+decides, not the step that computes it."""
+
+
+def parse_positions(value: object, *, field: str) -> Positions:
+    """Read positions as a user writes them.
+
+    Args:
+        value: a name, one int, a list of ints without repeats, or a list of booleans.
+        field: path of the field, for error messages.
+
+    Returns:
+        The name, or a tuple of ints or of booleans in the order given.
+
+    Raises:
+        SpecError: anything else.
+
+    Example:
+        ```python
+        from inspect_lens.spec import parse_positions
+
+        assert parse_positions("last_prompt", field="positions") == "last_prompt"
+        assert parse_positions([-1, 0], field="positions") == (-1, 0)
+        ```
+    """
+    if isinstance(value, str):
+        if value in get_args(PositionName):
+            return cast("PositionName", value)
+        raise SpecError(
+            f"{field}={shown(value)}; allowed are {', '.join(get_args(PositionName))}, "
+            "a list of integers, or a list of booleans over the prompt"
+        )
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, Iterable):
+        items = list(cast("Iterable[object]", value))
+        if items and all(isinstance(i, bool) for i in items):
+            if not any(items):
+                raise SpecError(f"{field}: the mask of {len(items)} tokens selects none of them")
+            return tuple(cast("list[bool]", items))
+        if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
+            positions = tuple(cast("list[int]", items))
+            if len(set(positions)) != len(positions):
+                raise SpecError(f"{field}: a position is named twice in {shown(positions)}")
+            return positions
+    raise SpecError(
+        f"{field}={shown(value)}; allowed are {', '.join(get_args(PositionName))}, "
+        "a non-empty list of integers, or one of booleans over the prompt"
+    )
+
+
+def is_mask(positions: Positions) -> bool:
+    """Whether positions are one boolean per prompt token.
+
+    Args:
+        positions: what `parse_positions` returned.
+
+    Returns:
+        True for a mask.
+
+    Example:
+        ```python
+        from inspect_lens.spec import is_mask
+
+        assert is_mask((True, False))
+        assert not is_mask((1, 0))
+        ```
+    """
+    return not isinstance(positions, str) and isinstance(positions[0], bool)
+
+
+def phase_range(phase: Phase, n_prompt: int, n_max: int) -> range:
+    """Positions of a phase.
+
+    Args:
+        phase: the phase.
+        n_prompt: tokens of the prompt.
+        n_max: tokens that are fed to the model at most.
+
+    Returns:
+        The positions.
+
+    Example:
+        ```python
+        from inspect_lens.spec import phase_range
+
+        assert phase_range("prefill", n_prompt=5, n_max=8) == range(5)
+        assert phase_range("decode", n_prompt=5, n_max=8) == range(5, 8)
+        ```
+    """
+    start = n_prompt if phase == "decode" else 0
+    return range(start, n_prompt if phase == "prefill" else max(n_prompt, n_max))
+
+
+def in_phase(
+    where: range | tuple[int, ...], phase: Phase, *, n_prompt: int, n_max: int
+) -> range | tuple[int, ...]:
+    """Those of some positions that belong to a phase.
+
+    Args:
+        where: what `resolve_positions` returned.
+        phase: the phase.
+        n_prompt: tokens of the prompt.
+        n_max: tokens that are fed to the model at most.
+
+    Returns:
+        A range of a range, else the explicit positions that are left, order kept.
+
+    Example:
+        ```python
+        from inspect_lens.spec import in_phase
+
+        # Five tokens of prompt, and at most three that are sampled.
+        assert in_phase((0, 4, 6), "decode", n_prompt=5, n_max=8) == (6,)
+        ```
+    """
+    span = phase_range(phase, n_prompt, n_max)
+    if isinstance(where, range):
+        start = max(where.start, span.start)
+        return range(start, max(start, min(where.stop, span.stop)))
+    return tuple(p for p in where if p in span)
+
+
+def resolve_positions(
+    positions: Positions, *, n_prompt: int, n_max: int, field: str
+) -> range | tuple[int, ...]:
+    """Turn positions into a range or explicit positions of one request.
+
+    Args:
+        positions: what `parse_positions` returned.
+        n_prompt: tokens of the prompt.
+        n_max: tokens that are fed to the model at most, prompt and completion together; `last`
+            takes it for the number that was fed.
+        field: path of the field, for error messages.
+
+    Returns:
+        A `range` for a named range (it may reach to `n_max`), else the explicit positions,
+        order kept and negatives resolved.
+
+    Raises:
+        SpecError: an explicit position lies outside the request, or a mask is not as long as
+            the prompt.
+
+    Example:
+        ```python
+        from inspect_lens.spec import resolve_positions
+
+        # Five tokens of prompt, and at most three that are sampled.
+        fed = {"n_prompt": 5, "n_max": 8, "field": "positions"}
+        assert resolve_positions("prompt", **fed) == range(5)
+        assert resolve_positions((-1, 0), **fed) == (4, 0)
+        ```
+    """
+    if isinstance(positions, str):
+        match positions:
+            case "all":
+                return range(n_max)
+            case "prompt":
+                return range(n_prompt)
+            case "completion":
+                return range(n_prompt, n_max)
+            case "last":
+                return range(n_max - 1, n_max)
+            case "last_prompt":
+                return range(n_prompt - 1, n_prompt)
+    if is_mask(positions):
+        if len(positions) != n_prompt:
+            raise SpecError(
+                f"{field}: the mask has {len(positions)} booleans and the prompt has {n_prompt} "
+                "tokens; give one boolean per token of the prompt, those of its template included"
+            )
+        return tuple(i for i, is_on in enumerate(positions) if is_on)
+    resolved = tuple(p + n_prompt if p < 0 else p for p in positions)
+    for asked, position in zip(positions, resolved, strict=True):
+        if not 0 <= position < n_max:
+            raise SpecError(
+                f"{field}: position {asked} is outside this request, which has {n_prompt} "
+                f"prompt tokens and feeds at most {n_max} tokens to the model "
+                "(the last sampled token is never fed); negative positions count from the "
+                "end of the prompt"
+            )
+    if len(set(resolved)) != len(resolved):
+        raise SpecError(f"{field}: two of {shown(positions)} are the same position of this prompt")
+    return resolved

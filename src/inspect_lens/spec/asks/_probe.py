@@ -1,0 +1,273 @@
+"""Probes that run inside the engine: weights to register, and how a request refers to them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from inspect_lens.spec.engine._limits import probe_judge
+from inspect_lens.spec.engine._sites import RESID_POST, Site, TapPoint, tap_points
+from inspect_lens.spec.values._arrays import as_tensor_data
+from inspect_lens.spec.values._dump import WireModel, is_wire
+from inspect_lens.spec.values._names import check_name
+from inspect_lens.spec.values._strict import Flag, Number, integers, shown
+from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_tensor
+
+from ._pools import check_engine_pool
+from ._positions import Positions, parse_positions
+
+__all__ = ["PROBE_REFERENCE", "EngineProbe", "ProbeReceipt", "ProbeUse"]
+
+PROBE_REFERENCE = "probe/1"
+"""`$lens` of the short form in which a probe stands in logs."""
+
+_SHAPES: dict[str, dict[str, str]] = {
+    "linear": {"weight": "lh", "bias": ""},
+    "mlp": {"w1": "lkh", "b1": "k", "w2": "k", "b2": ""},
+    "attention": {"query": "kh", "value": "kh", "bias": ""},
+}
+
+
+class EngineProbe(WireModel):
+    """A trained probe as the engine applies it to each token; all arithmetic is float32.
+
+    - `linear`: `sum over layers of weight[layer] · x[layer] + bias`.
+    - `mlp`: `w2 · relu(sum over layers of w1[layer] x[layer] + b1) + b2`.
+    - `attention`: over the tokens so far, `sum over heads of sum_t softmax_t(query · x_t)
+      (value · x_t) + bias`; one layer. A token's score is that of the text up to it.
+
+    Standardisation is part of the weights: fold `(x - mean) / scale` into them.
+
+    Source:
+        The attention form is that of EleutherAI's attention probes; the linear one that of
+        arXiv:2502.03407.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import EngineProbe
+
+        weight = np.random.default_rng(0).standard_normal((2, 256))  # (layers, hidden)
+        probe = EngineProbe(layers=(1, 3), tensors={"weight": weight}, threshold=0.5)
+        assert probe.hidden == 256
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    kind: Literal["linear", "mlp", "attention"] = "linear"
+    """Form of the score."""
+    layers: tuple[int, ...]
+    """Layers that it reads, ascending, 0-based."""
+    site: Site = RESID_POST
+    """Place in the block."""
+    tensors: dict[str, InstanceOf[TensorData]]
+    """By name, with l layers, width h and k units or heads: linear `weight` (l, h), `bias` ();
+    mlp `w1` (l, k, h), `b1` (k), `w2` (k), `b2` (); attention `query` and `value` (k, h),
+    `bias` (). Biases are 0 where left out."""
+    aggregate: str = "mean"
+    """How token scores become one number, as in `inspect_lens.probe.parse_pool`, but for
+    `sentence_mean_max`, which needs the texts of tokens; an attention probe aggregates by itself
+    and ignores it."""
+    threshold: Number | None = None
+    """Scores above it raise the alarm of requests that do not name a threshold."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        layers = integers(value)
+        return tuple(sorted(set(layers))) if isinstance(layers, tuple) else layers
+
+    @field_validator("tensors", mode="before")
+    @classmethod
+    def _tensors(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError(f"is {type(value).__name__}; give tensors by name")
+        kind = info.data.get("kind")
+        if kind is None:
+            raise ValueError("cannot be read without a kind")
+        expected = _SHAPES[kind]
+        unknown = sorted(map(str, set(value) - set(expected)))
+        missing = {n for n in expected if n not in value and n not in ("bias", "b1", "b2")}
+        if unknown or missing:
+            raise ValueError(
+                f"a {kind} probe has the tensors {sorted(expected)}; unknown are "
+                f"{shown(unknown)}, missing are {sorted(missing)}"
+            )
+        return {
+            name: freeze_tensor(
+                as_tensor_data(tensor, field=name, judge=probe_judge(info, expected[name]))
+            )
+            for name, tensor in value.items()
+        }
+
+    @field_validator("aggregate")
+    @classmethod
+    def _aggregate(cls, value: str) -> str:
+        return check_engine_pool(value)
+
+    @field_serializer("tensors")
+    def _dump_tensors(self, value: dict[str, TensorData]) -> dict[str, Any]:
+        return {name: encode_tensor(tensor) for name, tensor in value.items()}
+
+    @model_serializer(mode="wrap")
+    def _dump(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self) if is_wire(info) else self.reference()
+        return form
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.layers or self.layers[0] < 0:
+            raise ValueError(f"layers {shown(self.layers)}; name at least one, from 0")
+        expected = _SHAPES[self.kind]
+        if self.kind == "attention" and len(self.layers) != 1:
+            raise ValueError(f"an attention probe reads one layer; layers is {shown(self.layers)}")
+        sizes = {"l": len(self.layers)}
+        for name, tensor in self.tensors.items():
+            axes = expected[name]
+            shape = tensor.shape or ()
+            if axes == "" and tensor.storage.size == 1:
+                shape = ()
+            if len(shape) != len(axes):
+                raise ValueError(
+                    f"tensors.{name} has shape {tensor.shape}; it needs {len(axes)} axes"
+                )
+            for axis, size in zip(axes, shape, strict=True):
+                if sizes.setdefault(axis, size) != size or size == 0:
+                    raise ValueError(
+                        f"tensors.{name} has shape {tensor.shape}, which does not fit "
+                        f"{len(self.layers)} layers and the other tensors"
+                    )
+            if not all(np.isfinite(values).all() for values in tensor.blocks()):
+                raise ValueError(f"tensors.{name} holds NaN or infinity")
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise ValueError(f"threshold is {self.threshold}; it has to be finite")
+        return self
+
+    @property
+    def hidden(self) -> int:
+        """Width of the rows that it reads."""
+        name = {"linear": "weight", "mlp": "w1", "attention": "query"}[self.kind]
+        return self.tensors[name].shape[-1]
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """What serves its site and layers."""
+        return tap_points((self.site,), self.layers)
+
+    @property
+    def columns(self) -> int:
+        """Numbers per token that leave the engine."""
+        return 2 * self.tensors["query"].shape[0] if self.kind == "attention" else 1
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of everything that decides a token's score."""
+        parts: list[Any] = [self.kind, list(self.layers), self.site]
+        parts.append([[name, self.tensors[name].sha256] for name in sorted(self.tensors)])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def bias(self, name: str) -> float:
+        """A scalar tensor, 0 where it was left out."""
+        tensor = self.tensors.get(name)
+        return 0.0 if tensor is None else float(tensor.to_float32().reshape(-1)[0])
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs: what it is, without the tensors."""
+        return {
+            "$lens": PROBE_REFERENCE,
+            "sha256": self.sha256,
+            "kind": self.kind,
+            "site": self.site,
+            "layers": list(self.layers),
+            "aggregate": self.aggregate,
+            "threshold": self.threshold,
+        }
+
+
+class ProbeUse(BaseModel):
+    """How one request uses a registered probe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Name under which the probe was registered."""
+    positions: Positions = "completion"
+    """Tokens that it reads."""
+    aggregate: str | None = None
+    """Instead of the probe's own."""
+    tokens: Flag = False
+    """Whether the response has the score of every token."""
+    alarm: Literal["flag", "stop"] | None = None
+    """What happens when the aggregated score of the tokens so far exceeds the threshold: it is
+    noted in the receipt, or the generation ends as well."""
+    threshold: Number | None = Field(default=None, allow_inf_nan=False)
+    """Instead of the probe's own."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> str:
+        return check_name(value)
+
+    @field_validator("aggregate")
+    @classmethod
+    def _aggregate(cls, value: str | None) -> str | None:
+        return value if value is None else check_engine_pool(value)
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        if isinstance(value, str) and value == "last":
+            # Scores are wanted as they come, and which token is the last is known at the end.
+            raise ValueError("'last'; take the score of the last token with aggregate='last'")
+        return parse_positions(value, field="positions")
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class ProbeReceipt:
+    """Result of one probe in the engine: score, token scores, alarms."""
+
+    # A batch of requests with sixteen probes each makes thousands of these at once: a model would
+    # be three objects to the garbage collector, and this is one.
+
+    name: str
+    sha256: str
+    """Of the registered probe."""
+    aggregate: str
+    """How token scores became `score`."""
+    score: float | None
+    """Aggregated over the tokens read; None when there were none."""
+    n_tokens: int
+    """Tokens read."""
+    first_position: int | None = None
+    """Position of the first token read."""
+    tokens: tuple[float, ...] | None = None
+    """Score of each token read, where asked for."""
+    threshold: float | None = None
+    """What the alarm compared with."""
+    alarm_position: int | None = None
+    """Position of the first token at which the aggregate exceeded the threshold."""
+    stopped: bool = False
+    """Whether the alarm ended the generation."""

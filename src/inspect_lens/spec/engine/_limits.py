@@ -1,0 +1,216 @@
+"""What tensors of a request may be, known before a byte of them is unpacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pydantic import ValidationInfo
+
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec.values._tensor import JudgeShape
+
+from ._facts import EngineFacts
+
+__all__ = ["TensorLimits"]
+
+_KEY = "inspect_lens_limits"
+PROBE_BYTES = 1 << 28
+"""Of one tensor of a probe."""
+LENS_BYTES = 1 << 30
+"""Of one tensor of a lens that a client sends; an operator's comes from a file."""
+
+
+class TensorLimits:
+    """What an engine can use of the tensors of one request, which are counted together.
+
+    A kilobyte of text unpacks to gigabytes. So shapes are judged as they are declared.
+
+    Example:
+        ```python
+        import pytest
+
+        from inspect_lens.errors import SpecError
+        from inspect_lens.spec import TensorLimits, parse_extra_args
+
+        limits = TensorLimits(model="m", hidden=8, n_layers=4, rows=100)
+        tensor = {"data": "", "dtype": "float32", "shape": [1, 1 << 30], "compression": "zstd"}
+        vector = {"activations": tensor, "layer_indices": [1]}
+        with pytest.raises(SpecError, match="8 wide"):
+            parse_extra_args({"apply_steering_vectors": [vector]}, limits=limits)
+        ```
+    """
+
+    def __init__(
+        self, *, model: str, hidden: int, n_layers: int, rows: int, positions: int = 0
+    ) -> None:
+        """Set the limits.
+
+        Args:
+            model: name, for messages.
+            hidden: width of the residual stream.
+            n_layers: decoder layers.
+            rows: steering vectors that the engine's table holds.
+            positions: tokens that a request can have; 0 where that is not known.
+        """
+        self._model, self._hidden = model, hidden
+        self._n_layers, self._rows, self._positions = n_layers, rows, positions
+        self._n_asked = 0
+
+    @classmethod
+    def of(cls, facts: EngineFacts) -> TensorLimits:
+        """Limits for one request to an engine.
+
+        Args:
+            facts: of the engine.
+
+        Returns:
+            Limits that have counted nothing yet.
+        """
+        return cls(
+            model=facts.model,
+            hidden=facts.hidden,
+            n_layers=facts.n_layers,
+            rows=facts.bank_rows,
+            positions=facts.max_positions,
+        )
+
+    @property
+    def context(self) -> dict[str, TensorLimits]:
+        """What pydantic hands to the validators of a model."""
+        return {_KEY: self}
+
+    def judge_vector(self, shape: tuple[int, ...], itemsize: int) -> None:
+        """Judge the declared shape of a steering vector.
+
+        Args:
+            shape: as declared.
+            itemsize: bytes of a value.
+
+        Raises:
+            SpecError: the engine has no such width, or no so many layers.
+            UnsupportedError: its table holds fewer vectors.
+        """
+        if len(shape) not in (2, 3):
+            raise SpecError(
+                f"shape {shape}; allowed are (layers, hidden) and (layers, positions, hidden)"
+            )
+        self._judge_width(shape)
+        self._judge_layers(shape)
+        if len(shape) == 3 and 0 < self._positions < shape[1]:
+            raise SpecError(
+                f"shape {shape} has {shape[1]} positions; a request to this engine has at most "
+                f"{self._positions} tokens (max_model_len)"
+            )
+        self._count(math.prod(shape[:-1]))
+
+    def _count(self, rows: int) -> None:
+        self._n_asked += rows
+        if self._n_asked > self._rows:
+            raise UnsupportedError(
+                f"{self._n_asked} vectors and the steering table has {self._rows} rows; steer "
+                "fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
+            )
+
+    def judge_edit(self, shape: tuple[int, ...], itemsize: int) -> None:
+        """Judge the declared shape of a tensor of an edit, whose last axis is the width.
+
+        Args:
+            shape: as declared.
+            itemsize: bytes of a value.
+
+        Raises:
+            SpecError: the engine has no such width.
+            UnsupportedError: its table holds fewer rows.
+        """
+        self._judge_width(shape)
+        self._count(math.prod(shape[:-1]))
+
+    def judge_probe(self, shape: tuple[int, ...], itemsize: int, *, axes: str) -> None:
+        """Judge the declared shape of a tensor of a probe.
+
+        Args:
+            shape: as declared.
+            itemsize: bytes of a value.
+            axes: names of the axes; `h` is the width and `l` are layers.
+
+        Raises:
+            SpecError: it does not fit the model, or is too large.
+        """
+        if len(shape) != len(axes) and math.prod(shape) != 1:
+            raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
+        if axes.endswith("h"):
+            self._judge_width(shape)
+        if axes.startswith("l"):
+            self._judge_layers(shape)
+        if (n_bytes := math.prod(shape) * itemsize) > PROBE_BYTES:
+            raise SpecError(
+                f"shape {shape} has {n_bytes} bytes; a tensor of a probe has {PROBE_BYTES} at "
+                "most; use fewer units or heads"
+            )
+
+    def judge_lens(self, shape: tuple[int, ...], itemsize: int, *, axes: str) -> None:
+        """Judge the declared shape of a tensor of a lens.
+
+        Args:
+            shape: as declared.
+            itemsize: bytes of a value.
+            axes: names of the axes; `h` is the width and `l` are layers.
+
+        Raises:
+            SpecError: it does not fit the model, or is too large.
+        """
+        if len(shape) != len(axes):
+            raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
+        self._judge_layers(shape)
+        for axis in range(1, len(axes)):
+            self._judge_width(shape[: axis + 1])
+        if (n_bytes := math.prod(shape) * itemsize) > LENS_BYTES:
+            raise SpecError(
+                f"shape {shape} has {n_bytes} bytes; a tensor of a lens that a client sends has "
+                f"{LENS_BYTES} at most; store it as float16, leave out layers, or register it at "
+                "the server's start with INSPECT_LENS_REGISTER"
+            )
+
+    def _judge_layers(self, shape: tuple[int, ...]) -> None:
+        if shape[0] > self._n_layers:
+            raise SpecError(
+                f"shape {shape} has {shape[0]} layers; {self._model} has {self._n_layers}"
+            )
+
+    def _judge_width(self, shape: tuple[int, ...]) -> None:
+        if not shape or shape[-1] != self._hidden:
+            raise SpecError(
+                f"width {shape[-1] if shape else 0} in shape {shape}; the residual stream of "
+                f"{self._model} is {self._hidden} wide"
+            )
+
+
+def limits_of(info: ValidationInfo) -> TensorLimits | None:
+    """Limits that a model is validated under, if any."""
+    context = info.context
+    return context.get(_KEY) if isinstance(context, dict) else None
+
+
+def vector_judge(info: ValidationInfo) -> JudgeShape | None:
+    """What judges a steering vector's shape; None where no engine is known."""
+    limits = limits_of(info)
+    return None if limits is None else limits.judge_vector
+
+
+def probe_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:
+    """What judges the shape of a tensor of a probe; None where no engine is known."""
+    limits = limits_of(info)
+    if limits is None:
+        return None
+    judge: Callable[..., None] = limits.judge_probe
+    return lambda shape, itemsize: judge(shape, itemsize, axes=axes)
+
+
+def lens_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:
+    """What judges the shape of a tensor of a lens; None where no engine is known."""
+    limits = limits_of(info)
+    if limits is None:
+        return None
+    judge: Callable[..., None] = limits.judge_lens
+    return lambda shape, itemsize: judge(shape, itemsize, axes=axes)

@@ -1,0 +1,126 @@
+"""Where in the body of a request lens keys may stand, and that none stands anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec.values._strict import shown
+from inspect_lens.spec.values._words import LENS_KEYS, PLACES, refuse_misspelled, refuse_own_word
+
+__all__ = ["BodyParts", "lens_args", "split_body"]
+
+_DEPTH = 3
+"""Of mappings inside a body that are looked through for lens keys."""
+
+
+class BodyParts(NamedTuple):
+    """HTTP body of a request, split into lens keys and the rest."""
+
+    rest: dict[str, Any]
+    """What is the server's own."""
+    args: dict[str, Any]
+    """What stood in `extra_args` and `vllm_xargs`, and lens keys of the top level."""
+
+
+def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> BodyParts:
+    """Take the lens keys out of a body, wherever they may stand.
+
+    vLLM passes over fields that it does not know. So a lens key is found at the top level as
+    well, and what looks like one, or is a word of ours, in a place that nobody reads is refused.
+
+    Args:
+        body: of the request, or None; of one that vLLM has read, what it does not know of it.
+        where: what the body is, for error messages.
+
+    Returns:
+        The two parts; no argument was changed.
+
+    Raises:
+        SpecError: a place is no mapping, a lens key stands twice, is misspelled, or stands where
+            nobody reads it.
+
+    Example:
+        ```python
+        import pytest
+
+        from inspect_lens.errors import SpecError
+        from inspect_lens.spec import split_body
+
+        rest, args = split_body({"top_k": 5, "output_residual_stream": [4]})
+        assert (rest, args) == ({"top_k": 5}, {"output_residual_stream": [4]})
+        with pytest.raises(SpecError, match="nobody reads it there"):
+            split_body({"capture": [4]})
+        ```
+    """
+    args = lens_args(body, where=where)
+    taken = (*PLACES, *LENS_KEYS)
+    rest = {key: value for key, value in (body or {}).items() if key not in taken}
+    for key, value in rest.items():
+        refuse_own_word(key, where)
+        refuse_misspelled(key, where)
+        if isinstance(value, Mapping) and (inside := _found(value)) is not None:
+            key_inside = inside.rpartition(".")[2]
+            raise SpecError(
+                f"{where}.{key}.{inside}: nobody reads it there; allowed are "
+                f"{where}.extra_args.{key_inside}, {where}.vllm_xargs.{key_inside} and "
+                f"{where}.{key_inside}"
+            )
+    return BodyParts(rest, args)
+
+
+def lens_args(body: Mapping[str, Any] | None, *, where: str = "the body") -> dict[str, Any]:
+    """What a body asks of the lens, and what else stands beside it in `extra_args`.
+
+    Args:
+        body: of the request, or None.
+        where: what the body is, for error messages.
+
+    Returns:
+        Lens keys of the top level, and all of `vllm_xargs` and `extra_args`.
+
+    Raises:
+        SpecError: a place is no mapping, or a lens key stands twice.
+
+    Example:
+        ```python
+        from inspect_lens.spec import lens_args
+
+        body = {"prompt": "hello", "vllm_xargs": {"output_residual_stream": "[4]"}}
+        assert lens_args(body) == {"output_residual_stream": "[4]"}
+        ```
+    """
+    if not body:
+        return {}
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name in PLACES:
+        part = body.get(name)
+        if part is not None and not isinstance(part, Mapping):
+            raise SpecError(
+                f"{where}.{name}={shown(part)}; it has to be a mapping such as "
+                '{"output_residual_stream": [10]}'
+            )
+        found.append((f"{where}.{name}", cast("Mapping[str, Any]", part or {})))
+    found.append((where, {key: body[key] for key in LENS_KEYS if key in body}))
+    args: dict[str, Any] = {}
+    at: dict[str, str] = {}
+    for place, part in found:
+        for key in part:
+            if key in LENS_KEYS and key in at:
+                raise SpecError(f"{key} stands in {at[key]} and in {place}; give it once")
+            at[key] = place
+        args |= part
+    return args
+
+
+def _found(value: Mapping[str, Any], depth: int = 1) -> str | None:
+    """Path of a lens key inside a mapping."""
+    for key in LENS_KEYS:
+        if key in value:
+            return key
+    if depth < _DEPTH:
+        for key, inner in value.items():
+            if isinstance(inner, Mapping) and (path := _found(inner, depth + 1)) is not None:
+                return f"{key}.{path}"
+    return None

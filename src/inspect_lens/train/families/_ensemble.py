@@ -1,0 +1,276 @@
+"""Several layers in one probe: calibrated logits, averaged or stacked."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import clone
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Probe, ProbeCard
+from inspect_lens.train.calibration._platt import fit_platt
+
+from ._binary import BinaryEstimator
+from ._direction import DirectionEstimator
+from ._logistic import LogisticProbe
+
+__all__ = ["DEPTHS", "EnsembleProbe", "StackWeights", "layers_at", "stack_weights"]
+
+DEPTHS: Final = (0.2, 0.35, 0.5, 0.65, 0.8)
+"""Depths of the layers of an ensemble, as shares of the model's layers."""
+
+
+def layers_at(n_layers: int, depths: tuple[float, ...] = DEPTHS) -> tuple[int, ...]:
+    """Layers at given depths of a model.
+
+    Args:
+        n_layers: of the model.
+        depths: shares of it.
+
+    Returns:
+        0-based layers, ascending, each once.
+
+    Example:
+        ```python
+        from inspect_lens.train import layers_at
+
+        assert layers_at(32, depths=(0.25, 0.5)) == (8, 16)
+        ```
+    """
+    return tuple(sorted({min(int(n_layers * d), n_layers - 1) for d in depths}))
+
+
+class StackWeights(NamedTuple):
+    """What `inspect_lens.scorer.probe_ensemble(combine="stacked")` takes."""
+
+    weights: tuple[float, ...]
+    """One per probe."""
+    bias: float
+
+
+def stack_weights(logits: ArrayLike, labels: ArrayLike, *, penalty: float = 1.0) -> StackWeights:
+    """Fit how much the calibrated log odds of several probes count in their ensemble.
+
+    Args:
+        logits: (samples, probes) float; log odds that the calibrations of the cards give, on
+            samples that none of the probes was trained or calibrated on.
+        labels: (samples,) 0 and 1, both.
+        penalty: of the squared weights.
+
+    Returns:
+        Weights and bias of a logistic regression.
+
+    Raises:
+        SpecError: shapes disagree, or a class is missing.
+
+    Source:
+        arXiv:2604.13386.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.train import stack_weights
+
+        rng = np.random.default_rng(0)
+        labels = np.arange(200) % 2
+        good = rng.standard_normal(200) + 2 * labels
+        logits = np.column_stack([good, rng.standard_normal(200)])  # (samples, probes)
+        found = stack_weights(logits, labels)
+        assert found.weights[0] > abs(found.weights[1])
+        ```
+    """
+    x, y = np.asarray(logits, dtype=np.float64), np.asarray(labels)
+    if x.ndim != 2 or y.shape != x.shape[:1] or np.unique(y).size != 2:
+        raise SpecError(
+            f"logits and labels: shapes {x.shape} and {y.shape}, {np.unique(y).size} classes; "
+            "allowed is (samples, probes) with one label per sample and both classes"
+        )
+    model = LogisticRegression(C=1.0 / penalty, max_iter=1000).fit(x, y)
+    return StackWeights(tuple(np.asarray(model.coef_[0]).tolist()), float(model.intercept_[0]))
+
+
+class EnsembleProbe(BinaryEstimator):
+    """One direction per layer; their calibrated logits are averaged or stacked.
+
+    Each layer's scores are turned into logits by Platt's method on scores of folds that the
+    direction was not fitted on, so that a layer with wide scores does not drown the others.
+    The result is one linear probe with several layers.
+
+    Args:
+        base: unfitted estimator of a direction; `LogisticProbe()` by default.
+        n_layers: layers in a row of `X`, one after the other.
+        stack: `mean` of the logits, or `lr`, a logistic regression on them.
+        folds: of the calibration; whole groups, when groups are given.
+        random_state: of the folds.
+
+    Attributes:
+        estimators_: one fitted direction per layer.
+        slope_: (layers,) of the logits, weight in the ensemble included.
+        intercept_: a number.
+
+    Source:
+        arXiv:2604.13386: five layers at 20, 35, 50, 65 and 80% of the depth.
+
+    Example:
+        ```python
+        from inspect_lens.probe import ProbeCard
+        from inspect_lens.train import ActivationSet, EnsembleProbe, LDAProbe, select_layer
+
+        train, selection = (
+            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "selection")
+        )
+        card = ProbeCard(name="mine/ensemble", layers=(0,), hidden=32)
+        choice = select_layer(
+            EnsembleProbe(base=LDAProbe()), train, selection, card=card, layers=[0, 1, 2]
+        )
+        assert choice.probe.layers == (0, 1, 2)  # one probe that reads all of them
+        ```
+    """
+
+    method = "ensemble over layers of calibrated logits"
+    source = "arXiv:2604.13386"
+
+    estimators_: list[DirectionEstimator]
+    slope_: NDArray[np.float64]
+    intercept_: float
+
+    def __init__(
+        self,
+        *,
+        base: DirectionEstimator | None = None,
+        n_layers: int = 1,
+        stack: Literal["mean", "lr"] = "mean",
+        folds: int = 5,
+        random_state: int = 0,
+    ) -> None:
+        self.base = base
+        self.n_layers = n_layers
+        self.stack = stack
+        self.folds = folds
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+        """Fit, calibrate and combine.
+
+        Args:
+            X: (rows, n_layers · hidden) float, layer after layer.
+            y: (rows,) two classes; the larger label is the positive one.
+            groups: (rows,) what must not straddle a fold.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: not two classes, NaN, or shapes disagree.
+        """
+        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        positive = self._positive(labels)
+        base = LogisticProbe() if self.base is None else self.base
+        blocks = self._blocks(x)
+        folds = self._folds(positive, groups)
+        outside = np.stack([_outside(base, b, positive, folds) for b in blocks], axis=1)
+        platt = [fit_platt(outside[:, i], positive) for i in range(self.n_layers)]
+        slopes = np.array([p[0] for p in platt])
+        offsets = np.array([p[1] for p in platt])
+        if self.stack == "lr":
+            model = LogisticRegression(C=1.0).fit(outside * slopes + offsets, positive)
+            weights, extra = np.asarray(model.coef_[0]), float(model.intercept_[0])
+        elif self.stack == "mean":
+            weights, extra = np.full(self.n_layers, 1.0 / self.n_layers), 0.0
+        else:
+            raise SpecError(f"stack={self.stack!r}; allowed are 'mean' and 'lr'; correct the name")
+        self.estimators_ = [clone(base).fit(b, positive) for b in blocks]
+        self.slope_ = weights * slopes
+        self.intercept_ = float(weights @ offsets) + extra
+        return self
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Score rows (rows, n_layers · hidden); a logit of the positive class."""
+        check_is_fitted(self)
+        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        scores = np.stack(
+            [e.decision_function(b) for e, b in zip(self.estimators_, self._blocks(x), strict=True)]
+        )
+        combined: NDArray[np.float64] = self.slope_ @ scores.astype(np.float64)
+        return combined + self.intercept_
+
+    def to_probe(self, card: ProbeCard) -> Probe:
+        """Freeze the ensemble as a linear probe that reads several layers.
+
+        Args:
+            card: its layers, ascending, are those of the rows.
+
+        Returns:
+            The probe; it scores tokens as `decision_function` does, up to float32 rounding.
+
+        Raises:
+            SpecError: another number of layers, or another width.
+            sklearn.exceptions.NotFittedError: `fit` was not called.
+        """
+        check_is_fitted(self)
+        if (len(card.layers), card.hidden * self.n_layers) != (
+            self.n_layers,
+            self.n_features_in_,
+        ):
+            raise SpecError(
+                f"card: layers {card.layers} of width {card.hidden}; allowed are {self.n_layers} "
+                f"layers of width {self.n_features_in_ // self.n_layers}; give those of the rows"
+            )
+        n, parts = self.n_layers, self.estimators_
+        # A probe averages over its layers, so each part is multiplied by their number.
+        factor = n * self.slope_
+        bias = factor * np.array([float(e.intercept_) for e in parts]) + self.intercept_
+        update = {"method": card.method or self.describe(), "source": card.source or self.source}
+        return Probe(
+            weight=np.stack([f * e.coef_ for f, e in zip(factor, parts, strict=True)]),
+            bias=bias,
+            mean=np.stack([e.mean_ for e in parts]),
+            scale=np.stack([e.scale_ for e in parts]),
+            card=card.model_copy(update=update),
+        )
+
+    def _blocks(self, x: NDArray[np.floating[Any]]) -> list[NDArray[np.floating[Any]]]:
+        if x.shape[1] % self.n_layers:
+            raise SpecError(
+                f"X: {x.shape[1]} columns for n_layers={self.n_layers}; allowed is a multiple; "
+                "put the layers of a row one after the other"
+            )
+        return np.split(x, self.n_layers, axis=1)
+
+    def _folds(
+        self, positive: NDArray[np.bool_], groups: ArrayLike | None
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        rare = int(min(positive.sum(), (~positive).sum()))
+        names = None if groups is None else np.asarray(groups)
+        limits = [self.folds, rare, *([] if names is None else [len(np.unique(names))])]
+        if min(limits) < 2:
+            return []
+        kind = StratifiedKFold if names is None else StratifiedGroupKFold
+        splitter = kind(min(limits), shuffle=True, random_state=self.random_state)
+        made = list(splitter.split(positive, positive, names))
+        return [(a, b) for a, b in made if 0 < positive[a].sum() < len(a)]
+
+
+def _outside(
+    base: DirectionEstimator,
+    x: NDArray[np.floating[Any]],
+    positive: NDArray[np.bool_],
+    folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
+) -> NDArray[np.float64]:
+    """Scores (rows,) by directions that did not see the row.
+
+    Rows whose fold would leave one class to fit on are scored by a fit on all rows.
+    """
+    scores = np.full(len(x), np.nan)
+    for fit, held in folds:
+        scores[held] = clone(base).fit(x[fit], positive[fit]).decision_function(x[held])
+    left = np.isnan(scores)
+    if left.any():
+        scores[left] = clone(base).fit(x, positive).decision_function(x[left])
+    return scores

@@ -1,0 +1,88 @@
+"""Every family by name, with the settings of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from inspect_lens.errors import SpecError
+from inspect_lens.train.fitting._fit import TrainableProbe
+
+from ._direction import MeanDifferenceProbe
+from ._ensemble import EnsembleProbe
+from ._heads import (
+    AttentionLiteProbe,
+    AttentionProbe,
+    GDMAttentionProbe,
+    MLPProbe,
+    MultiMaxProbe,
+    RollingAttentionProbe,
+)
+from ._lat import LATProbe
+from ._logistic import LogisticProbe, PressureLogisticProbe
+from ._massmean import LDAProbe, MassMeanProbe
+from ._sae import SAEFeatureProbe
+from ._torch_logistic import CCSProbe, TorchLogisticProbe
+
+__all__ = ["FAMILIES", "make_estimator"]
+
+FAMILIES: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "lr": (LogisticProbe, {}),
+    "lr-pressure": (PressureLogisticProbe, {}),
+    "lr-got": (TorchLogisticProbe, {}),
+    "mean-difference": (MeanDifferenceProbe, {}),
+    "mass-mean": (MassMeanProbe, {}),
+    "mass-mean-iid": (MassMeanProbe, {"iid": True}),
+    "lda": (LDAProbe, {}),
+    "lda-ridge": (LDAProbe, {"shrinkage": "ridge"}),
+    "lat": (LATProbe, {}),
+    "ccs": (CCSProbe, {}),
+    "mlp": (MLPProbe, {}),
+    "attention": (AttentionProbe, {}),
+    "attention-lite": (AttentionLiteProbe, {}),
+    "attention-gdm": (GDMAttentionProbe, {}),
+    "multimax": (MultiMaxProbe, {}),
+    "rolling-attention": (RollingAttentionProbe, {}),
+    "sae": (SAEFeatureProbe, {}),
+    "ensemble": (EnsembleProbe, {}),
+}
+"""Class and settings of each family; `lr` is Apollo's."""
+
+
+def make_estimator(name: str, **settings: Any) -> TrainableProbe:
+    """An unfitted estimator by name.
+
+    Args:
+        name: one of `FAMILIES`.
+        **settings: of its class, instead of those of its source; for `sae` also `folder`, that
+            of an SAE as `read_sae` takes it, and `norm_scale`.
+
+    Returns:
+        The estimator.
+
+    Raises:
+        SpecError: an unknown name or setting.
+        ArtifactError: the folder of an SAE is not one.
+
+    Example:
+        ```python
+        from inspect_lens.train import FAMILIES, make_estimator
+
+        assert {"lr", "lda", "attention", "multimax"} <= set(FAMILIES)
+        estimator = make_estimator("lr", C=0.5)
+        print(estimator.describe())
+        ```
+    """
+    if name not in FAMILIES:
+        raise SpecError(f"family={name!r}; allowed are {', '.join(FAMILIES)}; correct the name")
+    kind, defaults = FAMILIES[name]
+    if kind is SAEFeatureProbe and "folder" in settings:
+        kind = SAEFeatureProbe.from_sae
+        settings["path"] = settings.pop("folder")
+    try:
+        made: TrainableProbe = kind(**{**defaults, **settings})
+    except TypeError as error:
+        raise SpecError(
+            f"family={name!r}: {error}; allowed are the settings of {FAMILIES[name][0].__name__}"
+        ) from None
+    return made

@@ -1,0 +1,183 @@
+"""The loop that trains a neural probe; what the probe computes is in `probe/pooling/_head.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import HeadSpec, head_outputs, parse_head_pool, pool_heads
+
+__all__ = ["HeadTraining", "train_head"]
+
+Weights = dict[str, torch.Tensor]
+Sequences = Sequence[NDArray[np.floating[Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTraining:
+    """How a head is trained."""
+
+    optimizer: Literal["adamw", "lbfgs"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    steps: int = 1000
+    batch: int = 64
+    """Sequences per step; LBFGS takes all."""
+    patience: int = 20
+    """Looks at the validation set without a better loss before it stops."""
+    device: str = "cpu"
+    seed: int = 0
+    soft_max: float = 1.0
+    """Sharpness of the smooth maximum that stands for MultiMax while training."""
+    dropout: float = 0.0
+    """Share of attention weights that are dropped while training."""
+
+
+def train_head(
+    start: dict[str, NDArray[np.float32]],
+    spec: HeadSpec,
+    pool: str,
+    data: tuple[Sequences, NDArray[np.bool_]],
+    validation: tuple[Sequences, NDArray[np.bool_]] | None,
+    how: HeadTraining,
+    scaler: dict[str, NDArray[np.float32]],
+) -> tuple[dict[str, NDArray[np.float32]], list[float]]:
+    """Train from given weights; keep those that did best on the validation set.
+
+    Args:
+        start: initial weights.
+        spec: temperature and gate.
+        pool: the rule.
+        data: raw sequences (tokens, hidden) float32 and their classes; a batch is standardised
+            when it is used, so that there is no second copy of them.
+        validation: the same for early stopping; None trains to the end.
+        how: optimiser, rates, steps.
+        scaler: `mean` and `scale` (hidden,), which are not trained.
+
+    Returns:
+        The weights, and the losses that were looked at.
+
+    Raises:
+        SpecError: the loss is no longer finite.
+    """
+    rule = parse_head_pool(pool)
+    weights = {
+        k: torch.from_numpy(np.array(v)).to(how.device).requires_grad_() for k, v in start.items()
+    }
+
+    fixed = {k: torch.from_numpy(np.array(v)).to(how.device) for k, v in scaler.items()}
+
+    def drop(share: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(share, how.dropout)
+
+    def loss_of(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], train: bool) -> Any:
+        x, mask, target = batch
+        logits = pool_heads(
+            head_outputs(weights | fixed, spec, x, xp=torch), rule, weights.get("position"),
+            weights["bias"], mask, xp=torch, sharpness=how.soft_max if train else None,
+            drop=drop if train and how.dropout else None,
+        )  # fmt: skip
+        return functional.binary_cross_entropy_with_logits(logits, target)
+
+    step = _stepper(weights, data, how, loss_of)
+    look = max(1, min(how.steps // 50, 10)) if how.optimizer == "adamw" else 1
+    best, kept, since, losses = np.inf, {k: v.detach().clone() for k, v in weights.items()}, 0, []
+    with torch.random.fork_rng():  # the caller's numbers stay the caller's
+        torch.manual_seed(how.seed)  # dropout only; all else draws from numpy
+        for number in range(how.steps):
+            train_loss = step()
+            if number % look and number != how.steps - 1:
+                continue
+            with torch.no_grad():
+                loss = float(_all(validation, how, loss_of)) if validation else train_loss
+            losses.append(loss)
+            if loss < best - 1e-6 or validation is None:
+                best, since = loss, 0
+                kept = {k: v.detach().clone() for k, v in weights.items()}
+            else:
+                since += 1
+                if since >= how.patience:
+                    break
+    if not np.isfinite(best):
+        raise SpecError(
+            f"lr={how.lr:g}: training diverged (loss {losses[-1]}); allowed is a rate at which the "
+            "loss stays finite; use a smaller lr, or look for outliers in the activations"
+        )
+    return {k: v.cpu().numpy() for k, v in kept.items()}, losses
+
+
+def _stepper(
+    weights: Weights,
+    data: tuple[Sequences, NDArray[np.bool_]],
+    how: HeadTraining,
+    loss_of: Any,
+) -> Any:
+    """A function that takes one optimiser step and returns the loss."""
+    if how.optimizer == "lbfgs":
+        optimiser: Any = torch.optim.LBFGS(
+            list(weights.values()), lr=how.lr, max_iter=20, line_search_fn="strong_wolfe"
+        )
+        whole = _padded(*data, device=how.device)
+
+        def closure() -> Any:
+            optimiser.zero_grad()
+            decay = sum((w**2).sum() for name, w in weights.items() if name != "bias")
+            loss = loss_of(whole, True) + how.weight_decay * decay / 2
+            loss.backward()
+            return loss
+
+        return lambda: float(optimiser.step(closure).detach())
+    optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
+    batches = _batches(*data, how=how)
+
+    def step() -> float:
+        optimiser.zero_grad()
+        loss = loss_of(next(batches), True)
+        loss.backward()
+        optimiser.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _batches(
+    sequences: Sequences, labels: NDArray[np.bool_], *, how: HeadTraining
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Random batches without end; each pass shows every sequence once."""
+    rng = np.random.default_rng(how.seed)
+    while True:
+        order = rng.permutation(len(sequences))
+        for first in range(0, len(order), how.batch):
+            picks = order[first : first + how.batch]
+            yield _padded([sequences[i] for i in picks], labels[picks], device=how.device)
+
+
+def _padded(
+    sequences: Sequences, labels: NDArray[np.bool_], *, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Copied: rows from disk cannot be written to, and torch warns of sharing these.
+    rows = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True)
+    lengths = torch.tensor([len(s) for s in sequences])
+    mask = torch.arange(rows.shape[1]) < lengths[:, None]
+    target = torch.from_numpy(labels.astype(np.float32))
+    return rows.to(device), mask.to(device), target.to(device)
+
+
+def _all(
+    data: tuple[Sequences, NDArray[np.bool_]], how: HeadTraining, loss_of: Any
+) -> torch.Tensor:
+    """Mean loss over a set, batch by batch."""
+    total = torch.zeros(())
+    for first in range(0, len(data[0]), how.batch):
+        part = slice(first, first + how.batch)
+        batch = _padded(data[0][part], data[1][part], device=how.device)
+        total = total + loss_of(batch, False).cpu() * len(batch[0])
+    return total / len(data[0])

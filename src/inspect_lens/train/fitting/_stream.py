@@ -1,0 +1,237 @@
+"""Fitting linear families on rows that do not fit into memory.
+
+Closed-form families take one pass that keeps counts, means and, where they need it, one
+covariance. Logistic regression takes one pass for the scaler and one per step of L-BFGS, which
+minimises the very loss that scikit-learn minimises, so both end in the same place; coordinates
+whitened by a sample of the rows let it end there after a few passes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.linalg import cho_solve, solve_triangular
+from scipy.optimize import minimize
+from sklearn.exceptions import ConvergenceWarning
+from torch.nn import functional
+
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
+from inspect_lens.train.families._logistic import LogisticProbe
+from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe, inverse_times
+from inspect_lens.train.families._scaling import HUGE_SHARE, dominated
+
+from ._moments import Moments, RowSource, accumulate, prefetch, read_blocks
+
+__all__ = ["fit_stream"]
+
+Floats = NDArray[np.float64]
+_SAMPLE: Final = 65_536  # rows that the preconditioner is made of
+_STREAMED: Final = "LogisticProbe, MeanDifferenceProbe, MassMeanProbe, LDAProbe"
+
+
+def fit_stream(
+    estimator: DirectionEstimator, source: RowSource, *, device: str = "cpu", tol: float = 1e-4
+) -> DirectionEstimator:
+    """Fit a linear family on a stream of rows, in memory that does not grow with them.
+
+    Beyond two pieces of the stream it keeps a few vectors of length hidden and, but for
+    `MeanDifferenceProbe` and `MassMeanProbe(iid=False)`, a few matrices of hidden x hidden float64.
+
+    Args:
+        estimator: an unfitted `LogisticProbe`, `MeanDifferenceProbe`, `MassMeanProbe`, or
+            `LDAProbe` with `ridge`, a number or None as shrinkage.
+        source: called once per pass, yields (rows, labels) in pieces, the same in each pass.
+        device: where torch computes, such as `cuda`.
+        tol: of logistic regression: largest component of the gradient of the mean loss, as in
+            scikit-learn.
+
+    Returns:
+        The estimator, fitted.
+
+    Raises:
+        UnsupportedError: a family that has no streaming form.
+        SpecError: the stream is empty, lacks a class, or holds NaN, or a setting is wrong.
+
+    Warns:
+        ConvergenceWarning: logistic regression took `max_iter` steps and is not done.
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, MeanDifferenceProbe, fit_stream
+
+        x, labels, _ = ActivationSet.load("acts/train.safetensors").rows(1)
+
+
+        def pieces():  # `lambda: store.rows(1)` of an ActivationStore that is larger than memory
+            for start in range(0, len(x), 100):
+                yield x[start : start + 100], labels[start : start + 100]
+
+
+        assert fit_stream(MeanDifferenceProbe(), pieces).coef_.shape == (32,)
+        ```
+    """
+    kind = type(estimator)
+    if getattr(estimator, "scaling", "none") == "robust":
+        raise UnsupportedError(
+            f"{estimator!r}: scaling='robust' needs the medians of all rows; allowed in a stream "
+            "are 'auto', which warns of huge dimensions, and 'none'"
+        )
+    if kind is LogisticProbe:
+        _fit_logistic(estimator, source, device=device, tol=tol)
+    elif kind is MeanDifferenceProbe:
+        low, high = _means(estimator, accumulate(source, covariance=False, device=device))
+        estimator.coef_ = high - low
+        norm = float(np.linalg.norm(estimator.coef_))
+        if estimator.normalize and norm > 0.0:
+            estimator.coef_ = estimator.coef_ / norm
+    elif kind is MassMeanProbe:
+        moments = accumulate(source, covariance=estimator.iid, device=device)
+        low, high = _means(estimator, moments)
+        estimator.coef_ = high - low
+        if estimator.iid:
+            estimator.coef_ = inverse_times(moments.within(), high - low, atol=estimator.atol)
+    elif kind is LDAProbe and estimator.shrinkage != "ledoit-wolf":
+        _fit_discriminant(estimator, accumulate(source, covariance=True, device=device))
+    else:
+        raise UnsupportedError(
+            f"{estimator!r}: has no streaming form; allowed are {_STREAMED} (its shrinkage 'ridge',"
+            " a number or None); choose one of these, or fit on a part that fits into memory"
+        )
+    return estimator
+
+
+def _means(estimator: DirectionEstimator, moments: Moments) -> tuple[Floats, Floats]:
+    low, high = moments.class_means()
+    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), low.size
+    estimator.mean_, estimator.scale_ = (high + low) / 2.0, np.ones_like(low)
+    estimator.intercept_ = 0.0
+    share = moments.n / moments.total
+    within = moments.standard()[1] ** 2 - float(share.prod()) * (high - low) ** 2
+    n, huge = dominated(np.maximum(within, 0.0))
+    if estimator.scaling == "auto" and huge >= HUGE_SHARE and low.size >= 8:
+        warnings.warn(
+            f"{type(estimator).__name__}: {n} of {low.size} dimensions hold {huge:.0%} of the "
+            "variance and decide the direction; a stream has no median deviation to divide by; "
+            "take LogisticProbe, or fit on a part that fits into memory (scaling='none' says that "
+            "you know)",
+            UserWarning,
+            stacklevel=3,
+        )
+    return low, high
+
+
+def _fit_discriminant(estimator: Any, moments: Moments) -> None:
+    low, high = _means(estimator, moments)
+    covariance = moments.within()
+    level = float(np.trace(covariance)) / len(covariance)
+    diagonal = np.arange(len(covariance))
+    if estimator.shrinkage == "ridge":
+        covariance[diagonal, diagonal] += 0.01 * level or 1.0
+    elif estimator.shrinkage is not None:
+        if isinstance(estimator.shrinkage, str) or not 0.0 <= estimator.shrinkage <= 1.0:
+            raise SpecError(
+                f"shrinkage={estimator.shrinkage!r}; allowed for a stream are 'ridge', a number in "
+                "[0, 1] and None; correct the value"
+            )
+        covariance *= 1.0 - estimator.shrinkage
+        covariance[diagonal, diagonal] += estimator.shrinkage * level
+    estimator.coef_ = np.linalg.lstsq(covariance, high - low, rcond=None)[0]
+    if not estimator.equal_priors:
+        estimator.intercept_ = float(np.log(moments.n[1] / moments.n[0]))
+
+
+def _fit_logistic(estimator: Any, source: RowSource, *, device: str, tol: float) -> None:
+    sample = Moments(0, covariance=True, device=device)
+    moments = accumulate(
+        source, covariance=False, device=device, sample=sample, sample_rows=_SAMPLE
+    )
+    low, _ = _means(estimator, moments)
+    if estimator.standardize:
+        estimator.mean_, estimator.scale_ = moments.standard()
+    else:
+        estimator.mean_, estimator.scale_ = np.zeros(low.size), np.ones(low.size)
+    root, start = _whitener(sample, moments, estimator.scale_)
+    free = bool(estimator.fit_intercept)
+    pass_over = _LogisticPass(estimator, source, moments.total, device)
+
+    def loss(whitened: Floats) -> tuple[float, Floats]:
+        # Coordinates in which the rows are about white: steps go straight to the optimum.
+        weight = solve_triangular(root, whitened[: low.size], lower=True, trans=1)
+        offset = float(whitened[low.size]) if free else 0.0
+        value, slope, slope_offset = pass_over(weight, offset)
+        slope = solve_triangular(root, slope, lower=True)
+        return value, np.append(slope, slope_offset) if free else slope
+
+    begin = root.T @ start
+    found = minimize(
+        loss,
+        np.append(begin, 0.0) if free else begin,
+        jac=True,
+        method="L-BFGS-B",
+        # Sums of float32 logits are no surer than that: a stricter stop searches in the noise.
+        options={"maxiter": estimator.max_iter, "gtol": tol, "ftol": tol * 1e-5},
+    )
+    if found.nit >= estimator.max_iter:
+        warnings.warn(
+            f"fit_stream: L-BFGS stopped after max_iter={estimator.max_iter} steps without "
+            f"reaching tol={tol:g}; raise max_iter or tol",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+    estimator.coef_ = solve_triangular(root, found.x[: low.size], lower=True, trans=1)
+    estimator.intercept_ = float(found.x[low.size]) if free else 0.0
+    estimator.n_iter_, estimator.n_passes_ = int(found.nit), int(found.nfev) + 1
+
+
+def _whitener(sample: Moments, moments: Moments, scale: Floats) -> tuple[Floats, Floats]:
+    """Cholesky root of about the covariance of scaled rows, and weights to start from.
+
+    For Gaussian classes the discriminant of the covariance is the logistic optimum itself.
+    """
+    low, high = moments.class_means()
+    gap = (high - low) / scale
+    if (sample.n == 0).any():
+        covariance = np.diag((moments.standard()[1] / scale) ** 2)
+    else:
+        covariance = sample.within() / np.outer(scale, scale)
+    # A sample of fewer rows than columns says nothing of some directions: lean to a diagonal.
+    lean = gap.size / (gap.size + sample.total)
+    diagonal = np.maximum(np.diag(covariance), 1e-6)
+    covariance = (1.0 - lean) * covariance
+    covariance[np.arange(gap.size), np.arange(gap.size)] += lean * diagonal + 1e-6
+    root = np.linalg.cholesky(covariance)
+    return np.asarray(root), np.asarray(cho_solve((root, True), gap))
+
+
+class _LogisticPass:
+    """Penalised mean loss over the stream and its slopes; one pass per call."""
+
+    def __init__(self, estimator: Any, source: RowSource, n: int, device: str) -> None:
+        self.source, self.n, self.device = source, n, device
+        self.penalty, self.scale = 1.0 / (estimator.C * n), estimator.scale_
+        self.mean = torch.from_numpy(estimator.mean_).to(device, torch.float32)
+
+    def __call__(self, weight: Floats, offset: float) -> tuple[float, Floats, float]:
+        hidden = weight.size
+        w = torch.from_numpy(weight / self.scale).to(self.device, torch.float32)
+        total, slope_offset = 0.0, 0.0
+        slope = torch.zeros(hidden, dtype=torch.float64, device=self.device)
+        for rows, labels in prefetch(self.source()):
+            for x, positive in read_blocks(rows, labels, device=self.device, hidden=hidden):
+                z = x - self.mean
+                logits, target = z @ w + offset, positive.float()
+                losses = functional.binary_cross_entropy_with_logits(
+                    logits.double(), target.double(), reduction="sum"
+                )
+                total += float(losses)
+                gap = torch.sigmoid(logits) - target
+                slope += (gap @ z).double()
+                slope_offset += float(gap.double().sum())
+        gradient: Floats = slope.cpu().numpy() / self.scale / self.n + self.penalty * weight
+        value = total / self.n + 0.5 * self.penalty * float(weight @ weight)
+        return value, gradient, slope_offset / self.n

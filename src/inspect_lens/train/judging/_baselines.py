@@ -1,0 +1,239 @@
+"""What something simpler does on the same samples; a probe without these beside it says little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    LEARNED_POOLS,
+    AnyProbe,
+    Baseline,
+    Probe,
+    auroc,
+    compare_auroc,
+    delong_interval,
+)
+from inspect_lens.train.sets._dataset import ActivationSet
+
+__all__ = [
+    "bag_of_words_scores",
+    "baseline",
+    "judge_scores",
+    "length_scores",
+    "random_direction_scores",
+]
+
+Floats = NDArray[np.float64]
+
+
+def bag_of_words_scores(
+    train_texts: Sequence[str], train_labels: ArrayLike, texts: Sequence[str]
+) -> Floats:
+    """Scores of a logistic regression on words: what a reader without activations can tell.
+
+    Args:
+        train_texts: (samples,) what the probe was trained on, as text.
+        train_labels: (samples,) 0 and 1.
+        texts: (samples,) what to score.
+
+    Returns:
+        (samples,) decision values.
+
+    Raises:
+        SpecError: lengths disagree, a class is missing, or there is no word.
+
+    Source:
+        arXiv:2509.21344: text baselines beside every probe. TF-IDF of one and two words,
+        scikit-learn's defaults otherwise.
+
+    Example:
+        ```python
+        from inspect_lens.train import bag_of_words_scores
+
+        texts = ["it is a lie", "it is the truth"] * 10
+        scores = bag_of_words_scores(texts, [1, 0] * 10, ["a lie again", "the truth again"])
+        assert scores[0] > scores[1]
+        ```
+    """
+    y = np.asarray(train_labels)
+    if len(train_texts) != y.size or np.unique(y).size != 2:
+        raise SpecError(
+            f"train_texts: {len(train_texts)} texts, {y.size} labels of {np.unique(y).size} "
+            "classes; allowed is one label per text and both classes"
+        )
+    model = make_pipeline(
+        TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b"),
+        LogisticRegression(max_iter=1000),
+    )
+    try:
+        model.fit(list(train_texts), y)
+    except ValueError as error:
+        raise SpecError(f"train_texts: {error}; allowed are texts with words") from None
+    scores: Floats = np.asarray(model.decision_function(list(texts)), dtype=np.float64)
+    return scores
+
+
+def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
+    """Scores by length alone, longer or shorter, whichever fits the training set.
+
+    Args:
+        train_lengths: (samples,) tokens or characters.
+        train_labels: (samples,) 0 and 1.
+        lengths: (samples,) of what to score.
+
+    Returns:
+        (samples,) the length or its negative.
+
+    Example:
+        ```python
+        from inspect_lens.train import length_scores
+
+        # Positives are longer in the training set, so longer counts as positive.
+        assert length_scores([3, 9], [0, 1], [5, 6]).tolist() == [5.0, 6.0]
+        ```
+    """
+    sign = 1.0 if auroc(train_labels, train_lengths) >= 0.5 else -1.0
+    return sign * np.asarray(lengths, dtype=np.float64)
+
+
+def random_direction_scores(
+    probe: AnyProbe, train: ActivationSet, data: ActivationSet, *, seed: int = 0
+) -> Floats:
+    """Scores of a random direction at the layers of a probe, scaled and pooled as it is.
+
+    Args:
+        probe: whose layers, scaler and pool are used; a learned pool has no meaning for another
+            direction, and the mean stands in.
+        train: decides the sign.
+        data: what to score.
+        seed: of the direction.
+
+    Returns:
+        (samples,) scores.
+
+    Example:
+        ```python
+        from inspect_lens.probe import auroc
+        from inspect_lens.train import ActivationSet, LDAProbe, random_direction_scores, train_probe
+
+        train, control, test = (
+            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
+        )
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        by_chance = random_direction_scores(probe, train, test, seed=0)
+        assert auroc(test.labels, by_chance) < auroc(test.labels, test.scores(probe))
+        ```
+    """
+    rng = np.random.default_rng(seed)
+    shape, card = (len(probe.layers), probe.hidden), probe.card
+    if isinstance(probe, Probe):
+        mean, scale = probe.mean, probe.scale
+    else:
+        mean, scale = (probe.tensors[name][None] for name in ("mean", "scale"))
+        learned = card.pool.partition(":")[0] in LEARNED_POOLS
+        linear = {"kind": "linear", "head": None, "pool": "mean" if learned else card.pool}
+        card = card.model_copy(update=linear)
+    other = Probe(
+        weight=(rng.normal(size=shape) / math.sqrt(probe.hidden)).astype(np.float32),
+        bias=np.zeros(shape[0], dtype=np.float32),
+        mean=mean,
+        scale=scale,
+        card=card,
+    )
+    sign = 1.0 if auroc(train.labels, train.scores(other)) >= 0.5 else -1.0
+    return sign * data.scores(other)
+
+
+def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:
+    """Scores of a judge that reads the text, such as a language model.
+
+    Args:
+        texts: (samples,) what the judge reads.
+        judge: from text to a number; larger means more of the concept.
+
+    Returns:
+        (samples,) scores.
+
+    Raises:
+        SpecError: the judge returns something that is not a finite number.
+
+    Example:
+        ```python
+        from inspect_lens.train import judge_scores
+
+        # In the place of the length: what a language model says of the text.
+        assert judge_scores(["a lie", "the truth"], lambda text: float(len(text))).tolist() == [
+            5.0,
+            9.0,
+        ]
+        ```
+    """
+    scores = np.array([judge(text) for text in texts], dtype=np.float64)
+    if not np.isfinite(scores).all():
+        raise SpecError(
+            f"judge: {int((~np.isfinite(scores)).sum())} answers are no finite number; allowed is "
+            "one number per text; parse the judge's answer, and drop samples it cannot judge"
+        )
+    return scores
+
+
+def baseline(
+    name: str,
+    data: ActivationSet,
+    scores: ArrayLike,
+    probe_scores: ArrayLike,
+    *,
+    note: str = "",
+) -> Baseline:
+    """A baseline on a set, with the probability that the probe is no better.
+
+    Where groups of the set hold several samples, test and interval count groups.
+
+    Args:
+        name: of the baseline.
+        data: the set.
+        scores: (samples,) of the baseline.
+        probe_scores: (samples,) of the probe.
+        note: for the card.
+
+    Returns:
+        The record; without an area where a class is missing, without a test where groups are too
+        few (`inspect_lens.probe.count_groups`), and `test` then says so.
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, LDAProbe, baseline, train_probe
+
+        train, control, test = (
+            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
+        )
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        lengths = [len(ids) for ids in test.ids]
+        record = baseline("length", test, lengths, test.scores(probe))
+        print(record.auroc, record.p_value)
+        ```
+    """
+    area = auroc(data.labels, scores)
+    if math.isnan(area) or min(data.n_positive, data.n_negative) < 2:
+        return Baseline(name=name, set=data.name, note=note or "one class only")
+    interval = delong_interval(data.labels, scores, groups=data.groups)
+    test = compare_auroc(data.labels, probe_scores, scores, groups=data.groups)
+    one_sided = test.p_value / 2.0 if test.difference > 0 else 1.0 - test.p_value / 2.0
+    return Baseline(
+        name=name,
+        set=data.name,
+        auroc=area,
+        auroc_interval=interval,
+        p_value=None if math.isnan(one_sided) else one_sided,
+        test=test.interval.method,
+        note=note,
+        difference=None if test.too_few else test.interval,
+    )

@@ -1,0 +1,219 @@
+"""Choosing the layer on data that neither trains nor tests the probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, clone
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import AnyProbe, LayerScore, ProbeCard, auroc, delong_interval
+from inspect_lens.train.calibration._recall import recall_draws
+from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
+from inspect_lens.train.families._logistic import LogisticProbe
+from inspect_lens.train.families._sklearn import as_family
+from inspect_lens.train.fitting._fit import Rows, TrainableProbe, fit_on
+from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.train.sets._splits import (
+    require_disjoint,
+    require_other_samples,
+    require_same_origin,
+)
+
+__all__ = ["LayerChoice", "SelectBy", "select_layer", "separation"]
+
+SelectBy = Literal["recall", "auroc"]
+"""What a layer is chosen by."""
+
+
+class LayerChoice(NamedTuple):
+    """The chosen layer, and all that were tried."""
+
+    probe: AnyProbe
+    """Fitted on the training set at the chosen layer, or the layers of an ensemble, without
+    threshold."""
+    sweep: tuple[LayerScore, ...]
+    """Every layer, measured on the selection set."""
+    by: SelectBy | None = None
+    """What it was chosen by; None where nothing was, as of an ensemble."""
+
+
+def select_layer(
+    estimator: TrainableProbe | BaseEstimator,
+    train: ActivationSet,
+    selection: ActivationSet,
+    *,
+    card: ProbeCard,
+    control: ActivationSet | None = None,
+    select_by: SelectBy | None = None,
+    fpr: float = 0.01,
+    layers: Sequence[int] | None = None,
+    pools: Sequence[str] | None = None,
+    rows: Rows | None = None,
+    n_draws: int = 400,
+    seed: int = 0,
+) -> LayerChoice:
+    """Fit one probe per layer and keep the one that does best on the selection set.
+
+    By `recall`, that is the layer whose threshold, set on `control` for the rate `fpr`, lies below
+    most positives of the selection set. Both sets are drawn again and again (whole groups of them),
+    and the mean over draws counts. Of layers within one sample of the best, the one wins whose
+    positives lie farthest from both the selection set's and the control set's negatives, in pooled
+    standard deviations; then the lowest layer.
+
+    By `auroc`, the highest AUROC on the selection set wins, then the separation. A layer can
+    have the larger AUROC and miss most positives at a rate of 1%, so this is not what a threshold
+    asks for.
+
+    An `EnsembleProbe` reads several layers at once, so nothing is chosen: it is fitted on
+    `layers`, or on those at `DEPTHS` of the set's layers, and the sweep is that of its base.
+
+    Args:
+        estimator: unfitted, one of scikit-learn too; it is cloned for each layer.
+        train: what the directions are fitted on.
+        selection: what the layer is chosen on; shares no group and no sample with `train`.
+        card: facts for the probe; its layers are replaced by the chosen one.
+        control: harmless samples; positive ones are left out.
+        select_by: `recall`, which needs a control set and is the default with one, or `auroc`.
+        fpr: false positive rate at which recall counts.
+        layers: layers to try; all of `train` by default.
+        pools: pools to try at each layer, such as `("mean", "max")`; that of the card by default.
+        rows: what one row of a fit is, for families that read rows; that of the family's source by
+            default.
+        n_draws: of both sets, for the recall and its interval.
+        seed: of the draws.
+
+    Returns:
+        The choice.
+
+    Raises:
+        SpecError: a group straddles the sets, they are of different models or positions, a class is
+            missing, there is no layer to try, no control set for `recall`, or several pools for a
+            family that learns its own.
+
+    Example:
+        ```python
+        from inspect_lens.probe import ProbeCard
+        from inspect_lens.train import ActivationSet, LDAProbe, select_layer
+
+        train, selection, control = (
+            ActivationSet.load(f"acts/{name}.safetensors")
+            for name in ("train", "selection", "control")
+        )
+        card = ProbeCard(name="mine/lda", layers=(0,), hidden=32)
+        choice = select_layer(LDAProbe(), train, selection, card=card, control=control)
+        assert choice.probe.layers == (1,)
+        assert [score.layer for score in choice.sweep] == [0, 1, 2]
+        print([(score.recall, score.auroc) for score in choice.sweep])
+        ```
+    """
+    estimator = as_family(estimator)
+    by = _how(select_by, control)
+    require_same_origin(train, selection)
+    require_disjoint(train, selection)
+    require_other_samples(train, selection)
+    for data in (train, selection):
+        if 0 in (data.n_positive, data.n_negative):
+            raise SpecError(
+                f"{data.name}: {data.n_positive} positive and {data.n_negative} negative samples; "
+                "allowed are both classes; check the labels"
+            )
+    tried = tuple(train.layers if layers is None else sorted(set(layers)))
+    if not tried:
+        raise SpecError("layers=(): nothing to try; allowed are layers of the set; name one")
+    single: TrainableProbe = estimator
+    if isinstance(estimator, EnsembleProbe):
+        single = LogisticProbe() if estimator.base is None else estimator.base
+    pooled = tuple(dict.fromkeys(pools or (card.pool,)))
+    if len(pooled) > 1 and (single.reads == "sequences" or single is not estimator):
+        raise SpecError(
+            f"pools={list(pooled)}: {estimator!r} has one of its own; allowed are several pools "
+            "for families of one direction; leave pools out"
+        )
+    measure = partial(_measure, control=None if control is None else control.negatives(),
+                      fpr=fpr, n_draws=n_draws, seed=seed)  # fmt: skip
+    fitted: list[tuple[LayerScore, AnyProbe]] = []
+    for layer in tried:
+        at_layer = card.model_copy(update={"layers": (layer,), "pool": pooled[0]})
+        probe = fit_on(clone(single), train, layer, rows=rows).to_probe(at_layer)
+        for pool in pooled:
+            if pool != pooled[0]:
+                probe = replace(probe, card=probe.card.model_copy(update={"pool": pool}))
+            fitted.append((measure(probe, layer, selection), probe))
+    sweep = tuple(score for score, _ in fitted)
+    if isinstance(estimator, EnsembleProbe):
+        read = tried if layers is not None else tuple(tried[i] for i in layers_at(len(tried)))
+        joint = clone(estimator).set_params(n_layers=len(read))
+        whole = fit_on(joint, train, read, rows=rows)
+        return LayerChoice(whole.to_probe(card.model_copy(update={"layers": read})), sweep)
+    if by == "auroc":
+        best = max(fitted, key=lambda f: (f[0].auroc, f[0].separation, -f[0].layer))
+    else:
+        # One positive more or less of the selection set is no difference.
+        enough = max(f[0].recall or 0.0 for f in fitted) - 1.0 / selection.n_positive
+        near = [f for f in fitted if (f[0].recall or 0.0) >= enough]
+        best = max(near, key=lambda f: (f[0].separation, -f[0].layer))
+    return LayerChoice(best[1], sweep, by)
+
+
+def _how(select_by: SelectBy | None, control: ActivationSet | None) -> SelectBy:
+    if select_by not in (None, "recall", "auroc"):
+        raise SpecError(f"select_by={select_by!r}; allowed are 'recall' and 'auroc'")
+    if select_by == "recall" and control is None:
+        raise SpecError(
+            "select_by='recall': there is no control set; allowed is control=, harmless samples "
+            "that the threshold would be set on; pass one, or select_by='auroc'"
+        )
+    return select_by or ("auroc" if control is None else "recall")
+
+
+def _measure(
+    probe: AnyProbe,
+    layer: int,
+    selection: ActivationSet,
+    *,
+    control: ActivationSet | None,
+    fpr: float,
+    n_draws: int,
+    seed: int,
+) -> LayerScore:
+    scores, labels = selection.scores(probe), selection.labels
+    made = LayerScore(
+        layer=layer,
+        pool=probe.pool,
+        auroc=auroc(labels, scores),
+        separation=separation(scores, labels),
+        auroc_interval=delong_interval(labels, scores, groups=selection.groups),
+    )
+    if control is None:
+        return made
+    positive, harmless = scores[labels], control.scores(probe)
+    draws = recall_draws(
+        positive, harmless, fpr, n_draws=n_draws, seed=seed,
+        groups=[selection.groups[i] for i in np.flatnonzero(labels)],
+        control_groups=control.groups,
+    )  # fmt: skip
+    both = np.concatenate([positive, harmless])
+    of_both = np.arange(both.size) < positive.size
+    return made.model_copy(
+        update={
+            "separation": min(made.separation, separation(both, of_both)),
+            "recall": draws.mean,
+            "recall_interval": draws.interval,
+            "auroc_control": auroc(of_both, both),
+        }
+    )
+
+
+def separation(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> float:
+    """Difference of class means over the pooled standard deviation; finite always."""
+    high, low = scores[labels], scores[~labels]
+    spread = math.sqrt((float(high.var()) + float(low.var())) / 2.0)
+    gap = float(high.mean() - low.mean())
+    return gap / max(spread, 1e-12 * max(1.0, abs(gap)))

@@ -1,0 +1,275 @@
+"""Steering vectors from activations: mean difference, CAA, logistic and PCA directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import ModelRef, auroc, fingerprint_model
+from inspect_lens.spec import RESID_POST, Site
+from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
+from inspect_lens.train.families._lat import LATProbe, make_pairs
+from inspect_lens.train.families._logistic import LogisticProbe
+from inspect_lens.train.judging._select import separation
+from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.vector import Vector, VectorCard, VectorTraining
+
+__all__ = ["PickedRows", "VectorMethod", "VectorRows", "extract_vector", "pair_set", "rows_at"]
+
+VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
+"""`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
+
+VectorRows = Literal["tokens", "mean", "last"] | int
+"""What one row is: each selected token, their mean, the last one, or the one at an index."""
+
+_CAA_ROW: Final = -2  # the letter of an answer such as "(A)"
+_SOURCES: Final[dict[str, str]] = {
+    "mean_difference": "arXiv:2310.06824",
+    "caa": "arXiv:2312.06681",
+    "logistic": "arXiv:2502.03407 (settings of the classifier)",
+    "pca": "arXiv:2310.01405",
+}
+
+
+class PickedRows(NamedTuple):
+    """Rows (rows, hidden) of a set at one layer, with class and group of each."""
+
+    x: NDArray[np.float32]
+    positive: NDArray[np.bool_]
+    groups: NDArray[np.str_]
+
+
+def pair_set(
+    positive: ArrayLike,
+    negative: ArrayLike,
+    *,
+    layers: Sequence[int],
+    model: str = "",
+    name: str = "pairs",
+) -> ActivationSet:
+    """Make an activation set of bare arrays; row i of both sides is one pair.
+
+    Args:
+        positive: (pairs, layers, hidden) float; what a positive scale should move to.
+        negative: (pairs, layers, hidden) float.
+        layers: layer of each entry of the second axis, ascending.
+        model: name or path of the model.
+        name: of the set.
+
+    Returns:
+        A set of one-token samples whose groups are the pairs.
+
+    Raises:
+        SpecError: shapes disagree.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.train import pair_set
+
+        rng = np.random.default_rng(0)
+        negative = rng.standard_normal((50, 1, 64))  # (pairs, layers, hidden)
+        data = pair_set(negative + 1.0, negative, layers=[12], model="my-model")
+        assert (data.n_positive, data.n_negative) == (50, 50)
+        ```
+    """
+    high, low = np.asarray(positive, dtype=np.float32), np.asarray(negative, dtype=np.float32)
+    if high.ndim != 3 or high.shape != low.shape or high.shape[1] != len(layers):
+        raise SpecError(
+            f"positive, negative: shapes {high.shape} and {low.shape}; allowed are two equal "
+            f"shapes (pairs, {len(layers)}, hidden) for layers {list(layers)}"
+        )
+    n = len(high)
+    return ActivationSet(
+        name=name,
+        model=model,
+        layers=tuple(layers),
+        acts=tuple(row[:, None] for row in np.concatenate([high, low])),
+        labels=np.repeat([True, False], n),
+        groups=tuple(str(i) for i in range(n)) * 2,
+        ids=tuple(f"{i}{side}" for side in "+-" for i in range(n)),
+    )
+
+
+def extract_vector(
+    data: ActivationSet,
+    *,
+    name: str,
+    method: VectorMethod = "mean_difference",
+    rows: VectorRows | None = None,
+    selection: ActivationSet | None = None,
+    layers: Sequence[int] | None = None,
+    layer: int | None = None,
+    site: Site = RESID_POST,
+    model: ModelRef | None = None,
+    seed: int = 0,
+    on_policy: bool = True,
+    positions: str = "",
+    description: str = "",
+    notes: Sequence[str] = (),
+    command: str = "",
+) -> Vector:
+    """Find a direction per layer, and write down everything about it.
+
+    `mean_difference` subtracts the class means. `caa` averages the differences within each group
+    (rows at index -2: the letter of an answer such as "(A)" to an A/B question). `logistic` takes
+    the normal of a logistic regression on standardised rows. `pca` takes the first principal
+    component of differences within groups, sign by the labels.
+
+    Args:
+        data: label 1 is what a positive scale moves to; groups are the pairs of `caa` and `pca`,
+            and classes are paired at random where no group has both.
+        name: `<model>/<name>`, for the card and the folder.
+        method: how the direction is found.
+        rows: what one row of a sample is; index -2 for `caa`, each token for the others.
+        selection: samples that are not in `data`; they choose the layer, by AUROC and then by
+            distance of the classes, and the AUROC of each layer goes into the card.
+        layers: layers to keep; all of the set by default.
+        layer: the card's layer, instead of one chosen on `selection`.
+        site: where in the block the rows were captured.
+        model: the model; by default its name is that of `data`, with the fingerprint where it is
+            a local folder.
+        seed: of the pairing.
+        on_policy: whether the model itself wrote the text.
+        positions: which tokens were compared, for the card; from `rows` by default.
+        description: what a positive scale does.
+        notes: for the card.
+        command: that this can be repeated with.
+
+    Returns:
+        The vector; at each layer its length is the distance of the class means along it.
+
+    Raises:
+        SpecError: an argument is wrong, a class is missing, sets share a group, or the classes do
+            not differ at a layer.
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, extract_vector
+
+        train = ActivationSet.load("acts/train.safetensors")
+        vector = extract_vector(train, name="mine/planted", rows="mean")
+        assert vector.layers == (0, 1, 2)
+        vector.save("vectors-of-mine/mine/planted")
+        ```
+    """
+    if method not in get_args(VectorMethod):
+        raise SpecError(f"method={method!r}; allowed are {', '.join(get_args(VectorMethod))}")
+    if not data.n_positive or not data.n_negative:
+        raise SpecError(
+            f"{data.name}: {data.n_positive} positive and {data.n_negative} negative samples; "
+            "allowed is one of each at least"
+        )
+    if selection is not None and (shared := set(data.groups) & set(selection.groups)):
+        raise SpecError(
+            f"selection: shares {len(shared)} groups with {data.name!r}, such as "
+            f"{sorted(shared)[0]!r}; split by group"
+        )
+    row = rows if rows is not None else (_CAA_ROW if method == "caa" else "tokens")
+    kept = tuple(data.layers if layers is None else sorted(layers))
+    units, lengths, norms, areas, gaps = [], [], [], [], []
+    for n in kept:
+        found = rows_at(data, n, row)
+        unit = _direction(found, method, seed)
+        along = found.x.astype(np.float64) @ unit
+        length = float(along[found.positive].mean() - along[~found.positive].mean())
+        if not length > 0.0:
+            raise SpecError(
+                f"layer {n}: the classes do not differ along it (distance {length:.3g}); "
+                "leave the layer out of layers="
+            )
+        units.append(unit)
+        lengths.append(length)
+        norms.append(float(np.linalg.norm(found.x.astype(np.float64), axis=1).mean()))
+        if selection is not None:
+            held = rows_at(selection, n, row)
+            scores = held.x.astype(np.float64) @ unit
+            areas.append(auroc(held.positive, scores))
+            gaps.append(separation(scores, held.positive))
+    if layer is None and areas:
+        # Several layers may separate perfectly; the classes lie furthest apart at one.
+        layer = kept[max(range(len(kept)), key=lambda i: (round(areas[i], 3), gaps[i]))]
+    card = VectorCard(
+        name=name,
+        description=description,
+        method=_describe(method, row, seed),
+        source=_SOURCES[method],
+        layers=kept,
+        layer=layer,
+        hidden=data.hidden,
+        site=site,
+        positions=positions or (f"index {row}" if isinstance(row, int) else row),
+        residual_norms=tuple(norms),
+        model=model or ModelRef(name=data.model or "unknown", sha256=_fingerprint(data.model)),
+        training=VectorTraining(
+            dataset=data.name,
+            sha256=data.sha256,
+            n_positive=data.n_positive,
+            n_negative=data.n_negative,
+            n_groups=len(set(data.groups)),
+            on_policy=on_policy,
+        ),
+        separation=tuple(areas),
+        notes=tuple(notes),
+        command=command,
+    )
+    return Vector.from_raw(np.stack(units), norm=lengths, card=card)
+
+
+def _direction(rows: PickedRows, method: VectorMethod, seed: int) -> NDArray[np.float64]:
+    """Unit normal (hidden,) float64 that points to the positive class."""
+    if method == "caa":
+        rng = np.random.default_rng(seed)
+        high, low = make_pairs(rows.positive, rows.groups, n_pairs=None, rng=rng)
+        raw = (rows.x[high].astype(np.float64) - rows.x[low]).mean(axis=0)
+    else:
+        estimators: dict[str, DirectionEstimator] = {
+            "mean_difference": MeanDifferenceProbe(scaling="none"),
+            "logistic": LogisticProbe(),
+            "pca": LATProbe(random_state=seed, scaling="none"),
+        }
+        fitted = estimators[method].fit(rows.x, rows.positive, rows.groups)
+        raw = np.asarray(fitted.coef_, dtype=np.float64) / fitted.scale_
+    norm = float(np.linalg.norm(raw))
+    if not norm > 0.0:
+        raise SpecError(f"method={method!r}: the direction is zero; the classes do not differ")
+    unit: NDArray[np.float64] = raw / norm
+    return unit
+
+
+def rows_at(data: ActivationSet, layer: int, rows: VectorRows) -> PickedRows:
+    """What `rows` picks of every sample at a layer."""
+    if rows == "tokens":
+        return PickedRows(*data.rows(layer))
+    picked = [_pick(s, rows, data.ids[i]) for i, s in enumerate(data.sequences(layer))]
+    return PickedRows(np.stack(picked), data.labels, np.array(data.groups))
+
+
+def _pick(sequence: NDArray[np.float32], rows: VectorRows, sample: str) -> NDArray[Any]:
+    if rows == "mean":
+        mean: NDArray[np.float32] = sequence.mean(axis=0)
+        return mean
+    if rows not in ("last",) and not (isinstance(rows, int) and not isinstance(rows, bool)):
+        raise SpecError(f"rows={rows!r}; allowed are tokens, mean, last and an index such as -2")
+    index = -1 if rows == "last" else int(rows)
+    try:
+        picked: NDArray[np.float32] = sequence[index]
+    except IndexError:
+        raise SpecError(
+            f"rows={rows!r}: sample {sample} has {len(sequence)} tokens; capture more of it"
+        ) from None
+    return picked
+
+
+def _describe(method: VectorMethod, rows: VectorRows, seed: int) -> str:
+    what = f"index {rows}" if isinstance(rows, int) else f"rows: {rows}"
+    return f"{method} ({what}, seed={seed})"
+
+
+def _fingerprint(model: str) -> str | None:
+    return fingerprint_model(model) if model else None
