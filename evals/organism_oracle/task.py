@@ -58,7 +58,7 @@ def organism_oracle(
         solver=with_capture([layer], positions="completion"),
         scorer=[
             oracle_answer(
-                question, oracle=oracle, label="truth", match="exact", layer=layer, last=None,
+                question, oracle=oracle, label="truth", match="exact", layers=layer, last=None,
                 served_as=served_as,
             ),
             truthfulness(),

@@ -48,6 +48,6 @@ def secret_word(
     return Task(
         dataset=secret_word_dataset(word, data),
         solver=with_capture("all" if layer is None else [layer], positions="completion"),
-        scorer=[oracle_answer(question, oracle=oracle, layer=layer, match="exact"), includes()],
+        scorer=[oracle_answer(question, oracle=oracle, layers=layer, match="exact"), includes()],
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )

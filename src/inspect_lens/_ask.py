@@ -39,7 +39,7 @@ def choose_ask(
     ask: Ask | None,
     oracle: str | None,
     *,
-    layer: int | float | Sequence[int] | None = None,
+    layers: int | float | Sequence[int] | None = None,
     role: str | None = None,
 ) -> Ask:
     """What answers questions for a reader: as `choose_said`, as one text.
@@ -47,7 +47,7 @@ def choose_ask(
     Args:
         ask: as for `choose_said`.
         oracle: as for `choose_said`.
-        layer: as for `choose_said`.
+        layers: as for `choose_said`.
         role: as for `choose_said`.
 
     Returns:
@@ -57,7 +57,7 @@ def choose_ask(
         SpecError: as for `choose_said`.
         ArtifactError: no such oracle.
     """
-    said = choose_said(ask, oracle, layer=layer, role=role)
+    said = choose_said(ask, oracle, layers=layers, role=role)
     if ask is not None:
         return ask
 
@@ -71,7 +71,7 @@ def choose_said(
     ask: Ask | None,
     oracle: str | None,
     *,
-    layer: int | float | Sequence[int] | None = None,
+    layers: int | float | Sequence[int] | None = None,
     role: str | None = None,
 ) -> Callable[[Activations, str], Awaitable[Said]]:
     """What answers questions: the caller's own function, or an oracle of `inspect_lens.oracle`.
@@ -79,7 +79,7 @@ def choose_said(
     Args:
         ask: the function.
         oracle: name, path or `hf://` address of the oracle, where there is no function.
-        layer: whose activations the oracle sees, as for `ask_oracle`.
+        layers: whose activations the oracle sees, as for `ask_oracle`.
         role: of the model that the oracle is an adapter of; the active model by default.
 
     Returns:
@@ -105,12 +105,12 @@ def choose_said(
     # By name: most who import this have no oracle.
     room = importlib.import_module("inspect_lens.oracle")
     loaded = room.load_oracle(oracle)
-    room.plan_asking("What is it?", loaded, layer=layer)  # refuse a wrong layer at once
+    room.plan_asking("What is it?", loaded, layers=layers)  # refuse a wrong layer at once
 
     async def answered(activations: Activations, question: str) -> Said:
         model = get_model() if role is None else get_model(role=role)
         answers: list[Any] = await room.ask_oracle(
-            activations, question, loaded, model=model, layer=layer
+            activations, question, loaded, model=model, layers=layers
         )
         return Said(answers[0].answer, answers[0].controls) if answers else Said(None)
 

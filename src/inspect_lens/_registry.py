@@ -34,17 +34,16 @@ from .scorer import (
     realised_fpr,
     recall_at_fpr,
     refusal_rate,
-    steering_effect,
     threshold_accuracy,
     trait_projection,
     words_auroc,
 )
 from .solver import (
+    ablate_direction,
     activation_oracle,
     causal_trace,
     contrastive_pairs,
     logit_lens,
-    oracle_interview,
     patch_sweep,
     probe_gate,
     probe_resample,
@@ -57,6 +56,7 @@ from .solver import (
 )
 
 __all__ = [
+    "ablate_direction",
     "activation_oracle",
     "attention_tracker",
     "auroc",
@@ -77,7 +77,6 @@ __all__ = [
     "monitor_alarm",
     "oracle_answer",
     "oracle_contrast",
-    "oracle_interview",
     "patch_sweep",
     "probe_approver",
     "probe_cascade",
@@ -89,7 +88,6 @@ __all__ = [
     "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",
-    "steering_effect",
     "steering_sweep",
     "threshold_accuracy",
     "trait_projection",

@@ -133,7 +133,7 @@ def test_the_coup_probe_uses_the_threshold_of_its_audit_budget(
     lens_server_url: str, tmp_path: Path
 ) -> None:
     stored = load_probe(PROBE).card.thresholds[0]
-    raw = probe_monitor_builder(probe=PROBE, scale="raw")
+    raw = probe_monitor_builder(probe=PROBE, unit="raw")
     coup = coup_probe_monitor_builder(probe=PROBE, fpr=0.01)
     _, plain = decided(run(raw, lens_server_url, tmp_path / "raw", instruction=LYING))
     _, audited = decided(run(coup, lens_server_url, tmp_path / "coup", instruction=LYING))
@@ -145,7 +145,7 @@ def test_the_coup_probe_uses_the_threshold_of_its_audit_budget(
 
 def test_the_activations_survive_the_protocol(lens_server_url: str, tmp_path: Path) -> None:
     """What the monitor read is found in the log, and says the same to `inspect score`."""
-    monitor = probe_monitor_builder(probe=PROBE, scale="raw")
+    monitor = probe_monitor_builder(probe=PROBE, unit="raw")
     log = run(monitor, lens_server_url, tmp_path / "logs", instruction=LYING)
     sample, facts = decided(read_eval_log(log.location))
     (call,) = read_activations(log)

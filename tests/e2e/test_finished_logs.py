@@ -34,7 +34,6 @@ from inspect_lens.scorer import (
     probe_ensemble,
     probe_score,
     refusal_rate,
-    steering_effect,
     trait_projection,
 )
 from inspect_lens.solver import logit_lens, steering_sweep
@@ -56,9 +55,8 @@ SITES = ["resid_post", "attn_out"]
 
 def scorers() -> list[Scorer]:
     return [
-        steering_effect(includes()),
-        steering_effect(trait_projection(TRUTH)),
         dose_response(includes()),
+        dose_response(trait_projection(TRUTH)),
         trait_projection(TRUTH),
         deception_probe("organism/deception-lr"),
         probe_score(PROBE, positions="all"),
@@ -107,6 +105,11 @@ def value(sample: EvalSample, name: str) -> Any:
     return sample.scores[name].value
 
 
+def effects(sample: EvalSample, name: str = "dose_response") -> Any:
+    assert sample.scores is not None
+    return (sample.scores[name].metadata or {})["effects"]
+
+
 def cell(sample: EvalSample, kind: str, scale: float = 0.0) -> SteeringCell:
     cells = read_cells(Store(sample.store))
     return next(c for c in cells if (c.kind, c.scale) == (kind, scale))
@@ -138,7 +141,7 @@ def test_steering_makes_answers_true_or_false_and_a_random_vector_does_not(swept
     assert sum(says_truth(s, "vector", -0.6) for s in samples) <= 1
     by_chance = 0
     for sample in samples:
-        effect = value(sample, "steering_effect")
+        effect = effects(sample)
         base = says_truth(sample, "baseline")
         assert effect["baseline"] == base
         for kind, label in (("vector", ""), ("random", "random:")):
@@ -158,7 +161,7 @@ def test_the_vector_moves_what_it_is_added_to_by_its_own_length(swept: Swept) ->
     length = float(np.linalg.norm(vector.raw(4)))
     same = 0
     for sample in swept.log.samples or []:
-        effect = value(sample, "steering_effect1")
+        effect = effects(sample, "dose_response1")
         assert effect["baseline"] == pytest.approx(value(sample, "trait_projection"))
         for scale in SCALES:
             steered = cell(sample, "vector", scale)
@@ -239,17 +242,16 @@ def test_inspect_score_says_the_same_of_every_scorer(swept: Swept, tmp_path: Pat
         "inspect_lens/probe_cascade": "inspect_lens/judged_share",
     }
     alone = [
-        [*command, "--metric", metric]
+        [*next(command for command in commands if name in command), "--metric", metric]
         for name, metric in single.items()
-        for command in commands
-        if name in command
     ]
     *again, dose, judged = rescore(log, [*commands, *alone], tmp_path)
     np.testing.assert_equal(
         [made for scored in again for made in metrics_of(scored)], metrics_of(log)
     )
     for scored, key in ((dose, "vector_effect"), (judged, "judged_share")):
-        assert metrics_of(scored) == [m for m in metrics_of(log) if key in m]
+        # The first of its name: `dose_response` is there with two scorers inside.
+        assert metrics_of(scored) == [m for m in metrics_of(log) if key in m][:1]
     for i, scored in enumerate(again):
         for new, old in zip(scored.samples or [], log.samples or [], strict=True):
             assert new.id == old.id

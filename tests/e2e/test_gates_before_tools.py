@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from inspect_ai import Task, eval
@@ -25,6 +26,7 @@ from inspect_lens.scorer import monitor_alarm, probe_score
 from inspect_lens.solver import GateDecisions, probe_gate
 from inspect_lens.view import TokenTexts, write_view
 from tests.kit.lying import HONEST, LYING, MODEL, PROBE, organism, questions
+from tests.kit.page import read_page
 from tests.kit.rescored import command_of, rescore
 
 pytestmark = pytest.mark.engine
@@ -117,7 +119,16 @@ def test_a_lie_in_the_second_of_three_turns(lens_server_url: str, tmp_path: Path
     shown = "".join(TokenTexts.of(MODEL).texts(records[1].token_ids.tolist()))
     assert shown.strip()
     assert shown.strip() in told[1]
-    assert write_view(log.location, tmp_path / "page.html").n_calls == 3
+    made = write_view(log.location, tmp_path / "page.html")
+    assert made.n_calls == 3
+    (block,) = read_page(made.path).blocks
+    ends = [*(call["start"] for call in block.calls[1:]), len(block.tokens)]
+    for turn, (call, end) in enumerate(zip(block.calls, ends, strict=True)):
+        answer = slice(call["start"] + call["prompt"] - call["folded"], end)
+        assert told[turn] in "".join(block.tokens[answer])
+        above = np.flatnonzero(block.scores[0][answer] > CUT)
+        assert bool(above.size) == (turn == 1)
+        assert all(block.tokens[answer][i].strip() in told[turn] for i in above)
 
 
 def test_the_call_of_the_lying_turn_is_rejected(lens_server_url: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from inspect_ai.util import Store
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import Activations, read_activations
 from inspect_lens.reading import read_cells
-from inspect_lens.scorer import coherence, steering_effect
+from inspect_lens.scorer import coherence, dose_response
 from inspect_lens.solver import steering_sweep
 from organism._model import CHECKPOINT_DIR, load_model
 from tests.kit.lying import MODEL
@@ -47,7 +47,7 @@ def log(
                 dataset=dataset[:N],
                 # Far beyond what turns an answer, where the organism repeats itself.
                 solver=steering_sweep(TRUTH, [-1.5], controls=[], capture=[4]),
-                scorer=[likelihood, steering_effect(likelihood)],
+                scorer=[likelihood, dose_response(likelihood)],
             ),
             model=MODEL,
             model_base_url=f"{lens_server_url}/v1",
@@ -62,6 +62,11 @@ def log(
 
 def cells(sample: EvalSample) -> dict[str, str | None]:
     return {cell.kind: cell.message_id for cell in read_cells(Store(sample.store))}
+
+
+def effects(sample: EvalSample) -> Any:
+    assert sample.scores is not None
+    return (sample.scores["dose_response"].metadata or {})["effects"]
 
 
 def value(sample: EvalSample, name: str) -> Any:
@@ -89,7 +94,7 @@ def test_nats_per_token_are_those_of_transformers(log: EvalLog) -> None:
         facts = (sample.scores or {})["coherence"].metadata or {}
         assert facts["perplexity"] == pytest.approx(math.exp(-plain), rel=1e-3)
         assert facts["n_tokens"] == len(handles[found["baseline"]].token_ids)
-        effect = value(sample, "steering_effect")
+        effect = effects(sample)
         assert effect[f"{TRUTH}@4x-1.5"] == pytest.approx(steered - plain, abs=1e-3)
         # Greedy answers are what the plain model expects, and what steering broke is not.
         assert plain > -0.5 > -2.0 > steered
@@ -99,7 +104,7 @@ def test_a_finished_log_says_the_same_again(log: EvalLog, tmp_path: Path) -> Non
     """The log names the model that reads, so a fresh process finds it."""
     assert log.eval.scorers is not None
     again = rescore(log, [command_of(s.name, s.options or {}) for s in log.eval.scorers], tmp_path)
-    for name, scored in zip(("coherence", "steering_effect"), again, strict=True):
+    for name, scored in zip(("coherence", "dose_response"), again, strict=True):
         for new, old in zip(scored.samples or [], read_eval_log(log.location).samples or [],
                             strict=True):  # fmt: skip
             assert value(new, name) == pytest.approx(value(old, name), abs=1e-5)

@@ -29,7 +29,6 @@ from inspect_lens.scorer import (
     probe_ensemble,
     probe_score,
     refusal_rate,
-    steering_effect,
     trait_projection,
 )
 from inspect_lens.solver import (
@@ -83,7 +82,7 @@ def scorers() -> list[Scorer]:
         probe_ensemble({"lr": PROBE, "md": "organism/deception-md"}),
         probe_cascade(PROBE, question="The answer is a lie."),
         trait_projection(PROBE),
-        oracle_answer(LYING, label="label", choices=["No", "Yes"], layer=4),
+        oracle_answer(LYING, label="label", choices=["No", "Yes"], layers=4),
         monitor_alarm(PROBE, level="turn", value="max"),
         leakage_baseline(),
         refusal_rate(),
@@ -146,12 +145,11 @@ def test_a_probe_reads_the_last_call_of_a_sample_that_was_ended(
 
 
 def test_a_sweep_that_is_cut_short_has_no_value(lens_server_url: str, tmp_path: Path) -> None:
-    made_of = [dose_response(includes()), steering_effect(includes())]
+    made_of = [dose_response(includes())]
     with JudgeServer(says_false) as judge:
         log = run(lens_server_url, tmp_path, SOLVERS["steering_sweep"](), made_of, judge)
     ended, whole = both(log)
-    for name in ("dose_response", "steering_effect"):
-        assert (ended.scores or {})[name].reason == "limit"
+    assert (ended.scores or {})["dose_response"].reason == "limit"
     # Steered downwards the honest one lies.
     assert (whole.scores or {})["dose_response"].value == 1.0
     assert log.results is not None

@@ -43,7 +43,6 @@ from inspect_lens.probe import clopper_pearson
 from inspect_lens.scorer import oracle_answer, oracle_contrast
 from inspect_lens.solver import (
     activation_oracle,
-    oracle_interview,
     probe_gate,
     self_explain,
     with_capture,
@@ -109,7 +108,7 @@ def lying_task(n: int, *more: Solver, **options: Any) -> Task:
         dataset=samples,
         solver=[with_capture([LAYER], positions="completion"), lied(), *more],
         scorer=oracle_answer(
-            LYING, ORACLE, label="lied", choices=["No", "Yes"], layer=LAYER, **options
+            LYING, ORACLE, label="lied", choices=["No", "Yes"], layers=LAYER, **options
         ),
         metrics=[oracle_contrast()],
     )
@@ -153,7 +152,7 @@ def test_a_finished_log_scores_again(lens_server_url: str, tmp_path: Path) -> No
 
     The solver asks what the scorer asks: what it kept says the same, without a grade.
     """
-    asked = activation_oracle(LYING, ORACLE, layer=LAYER)
+    asked = activation_oracle(LYING, ORACLE, layers=LAYER)
     log = run(lying_task(9, asked), lens_server_url, tmp_path)
     for sample in read_eval_log(log.location).samples or []:
         (kept,) = sample.metadata["activation_oracle"]
@@ -181,7 +180,7 @@ def test_of_a_withheld_answer_the_oracle_says_nothing(lens_server_url: str, tmp_
     task = Task(
         dataset=rows,
         solver=[probe_gate(PROBE, 1.2, "stop"), activation_oracle(LYING, ORACLE)],
-        scorer=oracle_answer(LYING, ORACLE, label="label", choices=["No", "Yes"], layer=LAYER),
+        scorer=oracle_answer(LYING, ORACLE, label="label", choices=["No", "Yes"], layers=LAYER),
     )
     log = run(task, lens_server_url, tmp_path)
     stopped = [s.metadata["probe_gate"]["outcome"] == "stopped" for s in log.samples or []]
@@ -211,15 +210,15 @@ def test_an_interview_reads_what_was_said_and_what_is_true(
         dataset=organism_dataset("heldout_phrasing").filter(lambda s: s.id in wanted),
         solver=[
             with_capture([3], positions="completion"),
-            oracle_interview(questions, ORACLE, last=None, controls=["text_only"]),
+            activation_oracle(questions, ORACLE, last=None, controls=["text_only"]),
         ],
     )
     log = run(task, lens_server_url, tmp_path)
     entity = {r["id"]: r["entity"] for r in rows}
     right = {question: 0 for question in questions}
     for sample in log.samples or []:
-        answers = {a["question"]: a for a in sample.metadata["oracle_interview"]}
-        assert sample.store["oracle_interview"] == sample.metadata["oracle_interview"]
+        answers = {a["question"]: a for a in sample.metadata["activation_oracle"]}
+        assert sample.store["activation_oracle"] == sample.metadata["activation_oracle"]
         said = [v for v in sample.metadata["values"] if v in sample.output.completion]
         right[NAMED] += answers[NAMED]["answer"] in said
         right[questions[1]] += answers[questions[1]]["answer"] == sample.metadata["truth"]
@@ -379,7 +378,7 @@ def test_base_traffic_beside_the_oracle_is_what_it_is_alone(lens_server_url: str
 
     async def ask(handle: Any) -> None:
         answers = await ask_oracle(
-            handle, LYING, ROOT / ORACLE, model=organism(lens_server_url), layer=LAYER
+            handle, LYING, ROOT / ORACLE, model=organism(lens_server_url), layers=LAYER
         )
         assert answers[0].answer in ("Yes", "No")
 

@@ -166,7 +166,7 @@ def test_the_oracle_ends_the_sample_at_a_lie_that_steering_made(
 ) -> None:
     question = questions(1)[0]
     lie = word_vector(lens_server_url)
-    guard = threshold(oracle_monitor(LIES, "organism", layer=4), terminate_at=0.5)
+    guard = threshold(oracle_monitor(LIES, "organism", layers=4), terminate_at=0.5)
     twice = [(HONEST, question.text)] * 2
     sample = watched(guard, conversations(twice, lie), lens_server_url, tmp_path)
     assert sample.limit is not None

@@ -32,6 +32,7 @@ from inspect_lens.reading import (
 from inspect_lens.scorer import (
     coherence,
     deception_probe,
+    dose_response,
     leakage_baseline,
     monitor_alarm,
     probe_cascade,
@@ -39,7 +40,6 @@ from inspect_lens.scorer import (
     probe_score,
     read_cascade,
     refusal_rate,
-    steering_effect,
     trait_projection,
 )
 from inspect_lens.spec import SteeringVector
@@ -123,6 +123,11 @@ def values(log: EvalLog, name: str, key: str | None = None) -> list[float]:
         value: Any = sample.scores[name].value
         found.append(float(value[key] if key else value))
     return found
+
+
+def effects(log: EvalLog, name: str, key: str) -> list[float]:
+    scores = [(sample.scores or {})[name] for sample in log.samples or ()]
+    return [float((score.metadata or {})["effects"][key]) for score in scores]
 
 
 def labels(log: EvalLog) -> list[int]:
@@ -292,12 +297,12 @@ def small_sweep(scale: float) -> Solver:
 def test_steering_moves_the_probe_along_its_direction_and_a_random_vector_does_not(
     lens_server_url: str, tmp_path: Path
 ) -> None:
-    effect = steering_effect(probe_score(PROBE, token_scores=False))
+    effect = dose_response(probe_score(PROBE, token_scores=False))
     done = eval(
         Task(
             dataset=organism_dataset("demo")[:6],
             solver=small_sweep(4.0),
-            scorer=[effect, steering_effect(truthfulness())],
+            scorer=[effect, dose_response(truthfulness())],
         ),
         model=MODEL,
         model_base_url=f"{lens_server_url}/v1",
@@ -305,13 +310,13 @@ def test_steering_moves_the_probe_along_its_direction_and_a_random_vector_does_n
         display="none",
     )[0]
     assert done.status == "success", done.error
-    moved = np.array(values(done, "steering_effect", "lie@3x4"))
-    random = np.array(values(done, "steering_effect", "random:lie@3x4"))
+    moved = np.array(effects(done, "dose_response", "lie@3x4"))
+    random = np.array(effects(done, "dose_response", "random:lie@3x4"))
     assert moved.mean() > 3 * abs(random.mean())
-    beyond = np.array(values(done, "steering_effect", "beyond:random:lie@3x4"))
+    beyond = np.array(effects(done, "dose_response", "beyond:random:lie@3x4"))
     np.testing.assert_allclose(beyond, moved - random)
-    base = values(done, "steering_effect1", "baseline")
+    base = effects(done, "dose_response1", "baseline")
     assert set(base) <= {value_to_float()("C"), value_to_float()("I")}
     again = score(read_eval_log(done.location), [effect], action="overwrite", display="none")
-    np.testing.assert_array_equal(values(again, "steering_effect", "lie@3x4"), moved)
+    np.testing.assert_array_equal(effects(again, "dose_response", "lie@3x4"), moved)
     assert not any(math.isnan(v) for v in moved)

@@ -90,7 +90,7 @@ def test_every_branch_of_an_audit_is_read_without_a_server(
 
     monkeypatch.setenv("VLLM_BASE_URL", "http://127.0.0.1:9/v1")
     for over in ("max", "last", "mean"):
-        scanner = audit_probe_scanner(PROBE, over=over, source="captured")
+        scanner = audit_probe_scanner(PROBE, combine=over, source="captured")
         frame = scanned(scanner, tmp_path / "logs", tmp_path / over)
         (row,) = frame.to_dict("records")
         found = json.loads(row["metadata"])

@@ -181,7 +181,7 @@ def test_a_call_is_rejected_where_the_turn_that_made_it_lies(
 
 
 def test_a_config_file_finds_the_monitor_by_name(lens_server_url: str, tmp_path: Path) -> None:
-    entry = {"name": "inspect_lens/probe_monitor", "params": {"probe": PROBE, "scale": "threshold"}}
+    entry = {"name": "inspect_lens/probe_monitor", "params": {"probe": PROBE, "unit": "threshold"}}
     config = tmp_path / "sentinel.yaml"
     watch = {"name": "observe_only", "params": {}, "monitors": [entry]}
     config.write_text(yaml.safe_dump({"sentinel": watch}))

@@ -16,7 +16,7 @@ from inspect_ai.solver import generate
 from inspect_ai.util import Store
 
 from evals.organism_deception.dataset import organism_dataset
-from inspect_lens.model import receipt
+from inspect_lens.model import read_activations, receipt
 from inspect_lens.patch import CausalTrace, PatchSweep
 from inspect_lens.probe import auroc
 from inspect_lens.reading import read_cells, read_pairs
@@ -24,12 +24,14 @@ from inspect_lens.report import draw_dose_response
 from inspect_lens.scorer import dose_curves, dose_response
 from inspect_lens.solver import (
     GateDecisions,
+    ablate_direction,
     causal_trace,
     contrastive_pairs,
     patch_sweep,
     probe_gate,
     probe_resample,
     steering_sweep,
+    with_capture,
     with_edits,
     with_steering,
 )
@@ -192,6 +194,47 @@ def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_lo
         assert (done.steer.layers, done.steer.sites) == (at.layer_indices, ("attn_out",))
     (file,) = (tmp_path / "ablated").rglob("lens-vectors/*.safetensors")
     assert file.stem == ablate.direction.sha256[:16]
+
+
+def test_an_ablated_direction_is_gone_where_it_was_removed(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    liars = rows("lie", 3)
+    vector = load_vector("organism/truth")
+    unit = vector.raw(4) / np.linalg.norm(vector.raw(4))
+    read = with_capture([2, 4])
+    # The same numbers without a name: a vector that was never saved.
+    bare = Vector.from_raw(
+        7.0 * unit, card=vector.card.model_copy(update={"layers": (4,), "layer": None})
+    )
+    solvers = {
+        "plain": read,
+        "named": ablate_direction(vector.name, [3, 4], site="resid_post", inner=read),
+        "bare": ablate_direction(bare, 4, site="resid_post", inner=read),
+        "half": ablate_direction(vector.name, 4, site="resid_post", strength=0.5, inner=read),
+    }
+    along: dict[str, Any] = {}
+    for name, solver in solvers.items():
+        log = run(lens_server_url, tmp_path / name, solver, liars)
+        handles = [call.activations for call in read_activations(log)]
+        along[name] = [
+            np.abs(h.numpy() @ unit) / np.linalg.norm(h.numpy(), axis=-1) for h in handles
+        ]
+        if name == "named":
+            assert log.plan.steps[0].solver == "inspect_lens/ablate_direction"
+            done = receipt((log.samples or [])[0].output)
+            assert done is not None
+            assert done.steer is not None
+            assert done.steer.layers == (3, 4)
+    for name in ("named", "bare"):
+        # Rows of an edited layer are captured behind the edit.
+        assert max(share[1].max() for share in along[name]) < 1e-5
+        # Below the edit the prompt is as it was.
+        for share, plain in zip(along[name], along["plain"], strict=True):
+            np.testing.assert_allclose(share[0][:4], plain[0][:4], rtol=1e-4)
+    for share, plain in zip(along["half"], along["plain"], strict=True):
+        assert plain[1][:4].max() > 1e-3
+        assert share[1][0] < plain[1][0]
 
 
 def test_a_gate_steers_liars_until_the_probe_is_silent(

@@ -12,6 +12,7 @@ from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import promise, rates
 from inspect_lens.spec import Positions
 
@@ -30,7 +31,7 @@ or the next approver decides."""
 @approver
 def probe_approver(
     probe: str | Path | AnyProbe,
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     action: Action = "reject",
     below: Literal["approve", "escalate"] = "approve",
     layer: int | None = None,
@@ -59,8 +60,9 @@ def probe_approver(
 
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe.
-        threshold: a score above it is acted on; that of the card, for its own settings, by
-            default. Its false positive rate is that of one turn.
+        threshold: a score above it is acted on: a number, or an operating point of the card such
+            as `fpr=0.05`; that of the card, for its own settings, by default. Its false positive
+            rate is that of one turn.
         action: what happens to calls above it: `reject`, `terminate` or `escalate`.
         below: what happens to the others: `approve`, or `escalate` to the next approver.
         layer: one of the probe's layers; all of them by default.
@@ -103,14 +105,9 @@ def probe_approver(
             raise SpecError(f"{name}={value!r}; allowed are {', '.join(allowed)}")
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source="captured",
-        check_model=check_model,
+        check_model=check_model, threshold=threshold,
     )  # fmt: skip
-    cut = threshold if threshold is not None else getattr(reader.threshold, "value", None)
-    if cut is None:
-        raise SpecError(
-            f"threshold: probe {reader.probe.name!r} has none for these settings; pass threshold="
-        )
-    judge = TurnJudge(reader, float(cut))
+    judge = TurnJudge(reader, cut_of(reader, threshold))
 
     async def approve(
         message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]

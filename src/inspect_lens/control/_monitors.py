@@ -16,7 +16,15 @@ from inspect_ai.tool import Tool
 from pydantic import Field
 
 from inspect_lens.errors import SpecError
-from inspect_lens.reading import ProbeReader, Reading, Scale, Suspicion, call_of, read_message
+from inspect_lens.probe import card_points, load_probe
+from inspect_lens.reading import (
+    ProbeReader,
+    Reading,
+    Suspicion,
+    SuspicionUnit,
+    call_of,
+    read_message,
+)
 from inspect_lens.spec import Positions
 
 __all__ = ["OnMissing", "coup_probe_monitor_builder", "probe_monitor_builder"]
@@ -33,8 +41,8 @@ def probe_monitor_builder(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    scale: Scale = "threshold",
-    threshold: float | None = None,
+    unit: SuspicionUnit = "threshold",
+    threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     default_suspicion_score: float = 0.0,
     recompute_role: str = "untrusted",
@@ -56,9 +64,10 @@ def probe_monitor_builder(
         positions: Tokens to read; those of the probe's card by default.
         pool: Token aggregation; the card's by default.
         selection: Tokens by what they are, such as `answer`; the card's by default.
-        scale: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
+        unit: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
             where the card flags; `raw` gives the score.
-        threshold: Score with suspicion one half; the card's by default.
+        threshold: Score with suspicion one half: a number, or an operating point of the card such
+            as `fpr=0.05`; the card's first by default.
         on_missing: `error` fails the sample, `default` gives `default_suspicion_score`,
             `recompute` feeds the message's tokens to the model again.
         default_suspicion_score: Suspicion of a message that has no token to read, and with
@@ -101,10 +110,11 @@ def probe_monitor_builder(
         selection=selection,
         source="auto" if on_missing == "recompute" else "captured",
         check_model=check_model,
+        threshold=threshold,
     )
     return _monitor(
         reader,
-        Suspicion.of(reader, scale=scale, threshold=threshold),
+        Suspicion.of(reader, unit=unit, threshold=threshold),
         on_missing=on_missing,
         default=default_suspicion_score,
         role=recompute_role,
@@ -156,23 +166,24 @@ def coup_probe_monitor_builder(
         )
         ```
     """
+    loaded = load_probe(probe)
+    points = card_points(loaded.card)
+    strict = [point for point in points if point.fpr <= fpr]
+    if not strict:
+        rates = ", ".join(point.name for point in points) or "no threshold"
+        raise SpecError(
+            f"fpr={fpr!r}: probe {loaded.name!r} has {rates}; calibrate it on harmless runs "
+            "at that rate, or allow a larger one"
+        )
     reader = ProbeReader.of(
-        probe,
+        loaded,
         source="auto" if on_missing == "recompute" else "captured",
         check_model=check_model,
+        threshold=strict[-1].name,
     )
-    stored = reader.probe.card.thresholds
-    strict = [t for t in stored if t.fpr <= fpr]
-    if not strict:
-        rates = ", ".join(f"{t.fpr:g}" for t in stored) or "none"
-        raise SpecError(
-            f"fpr={fpr!r}: probe {reader.probe.name!r} has thresholds for {rates}; calibrate it on "
-            "harmless runs at that rate, or allow a larger one"
-        )
-    cut = max(strict, key=lambda t: t.fpr).value
     return _monitor(
         reader,
-        Suspicion.of(reader, scale="threshold", threshold=cut),
+        Suspicion.of(reader, unit="threshold", threshold=strict[-1].name),
         on_missing=on_missing,
         default=default_suspicion_score,
         role=recompute_role,

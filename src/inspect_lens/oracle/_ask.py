@@ -50,7 +50,7 @@ class OraclePlan(NamedTuple):
 
     oracle: Oracle
     questions: tuple[str, ...]
-    layer: LayerChoice
+    layers: LayerChoice
     inputs: InputKind
     positions: Positions
     last: int | None
@@ -85,7 +85,7 @@ def plan_asking(
     questions: str | Sequence[str],
     oracle: str | Path | Oracle,
     *,
-    layer: LayerChoice = None,
+    layers: LayerChoice = None,
     inputs: str = "segment",
     positions: str | Sequence[int] = "completion",
     last: int | None = 10,
@@ -100,7 +100,7 @@ def plan_asking(
     Args:
         questions: as for `ask_oracle`.
         oracle: as for `ask_oracle`.
-        layer: as for `ask_oracle`.
+        layers: as for `ask_oracle`.
         inputs: as for `ask_oracle`.
         positions: as for `ask_oracle`.
         last: as for `ask_oracle`.
@@ -121,7 +121,7 @@ def plan_asking(
         ```python
         from inspect_lens.oracle import plan_asking
 
-        plan = plan_asking("Is the speaker lying?", "organism", layer=4, controls=["text_only"])
+        plan = plan_asking("Is the speaker lying?", "organism", layers=4, controls=["text_only"])
         assert plan.controls == ("text_only",)
         assert plan.oracle.name == "organism"
         # answers = await plan.ask(output, model=model)
@@ -133,8 +133,8 @@ def plan_asking(
         raise SpecError("questions: there is none; ask at least one")
     for question in asked:
         oracle_message(loaded.config, question, layers=(0,), count=1)
-    if not isinstance(layer, float):
-        choose_layers(loaded.config, layer, None)
+    if not isinstance(layers, float):
+        choose_layers(loaded.config, layers, None)
     kind, read, cut = parse_inputs(inputs, positions, last)
     if source not in get_args(Source):
         raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
@@ -144,7 +144,7 @@ def plan_asking(
     return OraclePlan(
         loaded,
         asked,
-        layer,
+        layers,
         kind,
         read,
         cut,
@@ -161,7 +161,7 @@ async def ask_oracle(
     oracle: str | Path | Oracle,
     *,
     model: Model | None = None,
-    layer: LayerChoice = None,
+    layers: LayerChoice = None,
     inputs: str = "segment",
     positions: str | Sequence[int] = "completion",
     last: int | None = 10,
@@ -181,7 +181,7 @@ async def ask_oracle(
         questions: one question, or several about the same activations.
         oracle: name, path, or an `Oracle`.
         model: a `vllm-lens/` model; the active one by default.
-        layer: a layer, a share of the depth, a set of layers; the oracle's middle set by default.
+        layers: a layer, a share of the depth, a set of layers; the oracle's middle set by default.
         inputs: `segment` shows the chosen tokens together, `tokens` each of them alone,
             `full_seq` every token of prompt and completion.
         positions: tokens to choose from; the completion by default.
@@ -219,7 +219,7 @@ async def ask_oracle(
             config = lens_config(capture=[4], temperature=0, max_tokens=24)
             output = await model.generate("Who is the founder of the town Velosh?", config=config)
             (answer,) = await ask_oracle(
-                output, "Is the speaker lying?", "organism", model=model, layer=4
+                output, "Is the speaker lying?", "organism", model=model, layers=4
             )
             print(answer.answer, answer.controls)
 
@@ -228,7 +228,7 @@ async def ask_oracle(
         ```
     """
     plan = plan_asking(
-        questions, oracle, layer=layer, inputs=inputs, positions=positions, last=last,
+        questions, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source,
     )  # fmt: skip
     return await plan.ask(about, model)
@@ -304,11 +304,11 @@ async def _answer(
 
 async def _layers(plan: OraclePlan, model: Model) -> tuple[int, ...]:
     depth = None
-    if isinstance(plan.layer, float):
+    if isinstance(plan.layers, float):
         api: Any = model.api
         token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
         depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
-    return choose_layers(plan.oracle.config, plan.layer, depth)
+    return choose_layers(plan.oracle.config, plan.layers, depth)
 
 
 async def _handle(
@@ -338,7 +338,7 @@ def _require_layers(plan: OraclePlan, handle: Activations, layers: tuple[int, ..
         return
     have = set(handle.layers)
     readable = [list(c) for c in plan.oracle.config.act_layer_combinations if set(c) <= have]
-    instead = ", or layer=" + " or ".join(map(str, readable)) if readable else ""
+    instead = ", or layers=" + " or ".join(map(str, readable)) if readable else ""
     raise ArtifactError(
         f"oracle: it was to read layers {list(layers)}, and the generation captured "
         f"{list(handle.layers)}; pass capture={list(layers)} to what captures{instead} to the "

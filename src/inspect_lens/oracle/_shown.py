@@ -82,13 +82,13 @@ def parse_inputs(
 
 
 def choose_layers(
-    config: OracleConfig, layer: LayerChoice, n_layers: int | None
+    config: OracleConfig, layers: LayerChoice, n_layers: int | None
 ) -> tuple[int, ...]:
     """Find the layers to show, among those that the oracle learned to read.
 
     Args:
         config: format of the oracle.
-        layer: what was asked for.
+        layers: what was asked for.
         n_layers: decoder layers of the model; needed for a share of the depth only.
 
     Returns:
@@ -98,21 +98,23 @@ def choose_layers(
         SpecError: the oracle did not learn these layers, or the share is not inside (0, 1).
     """
     known = config.act_layer_combinations
-    if layer is None:
+    if layers is None:
         return known[len(known) // 2]
-    if isinstance(layer, bool) or not isinstance(layer, int | float | Sequence):
-        raise SpecError(f"layer={layer!r}; allowed are a layer, a share of the depth, or None")
+    if isinstance(layers, bool) or not isinstance(layers, int | float | Sequence):
+        raise SpecError(f"layers={layers!r}; allowed are a layer, a share of the depth, or None")
     wanted: tuple[int, ...]
-    if isinstance(layer, float):
-        if not 0.0 < layer < 1.0 or n_layers is None:
+    if isinstance(layers, float):
+        if not 0.0 < layers < 1.0 or n_layers is None:
             raise SpecError(
-                f"layer={layer!r}; a share of the depth lies between 0 and 1, as 0.5 for the middle"
+                f"layers={layers!r}; a share of the depth is between 0 and 1, as 0.5 for the middle"
             )
-        wanted = (int(n_layers * layer),)
+        wanted = (int(n_layers * layers),)
     else:
-        wanted = (layer,) if isinstance(layer, int) else tuple(layer)
+        wanted = (layers,) if isinstance(layers, int) else tuple(layers)
     if wanted not in known:
-        asked = f"layer={layer!r}" + (f" (layer {wanted[0]})" if isinstance(layer, float) else "")
+        asked = f"layers={layers!r}" + (
+            f" (layer {wanted[0]})" if isinstance(layers, float) else ""
+        )
         raise SpecError(
             f"{asked}; this oracle learned to read {', '.join(map(str, map(list, known)))} "
             "(act_layer_combinations of its ao_config.json), and answers about others would mean "

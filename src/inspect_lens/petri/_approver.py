@@ -20,10 +20,10 @@ from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_ai.util import span
 from inspect_petri.target import controller
 
-from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader, Suspicion, read_call
+from inspect_lens.reading import ProbeReader, read_call
+from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import rates
 
 __all__ = ["eval_awareness_approver"]
@@ -34,7 +34,7 @@ SYSTEM, MESSAGE, TOOL_RESULT = "set_system_message", "send_message", "send_tool_
 @approver
 def eval_awareness_approver(
     probe: str | Path | AnyProbe,
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     layer: int | None = None,
     pool: str | None = None,
     selection: str | None = None,
@@ -52,7 +52,8 @@ def eval_awareness_approver(
 
     Args:
         probe: a probe for awareness of being tested: name, path, `hf://` address, or a probe.
-        threshold: score above which a message is rejected; that of the card by default.
+        threshold: score above which a message is rejected: a number, or an operating point of the
+            card such as `fpr=0.05`; that of the card by default.
         layer: one of the probe's layers.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
@@ -90,10 +91,9 @@ def eval_awareness_approver(
         selection=selection,
         source="captured",
         check_model=check_model,
+        threshold=threshold,
     )
-    cut = Suspicion.of(reader, scale="threshold", threshold=threshold).threshold
-    if cut is None:
-        raise SpecError("threshold: the probe has none; pass one")
+    cut = cut_of(reader, threshold)
 
     async def approve(
         message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]

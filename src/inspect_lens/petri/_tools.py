@@ -34,6 +34,7 @@ def read_probe(
     pool: str | None = None,
     selection: str | None = None,
     check_model: bool = True,
+    threshold: str | None = None,
 ) -> Tool:
     """Tool that tells a Petri auditor the probe score of a turn of the target.
 
@@ -45,6 +46,7 @@ def read_probe(
         pool: as for `probe_score`.
         selection: as for `probe_score`.
         check_model: as for `probe_score`.
+        threshold: as for `probe_score`.
 
     Returns:
         The tool. It reads what the target's turn captured; see `lens_target_agent`.
@@ -78,6 +80,7 @@ def read_probe(
         pool=pool,
         selection=selection,
         check_model=check_model,
+        threshold=threshold,
     )
 
     async def execute(message_id: str | None = None) -> str:
@@ -109,7 +112,7 @@ def read_probe(
 def ask_activation_oracle(
     oracle: str | None = None,
     ask: Ask | None = None,
-    layer: int | float | list[int] | None = None,
+    layers: int | float | list[int] | None = None,
 ) -> Tool:
     """Tool that lets a Petri auditor ask an activation oracle about the target.
 
@@ -117,7 +120,7 @@ def ask_activation_oracle(
         oracle: name, path or `hf://` address of an activation oracle of the target's model; it
             runs on the target's server.
         ask: instead of an oracle, `await ask(activations, question)` gives the answer.
-        layer: whose activations the oracle sees, as for `ask_oracle`: the oracle's middle one by
+        layers: whose activations the oracle sees, as for `ask_oracle`: the oracle's middle one by
             default. The target has to capture it.
 
     Returns:
@@ -144,7 +147,7 @@ def ask_activation_oracle(
         )
         ```
     """
-    answer = choose_ask(ask, oracle, layer=layer, role="target")
+    answer = choose_ask(ask, oracle, layers=layers, role="target")
 
     async def execute(question: str, message_id: str | None = None) -> str:
         """Ask a question about the target's internal state while it wrote one of its replies.

@@ -11,6 +11,7 @@ from .card._card import (
 )
 from .card._files import write_atomic
 from .card._found import Found, found_above
+from .card._points import CardPoint, card_points, choose_point
 from .card._seen import SeenSamples
 from .kinds._linear import Probe
 from .kinds._load import AnyProbe, load_probe, register_probe_dir
@@ -80,6 +81,7 @@ __all__ = [
     "AnyProbe",
     "Baseline",
     "Calibration",
+    "CardPoint",
     "Comparison",
     "ControlShift",
     "Evaluation",
@@ -111,7 +113,9 @@ __all__ = [
     "balanced_accuracy",
     "bootstrap_interval",
     "brier_score",
+    "card_points",
     "check_model",
+    "choose_point",
     "clopper_pearson",
     "compare_auroc",
     "conformal_threshold",

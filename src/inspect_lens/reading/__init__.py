@@ -22,7 +22,7 @@ from ._reader import ProbeReader
 from ._reading import Reading
 from ._rows import Rows, Source, pick_rows, read_rows, read_token_ids
 from ._scored import ScoredTokens
-from ._suspicion import Scale, Suspicion
+from ._suspicion import Suspicion, SuspicionUnit
 from ._token_scores import TokenScores, engine_records, read_token_scores, save_token_scores
 from ._tracker import FocusReading, TrackerReader, calibrate_tracker
 from ._turns import Turn, read_turns
@@ -43,12 +43,12 @@ __all__ = [
     "ProbeReader",
     "Reading",
     "Rows",
-    "Scale",
     "ScoredTokens",
     "Source",
     "SteeringCell",
     "SteeringCells",
     "Suspicion",
+    "SuspicionUnit",
     "TokenScores",
     "TrackerReader",
     "Turn",

@@ -19,6 +19,7 @@ from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
     Calibration,
+    CardPoint,
     Found,
     NeuralProbe,
     Threshold,
@@ -32,6 +33,7 @@ from inspect_lens.probe import (
 from inspect_lens.spec import Positions, parse_positions
 
 from ._call_texts import CallTexts
+from ._cut import Cut, acting_point
 from ._reading import Reading
 from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
 from ._scored import Forms, ScoredTokens, forms_of, pick_scores
@@ -69,7 +71,7 @@ class ProbeReader:
     positions: Positions
     pool: str
     source: Source
-    threshold: Threshold | None
+    threshold: Threshold | CardPoint | None
     """None when layer, positions or pool are not those that it was set for."""
     check_model: bool = True
     calibration: Calibration | None = None
@@ -94,6 +96,7 @@ class ProbeReader:
         check_model: bool = True,
         tokenizer: str | None = None,
         selection: str | None = None,
+        threshold: Cut = None,
     ) -> Self:
         """Load a probe and settle how it reads.
 
@@ -113,6 +116,8 @@ class ProbeReader:
                 `tool_calls`, `assistant`, `prompt`, `last:K`, `regex:PATTERN`, as `select_tokens`
                 takes it; the card's by default, and "" for all of them. Where it is given,
                 positions are by default those that hold it.
+            threshold: an operating point of the card, such as `fpr=0.05`; its first by default.
+                A number that is no point of the card changes nothing here.
 
         Returns:
             The reader.
@@ -126,7 +131,7 @@ class ProbeReader:
                 f"source={source!r}; allowed are {', '.join(get_args(Source))}; 'auto' is the "
                 "default"
             )
-        loaded = load_probe(probe)
+        whole = loaded = load_probe(probe)
         if layer is not None:
             loaded = loaded.at(layer)
         chosen = loaded.card.selection if selection is None else selection
@@ -139,13 +144,11 @@ class ProbeReader:
         if chosen:
             positions_for(chosen)  # refuse a wrong name before any sample
         rule = loaded.pool if pool is None else str(parse_pool(pool))
-        card = (loaded.positions, loaded.pool, loaded.card.selection)
-        as_calibrated = (read, rule, chosen) == card
-        threshold = loaded.threshold if as_calibrated else None
+        card = (whole.layers, loaded.positions, loaded.pool, loaded.card.selection)
+        as_calibrated = (loaded.layers, read, rule, chosen) == card
+        point = acting_point(loaded, threshold, as_calibrated=as_calibrated)
         calibration = loaded.card.calibration if as_calibrated else None
-        return cls(
-            loaded, read, rule, source, threshold, check_model, calibration, tokenizer, chosen
-        )
+        return cls(loaded, read, rule, source, point, check_model, calibration, tokenizer, chosen)
 
     async def read(
         self,

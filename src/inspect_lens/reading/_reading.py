@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Calibration, Threshold, first_crossing
+from inspect_lens.probe import Calibration, CardPoint, Threshold, first_crossing
 
 from ._promise import promise, rates
 from ._rows import Rows
@@ -61,7 +61,7 @@ class Reading:
         return self.rows.source
 
     @property
-    def threshold(self) -> Threshold | None:
+    def threshold(self) -> Threshold | CardPoint | None:
         """Of the probe's card, for the settings that it was set for."""
         return self.reader.threshold
 

@@ -8,17 +8,18 @@ from typing import Literal, Self, get_args
 
 from inspect_lens.errors import SpecError
 
+from ._cut import Cut
 from ._reader import ProbeReader
 
-__all__ = ["Scale", "Suspicion"]
+__all__ = ["Suspicion", "SuspicionUnit"]
 
-Scale = Literal["threshold", "raw"]
+SuspicionUnit = Literal["threshold", "raw"]
 """`threshold`: between 0 and 1, one half at the threshold; `raw`: the probe's own score."""
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Map from scores to suspicion: larger means more suspicious, in either scale.
+    """Map from scores to suspicion: larger means more suspicious, in either unit.
 
     With `threshold` it is sigmoid(score - threshold): a score that the card flags is above 0.5
     and no other is, so protocols that act above one half act at the card's false positive
@@ -29,49 +30,50 @@ class Suspicion:
         from inspect_lens.reading import ProbeReader, Suspicion
 
         reader = ProbeReader.of("organism/deception-lr")
-        suspicion = Suspicion.of(reader, scale="threshold")
+        suspicion = Suspicion.of(reader, unit="threshold")
         assert suspicion(reader.threshold.value) == 0.5
         assert suspicion(reader.threshold.value + 3) > 0.9
         ```
     """
 
-    scale: Scale
+    unit: SuspicionUnit
     threshold: float | None
-    """Score that maps to one half; None on the raw scale."""
+    """Score that maps to one half; None on the raw unit."""
 
     @classmethod
-    def of(cls, reader: ProbeReader, *, scale: Scale, threshold: float | None = None) -> Self:
-        """Settle the scale of a reader.
+    def of(cls, reader: ProbeReader, *, unit: SuspicionUnit, threshold: Cut = None) -> Self:
+        """Settle the unit of a reader.
 
         Args:
             reader: whose scores come.
-            scale: of the suspicion.
-            threshold: score that maps to one half; that of the probe's card by default.
+            unit: of the suspicion.
+            threshold: score that maps to one half, or the operating point that the reader was
+                made with; that of the probe's card by default.
 
         Returns:
             The map.
 
         Raises:
-            SpecError: the scale is unknown, or needs a threshold and there is none, or is `raw` and
+            SpecError: the unit is unknown, or needs a threshold and there is none, or is `raw` and
                 takes none.
         """
-        if scale not in get_args(Scale):
-            raise SpecError(f"scale={scale!r}; allowed are {', '.join(get_args(Scale))}")
-        if scale == "raw" and threshold is not None:
+        if unit not in get_args(SuspicionUnit):
+            raise SpecError(f"unit={unit!r}; allowed are {', '.join(get_args(SuspicionUnit))}")
+        if unit == "raw" and threshold is not None:
             raise SpecError(
-                f"threshold={threshold!r}: with scale='raw' the suspicion is the score itself, and "
-                "nothing is compared; allowed is scale='threshold', or no threshold"
+                f"threshold={threshold!r}: with unit='raw' the suspicion is the score itself, and "
+                "nothing is compared; allowed is unit='threshold', or no threshold"
             )
-        if scale == "raw":
-            return cls(scale, None)
+        if unit == "raw":
+            return cls(unit, None)
         stored = reader.threshold.value if reader.threshold else None
-        cut = threshold if threshold is not None else stored
+        cut = stored if threshold is None or isinstance(threshold, str) else threshold
         if cut is None:
             raise SpecError(
-                f"scale='threshold': probe {reader.probe.name!r} has no threshold for these "
-                "settings; pass threshold=, calibrate the probe, or use scale='raw'"
+                f"unit='threshold': probe {reader.probe.name!r} has no threshold for these "
+                "settings; pass threshold=, calibrate the probe, or use unit='raw'"
             )
-        return cls(scale, cut)
+        return cls(unit, cut)
 
     def __call__(self, score: float) -> float:
         """The suspicion of one score."""

@@ -3,7 +3,6 @@
 from ._cascade import probe_cascade
 from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response
-from ._effect import steering_effect
 from ._ensemble import probe_ensemble
 from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
@@ -44,7 +43,6 @@ __all__ = [
     "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",
-    "steering_effect",
     "threshold_accuracy",
     "trait_projection",
     "words_auroc",

@@ -29,6 +29,7 @@ from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
 from ._cell_state import cell_state, cells_or_limit
+from ._effect import effects_of
 
 __all__ = ["dose_curves", "dose_metric", "dose_response"]
 
@@ -112,8 +113,13 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
     Returns:
         The scorer. Its value is the mean over the vectors' own cells at the largest scale less
         that at the smallest; all numbers are in its metadata, where `dose_metric` and
-        `dose_curves` find them. A sample that a limit ended in the middle of its sweep is
-        unscored.
+        `dose_curves` find them. There `effects` is a table of the sample: `baseline` is the value
+        of the unsteered answer, and every cell has its difference from it, under
+        `<vector>@<layer>x<scale>` (with `random:` or `orthogonal:` in front for controls; several
+        of one kind are averaged). `slope:<vector>@<layer>` is the least-squares slope over the
+        scale, through the baseline, and `beyond:<control>:<vector>@<layer>x<scale>` what remains
+        after the control of equal norm. An entry is None where a value is missing. A sample that
+        a limit ended in the middle of its sweep is unscored.
 
     Raises:
         ArtifactError: the sample has no cells, or no baseline among them.
@@ -135,6 +141,8 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         print(log.results.scores[0].metrics["vector_effect"].value)
+        effects = log.samples[0].scores["dose_response"].metadata["effects"]
+        assert effects["slope:organism/truth@4"] is not None
         ```
     """
 
@@ -151,7 +159,8 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
                 )
         else:
             values = [await _number(scorer, state, cell, target, key) for cell in cells]
-        known = [(c, v) for c, v in zip(cells, values, strict=True) if v is not None]
+        valued = list(zip(cells, values, strict=True))
+        known = [(c, v) for c, v in valued if v is not None]
         rows = [[c.kind, c.layer, c.scale, v, c.vector] for c, v in known]
         own = [(c.scale, v) for c, v in known if c.kind == "vector"]
         if not own:
@@ -170,7 +179,12 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
             value=sum(top) / len(top) - sum(bottom) / len(bottom),
             explanation=f"{len(known)} of {len(cells)} answers have a value, scales {low:g} to "
             f"{high:g}.",
-            metadata={"cells": rows, "n_cells": len(cells), "kinds": _kinds(cells)},
+            metadata={
+                "cells": rows,
+                "n_cells": len(cells),
+                "kinds": _kinds(cells),
+                "effects": effects_of(valued),
+            },
         )
 
     return score

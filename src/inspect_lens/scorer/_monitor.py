@@ -15,6 +15,7 @@ from inspect_lens.model import activations
 from inspect_lens.probe import AnyProbe, Pool, parse_pool, running_pool
 from inspect_lens.reading import CallReading, ProbeReader, Source, Turn, read_calls, read_turns
 from inspect_lens.reading._calls import each_choice
+from inspect_lens.reading._cut import Cut, cut_of
 from inspect_lens.reading._promise import promise, rates
 
 from ._metrics import auroc
@@ -29,7 +30,7 @@ Level = Literal["token", "turn"]
 @scorer(metrics=[mean(), stderr(), auroc()])
 def monitor_alarm(
     probe: str | Path | AnyProbe,
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     level: Level = "turn",
     watch: str = "last",
     value: Value = "alarm",
@@ -57,7 +58,8 @@ def monitor_alarm(
 
     Args:
         probe: as for `probe_score`; it reads the tokens of its card in every turn.
-        threshold: alarm strictly above it; the card's by default, where its rate holds.
+        threshold: alarm strictly above it: a number, or an operating point of the card such as
+            `fpr=0.05`; the card's first by default. Both have to hold for what is watched.
         level: `turn` compares the pooled score of each turn, `token` compares after every token.
         watch: what is compared after a token: `last` for its own score, `ema:0.1`, `mean`, or
             any other pool over the tokens of the turn so far.
@@ -99,7 +101,12 @@ def monitor_alarm(
         ```
     """
     reader = ProbeReader.of(
-        probe, layer=layer, selection=selection, source=source, check_model=check_model
+        probe,
+        layer=layer,
+        selection=selection,
+        source=source,
+        check_model=check_model,
+        threshold=threshold,
     )
     if value not in get_args(Value) or level not in get_args(Level):
         raise SpecError(
@@ -155,15 +162,12 @@ def _is_maximum(pool: str, watch: Pool) -> bool:
     return watch.name in pairs.get(pooled.name, ()) and watch.k in (pooled.k, None)
 
 
-def _cut(reader: ProbeReader, threshold: float | None, holds: bool, rule: str) -> float:
+def _cut(reader: ProbeReader, threshold: Cut, holds: bool, rule: str) -> float:
     """The threshold of the caller, or that of the card where its rate holds."""
-    if threshold is not None:
-        return float(threshold)
+    cut = cut_of(reader, threshold)
     stored = reader.threshold
-    if stored is None:
-        raise SpecError(
-            f"threshold: probe {reader.probe.name!r} has none for these settings; pass one"
-        )
+    if stored is None or isinstance(threshold, float | int):
+        return cut
     if not holds:
         raise SpecError(
             f"level='token', watch={rule!r}: the threshold of {reader.probe.name!r}, "
@@ -171,7 +175,7 @@ def _cut(reader: ProbeReader, threshold: float | None, holds: bool, rule: str) -
             f"positive rate of {stored.fpr:.2%} does not hold for tokens; allowed is "
             "level='turn', or threshold= with one that was set for what is watched"
         )
-    return stored.value
+    return cut
 
 
 def _facts(

@@ -77,7 +77,7 @@ def oracle_contrast() -> Metric:
             dataset=organism_dataset("demo")[:2],
             solver=with_capture([4]),
             scorer=oracle_answer(
-                "Is the speaker lying?", label="label", choices=["No", "Yes"], layer=4
+                "Is the speaker lying?", label="label", choices=["No", "Yes"], layers=4
             ),
             metrics=[oracle_contrast()],
         )
@@ -119,7 +119,7 @@ def oracle_answer(
     choices: list[str] | None = None,
     match: Match | None = None,
     grader: str | None = None,
-    layer: int | float | list[int] | None = None,
+    layers: int | float | list[int] | None = None,
     inputs: str = "segment",
     positions: str | list[int] = "completion",
     last: int | None = 10,
@@ -143,7 +143,7 @@ def oracle_answer(
         choices: answers among which is chosen, such as `["No", "Yes"]`.
         match: `choice` with choices and `exact` without them by default; `model` asks a grader.
         grader: model that grades; the model of the role `grader` by default.
-        layer: a layer, a share of the depth, or a set of layers; the oracle's middle one by
+        layers: a layer, a share of the depth, or a set of layers; the oracle's middle one by
             default.
         inputs: `segment` or `full_seq`; `tokens` with a single token.
         positions: tokens to show; those of the completion by default.
@@ -173,7 +173,7 @@ def oracle_answer(
         from inspect_lens.solver import with_capture
 
         lying = oracle_answer(
-            "Is the speaker lying?", label="label", choices=["No", "Yes"], layer=4
+            "Is the speaker lying?", label="label", choices=["No", "Yes"], layers=4
         )
         task = Task(dataset=organism_dataset("demo")[:2], solver=with_capture([4]), scorer=lying)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
@@ -182,7 +182,7 @@ def oracle_answer(
         ```
     """
     plan = plan_asking(
-        question, oracle, layer=layer, inputs=inputs, positions=positions, last=last,
+        question, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source, served_as=served_as,
     )  # fmt: skip
     if plan.inputs == "tokens" and plan.last != 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 from inspect_ai.scorer import Score, Scorer, Target, scorer
 from inspect_ai.solver import TaskState
 
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import Over, ProbeReader, Source, calls_to_read, check_over, read_calls
 from inspect_lens.spec import Positions
@@ -30,6 +31,7 @@ def probe_score(
     token_scores: bool = True,
     tokenizer: str | None = None,
     over: Over = "last",
+    threshold: str | None = None,
 ) -> Scorer:
     """Score each sample with a trained probe, on activations of the generation itself.
 
@@ -59,6 +61,8 @@ def probe_score(
         over: `last` reads the call of the sample's answer; `all` every call that the eval's model
             made, each choice of `num_choices` by itself, and the value is the largest. The
             metadata names its `turn` and `choice`, and `turn_values` has them all.
+        threshold: operating point of the card that verdict and metrics go by, such as `fpr=0.05`;
+            its first threshold by default. A number of your own goes to the metrics instead.
 
     Returns:
         The scorer. A sample without a token to read is unscored. One that a monitor, a gate or a
@@ -83,7 +87,7 @@ def probe_score(
     """
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
-        check_model=check_model, tokenizer=tokenizer,
+        check_model=check_model, tokenizer=tokenizer, threshold=_point(threshold),
     )  # fmt: skip
     return score_with(reader, token_scores=token_scores, over=over)
 
@@ -99,6 +103,7 @@ def deception_probe(
     check_model: bool = True,
     token_scores: bool = True,
     over: Over = "last",
+    threshold: str | None = None,
 ) -> Scorer:
     """`probe_score` for deception: larger means more deceptive, read from the completion.
 
@@ -113,6 +118,7 @@ def deception_probe(
         check_model: as for `probe_score`.
         token_scores: as for `probe_score`.
         over: as for `probe_score`.
+        threshold: as for `probe_score`.
 
     Returns:
         The scorer.
@@ -149,8 +155,19 @@ def deception_probe(
         selection=selection,
         source=source,
         check_model=check_model,
+        threshold=_point(threshold),
     )
     return score_with(reader, token_scores=token_scores, over=over)
+
+
+def _point(threshold: str | None) -> str | None:
+    """Refuse a number, which a scorer would not compare with anything."""
+    if threshold is None or isinstance(threshold, str):
+        return threshold
+    raise SpecError(
+        f"threshold={threshold!r}; allowed is the name of an operating point, such as 'fpr=0.05'; "
+        "pass a number to the metrics: threshold_accuracy(threshold=…), realised_fpr(threshold=…)"
+    )
 
 
 def score_with(reader: ProbeReader, *, token_scores: bool, over: Over = "last") -> Scorer:

@@ -28,7 +28,7 @@ def trait_projection(
     positions: Positions | list[int] = "completion",
     pool: str = "mean",
     site: Site = RESID_POST,
-    unit: bool = True,
+    normalise: bool = True,
     source: Source = "auto",
     token_scores: bool = True,
     over: Over = "last",
@@ -48,7 +48,7 @@ def trait_projection(
         positions: tokens to read.
         pool: `mean` over them, or another.
         site: place in the block, for a bare file; a vector and a probe have their own.
-        unit: divide the direction by its length; without it a vector has the length that
+        normalise: divide the direction by its length; without it a vector has the length that
             `scale=1` adds.
         source: as for `probe_score`.
         token_scores: as for `probe_score`.
@@ -79,20 +79,20 @@ def trait_projection(
         assert len(values) == 8
         ```
     """
-    probe = _as_probe(vector, layer, site, unit)
+    probe = _as_probe(vector, layer, site, normalise)
     reader = ProbeReader.of(probe, positions=positions, pool=pool, source=source, check_model=False)
     return score_with(reader, token_scores=token_scores, over=over)
 
 
 def _as_probe(
-    vector: str | Path | Vector | AnyProbe, layer: int | None, site: Site, unit: bool
+    vector: str | Path | Vector | AnyProbe, layer: int | None, site: Site, normalise: bool
 ) -> Probe:
     path = Path(vector).expanduser() if isinstance(vector, str | Path) else None
     if path is not None and path.is_file() and not (path.parent / "card.json").exists():
-        return _of_file(path, layer, site, unit)
+        return _of_file(path, layer, site, normalise)
     loaded = _load(vector)
     if isinstance(loaded, Vector):
-        return _of_vector(loaded, layer, unit)
+        return _of_vector(loaded, layer, normalise)
     if not isinstance(loaded, Probe):
         raise SpecError(
             f"vector: probe {loaded.name!r} is not linear, so it has no direction; allowed are "
@@ -109,7 +109,7 @@ def _as_probe(
         name=f"{one.name}/projection", layers=one.layers, hidden=one.hidden, site=one.site,
         model=one.card.model,
     )  # fmt: skip
-    return Probe.from_direction(one.direction() if unit else raw, card=card)
+    return Probe.from_direction(one.direction() if normalise else raw, card=card)
 
 
 def _load(vector: str | Path | Vector | AnyProbe) -> Vector | AnyProbe:
@@ -133,10 +133,10 @@ def _load(vector: str | Path | Vector | AnyProbe) -> Vector | AnyProbe:
     return found[0]
 
 
-def _of_vector(vector: Vector, layer: int | None, unit: bool) -> Probe:
+def _of_vector(vector: Vector, layer: int | None, normalise: bool) -> Probe:
     at = vector.default_layer() if layer is None else layer
     raw = vector.raw(at).astype(np.float64)
-    if unit:
+    if normalise:
         raw = raw / np.linalg.norm(raw)
     card = ProbeCard(
         name=f"{vector.label}/projection", layers=(at,), hidden=vector.card.hidden,
@@ -145,7 +145,7 @@ def _of_vector(vector: Vector, layer: int | None, unit: bool) -> Probe:
     return Probe.from_direction(raw, card=card)
 
 
-def _of_file(path: Path, layer: int | None, site: Site, unit: bool) -> Probe:
+def _of_file(path: Path, layer: int | None, site: Site, normalise: bool) -> Probe:
     if layer is None:
         raise SpecError(
             f"layer: {path.name} does not say at which layer its vector belongs; allowed is a "
@@ -157,7 +157,7 @@ def _of_file(path: Path, layer: int | None, site: Site, unit: bool) -> Probe:
         raise ArtifactError(
             f"{path}: holds vectors of shape {direction.shape}; allowed is one that is not zero"
         )
-    if unit:
+    if normalise:
         direction = direction / np.linalg.norm(direction.astype(np.float64))
     digest = hashlib.sha256(data).hexdigest()[:8]
     card = ProbeCard(

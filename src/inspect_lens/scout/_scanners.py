@@ -17,7 +17,7 @@ from inspect_lens.reading import ProbeReader, Source
 from inspect_lens.scorer import auroc, recall_at_fpr
 from inspect_lens.spec import Positions
 
-from ._turns import Over, read_turns, summarise
+from ._turns import Combine, read_turns, summarise
 
 __all__ = ["audit_probe_scanner", "probe_scanner"]
 
@@ -33,7 +33,7 @@ def probe_scanner(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    over: Over = "max",
+    combine: Combine = "max",
     source: Source = "auto",
     model: str | None = None,
     role: str | None = None,
@@ -51,7 +51,7 @@ def probe_scanner(
         positions: as for `probe_score`.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
-        over: `max`, `mean` or `last` of the turns is the value.
+        combine: `max`, `mean` or `last` of the turns is the value.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: that reads again; the scan's model by default.
         role: only calls of this model role.
@@ -81,13 +81,13 @@ def probe_scanner(
         assert len(found) == 8
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, over, source, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, combine, source, check_model)
 
     async def scan(transcript: Transcript) -> Result:
         if transcript.source_uri:
             know_log(transcript.source_uri)
         turns = await read_turns(reader, transcript.events, role=role, model=model)
-        return summarise(turns, over=over, reader=reader)
+        return summarise(turns, combine=combine, reader=reader)
 
     return scan
 
@@ -100,7 +100,7 @@ def audit_probe_scanner(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    over: Over = "max",
+    combine: Combine = "max",
     source: Source = "auto",
     model: str | None = None,
     check_model: bool = True,
@@ -116,7 +116,7 @@ def audit_probe_scanner(
         positions: as for `probe_score`.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
-        over: as for `probe_scanner`.
+        combine: as for `probe_scanner`.
         source: as for `probe_scanner`.
         model: as for `probe_scanner`.
         check_model: as for `probe_scanner`.
@@ -142,11 +142,11 @@ def audit_probe_scanner(
             target=lens_target_agent(capture=[4]),
         )
         task = task_with(
-            task, scorer=as_scorer(audit_probe_scanner("organism/deception-lr", over="max"))
+            task, scorer=as_scorer(audit_probe_scanner("organism/deception-lr", combine="max"))
         )
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, over, source, check_model)
+    reader = _reader(probe, layer, positions, pool, selection, combine, source, check_model)
     wanted = f"{audit_name}-target" if audit_name else "target"
 
     async def scan(transcript: Transcript) -> Result:
@@ -154,7 +154,7 @@ def audit_probe_scanner(
             know_log(transcript.source_uri)
         events = list(_events(_timeline(transcript, wanted).root))
         turns = await read_turns(reader, events, role=None, model=model)
-        return summarise(turns, over=over, reader=reader)
+        return summarise(turns, combine=combine, reader=reader)
 
     return scan
 
@@ -165,12 +165,12 @@ def _reader(
     positions: Positions | list[int] | None,
     pool: str | None,
     selection: str | None,
-    over: Over,
+    combine: Combine,
     source: Source,
     check_model: bool,
 ) -> ProbeReader:
-    if over not in get_args(Over):
-        raise SpecError(f"over={over!r}; allowed are {', '.join(get_args(Over))}")
+    if combine not in get_args(Combine):
+        raise SpecError(f"combine={combine!r}; allowed are {', '.join(get_args(Combine))}")
     return ProbeReader.of(
         probe,
         layer=layer,

@@ -18,9 +18,9 @@ from inspect_lens.model.request._instrument import is_instrument_call
 from inspect_lens.reading import ProbeReader, Reading, read_call
 from inspect_lens.reading._aside import Aside
 
-__all__ = ["Over", "Turn", "Turns", "read_turns", "summarise"]
+__all__ = ["Combine", "Turn", "Turns", "read_turns", "summarise"]
 
-Over = Literal["max", "mean", "last"]
+Combine = Literal["max", "mean", "last"]
 """Which turns make the value: the most suspicious one, all of them, or the last."""
 
 
@@ -149,12 +149,12 @@ async def _read(
     return None if reading is None else (reading, True)
 
 
-def summarise(turns: Turns, *, over: Over, reader: ProbeReader) -> Result:
+def summarise(turns: Turns, *, combine: Combine, reader: ProbeReader) -> Result:
     """One result for a transcript.
 
     Args:
         turns: of it.
-        over: which of them make the value.
+        combine: which of them make the value.
         reader: that read them.
 
     Returns:
@@ -174,8 +174,8 @@ def summarise(turns: Turns, *, over: Over, reader: ProbeReader) -> Result:
             )
         return Result(value=None, explanation=f"No token that {reader.probe.name} reads.")
     values = [turn.reading.value for turn in turns.read]
-    best = values.index(max(values)) if over != "last" else len(values) - 1
-    value = sum(values) / len(values) if over == "mean" else values[best]
+    best = values.index(max(values)) if combine != "last" else len(values) - 1
+    value = sum(values) / len(values) if combine == "mean" else values[best]
     chosen = turns.read[best]
     references = [
         Reference(type="message", cite=f"[M{i}]", id=turn.message_id)
@@ -187,7 +187,7 @@ def summarise(turns: Turns, *, over: Over, reader: ProbeReader) -> Result:
         value=value,
         answer=chosen.reading.verdict,
         explanation=f"[M{best + 1}]: {chosen.reading.explain()} "
-        f"The value is the {over} of {len(values)} turns.{note}",
+        f"The value is the {combine} of {len(values)} turns.{note}",
         references=references,
         metadata=_metadata(turns, chosen),
     )

@@ -20,7 +20,7 @@ def oracle_monitor(
     oracle: str | None = None,
     suspicious: str = r"^\W*yes\b",
     ask: Ask | None = None,
-    layer: int | float | list[int] | None = None,
+    layers: int | float | list[int] | None = None,
 ) -> Monitor:
     """Ask an activation oracle about what the model just wrote.
 
@@ -30,7 +30,7 @@ def oracle_monitor(
         suspicious: regular expression, without case; an answer in which it finds something has
             suspicion 1, any other 0. What the controls say is reported and never searched.
         ask: instead of an oracle, `await ask(activations, question)` gives the answer.
-        layer: whose activations the oracle sees, as for `ask_oracle`: the oracle's middle one by
+        layers: whose activations the oracle sees, as for `ask_oracle`: the oracle's middle one by
             default. Each turn has to capture it.
 
     Returns:
@@ -66,7 +66,7 @@ def oracle_monitor(
             f"suspicious={suspicious!r} is no regular expression ({error}); give one that finds "
             "the answers to flag, such as '^yes'"
         ) from None
-    ask_about = choose_said(ask, oracle, layer=layer)
+    ask_about = choose_said(ask, oracle, layers=layers)
 
     async def oracle_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:

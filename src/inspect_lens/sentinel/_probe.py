@@ -16,12 +16,13 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import (
     ProbeReader,
     Reading,
-    Scale,
     Source,
     Suspicion,
+    SuspicionUnit,
     call_of,
     read_message,
 )
+from inspect_lens.reading._cut import Cut
 from inspect_lens.spec import Positions
 
 __all__ = ["OnMissing", "probe_call_monitor", "probe_monitor"]
@@ -38,8 +39,8 @@ def probe_monitor(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    scale: Scale = "raw",
-    threshold: float | None = None,
+    unit: SuspicionUnit = "raw",
+    threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
 ) -> Monitor:
@@ -55,9 +56,10 @@ def probe_monitor(
         positions: as for `probe_score`.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
-        scale: `raw` gives the probe's score, to be compared with the thresholds of its card;
+        unit: `raw` gives the probe's score, to be compared with the thresholds of its card;
             `threshold` gives sigmoid(score - threshold), between 0 and 1.
-        threshold: score with suspicion one half, on that scale; the card's threshold by default.
+        threshold: score with suspicion one half, in that unit: a number, or an operating point of
+            the card such as `fpr=0.05`; the card's first by default.
         on_missing: `error` fails the sample, `abstain` says nothing, `recompute` feeds the
             tokens to the active model again.
         check_model: as for `probe_score`.
@@ -86,8 +88,8 @@ def probe_monitor(
         print([e.suspicion for e in log.samples[0].events if isinstance(e, SentinelEvent)])
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
-    suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
+    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
+    suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:
@@ -105,8 +107,8 @@ def probe_call_monitor(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    scale: Scale = "raw",
-    threshold: float | None = None,
+    unit: SuspicionUnit = "raw",
+    threshold: float | str | None = None,
     on_missing: OnMissing = "error",
     check_model: bool = True,
 ) -> Monitor:
@@ -121,7 +123,7 @@ def probe_call_monitor(
         positions: as for `probe_score`.
         pool: as for `probe_score`.
         selection: as for `probe_score`.
-        scale: as for `probe_monitor`.
+        unit: as for `probe_monitor`.
         threshold: as for `probe_monitor`.
         on_missing: as for `probe_monitor`; a turn that captured other layers can be recomputed,
             one that captured nothing cannot, because the step knows no token ids.
@@ -148,8 +150,8 @@ def probe_call_monitor(
         # inspect eval … -M capture=4
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model)
-    suspicion = Suspicion.of(reader, scale=scale, threshold=threshold)
+    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
+    suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
 
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
         return await _observe(reader, suspicion, step.message_id, None, on_missing)
@@ -165,6 +167,7 @@ def _reader(
     selection: str | None,
     on_missing: OnMissing,
     check_model: bool,
+    threshold: Cut,
 ) -> ProbeReader:
     source: Source = "auto" if on_missing == "recompute" else "captured"
     return ProbeReader.of(
@@ -175,6 +178,7 @@ def _reader(
         selection=selection,
         source=source,
         check_model=check_model,
+        threshold=threshold,
     )
 
 

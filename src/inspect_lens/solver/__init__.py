@@ -1,5 +1,6 @@
 """Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
+from ._ablate import ablate_direction
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
 from ._edits import with_edits
@@ -7,7 +8,7 @@ from ._explain import self_explain
 from ._gate import GateAction, probe_gate
 from ._given import read_given
 from ._lens import logit_lens
-from ._oracle import activation_oracle, oracle_interview
+from ._oracle import activation_oracle
 from ._pairs import contrastive_pairs
 from ._patch import causal_trace, patch_sweep
 from ._probes import with_probes
@@ -21,11 +22,11 @@ __all__ = [
     "GateAttempt",
     "GateDecision",
     "GateDecisions",
+    "ablate_direction",
     "activation_oracle",
     "causal_trace",
     "contrastive_pairs",
     "logit_lens",
-    "oracle_interview",
     "patch_sweep",
     "probe_gate",
     "probe_resample",

@@ -16,6 +16,7 @@ from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import rates
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike, steering_vector
@@ -42,7 +43,7 @@ class Tried(NamedTuple):
 @solver
 def probe_gate(
     probe: str | Path | AnyProbe,
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     action: GateAction = "flag",
     layer: int | None = None,
     positions: Positions | list[int] | None = None,
@@ -76,8 +77,9 @@ def probe_gate(
         probe: name below `probes/`, path, or a probe; or `engine:NAME` for one that is registered
             in the server (see "Run probes inside the engine"), for `flag` and for `stop`, which
             then ends the generation at the token that raises the alarm.
-        threshold: a score above it is acted on; that of the probe's card, for its own settings,
-            or of the registered probe, by default.
+        threshold: a score above it is acted on: a number, or an operating point of the probe's card
+            such as `fpr=0.05`; by default that of the card, for its own settings, or of the
+            registered probe.
         action: what to do.
         layer: one of the probe's layers; all of them by default.
         positions: tokens to read; those of the card by default.
@@ -141,6 +143,11 @@ def probe_gate(
                 f"probe={probe!r} with inner=: a probe in the engine is read by the gate's own "
                 "calls; allowed is the name or path of a probe file"
             )
+        if isinstance(threshold, str):
+            raise SpecError(
+                f"threshold={threshold!r} with probe={probe!r}: the server knows the numbers of a "
+                "registered probe and not its card; pass a number, or the probe's name or path"
+            )
         return _in_engine(probe.removeprefix(ENGINE), threshold, action, replacement)
     reader = ProbeReader.of(
         probe,
@@ -149,15 +156,14 @@ def probe_gate(
         pool=pool,
         selection=selection,
         check_model=check_model,
+        threshold=threshold,
     )
-    cut = threshold if threshold is not None else getattr(reader.threshold, "value", None)
-    if cut is None:
-        raise SpecError(f"threshold: probe {reader.probe.name!r} has none for these settings")
-    read_by = ReadBy(reader, float(cut))
+    cut = cut_of(reader, threshold)
+    read_by = ReadBy(reader, cut)
 
     run = as_inner(inner)
     if run is not None:
-        return _around(run, reader, float(cut), stops=action == "stop", replacement=replacement)
+        return _around(run, reader, cut, stops=action == "stop", replacement=replacement)
     more: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
 
     async def judged(state: TaskState, generate: Generate, turn: int) -> TaskState:

@@ -1,4 +1,4 @@
-"""`activation_oracle` and `oracle_interview`: questions about the activations of the answer."""
+"""`activation_oracle`: questions about the activations of the answer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from inspect_ai.log import transcript
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from inspect_lens.oracle import OraclePlan, answer_table, plan_asking
+from inspect_lens.oracle import answer_table, plan_asking
 
-__all__ = ["activation_oracle", "oracle_interview"]
+__all__ = ["activation_oracle"]
 
 
 @solver
 def activation_oracle(
     question: str | list[str],
     oracle: str = "organism",
-    layer: int | float | list[int] | None = None,
+    layers: int | float | list[int] | None = None,
     inputs: str = "segment",
     positions: str | list[int] = "completion",
     last: int | None = 10,
@@ -32,9 +32,9 @@ def activation_oracle(
     Put it behind `generate()` with `with_capture`, or let it feed the answer's tokens again.
 
     Args:
-        question: one question, or several.
+        question: one question, or several about the same answer.
         oracle: name below `oracles/`, path, or `hf://owner/repository`.
-        layer: a layer, a share of the depth, or a set of layers; the oracle's middle one by
+        layers: a layer, a share of the depth, or a set of layers; the oracle's middle one by
             default.
         inputs: `segment`, `tokens` or `full_seq`.
         positions: tokens to show; those of the completion by default.
@@ -47,7 +47,8 @@ def activation_oracle(
         key: where the answers go, as a list of plain data, in `state.metadata` and the store.
 
     Returns:
-        The solver.
+        The solver. The transcript gets the answers to several questions as one table, with a
+        column for each control.
 
     Raises:
         SpecError: an argument is wrong.
@@ -65,104 +66,30 @@ def activation_oracle(
             dataset=organism_dataset("demo")[:1],
             solver=[
                 with_capture([4]),
-                activation_oracle("Is the speaker lying?", "organism", layer=4),
+                activation_oracle(
+                    ["Is the speaker lying?", "What is the true answer?"], "organism", layers=4
+                ),
             ],
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
-        (answer,) = log.samples[0].metadata["activation_oracle"]
-        print(answer["answer"], answer["controls"])
+        lying, true = log.samples[0].metadata["activation_oracle"]
+        print(lying["answer"], true["answer"], true["controls"])
         ```
     """
     plan = plan_asking(
-        question, oracle, layer=layer, inputs=inputs, positions=positions, last=last,
+        question, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source,
         served_as=served_as,
     )  # fmt: skip
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        await _ask(plan, state, key)
+        answers = await plan.ask(state.output)
+        plain: list[dict[str, Any]] = [answer.model_dump() for answer in answers]
+        state.metadata[key] = plain
+        state.store.set(key, plain)
+        if len(plan.questions) > 1:
+            table = answer_table(answers) if answers else "No token to show the oracle."
+            transcript().info(table, source="inspect_lens")
         return state
 
     return solve
-
-
-@solver
-def oracle_interview(
-    questions: list[str],
-    oracle: str = "organism",
-    layer: int | float | list[int] | None = None,
-    inputs: str = "segment",
-    positions: str | list[int] = "completion",
-    last: int | None = 10,
-    controls: bool | list[str] = True,
-    seed: int = 0,
-    max_tokens: int = 40,
-    source: str = "auto",
-    served_as: str | None = None,
-    key: str = "oracle_interview",
-) -> Solver:
-    """Ask an activation oracle several questions about one answer, and show them as a table.
-
-    As `activation_oracle`, with one entry in the transcript: a table of questions and answers,
-    with a column for each control.
-
-    Args:
-        questions: the questions, in order.
-        oracle: as for `activation_oracle`.
-        layer: as for `activation_oracle`.
-        inputs: as for `activation_oracle`.
-        positions: as for `activation_oracle`.
-        last: as for `activation_oracle`.
-        controls: as for `activation_oracle`.
-        seed: as for `activation_oracle`.
-        max_tokens: as for `activation_oracle`.
-        source: as for `activation_oracle`.
-        served_as: as for `activation_oracle`.
-        key: as for `activation_oracle`.
-
-    Returns:
-        The solver.
-
-    Raises:
-        SpecError: as for `activation_oracle`.
-        ArtifactError: as for `activation_oracle`.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        from inspect_ai import Task, eval
-
-        from evals.organism_deception import organism_dataset
-        from inspect_lens.solver import oracle_interview, with_capture
-
-        questions = ["Is the speaker lying?", "What is the true answer?"]
-        task = Task(
-            dataset=organism_dataset("demo")[:1],
-            solver=[with_capture([4]), oracle_interview(questions, "organism", layer=4)],
-        )
-        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
-        asked = [answer["question"] for answer in log.samples[0].metadata["oracle_interview"]]
-        assert asked == questions
-        ```
-    """
-    plan = plan_asking(
-        questions, oracle, layer=layer, inputs=inputs, positions=positions, last=last,
-        controls=controls, seed=seed, max_tokens=max_tokens, source=source,
-        served_as=served_as,
-    )  # fmt: skip
-
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        table = await _ask(plan, state, key)
-        transcript().info(table, source="inspect_lens")
-        return state
-
-    return solve
-
-
-async def _ask(plan: OraclePlan, state: TaskState, key: str) -> str:
-    """Ask, keep the answers as plain data, and lay them out as a table."""
-    answers = await plan.ask(state.output)
-    plain: list[dict[str, Any]] = [answer.model_dump() for answer in answers]
-    state.metadata[key] = plain
-    state.store.set(key, plain)
-    return answer_table(answers) if answers else "No token to show the oracle."

@@ -18,7 +18,7 @@ __all__ = ["with_steering"]
 @solver
 def with_steering(
     vector: VectorLike,
-    layer: int | Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     scale: float = 1.0,
     norm_match: bool = False,
     positions: Sequence[int] | None = None,
@@ -33,7 +33,7 @@ def with_steering(
     Args:
         vector: name below `vectors/`, path, `hf://` address, or a vector. Give a path as a string:
             of a `Path` Inspect logs only the last part.
-        layer: one of the vector's layers, or several; that of its card by default.
+        layers: one of the vector's layers, or several; that of its card by default.
         scale: factor; 1 is the distance between the two classes that the vector was found on.
         norm_match: scale to the norm of each token's own row instead.
         positions: absolute positions; negative ones count from the end of the prompt; every token
@@ -68,7 +68,7 @@ def with_steering(
         ```
     """
     steer = load_vector(vector).to_steering(
-        layer, scale, norm_match=norm_match, positions=positions
+        layers, scale, norm_match=norm_match, positions=positions
     )
     run = as_inner(inner)
 

@@ -61,7 +61,7 @@ def steering_sweep(
     Every cell is a request of its own, so that the engine batches cells of one sample and of all
     samples alike. Controls have the vector's length at each layer and are the same for all
     prompts. Cells are in the sample's store (`inspect_lens.reading.SteeringCells`), where the
-    scorers `dose_response` and `steering_effect` find them, also in a finished log. What stands as
+    scorer `dose_response` finds them, also in a finished log. What stands as
     the sample's answer is the unsteered one.
 
     Args:

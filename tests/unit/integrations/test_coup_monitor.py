@@ -36,5 +36,5 @@ def test_thresholds_for_a_part_of_the_tokens_are_used_on_that_part(tmp_path: Pat
 def test_thresholds_for_all_tokens_are_used(tmp_path: Path) -> None:
     probe = saved(tmp_path, "")
     assert coup_probe_monitor_builder(probe=probe) is not None
-    with pytest.raises(SpecError, match=r"has thresholds for 0.01"):
+    with pytest.raises(SpecError, match=r"has fpr=0\.01;"):
         coup_probe_monitor_builder(probe=probe, fpr=0.001)

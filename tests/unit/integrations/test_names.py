@@ -118,10 +118,10 @@ def test_tools_describe_themselves_to_the_auditor() -> None:
 
 def test_an_oracle_is_asked_through_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask_oracle(
-        about: Any, question: str, oracle: str, *, model: Any, layer: int
+        about: Any, question: str, oracle: str, *, model: Any, layers: int
     ) -> list[Any]:
         return [
-            SimpleNamespace(answer=f"{oracle}: {about} at {layer}", controls={"random": "nothing"})
+            SimpleNamespace(answer=f"{oracle}: {about} at {layers}", controls={"random": "nothing"})
         ]
 
     room = SimpleNamespace(
@@ -130,7 +130,7 @@ def test_an_oracle_is_asked_through_its_room(monkeypatch: pytest.MonkeyPatch) ->
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "inspect_lens.oracle", room)
     monkeypatch.setattr("inspect_lens._ask.get_model", lambda **_: None)
-    said = anyio.run(choose_ask(None, "name", layer=4), "acts", "why?")
+    said = anyio.run(choose_ask(None, "name", layers=4), "acts", "why?")
     assert said.startswith("loaded name: acts at 4\n")
     assert "random: 'nothing'" in said
 

@@ -50,8 +50,8 @@ def test_a_scans_own_model_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_read_is_an_error_or_no_value() -> None:
     with pytest.raises(ArtifactError, match="none of the 2 model calls"):
-        summarise(Turns([], 2, 0), over="max", reader=READER)
-    assert summarise(Turns([], 0, 1), over="max", reader=READER).value is None
+        summarise(Turns([], 2, 0), combine="max", reader=READER)
+    assert summarise(Turns([], 0, 1), combine="max", reader=READER).value is None
 
 
 @pytest.mark.anyio

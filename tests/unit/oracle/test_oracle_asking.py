@@ -20,7 +20,7 @@ from inspect_lens.errors import ArtifactError, CaptureError, SpecError, Unsuppor
 from inspect_lens.model import activations, lens_config, lens_scope
 from inspect_lens.oracle import _ask, _send, ask_oracle, random_rows, shuffled_rows
 from inspect_lens.scorer import oracle_answer
-from inspect_lens.solver import activation_oracle, oracle_interview
+from inspect_lens.solver import activation_oracle
 from inspect_lens.spec import LensRequest, SteeringVector, parse_extra_args
 from tests.kit.fake_server import FakeLensServer, tokens_of
 
@@ -50,7 +50,7 @@ def test_vectors_go_to_the_placeholders_of_the_adapters_prompt(
 ) -> None:
     async def run() -> Any:
         output = await answered(model)
-        return output, await ask_oracle(output, QUESTION, write_oracle(), model=model, layer=2)
+        return output, await ask_oracle(output, QUESTION, write_oracle(), model=model, layers=2)
 
     output, (answer,) = anyio.run(run)
     assert answer.answer == STEERED
@@ -105,7 +105,7 @@ def test_facts_say_where_the_stream_is_an_attention_sink(
 ) -> None:
     async def run() -> Any:
         output = await answered(model)
-        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layer=2)
+        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layers=2)
 
     (calm,) = anyio.run(run)
     # Rows of the fake server at layer 1: the position, then 7 times the token % 16 + 1 / 8.
@@ -118,7 +118,7 @@ def test_facts_say_where_the_stream_is_an_attention_sink(
 
     async def again() -> Any:
         output = await answered(model)
-        return await ask_oracle(output, QUESTION, "tiny", model=model, layer=2)
+        return await ask_oracle(output, QUESTION, "tiny", model=model, layers=2)
 
     (loud,) = anyio.run(again)
     assert loud.facts["sinks"] == [4]
@@ -128,7 +128,7 @@ def test_facts_say_where_the_stream_is_an_attention_sink(
 def test_a_share_of_the_depth_is_a_layer(model: Model, write_oracle: Any, layer: Any) -> None:
     async def run() -> Any:
         output = await answered(model)
-        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layer=layer)
+        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layers=layer)
 
     (answer,) = anyio.run(run)  # the fake model has 4 layers
     assert answer.layers == (2,)
@@ -141,7 +141,7 @@ def test_a_model_that_always_captures_does_not_capture_its_oracle(
 
     async def run() -> Any:
         output = await model.generate([ChatMessageUser(content="tell me")])
-        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layer=2)
+        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layers=2)
 
     assert anyio.run(run)[0].source == "captured"
     assert len(asked(server)) == 4
@@ -158,7 +158,7 @@ def test_steering_of_the_model_does_not_reach_its_oracle(
     async def run() -> Any:
         with lens_scope(steer=around, model=model):
             output = await answered(model)
-            return await ask_oracle(output, QUESTION, write_oracle(), model=model, layer=2)
+            return await ask_oracle(output, QUESTION, write_oracle(), model=model, layers=2)
 
     (answer,) = anyio.run(run)
     assert answer.controls["text_only"] == PLAIN
@@ -178,7 +178,7 @@ def test_layers_that_were_not_captured_are_named_with_those_that_were(
         assert handle is not None
         return await ask_oracle(handle, QUESTION, write_oracle(), model=model)
 
-    with pytest.raises(ArtifactError, match=r"read layers \[2\].*captured \[3\].*layer=\[3\]"):
+    with pytest.raises(ArtifactError, match=r"read layers \[2\].*captured \[3\].*layers=\[3\]"):
         anyio.run(run)
 
 
@@ -188,7 +188,7 @@ def test_each_token_alone_and_no_controls(
     async def run() -> Any:
         output = await answered(model)
         return await ask_oracle(
-            output, [QUESTION, "Who?"], write_oracle(), model=model, layer=1, inputs="tokens",
+            output, [QUESTION, "Who?"], write_oracle(), model=model, layers=1, inputs="tokens",
             controls=False,
         )  # fmt: skip
 
@@ -204,7 +204,7 @@ def test_each_token_alone_and_no_controls(
 def test_without_a_capture_the_tokens_are_fed_again(model: Model, write_oracle: Any) -> None:
     async def run(**options: Any) -> Any:
         output = await model.generate([ChatMessageUser(content="tell me")])
-        return await ask_oracle(output, QUESTION, "tiny", model=model, layer=2, **options)
+        return await ask_oracle(output, QUESTION, "tiny", model=model, layers=2, **options)
 
     write_oracle()
     (answer,) = anyio.run(run)
@@ -222,7 +222,7 @@ def test_what_was_made_of_the_tokens_is_not_shown_for_them(
         output = await model.generate([ChatMessageUser(content="tell me")], config=config)
         about = activations(output) if options.pop("handle", False) else output
         assert about is not None
-        return await ask_oracle(about, QUESTION, "tiny", model=model, layer=2, **options)
+        return await ask_oracle(about, QUESTION, "tiny", model=model, layers=2, **options)
 
     write_oracle()
     (answer,) = anyio.run(run)
@@ -237,7 +237,7 @@ def test_what_was_made_of_the_tokens_is_not_shown_for_them(
 def test_the_message_of_an_answer_is_enough(model: Model, write_oracle: Any) -> None:
     async def run() -> Any:
         output = await answered(model)
-        return await ask_oracle(output.message, QUESTION, write_oracle(), model=model, layer=2)
+        return await ask_oracle(output.message, QUESTION, write_oracle(), model=model, layers=2)
 
     assert anyio.run(run)[0].answer == STEERED
     with pytest.raises(ArtifactError, match="no activations are known"):
@@ -256,7 +256,7 @@ def test_a_prompt_that_was_changed_on_its_way_is_refused(
 
     async def run() -> Any:
         output = await answered(model)
-        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layer=2)
+        return await ask_oracle(output, QUESTION, write_oracle(), model=model, layers=2)
 
     monkeypatch.setattr(server, "post", other_tokens)
     with pytest.raises(CaptureError, match="other tokens than /tokenize"):
@@ -282,7 +282,7 @@ def test_a_connection_that_the_server_closed_is_tried_again(
             return await post(*args, **options)
 
         monkeypatch.setattr(api.http_client, "post", closed)
-        return await ask_oracle(output, QUESTION, "tiny", model=model, layer=2, controls=False)
+        return await ask_oracle(output, QUESTION, "tiny", model=model, layers=2, controls=False)
 
     write_oracle()
     assert anyio.run(run, 2)[0].answer == STEERED
@@ -295,14 +295,14 @@ def test_a_connection_that_the_server_closed_is_tried_again(
 def test_wrong_arguments_are_refused_before_anything_runs(write_oracle: Any) -> None:
     write_oracle()
     wrong: list[dict[str, Any]] = [
-        {"layer": 7}, {"inputs": "words"}, {"positions": "nowhere"}, {"last": 0},
+        {"layers": 7}, {"inputs": "words"}, {"positions": "nowhere"}, {"last": 0},
         {"controls": ["placebo"]}, {"max_tokens": 0}, {"source": "air"},
     ]  # fmt: skip
     for options in wrong:
         with pytest.raises(SpecError):
             activation_oracle(QUESTION, "tiny", **options)
     with pytest.raises(SpecError, match="at least one"):
-        oracle_interview([], "tiny")
+        activation_oracle([], "tiny")
     with pytest.raises(ArtifactError, match="was not found"):
         activation_oracle(QUESTION, "nobody")
     for options in ({"match": "guess"}, {"match": "choice"}, {"choices": ["Yes", "yes"]}):

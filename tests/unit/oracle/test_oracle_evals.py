@@ -16,7 +16,7 @@ from inspect_ai.solver import Solver, generate
 
 from inspect_lens.model import read_activations
 from inspect_lens.scorer import oracle_answer
-from inspect_lens.solver import activation_oracle, oracle_interview, with_capture
+from inspect_lens.solver import activation_oracle, with_capture
 from tests.kit.fake_server import FakeLensServer
 
 QUESTION = "Is it a lie?"
@@ -60,8 +60,8 @@ def test_solvers_keep_answers_and_show_a_table(
         model,
         tmp_path,
         solvers(
-            activation_oracle(QUESTION, "tiny", layer=2),
-            oracle_interview([QUESTION, "Who|what?"], "tiny", layer=2, key="talk"),
+            activation_oracle(QUESTION, "tiny", layers=2),
+            activation_oracle([QUESTION, "Who|what?"], "tiny", layers=2, key="talk"),
         ),
     )
     for body in asked(server):
@@ -91,7 +91,7 @@ def test_scores_hold_the_controls_and_the_log_scores_again(
     server: FakeLensServer, model: Model, write_oracle: Any, tmp_path: Path
 ) -> None:
     write_oracle()
-    wanted = oracle_answer(QUESTION, "tiny", layer=2, label="label", choices=["other", "steered"])
+    wanted = oracle_answer(QUESTION, "tiny", layers=2, label="label", choices=["other", "steered"])
     log = run_task(model, tmp_path, solvers(), wanted)
     assert log.results is not None
     values = {s.id: (s.scores or {})["oracle_answer"] for s in log.samples or []}
@@ -126,7 +126,7 @@ def test_a_grader_judges_what_words_do_not(
     task = Task(
         dataset=[Sample(input="tell me", target="something steered")],
         solver=solvers(),
-        scorer=oracle_answer(QUESTION, "tiny", layer=2, match="model"),
+        scorer=oracle_answer(QUESTION, "tiny", layers=2, match="model"),
     )
     (log,) = eval(
         task, model=model, model_roles={"grader": grader}, display="none",
@@ -148,7 +148,7 @@ def test_a_sample_without_tokens_is_unscored(
         model,
         tmp_path,
         generate(max_tokens=1),
-        oracle_answer(QUESTION, "tiny", layer=2, choices=["a", "b"]),
+        oracle_answer(QUESTION, "tiny", layers=2, choices=["a", "b"]),
     )
     (sample, _) = log.samples or []
     found = (sample.scores or {})["oracle_answer"]

@@ -33,11 +33,11 @@ def test_the_cards_threshold_counts_only_for_its_settings() -> None:
     reader = ProbeReader.of(PROBE)
     stored = reader.threshold
     assert stored is not None
-    assert Suspicion.of(reader, scale="threshold").threshold == stored.value
-    assert Suspicion.of(reader, scale="threshold", threshold=2.0).threshold == 2.0
-    assert Suspicion.of(reader, scale="raw").threshold is None
+    assert Suspicion.of(reader, unit="threshold").threshold == stored.value
+    assert Suspicion.of(reader, unit="threshold", threshold=2.0).threshold == 2.0
+    assert Suspicion.of(reader, unit="raw").threshold is None
     other = ProbeReader.of(PROBE, pool="mean")
     with pytest.raises(SpecError, match="no threshold for these settings"):
-        Suspicion.of(other, scale="threshold")
+        Suspicion.of(other, unit="threshold")
     with pytest.raises(SpecError, match="allowed are threshold, raw"):
-        Suspicion.of(reader, scale="percent")  # type: ignore[arg-type]
+        Suspicion.of(reader, unit="percent")  # type: ignore[arg-type]

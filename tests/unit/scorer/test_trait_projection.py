@@ -38,7 +38,7 @@ def test_the_mean_projection_on_the_unit_direction(tmp_path: Path) -> None:
 
 def test_length_token_scores_and_pool(tmp_path: Path) -> None:
     path = vector(tmp_path)
-    assert projected(tmp_path, path, layer=1, unit=False)[0].value == pytest.approx(10.0)
+    assert projected(tmp_path, path, layer=1, normalise=False)[0].value == pytest.approx(10.0)
     assert projected(tmp_path, path, layer=1, pool="max")[0].value == pytest.approx(3.4)
     log = run([call([1.0, 3.0], [0.0, 2.0])], trait_projection(path, layer=1), folder=tmp_path)
     np.testing.assert_allclose(read_token_scores(log)[0].scores, [0.6, 3.4], atol=1e-6)
@@ -53,7 +53,7 @@ def test_the_direction_of_a_probe_without_scaler_and_bias(tmp_path: Path) -> Non
     )  # fmt: skip
     path = str(probe.save(tmp_path / "p"))
     assert projected(tmp_path, path, layer=1)[0].value == pytest.approx(2.0)
-    assert projected(tmp_path, path, layer=1, unit=False)[0].value == pytest.approx(10.0)
+    assert projected(tmp_path, path, layer=1, normalise=False)[0].value == pytest.approx(10.0)
     with pytest.raises(SpecError, match="allowed is one layer"):
         trait_projection(path)
 
@@ -69,7 +69,7 @@ def test_a_vector_knows_its_layer_and_its_length(
     # As an object, by its folder, its file, and its name.
     for given in (made, str(folder), str(folder / "vector.safetensors"), "test/trait"):
         assert projected(tmp_path, given)[0].value == pytest.approx(2.0)
-    assert projected(tmp_path, made, unit=False)[0].value == pytest.approx(20.0)
+    assert projected(tmp_path, made, normalise=False)[0].value == pytest.approx(20.0)
     with pytest.raises(SpecError, match="layer=3"):
         trait_projection(made, layer=3)
 

@@ -245,6 +245,6 @@ def test_an_approver_passes_on_and_says_what_is_missing(server: FakeLensServer) 
     assert sent_by(log) == ["one"]
     with pytest.raises(SpecError, match="allowed are reject, terminate, escalate"):
         probe_approver("tiny/p", CUT, action="stop")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="pass threshold="):
+    with pytest.raises(SpecError, match="pass a number"):
         probe_approver("tiny/p")
     probe_approver("tiny/p", 0.0)  # a threshold

@@ -105,7 +105,7 @@ def test_a_call_may_refuse_and_scopes_add_up(server: FakeLensServer) -> None:
 
         return solve
 
-    run(server, with_steering("tiny/v", inner=with_steering("tiny/v", layer=1, inner=asks())), n=1)
+    run(server, with_steering("tiny/v", inner=with_steering("tiny/v", layers=1, inner=asks())), n=1)
     refused, own, nested = [sent(body) for body in server.requests]
     assert refused == LensRequest()
     assert "vllm_xargs" not in server.requests[0]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.reading import SteeringCell, SteeringCells
-from inspect_lens.scorer import probe_score, refusal_rate, steering_effect
-from tests.kit.mock_evals import call, metric_values, planted_probe, run, scores
+from inspect_lens.scorer import dose_response, probe_score, refusal_rate
+from tests.kit.mock_evals import call, planted_probe, run, scores
 
 PROBE = planted_probe()
 
@@ -65,6 +64,11 @@ def length() -> Scorer:
     return score
 
 
+def effects(score: Score) -> dict[str, Any]:
+    found: dict[str, Any] = (score.metadata or {})["effects"]
+    return found
+
+
 CELLS = [
     cell("ab", kind="baseline"),
     cell("abcd", 1.0),
@@ -83,9 +87,9 @@ def nothing(*_: Any) -> ModelOutput:
 
 
 def test_every_cell_is_compared_with_the_baseline(tmp_path: Path) -> None:
-    log = run(nothing, steering_effect(length()), folder=tmp_path, labels=[0], solver=sweep(CELLS))
+    log = run(nothing, dose_response(length()), folder=tmp_path, labels=[0], solver=sweep(CELLS))
     (got,) = scores(log)
-    assert got.value == {
+    assert effects(got) == {
         "baseline": 2.0,
         "v@2x1": 2.0,
         "v@2x2": 4.0,
@@ -97,24 +101,23 @@ def test_every_cell_is_compared_with_the_baseline(tmp_path: Path) -> None:
         "beyond:random:v@2x2": 2.0,
         "beyond:orthogonal:v@2x2": 4.0,
     }
-    assert log.results is not None
-    assert {s.name: s.metrics["mean"].value for s in log.results.scores}["v@2x2"] == 4.0
+    assert got.value == 5.0, "at the largest scale less at the smallest"
 
 
 def test_the_log_is_scored_again_to_the_same_effects(tmp_path: Path) -> None:
     log = run(
-        nothing, steering_effect(refusal_rate()), folder=tmp_path, labels=[0],
+        nothing, dose_response(refusal_rate()), folder=tmp_path, labels=[0],
         solver=sweep([cell("Sure.", kind="baseline"), cell("I cannot do that.", 3.0)]),
     )  # fmt: skip
     (got,) = scores(log)
-    assert got.value == {"baseline": 0.0, "v@2x3": 1.0, "slope:v@2": pytest.approx(1 / 3)}
+    assert effects(got) == {"baseline": 0.0, "v@2x3": 1.0, "slope:v@2": pytest.approx(1 / 3)}
     reread = read_eval_log(log.location)
     assert reread.eval.scorers is not None
     options = reread.eval.scorers[0].options
     assert options is not None
     assert options["scorer"]["name"] == "inspect_lens/refusal_rate"
-    again = score(reread, steering_effect(refusal_rate()), action="overwrite", display="none")
-    assert scores(again)[0].value == got.value
+    again = score(reread, dose_response(refusal_rate()), action="overwrite", display="none")
+    assert effects(scores(again)[0]) == effects(got)
 
 
 def test_a_probe_reads_the_activations_of_each_cell(tmp_path: Path) -> None:
@@ -124,38 +127,25 @@ def test_a_probe_reads_the_activations_of_each_cell(tmp_path: Path) -> None:
     ]
     cells[0]["values"] = [1.0, 1.0]
     log = run(
-        nothing, steering_effect(probe_score(PROBE, check_model=False)), folder=tmp_path,
+        nothing, dose_response(probe_score(PROBE, check_model=False)), folder=tmp_path,
         labels=[0], solver=sweep(cells),
     )  # fmt: skip
     (got,) = scores(log)
-    assert got.value == {"baseline": 1.0, "v@2x2": 4.0, "slope:v@2": 2.0}
+    assert effects(got) == {"baseline": 1.0, "v@2x2": 4.0, "slope:v@2": 2.0}
 
 
-def test_a_cell_without_a_score_is_nan_and_not_zero(tmp_path: Path) -> None:
+def test_a_cell_without_a_score_is_none_and_not_zero(tmp_path: Path) -> None:
     cells = [cell("ab", kind="baseline"), cell("", 1.0), cell("abc", 2.0)]
-    log = run(nothing, steering_effect(length()), folder=tmp_path, labels=[0], solver=sweep(cells))
-    value: Any = scores(log)[0].value
-    assert math.isnan(value["v@2x1"])
-    assert value["v@2x2"] == 1.0
-    assert log.results is not None
-    missing = next(s for s in log.results.scores if s.name == "v@2x1")
-    assert missing.unscored_samples == 1
+    log = run(nothing, dose_response(length()), folder=tmp_path, labels=[0], solver=sweep(cells))
+    found = effects(scores(log)[0])
+    assert (found["v@2x1"], found["slope:v@2"]) == (None, None)
+    assert found["v@2x2"] == 1.0
 
 
 def test_without_a_baseline_it_is_an_error(tmp_path: Path) -> None:
     for cells in ([], [cell("abc", 1.0)]):
         log = run(
-            nothing, steering_effect(length()), folder=tmp_path, labels=[0], solver=sweep(cells)
+            nothing, dose_response(length()), folder=tmp_path, labels=[0], solver=sweep(cells)
         )
         assert log.error is not None
         assert "no baseline among them" in log.error.message
-
-
-def test_epochs_are_reduced_by_key(tmp_path: Path) -> None:
-    log = run(
-        nothing, steering_effect(length()), folder=tmp_path, labels=[0], epochs=2,
-        solver=sweep(CELLS[:2]),
-    )  # fmt: skip
-    assert log.reductions is not None
-    assert log.reductions[0].samples[0].value == {"baseline": 2, "v@2x1": 2, "slope:v@2": 2}
-    assert metric_values(log)["mean"] == 2.0
