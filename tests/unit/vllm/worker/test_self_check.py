@@ -48,6 +48,7 @@ class Runner:
         )
         self.state, self.ctls = state, ctls
         self.ran: list[str] = []
+        self.kv_caches: list[Any] = []
         self.hurt: Callable[[int, str, torch.Tensor], torch.Tensor | None] | None = None
 
     def _dummy_run(
@@ -134,6 +135,22 @@ def test_two_chunked_requests_are_run_in_every_way(
     assert "piecewise (mixed lengths), graph (decodes)" in said
     assert "3 of 3 rows of a token compared with eager rows" in said
     assert worker.is_clean()
+
+
+def test_what_warming_up_left_in_the_cache_is_no_fault(worker: Worker) -> None:
+    # A padded pass has two tokens in a sequence: every second one looks at a second place, too.
+    cache = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(0)) * 50
+    state = torch.full((3,), 7.0)
+    worker.runner.kv_caches = [cache, [state]]
+
+    def attend(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        places = 1 + torch.arange(len(x)) % 2 if mode == "PIECEWISE" else torch.ones(len(x))
+        return x + torch.stack([cache[: int(n)].mean(dim=0) for n in places])
+
+    worker.runner.hurt = attend
+    worker.check()
+    assert not cache.any()
+    assert not state.any()
 
 
 def make_eager(worker: Worker) -> None:
