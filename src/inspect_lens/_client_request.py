@@ -12,6 +12,7 @@ from .spec import (
     LENS_KEYS,
     NATIVE_KEY,
     CaptureSpec,
+    Edit,
     Hook,
     LensRequest,
     LogitLens,
@@ -35,6 +36,7 @@ def request_of(
     capture_qk: Sequence[int] | bool | None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
+    edits: Sequence[Edit | Mapping[str, Any]] | None = None,
 ) -> LensRequest | None:
     """Read them; the arguments are those of `LensClient.generate`.
 
@@ -57,31 +59,29 @@ def request_of(
     if transport is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
+    native: dict[str, Any] = {}
+    if capture is not None:
+        if capture_layers is not None:
+            raise SpecError("capture and capture_layers: give one of them")
+        native["capture"] = _fields(capture, transport)
     if lens is not None:
-        fields = lens.model_dump() if isinstance(lens, LogitLens) else lens
-        fields = dict(fields) if isinstance(fields, Mapping) else {"layers": fields}
-        if transport is not None:
-            fields["transport"] = transport
-        asked = parse_extra_args({NATIVE_KEY: {"lens": fields}})
-        update = {"lens": asked.lens if asked else None}
-        request = (request or LensRequest()).model_copy(update=update)
+        named = lens if isinstance(lens, LogitLens | Mapping) else {"layers": lens}
+        native["lens"] = _fields(named, transport)
+    if edits is not None:
+        native["edits"] = list(edits)
     if sink is not None:
-        to = sink.model_dump() if isinstance(sink, SinkUse) else sink
-        asked = parse_extra_args({NATIVE_KEY: {"sink": to}})
-        request = (request or LensRequest()).model_copy(
-            update={"sink": asked.sink if asked else None}
-        )
-    if capture is None:
-        return request
-    if capture_layers is not None:
-        raise SpecError("capture and capture_layers: give one of them")
-    fields = dict(capture) if isinstance(capture, Mapping) else capture.model_dump()
-    if transport is not None:
-        fields["transport"] = transport
-    chosen = parse_extra_args({"inspect_lens": {"capture": fields}})
-    return (request or LensRequest()).model_copy(
-        update={"capture": chosen.capture if chosen else None}
-    )
+        native["sink"] = sink.model_dump() if isinstance(sink, SinkUse) else sink
+    if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:
+        update = {name: getattr(asked, name) for name in native}
+        request = (request or LensRequest()).model_copy(update=update)
+    return request
+
+
+def _fields(
+    asked: CaptureSpec | LogitLens | Mapping[str, Any], transport: str | None
+) -> dict[str, Any]:
+    fields = dict(asked) if isinstance(asked, Mapping) else asked.model_dump()
+    return fields if transport is None else fields | {"transport": transport}
 
 
 def with_request(

@@ -20,6 +20,7 @@ from ._torch import to_torch
 from .errors import CaptureError, SpecError
 from .spec import (
     CaptureSpec,
+    Edit,
     Hook,
     LensRequest,
     LogitLens,
@@ -158,6 +159,7 @@ class LensClient:
         capture_qk: Sequence[int] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
+        edits: Sequence[Edit | Mapping[str, Any]] | None = None,
         logprobs: int | None = None,
         echo: bool = False,
         **kwargs: Any,
@@ -180,6 +182,8 @@ class LensClient:
                 `output.receipt.lens.result(output.activations)` has the arrays.
             sink: name of a store or a function of the server that gets the rows too, or a
                 `SinkUse`; `output.receipt.sink` says what became of them.
+            edits: of the residual stream and inside blocks, in this order: `Ablate`, `Clamp`,
+                `Replace` and others of `inspect_lens.spec`.
             logprobs: log-probabilities per token.
             echo: return the prompt too.
             **kwargs: other fields of the request body; lens keys among them, such as
@@ -208,6 +212,7 @@ class LensClient:
             capture_qk,
             lens,
             sink,
+            edits,
         )
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/completions", body | sampling | kwargs, request)
@@ -226,6 +231,7 @@ class LensClient:
         capture_qk: Sequence[int] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
+        edits: Sequence[Edit | Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
         """Complete a chat; arguments, result and errors are those of `generate`."""
@@ -238,6 +244,7 @@ class LensClient:
             capture_qk,
             lens,
             sink,
+            edits,
         )
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}

@@ -78,6 +78,7 @@ class SlowRuns:
 
 def _blend(edit: Replace, k: int, before: Any) -> Any:
     rows = torch.from_numpy(np.array(edit.rows.to_float32()[k]))
+    assert isinstance(edit.positions, tuple)
     at = [int(p) for p in edit.positions]
 
     def apply(stream: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ def _edited(h: NDArray[np.float64], run: Run, site: Site, layer: int) -> NDArray
         assert isinstance(edit, Replace)
         if edit.site == site and layer in edit.layers:
             rows = edit.rows.to_float32()[edit.layers.index(layer)]
+            assert isinstance(edit.positions, tuple)
             at = [int(p) for p in edit.positions]
             made[at] = (1 - edit.alpha) * made[at] + edit.alpha * rows
     return made

@@ -31,6 +31,7 @@ from .asks._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
 from .asks._qk import QKReceipt, QKSpec
 from .asks._sink import SinkReceipt, SinkStatus, SinkUse
 from .asks._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
+from .asks._token_match import TokenMatch
 from .checks._check import check_probe, check_request
 from .checks._check_edits import check_edits
 from .checks._check_lens import check_lens
@@ -195,6 +196,7 @@ __all__ = [
     "TapPoint",
     "TensorData",
     "TensorLimits",
+    "TokenMatch",
     "VectorUse",
     "Zero",
     "as_tensor_data",

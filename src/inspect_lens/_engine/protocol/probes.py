@@ -14,6 +14,7 @@ from inspect_lens.spec import (
     Positions,
     ProbeUse,
     TapPoint,
+    is_mask,
     resolve_positions,
     tap_order,
     tap_points,
@@ -89,10 +90,10 @@ class AskedProbes:
             )
         used = [registered[use.name] for use in uses]
         read = {(probe.site, probe.layers) for probe in used}
-        positions: dict[tuple[type, Positions], int] = {}
+        positions: dict[tuple[type, bool, Positions], int] = {}
         for i, use in enumerate(uses):
             # True is 1 to Python.
-            positions.setdefault((type(use.positions[0]), use.positions), i)
+            positions.setdefault((type(use.positions), is_mask(use.positions), use.positions), i)
         return cls(
             names=tuple(probe.sha256 for probe in used),
             taps=tuple(
@@ -101,7 +102,7 @@ class AskedProbes:
                 )
             ),
             columns=sum(probe.columns for probe in used),
-            positions=tuple((i, asked) for (_, asked), i in positions.items()),
+            positions=tuple((i, asked) for (*_, asked), i in positions.items()),
         )
 
 

@@ -7,7 +7,7 @@ has begun, while a server still has its status to choose, and once where the req
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from operator import attrgetter
@@ -33,6 +33,7 @@ from inspect_lens.spec import (
 )
 
 from .lens_tokens import with_token_ids
+from .matched_tokens import with_positions
 from .state import front_end, not_served
 
 __all__ = [
@@ -153,10 +154,12 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
         return
     if isinstance(prompt, AsyncGenerator):
         raise resumable()
-    is_known, n_prompt = _prompt_tokens(prompt)
+    is_known, ids = _prompt_tokens(prompt)
     if is_known:
+        n_prompt = None if ids is None else len(ids)
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
-        packed = _sealed(*found, params, n_prompt=n_prompt, max_tokens=most)
+        request = with_positions(found[0], ids, processor)
+        packed = _sealed(request, found[1], params, n_prompt=n_prompt, max_tokens=most)
         capture = packed.envelope.capture
         if capture is not None and capture.transport == "binary" and is_serving():
             least = _least_tokens(params, most, may_stop=found[0].probes != ())
@@ -336,14 +339,14 @@ def _needs_whole_prompt(envelope: Envelope) -> bool:
     return any(part is not None and part.lo < envelope.n_prompt - 1 for part in envelope.results)
 
 
-def _prompt_tokens(prompt: Any) -> tuple[bool, int | None]:
+def _prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:
     """Whether it is known what a prompt is, and its tokens; None where it has none."""
     if isinstance(prompt, Mapping):
         ids = prompt.get("prompt_token_ids")
-        return ids is not None or "prompt_embeds" in prompt, None if ids is None else len(ids)
+        return ids is not None or "prompt_embeds" in prompt, ids
     # Text has its tokens later; what vLLM has processed before knows them.
     ids = getattr(prompt, "prompt_token_ids", None)
-    return ids is not None, None if ids is None else len(ids)
+    return ids is not None, ids
 
 
 def _most_tokens(params: Any, n_prompt: int, max_model_len: int) -> int:

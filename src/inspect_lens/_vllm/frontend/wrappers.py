@@ -52,6 +52,7 @@ from .admission import (
     without_lens_keys,
 )
 from .expecting import expect, said_by
+from .matched_tokens import with_positions
 from .state import front_end
 
 __all__ = ["FRONT_END_WRAPPERS", "front_end"]
@@ -105,7 +106,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         core = original(self, request_id, prompt, plain, *args, **kwargs)
         try:
             book = getattr(self, "inspect_lens_book", None)
-            seal_core(core, *found, book, getattr(self, "inspect_lens_rows", None))
+            request = with_positions(found[0], core.prompt_token_ids, self)
+            seal_core(core, request, found[1], book, getattr(self, "inspect_lens_rows", None))
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=True)
         return core

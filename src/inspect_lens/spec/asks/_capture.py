@@ -10,6 +10,7 @@ from inspect_lens.spec.engine._sites import RESID_POST, SITES, Site, in_site_ord
 from inspect_lens.spec.values._strict import integers, shown
 
 from ._positions import Phase, Positions, is_mask, parse_positions
+from ._token_match import TokenMatch
 
 __all__ = ["CaptureSpec", "Layers", "Reduce", "RowDType", "SiteChoice", "Transport"]
 
@@ -70,7 +71,8 @@ class CaptureSpec(BaseModel):
     """Tokens to keep. `all` means every token that is fed to the model: prompt plus
     completion without the last sampled token. `last` is the last of these, `last_prompt` the
     last token of the prompt. A list of booleans is a mask over the prompt, of its length; a list
-    of integers has absolute positions, negative ones counted from the end of the prompt."""
+    of integers has absolute positions, negative ones counted from the end of the prompt. A
+    `TokenMatch` takes tokens of the prompt by their text or ids."""
 
     phase: Phase = "both"
     """Keep only those of the positions that are `prefill` (prompt tokens) or `decode` (sampled
@@ -118,15 +120,19 @@ class CaptureSpec(BaseModel):
     @field_validator("positions", mode="before")
     @classmethod
     def _positions(cls, value: Any) -> Any:
-        return parse_positions(value, field="positions")
+        return parse_positions(value, field="positions", may_match=True)
 
     @model_validator(mode="after")
     def _check_phase(self) -> Self:
-        is_prompt = self.positions in ("prompt", "last_prompt") or is_mask(self.positions)
+        is_matched = isinstance(self.positions, TokenMatch)
+        is_prompt = (
+            is_matched or self.positions in ("prompt", "last_prompt") or is_mask(self.positions)
+        )
         if (self.phase == "decode" and is_prompt) or (
             self.phase == "prefill" and self.positions == "completion"
         ):
             named = "a mask over the prompt" if is_mask(self.positions) else repr(self.positions)
+            named = "tokens of the prompt that match" if is_matched else named
             raise ValueError(
                 f"phase={self.phase!r} beside positions={named} selects no token; leave one of "
                 "them out"

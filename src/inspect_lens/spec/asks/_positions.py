@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias, cast, get_args
 
 from pydantic import StrictBool
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.values._strict import shown
+
+from ._token_match import TokenMatch, parse_match
 
 __all__ = [
     "Phase",
@@ -22,25 +24,27 @@ __all__ = [
 ]
 
 PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
-Positions: TypeAlias = PositionName | tuple[StrictBool, ...] | tuple[int, ...]
-"""A named range; a mask, which has one boolean per prompt token; or explicit positions, of which
-negative ones count from the end of the prompt. `last` is the last token that is fed to the
-model, `last_prompt` the last one of the prompt."""
+Positions: TypeAlias = PositionName | tuple[StrictBool, ...] | tuple[int, ...] | TokenMatch
+"""A named range; a mask, which has one boolean per prompt token; explicit positions, of which
+negative ones count from the end of the prompt; or what tokens of the prompt match. `last` is the
+last token that is fed to the model, `last_prompt` the last one of the prompt."""
 
 Phase = Literal["prefill", "decode", "both"]
 """`prefill`: tokens of the prompt; `decode`: sampled tokens that are fed back. A token's position
 decides, not the step that computes it."""
 
 
-def parse_positions(value: object, *, field: str) -> Positions:
+def parse_positions(value: object, *, field: str, may_match: bool = False) -> Positions:
     """Read positions as a user writes them.
 
     Args:
-        value: a name, one int, a list of ints without repeats, or a list of booleans.
+        value: a name, one int, a list of ints without repeats, a list of booleans, or a
+            `TokenMatch` or its fields.
         field: path of the field, for error messages.
+        may_match: whether a `TokenMatch` is allowed, which needs the tokens of the prompt.
 
     Returns:
-        The name, or a tuple of ints or of booleans in the order given.
+        The name, a tuple of ints or of booleans in the order given, or the `TokenMatch`.
 
     Raises:
         SpecError: anything else.
@@ -62,6 +66,13 @@ def parse_positions(value: object, *, field: str) -> Positions:
         )
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
+    if isinstance(value, TokenMatch | Mapping):
+        if not may_match:
+            raise SpecError(
+                f"{field}={shown(value)}: tokens are matched for captures and edits, by the server "
+                "that has the prompt; give a name, a list of integers, or one of booleans"
+            )
+        return parse_match(value, field=field) if isinstance(value, Mapping) else value
     if isinstance(value, Iterable):
         items = list(cast("Iterable[object]", value))
         if items and all(isinstance(i, bool) for i in items):
@@ -96,7 +107,7 @@ def is_mask(positions: Positions) -> bool:
         assert not is_mask((1, 0))
         ```
     """
-    return not isinstance(positions, str) and isinstance(positions[0], bool)
+    return isinstance(positions, tuple) and isinstance(positions[0], bool)
 
 
 def phase_range(phase: Phase, n_prompt: int, n_max: int) -> range:
@@ -168,8 +179,8 @@ def resolve_positions(
         order kept and negatives resolved.
 
     Raises:
-        SpecError: an explicit position lies outside the request, or a mask is not as long as
-            the prompt.
+        SpecError: an explicit position lies outside the request, a mask is not as long as
+            the prompt, or tokens are to be matched, which takes the prompt itself.
 
     Example:
         ```python
@@ -182,17 +193,12 @@ def resolve_positions(
         ```
     """
     if isinstance(positions, str):
-        match positions:
-            case "all":
-                return range(n_max)
-            case "prompt":
-                return range(n_prompt)
-            case "completion":
-                return range(n_prompt, n_max)
-            case "last":
-                return range(n_max - 1, n_max)
-            case "last_prompt":
-                return range(n_prompt - 1, n_prompt)
+        return _named_range(positions, n_prompt, n_max)
+    if isinstance(positions, TokenMatch):
+        raise SpecError(
+            f"{field}={positions}: which tokens match is known to the server alone; read the "
+            "positions in its receipt"
+        )
     if is_mask(positions):
         if len(positions) != n_prompt:
             raise SpecError(
@@ -212,3 +218,17 @@ def resolve_positions(
     if len(set(resolved)) != len(resolved):
         raise SpecError(f"{field}: two of {shown(positions)} are the same position of this prompt")
     return resolved
+
+
+def _named_range(name: PositionName, n_prompt: int, n_max: int) -> range:
+    match name:
+        case "all":
+            return range(n_max)
+        case "prompt":
+            return range(n_prompt)
+        case "completion":
+            return range(n_prompt, n_max)
+        case "last":
+            return range(n_max - 1, n_max)
+        case "last_prompt":
+            return range(n_prompt - 1, n_prompt)

@@ -50,8 +50,8 @@ class EditBase(WireModel):
     site: Site = RESID_POST
     """Where in those layers: see `Site`."""
     positions: Positions = "all"
-    """Tokens it acts on: `all`, `prompt`, `completion`, `last_prompt`, a mask over the prompt, or
-    absolute positions, negative ones counted from the end of the prompt."""
+    """Tokens it acts on: `all`, `prompt`, `completion`, `last_prompt`, a mask over the prompt,
+    absolute positions, negative ones counted from the end of the prompt, or a `TokenMatch`."""
     phase: Phase = "both"
     """Only those of the positions that are `prefill` or `decode` tokens."""
     heads: tuple[int, ...] | None = None
@@ -109,7 +109,7 @@ class EditBase(WireModel):
     @field_validator("positions", mode="before")
     @classmethod
     def _positions(cls, value: Any) -> Any:
-        found = parse_positions(value, field="positions")
+        found = parse_positions(value, field="positions", may_match=True)
         if found == "last":
             raise ValueError(
                 "positions='last' is the last token that is fed, which is known only afterwards; "
@@ -276,7 +276,7 @@ class EditBase(WireModel):
 
     def is_listed(self) -> bool:
         """Whether positions are numbers."""
-        return not isinstance(self.positions, str) and not is_mask(self.positions)
+        return isinstance(self.positions, tuple) and not is_mask(self.positions)
 
 
 def unit(row: Row) -> Row:

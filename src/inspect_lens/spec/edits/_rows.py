@@ -58,7 +58,8 @@ class Replace(EditBase):
             )
         if len(shape) > 1 and shape[0] != len(self.layers):
             raise ValueError(f"rows has {shape[0]} layers and layers names {len(self.layers)}")
-        if len(shape) == 3 and not (self.is_listed() and shape[1] == len(self.positions)):
+        listed = self.positions if isinstance(self.positions, tuple) and self.is_listed() else ()
+        if len(shape) == 3 and shape[1] != len(listed):
             raise ValueError(
                 f"rows has {shape[1]} positions; list as many numbers in positions, one for each"
             )

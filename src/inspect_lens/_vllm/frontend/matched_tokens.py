@@ -1,0 +1,166 @@
+"""Tokens of a prompt that are named by their text or ids become positions of that prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import LensRequest, TokenMatch
+
+__all__ = ["needs_prompt", "spans_of", "with_positions"]
+
+_MOST_SECONDS: Final = 0.25
+"""For one pattern: some take for ever, and all requests would wait."""
+
+
+def needs_prompt(request: LensRequest) -> bool:
+    """Whether a request names tokens by what they are."""
+    capture = request.capture
+    return (capture is not None and isinstance(capture.positions, TokenMatch)) or any(
+        isinstance(edit.positions, TokenMatch) for edit in request.edits
+    )
+
+
+def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: Any) -> LensRequest:
+    """Put positions in the place of what tokens match.
+
+    Args:
+        request: judged.
+        ids: tokens of its prompt, template included; None where it has none.
+        processor: vLLM's `InputProcessor` of the engine.
+
+    Returns:
+        The same request where nothing is matched.
+
+    Raises:
+        SpecError: nothing matches, or a pattern takes too long.
+        UnsupportedError: there is no prompt of tokens, or no tokenizer.
+    """
+    if not needs_prompt(request):
+        return request
+    if ids is None:
+        raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
+    prompt = _Prompt(ids, processor.tokenizer)
+    changed: dict[str, Any] = {}
+    capture = request.capture
+    if capture is not None and isinstance(capture.positions, TokenMatch):
+        found = prompt.find(capture.positions, "capture.positions")
+        changed["capture"] = capture.model_copy(update={"positions": found})
+    changed["edits"] = tuple(
+        edit.model_copy(update={"positions": prompt.find(edit.positions, f"edits[{i}].positions")})
+        if isinstance(edit.positions, TokenMatch)
+        else edit
+        for i, edit in enumerate(request.edits)
+    )
+    return request.model_copy(update=changed)
+
+
+class _Prompt:
+    """A prompt, read when a pattern needs its text."""
+
+    def __init__(self, ids: Sequence[int], tokenizer: Any) -> None:
+        self._ids, self._tokenizer = list(ids), tokenizer
+        self._text = ""
+        self._spans: list[tuple[int, int]] | None = None
+
+    def find(self, match: TokenMatch, field: str) -> tuple[int, ...]:
+        """Positions that a match means."""
+        if match.token_ids is not None:
+            wanted = frozenset(match.token_ids)
+            found = [[i] for i, token in enumerate(self._ids) if token in wanted]
+        else:
+            assert match.pattern is not None
+            found = self._matching(match.pattern, field)
+        return tuple(match.choose(found, len(self._ids), field=field))
+
+    def _matching(self, pattern: str, field: str) -> list[list[int]]:
+        import regex  # vLLM has it; unlike `re` it can be told when to stop
+
+        if self._tokenizer is None:
+            raise UnsupportedError(
+                f"{field}.pattern: this engine was started without a tokenizer; give token_ids"
+            )
+        if self._spans is None:
+            self._text, self._spans = spans_of(self._ids, self._tokenizer)
+        found, first, began = [], 0, time.monotonic()
+        try:
+            for one in regex.finditer(pattern, self._text, timeout=_MOST_SECONDS):
+                start, stop = one.span()
+                while first < len(self._spans) and self._spans[first][1] <= start:
+                    first += 1
+                tokens = []
+                for i in range(first, len(self._spans)):
+                    if self._spans[i][0] >= stop:
+                        break
+                    if self._spans[i][1] > start:
+                        tokens.append(i)
+                if tokens:
+                    found.append(tokens)
+                if time.monotonic() - began > _MOST_SECONDS:
+                    raise TimeoutError
+        except TimeoutError:
+            raise SpecError(
+                f"{field}.pattern: took more than {_MOST_SECONDS} s on this prompt; give a simpler "
+                "pattern, or positions"
+            ) from None
+        except regex.error as error:
+            raise SpecError(f"{field}.pattern: is no regular expression: {error}") from None
+        return found
+
+
+def spans_of(ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """The text of some tokens, and where in it each token lies.
+
+    Tokens that are parts of one character lie where the character lies.
+
+    Args:
+        ids: the tokens, special ones included.
+        tokenizer: vLLM's, which can `decode`.
+
+    Returns:
+        The text, and of each token the first character and the one behind its last.
+
+    Raises:
+        SpecError: the prompt is too long to be read token by token, as this tokenizer needs.
+    """
+    tokens = [int(token) for token in ids]
+    if getattr(tokenizer, "is_fast", False):
+        text = tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if again["input_ids"] == tokens:
+            return text, [(start, stop) for start, stop in again["offset_mapping"]]
+    if len(tokens) > _MOST_TOKENS:
+        raise SpecError(
+            f"a pattern for a prompt of {len(tokens)} tokens, which its tokenizer would make in "
+            f"another way from its text: {_MOST_TOKENS} at most; give token_ids, or positions"
+        )
+    return _read_one_by_one(tokens, tokenizer)
+
+
+def _read_one_by_one(tokens: list[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    text = ""
+    spans: list[tuple[int, int]] = []
+    before: list[int] = []
+    group: list[int] = []
+    for i, token in enumerate(tokens):
+        group.append(token)
+        # Some tokenizers leave out a space at the beginning, so each is read behind another one.
+        known = tokenizer.decode(before, skip_special_tokens=False) if before else ""
+        piece = tokenizer.decode(before + group, skip_special_tokens=False)[len(known) :]
+        is_open = piece.endswith("\N{REPLACEMENT CHARACTER}") and len(group) < _MOST_PARTS
+        if is_open and i + 1 < len(tokens):
+            continue
+        spans += [(len(text), len(text) + len(piece))] * len(group)
+        text += piece
+        before, group = group, []
+    return text, spans
+
+
+_MOST_PARTS: Final = 4
+"""Tokens of one character in UTF-8."""
+_MOST_TOKENS: Final = 1 << 14
+"""Read one by one: some tenths of a second."""
