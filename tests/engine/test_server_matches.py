@@ -31,8 +31,10 @@ def test_rows_and_edits_are_those_of_the_positions(client: Any, lens_server_url:
         matched = run(MATCH)
         assert matched.receipt is not None
         assert matched.receipt.capture is not None
-        where = matched.receipt.capture.positions
-        assert where is not None
+        said = matched.receipt.capture
+        assert (said.positions is None) != (said.first_position is None)
+        first = said.first_position or 0
+        where = said.positions or tuple(range(first, first + said.n_positions))
         ids = matched.prompt_token_ids
         tokenized = client.post(
             "/detokenize", json={"model": lens.model, "tokens": [ids[p] for p in where]}
