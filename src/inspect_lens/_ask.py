@@ -10,8 +10,9 @@ from inspect_ai.model import get_model
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations
+from inspect_lens.spec import CaptureSpec
 
-__all__ = ["Ask", "Said", "choose_ask", "choose_said"]
+__all__ = ["Ask", "Said", "choose_ask", "choose_said", "oracle_capture"]
 
 Ask = Callable[[Activations, str], Awaitable[str]]
 """Answers a question in words about the activations of one call."""
@@ -115,3 +116,26 @@ def choose_said(
         return Said(answers[0].answer, answers[0].controls) if answers else Said(None)
 
     return answered
+
+
+def oracle_capture(
+    oracle: str, *, layers: int | float | Sequence[int] | None = None
+) -> CaptureSpec:
+    """What a call has to capture, so that an oracle can be asked about it.
+
+    Args:
+        oracle: as for `choose_said`.
+        layers: as for `choose_said`, but no share of the depth.
+
+    Returns:
+        The capture.
+
+    Raises:
+        SpecError: the oracle did not learn to read this layer.
+        ArtifactError: no such oracle.
+    """
+    room = importlib.import_module("inspect_lens.oracle")
+    shown = importlib.import_module("inspect_lens.oracle._shown")
+    plan = room.plan_asking("What is it?", oracle, layers=layers)
+    chosen: tuple[int, ...] = shown.choose_layers(plan.oracle.config, layers, None)
+    return CaptureSpec(layers=chosen, positions=plan.positions)

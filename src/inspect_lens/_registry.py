@@ -103,6 +103,7 @@ __all__ = [
 _LAZY: tuple[tuple[str, str, RegistryType, str], ...] = (
     ("inspect_petri", "petri", "agent", "lens_target_agent"),
     ("inspect_petri", "petri", "approver", "eval_awareness_approver"),
+    ("inspect_petri", "petri", "solver", "lens_audit_solver"),
     ("inspect_petri", "petri", "tool", "ask_activation_oracle"),
     ("inspect_petri", "petri", "tool", "read_probe"),
     ("inspect_petri", "petri", "tool", "steer_target"),

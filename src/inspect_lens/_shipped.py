@@ -27,6 +27,7 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "deception_grade"),
         ("scorer", "graded_probe"),
     ),
+    "lens_audit.task": (("task", "lens_audit"), ("scorer", "target_alarm")),
     "organism_causal_tracing.task": (
         ("task", "organism_causal_tracing"),
         ("scorer", "planted_position"),

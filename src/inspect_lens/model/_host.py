@@ -22,7 +22,7 @@ from inspect_ai.approval import Approver
 from inspect_ai.approval._apply import _tool_approver
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model._generate_config import active_generate_config
-from inspect_ai.model._model import active_model
+from inspect_ai.model._model import active_model, init_model_roles
 
 if TYPE_CHECKING:
     from inspect_ai._util.local_server import (
@@ -57,6 +57,7 @@ __all__ = [
     "configure_devices",
     "ensure_adapter_loaded",
     "get_adapter_rank",
+    "init_model_roles",
     "pip_dependency_error",
     "registry_add",
     "registry_has",
@@ -154,6 +155,12 @@ SEAMS: tuple[Seam, ...] = (
         "active_model",
         (),
         "the config of the task is in calls of this model alone",
+    ),
+    Seam(
+        "inspect_ai.model._model",
+        "init_model_roles",
+        ("roles",),
+        "an audit without a target in the roles audits the model under evaluation",
     ),
     Seam(
         _VLLM,

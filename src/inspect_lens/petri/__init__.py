@@ -1,5 +1,7 @@
 """Show the auditor of a Petri audit a probe of the target, and let it steer the target.
 
+`lens_audit_solver` has all of it in one solver.
+
 Needs the extra `petri`.
 """
 
@@ -10,6 +12,7 @@ _require("inspect_petri", room="inspect_lens.petri", extra="petri")
 from inspect_lens._ask import Ask  # noqa: E402 - after the check
 
 from ._approver import eval_awareness_approver  # noqa: E402 - after the check
+from ._audit import lens_audit_solver  # noqa: E402 - after the check
 from ._steering import STEER, Steering  # noqa: E402 - after the check
 from ._target import lens_target_agent  # noqa: E402 - after the check
 from ._tools import ask_activation_oracle, read_probe, steer_target  # noqa: E402 - after the check
@@ -20,6 +23,7 @@ __all__ = [
     "Steering",
     "ask_activation_oracle",
     "eval_awareness_approver",
+    "lens_audit_solver",
     "lens_target_agent",
     "read_probe",
     "steer_target",

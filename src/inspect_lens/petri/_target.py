@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from inspect_ai.agent import Agent, AgentState, agent
@@ -17,7 +18,15 @@ from inspect_ai.model import (
 from inspect_petri.target import TOOL_RESULT, ExitSignal, TargetContext
 
 from inspect_lens._named_vectors import NamedVector, as_steering
-from inspect_lens.model import lens_config
+from inspect_lens.model import lens_config, lens_scope
+from inspect_lens.model.request._body import parse_capture
+from inspect_lens.model.scores._engine_probes import (
+    Asked,
+    ProbeLike,
+    ask_probes,
+    including,
+    note_refused,
+)
 from inspect_lens.spec import CaptureSpec, SteeringVector
 
 from ._steering import STEER
@@ -29,6 +38,7 @@ __all__ = ["lens_target_agent"]
 def lens_target_agent(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = "all",
+    probes: ProbeLike | Sequence[ProbeLike] | None = None,
     steer: NamedVector | None = None,
     scale: float = 1.0,
     config: GenerateConfig | None = None,
@@ -44,6 +54,8 @@ def lens_target_agent(
     Args:
         capture: what every turn captures; None leaves it to the model's own `capture`, as in
             `--model-role 'target={model: vllm-lens/…, model_args: {capture: [4]}}'`.
+        probes: that the engine runs on every turn, as for `with_probes`; rows for those that it
+            cannot run are captured beside the others.
         steer: vector from the first turn on, until the auditor changes it.
         scale: times that vector.
         config: generation config of the target; its `extra_body` adds to that of the task and
@@ -57,6 +69,7 @@ def lens_target_agent(
 
     Raises:
         SpecError: capture or vector are wrong.
+        ArtifactError: no such probe or vector.
 
     Example:
         ```python
@@ -71,12 +84,17 @@ def lens_target_agent(
     """
     given = config or GenerateConfig()
     first = () if steer is None else as_steering(steer, scale)
-    lens_config(capture=capture, steer=list(first), base=given)  # refuse wrong specs at once
+    asked = ask_probes(probes)
+    captured = (
+        capture if asked.capture is None else including(parse_capture(capture), asked.capture)
+    )
+    lens_config(capture=captured, steer=list(first), base=given)  # refuse wrong specs at once
 
     async def execute(state: AgentState, context: TargetContext) -> AgentState:
         target = get_model(model) if model is not None else get_model(role="target")
         generate = context.replayable(target.generate, surface_errors=True)
         vectors = first
+        note_refused(asked)
         try:
             await context.wait_for_resume()
             await _open(state, context, system_required=system_required)
@@ -88,12 +106,13 @@ def lens_target_agent(
                     )
                 if (staged := context.take(STEER)) is not None:
                     vectors = staged.vectors
-                state.output = await generate(
-                    input=state.messages,
-                    tools=context.tools,
-                    config=_turn_config(target, given, capture, vectors),
-                    cache=context.scoped_cache(cache),
-                )
+                with _watched(target, asked):
+                    state.output = await generate(
+                        input=state.messages,
+                        tools=context.tools,
+                        config=_turn_config(target, given, captured, vectors),
+                        cache=context.scoped_cache(cache),
+                    )
                 state.messages.append(state.output.message)
                 await _answer(state, context, state.output)
         except ExitSignal:
@@ -126,6 +145,11 @@ async def _answer(state: AgentState, context: TargetContext, output: ModelOutput
             state.messages.append(user)
     else:
         state.messages.append(await context.user_message())
+
+
+def _watched(target: Model, asked: Asked) -> AbstractContextManager[None]:
+    """The scope in which the engine runs probes of a turn."""
+    return lens_scope(probes=asked.uses, model=target) if asked.uses else nullcontext()
 
 
 def _turn_config(

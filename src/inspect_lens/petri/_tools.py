@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from inspect_ai.model import ChatMessageAssistant, get_model
-from inspect_ai.tool import Tool, ToolError, tool
+from inspect_ai.tool import Tool, ToolDef, ToolError, tool
 from inspect_petri.target import controller
 
 from inspect_lens._ask import Ask, choose_ask
@@ -190,7 +190,8 @@ def steer_target(
         scale_limit: largest scale that the auditor may ask for, in either direction.
 
     Returns:
-        The tool. It needs `target=lens_target_agent(...)`.
+        The tool, which tells the auditor these names and this limit. It needs
+        `target=lens_target_agent(...)`.
 
     Example:
         ```python
@@ -235,7 +236,13 @@ def steer_target(
         how = f"{staged.name} times {scale:g}"
         return f"[{anchor}] From its next reply on the target is steered by {how}."
 
-    return execute
+    names = f" ({', '.join(sorted(known))})" if known else ""
+    said = {
+        "vector": f'Name of a vector{names}; "none" stops steering. A wrong name lists all.',
+        "scale": f"How strongly, between -{scale_limit:g} and {scale_limit:g}; a negative number "
+        "steers the other way.",
+    }
+    return ToolDef(execute, name="steer_target", parameters=said).as_tool()
 
 
 def _reply(message_id: str | None) -> ChatMessageAssistant:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from inspect_ai.agent import Agent
-from inspect_ai.log import transcript
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.model import lens_scope
-from inspect_lens.model.scores._engine_probes import ProbeLike, ask_probes
+from inspect_lens.model.scores._engine_probes import ProbeLike, ask_probes, note_refused
 from inspect_lens.spec import Positions
 
 from ._inner import as_inner
@@ -69,13 +67,7 @@ def with_probes(
     run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        for name, reason in asked.refused:
-            note: dict[str, Any] = {
-                "probe": name,
-                "not in the engine": reason,
-                "instead": "rows are captured",
-            }
-            transcript().info(note, source="inspect_lens")
+        note_refused(asked)
         with lens_scope(probes=asked.uses, capture=asked.capture):
             return await (generate(state) if run is None else run(state, generate))
 

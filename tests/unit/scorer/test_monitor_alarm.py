@@ -103,6 +103,22 @@ def test_by_default_a_turn_is_judged_as_the_threshold_was_set(tmp_path: Path) ->
     assert loud.metadata["max"] == 7.5
 
 
+def test_every_turn_above_the_threshold_is_listed(tmp_path: Path) -> None:
+    log, (calm, loud) = watch(tmp_path, threshold=0.75)
+    assistant = [[m.id for m in s.messages if m.role == "assistant"] for s in log.samples]
+    for made, turns, ids in zip((calm, loud), (CALM, LOUD), assistant, strict=True):
+        assert made.metadata["alarms"] == [
+            {"turn": i, "message_id": ids[i], "value": pytest.approx(np.mean(values))}
+            for i, values in enumerate(turns)
+            if np.mean(values) > 0.75
+        ]
+    assert [one["turn"] for one in loud.metadata["alarms"]] == [1, 2]
+    assert "Turns above it: 1, 2." in loud.explanation
+    assert "Turns above it" not in calm.explanation, "the one turn is named already"
+    _, (quiet, _) = watch(tmp_path, threshold=100.0)
+    assert quiet.metadata["alarms"] == []
+
+
 def test_a_rate_of_means_is_refused_for_tokens() -> None:
     with pytest.raises(SpecError, match=r"mean.*1.00% does not hold.*level='turn'"):
         monitor_alarm(PROBE, level="token")

@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from inspect_ai.log import transcript
+
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.spec import (
@@ -28,6 +30,7 @@ __all__ = [
     "Role",
     "ask_probes",
     "including",
+    "note_refused",
     "widened",
 ]
 
@@ -110,6 +113,21 @@ def ask_probes(
         new = tuple(use for use in uses if use.name not in {u.name for u in asked.uses})
         asked = asked._replace(uses=(*asked.uses, *new))
     return asked
+
+
+def note_refused(asked: Asked) -> None:
+    """Say in the transcript which probes no engine runs, and what happens instead.
+
+    Args:
+        asked: of a solver or an agent.
+    """
+    for name, reason in asked.refused:
+        note: dict[str, Any] = {
+            "probe": name,
+            "not in the engine": reason,
+            "instead": "rows are captured",
+        }
+        transcript().info(note, source="inspect_lens")
 
 
 def _register(probe: AnyProbe) -> list[str]:
