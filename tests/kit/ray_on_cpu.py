@@ -56,4 +56,6 @@ def ray_environment(folder: Path, places: int) -> dict[str, str]:
         # A token would be written to the home folder.
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's own 15 has a worker wait for all else that a busy machine runs.
+        "RAY_worker_niceness": "0",
     }

@@ -20,9 +20,9 @@ from inspect_lens.spec import EngineFacts
 __all__ = [
     "facts_mark",
     "has_remote_engines",
-    "may_have_remote_ranks",
     "hosts_refusals",
     "links_of",
+    "may_have_remote_ranks",
     "routes_of",
     "worker_links",
 ]
