@@ -7,7 +7,7 @@ from vllm.platforms.cpu import CpuPlatform
 __all__ = ["RayCpuPlatform"]
 
 
-class RayCpuPlatform(CpuPlatform):
+class RayCpuPlatform(CpuPlatform):  # type: ignore[misc]
     """The CPU, of which Ray hands out as many "GPUs" as a node is told to have."""
 
     ray_device_key = "GPU"

@@ -81,8 +81,8 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
     return found | {
         "data-parallel engines that span hosts themselves, or whose workers Ray places, have not "
         "been tried": may_have_remote_ranks(vllm_config) and has_many,
-        "Ray's older executor has not been tried: start without VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
-        ", with a vLLM that has the newer one": has_ray and not _has_newer_ray_executor(),
+        "Ray's older executor has not been tried: set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, with a "
+        "vLLM that knows it": has_ray and not _has_newer_ray_executor(),
         "Ray may place its workers on several hosts, and rows need a secret to travel between "
         "them: set INSPECT_LENS_HOSTS_KEY where the API server starts, or "
         "INSPECT_LENS_HOSTS_ADDRESS=127.0.0.1 if all workers are on its host": (
