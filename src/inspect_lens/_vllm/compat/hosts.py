@@ -8,6 +8,7 @@ workers Ray places. Which hosts those get is known only once they run, so any ma
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -150,10 +151,8 @@ def _address(parallel: Any, settings: Settings) -> str:
 
     host = str(getattr(vllm.envs, "VLLM_HOST_IP", ""))
     if not host and _has_ray_workers(parallel):
-        from vllm.utils.network_utils import get_ip
-
         # No flag of vLLM's names one: hosts of a Ray cluster find each other through Ray.
-        host = get_ip()
+        host = str(importlib.import_module("ray.util").get_node_ip_address())
     elif not host:
         told = "master_addr" if getattr(parallel, "nnodes", 1) > 1 else "data_parallel_master_ip"
         host = str(getattr(parallel, told, ""))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
-
-import vllm.utils.network_utils
 
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
@@ -89,7 +89,9 @@ def test_the_front_end_listens_where_it_is_told_to_or_at_the_address_of_its_host
         assert links.key == KEY
         return links.address
 
-    monkeypatch.setattr(vllm.utils.network_utils, "get_ip", lambda: "fd00::7")
+    # Ray need not be installed; it says what address this host has in its cluster.
+    ray = SimpleNamespace(get_node_ip_address=lambda: "fd00::7")
+    monkeypatch.setitem(sys.modules, "ray.util", ray)
     assert address() == "[fd00::7]"
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.3")
     assert address() == "10.0.0.3"
