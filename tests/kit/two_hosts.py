@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,28 @@ class TwoHosts:
         self, options: Mapping[str, Any], environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         """Start a headless server on the second host."""
+        program = ["-m", "tests.kit.serve_several", *flags({**options, "headless": True})]
+        return self.start_on_second(program, environment, log)
+
+    def start_on_second(
+        self, program: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a program of Python on the second host."""
         inside = ["unshare", "-m", "-i", "-p", "-f", "--mount-proc", "--kill-child"]
         inside += ["bash", "-c", _OWN_MEMORY, "second", sys.executable]
-        command = ["ip", "netns", "exec", _SPACE, *inside, "-m", "tests.kit.serve_several"]
         own = {"VLLM_HOST_IP": SECOND, "GLOO_SOCKET_IFNAME": _WIRES[1]}
         with log.open("wb") as output:
             return subprocess.Popen(
-                [*command, *flags({**options, "headless": True})],
+                ["ip", "netns", "exec", _SPACE, *inside, *program],
                 cwd=ROOT,
                 env={**environment, **own},
                 stdout=output,
                 stderr=output,
             )
+
+    def own_of_first(self) -> dict[str, str]:
+        """What processes of the first host have in their environment, and others have not."""
+        return {"VLLM_HOST_IP": FIRST, "GLOO_SOCKET_IFNAME": _WIRES[0]}
 
     def pids_of_second(self) -> list[int]:
         """Processes that run on the second host."""
@@ -102,7 +112,7 @@ class TwoHosts:
             second: of the second.
             environment: of both.
         """
-        own = {"VLLM_HOST_IP": FIRST, "GLOO_SOCKET_IFNAME": _WIRES[0]}
+        own = self.own_of_first()
         far = self.run_on_second(second, environment, self.folder / "second.log")
         try:
             with api_server(

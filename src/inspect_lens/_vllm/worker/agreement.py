@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from inspect_lens._vllm.compat.hosts import has_remote_ranks
+from inspect_lens._vllm.compat.hosts import may_have_remote_ranks
 from inspect_lens.errors import CompatError
 
 __all__ = ["agree"]
@@ -20,7 +20,7 @@ _REFUSED = "refused: "
 
 
 def agree(vllm_config: Any, mark: str, refusal: str | None = None) -> None:
-    """Compare notes with all other workers, if some are on other hosts.
+    """Compare notes with all other workers, if some are, or may be, on other hosts.
 
     Args:
         vllm_config: of the engine.
@@ -30,7 +30,7 @@ def agree(vllm_config: Any, mark: str, refusal: str | None = None) -> None:
     Raises:
         CompatError: another worker has other settings, or no lens.
     """
-    if not has_remote_ranks(vllm_config):
+    if not may_have_remote_ranks(vllm_config):
         return
     import torch
 

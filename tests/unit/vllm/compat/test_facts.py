@@ -135,7 +135,6 @@ def test_several_hosts_are_served_with_a_secret_or_without_one_where_nobody_else
         (REMOTE_ENGINES, KEY[:-1], "fewer than 16"),
         (REMOTE_RANKS | REMOTE_ENGINES, KEY, "span hosts themselves"),
         (REMOTE_ENGINES | {"parallel_config__data_parallel_backend": "ray"}, KEY, "Ray"),
-        (REMOTE_RANKS | {"parallel_config__distributed_executor_backend": "ray"}, KEY, "Ray"),
     ],
 )
 def test_what_is_refused_over_several_hosts(
