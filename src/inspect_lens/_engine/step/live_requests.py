@@ -225,9 +225,10 @@ class Roster:
                 table.latched.add(slot)
                 # One that was pre-empted keeps what its gates have decided.
                 if request.number in self._numbers.fresh:
-                    record = int(table.record[slot])
-                    self._bank.reset(record)
-                    self._bank.keep_history(request.key, record, envelope, self._tap_index)
+                    self._bank.drop_history(request.key)
+                    self._bank.reset(int(table.record[slot]))
+                record = int(table.record[slot])
+                self._bank.keep_history(request.key, record, envelope, self._tap_index)
             if steering.named is not None:
                 table.named[slot] = steering.named
         if group is not None:

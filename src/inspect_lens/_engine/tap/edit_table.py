@@ -39,6 +39,9 @@ from .table_entries import Held, Part, Placing, Programs, Share, Shared, Vectors
 __all__ = ["Bank", "BankTensors", "Steering"]
 
 
+_NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
+
+
 @dataclass(frozen=True)
 class BankTensors:
     """The device side of the table.
@@ -115,8 +118,8 @@ class Bank:
         self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
         self._held: dict[str, tuple[Steering, int]] = {}
         """By content: the steering, and how many requests have it."""
-        self._histories: dict[str, list[int]] = {}
-        """By request, also of such as were pre-empted: first rows of what its gates decided."""
+        self._histories: dict[str, tuple[tuple[Any, ...], list[int]]] = {}
+        """By request, pre-empted ones too: whose decisions are kept, and their first rows."""
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
 
@@ -190,7 +193,7 @@ class Bank:
     def keep_history(
         self, key: str, record: int, envelope: Envelope, tap_index: Mapping[TapPoint, int]
     ) -> None:
-        """Make room for what the running gates of a new request decide.
+        """Make room for what the running gates of a request decide, unless it has it already.
 
         Args:
             key: of the request, for `drop_history`.
@@ -201,15 +204,18 @@ class Bank:
         Raises:
             CapacityError: the table is full; `drop_history` gives back what was taken.
         """
+        mine = [e for e in envelope.edits if e.room and e.taps[0] in tap_index]
+        wanted = record, *[(e.latch, e.lo, e.room) for e in mine]
+        if not mine or (key in self._histories and self._histories[key][0] == wanted):
+            return
         self.drop_history(key)
         held: list[int] = []
-        for edit in envelope.edits:
-            if edit.latch is None or not edit.room or edit.taps[0] not in tap_index:
-                continue
+        self._histories[key] = wanted, held
+        for edit in mine:
+            assert edit.latch is not None
             n = history_rows(edit.room, self._width)
             row, _ = self._vectors.take(("history", key, edit.latch), n)
             held.append(row)
-            self._histories[key] = held
             values = np.full((n, self._width), np.nan, dtype=np.float32)
             head = values.reshape(-1)[:HEAD]
             head[:] = 0
@@ -219,7 +225,7 @@ class Bank:
 
     def drop_history(self, key: str) -> None:
         """Give back the room of a request that will not come back; most have none."""
-        for row in self._histories.pop(key, ()):
+        for row in self._histories.pop(key, _NO_HISTORY)[1]:
             self._vectors.give(row)
 
     def release(self, steering: Steering) -> None:

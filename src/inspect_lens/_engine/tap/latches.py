@@ -64,8 +64,9 @@ class Latches:
             self.noted = noted
 
     def reset(self, record: int) -> None:
-        """Forget what fired for the last owner of a record; ordered before the next step."""
+        """Forget what gates of the last owner of a record found; ordered before the next step."""
         self.first[record].fill_(NEVER)
+        self.history[record].zero_()
 
     def fire(self, records: torch.Tensor, registers: torch.Tensor, positions: torch.Tensor) -> None:
         """Take note of gates that fired: the definition of what the kernel does.

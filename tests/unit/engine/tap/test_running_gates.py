@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +20,8 @@ from inspect_lens._engine.protocol.gate_history import (
     open_among,
 )
 from inspect_lens._engine.tap.edit_table import Bank
-from inspect_lens.errors import CapacityError, UnsupportedError
-from inspect_lens.spec import N_LATCHES, Add, Gate, LensRequest
+from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
+from inspect_lens.spec import N_LATCHES, Add, Gate, LensRequest, check_request
 from tests.kit.edit_cases import random_rows
 from tests.kit.edit_table import N_FED, configs_of, facts, make_state, run, sealed, streams
 from tests.kit.gate_twin import expected_gate
@@ -226,3 +227,20 @@ def test_equal_gates_are_one_and_others_are_not() -> None:
     assert [e.latch for e in made if e.latch is not None] == [0, 1, 2, 3]
     assert [e.decides_on for e in made if e.latch is not None] == [1, 1, 0, None]
     assert [e.room for e in made if e.latch is not None] == [4, 4, 4, 0]
+
+
+def test_the_engines_facts_decide_what_a_running_gate_can_be() -> None:
+    v, *probes = random_rows(9, 6)
+
+    def asked(probe: Any, **options: Any) -> Add:
+        gate = Gate(direction=probe, layer=0, **options)
+        return Add(vector=v, layers=[1], when=gate, positions="completion")
+
+    drafts = replace(facts(), is_speculative=True)
+    for options, named in (({"scope": "next"}, "scope='next'"), ({"ema": 0.5}, "ema")):
+        with pytest.raises(UnsupportedError, match=f"{named} beside speculative decoding"):
+            check_request(LensRequest(edits=[asked(probes[0], **options)]), drafts)
+    many = [asked(probe, scope="next") for probe in probes]
+    check_request(LensRequest(edits=many[:N_LATCHES]), facts())
+    with pytest.raises(SpecError, match=r"5 different gates of scope='next' or 'rest'.*4 at most"):
+        check_request(LensRequest(edits=many), facts())
