@@ -172,12 +172,12 @@ def check_running(
     """
     gate, found, n = edit.when, rows_of(output), len(prompt)
     assert gate is not None
-    probe = torch.from_numpy(gate.direction.to_float32())
+    probe = torch.from_numpy(gate.direction.to_float32().copy())
     factors, opens = expected_gate(gate, (found[gate.layer, n:] @ probe).numpy())
     (receipt,) = output.inspect_lens.steer.gates
     assert receipt.fired_at == (n + int(opens.argmax()) if opens.any() else None)
     assert receipt.n_tokens == int(opens.sum() if gate.scope == "token" else opens[:-1].sum())
-    v = torch.from_numpy(edit.vector.to_float32())
+    v = torch.from_numpy(edit.vector.to_float32().copy())
     factor = torch.zeros(found.shape[1], 1)
     if not gate.shadow:
         factor[n:, 0] = torch.from_numpy(factors)
@@ -197,7 +197,7 @@ def test_running_gates_are_their_twin_and_their_neighbours_are_left_alone(
     kinds: list[tuple[int, dict[str, Any]]] = [
         (0, {"layer": 3, "scope": "next"}),  # read behind the layer that is edited
         (0, {"layer": 3, "scope": "next", "ema": 0.5, "shadow": True}),
-        (2, {"layer": 2, "ema": 0.4}),
+        (3, {"layer": 2, "ema": 0.4}),
         (1, {"layer": 2, "scope": "next", "ema": 0.5, "sharpness": 3.0}),
     ]
     edits = [
@@ -247,8 +247,8 @@ def check_gates_of_pre_empted_requests(
         assert (receipt.fired_at, receipt.n_tokens) == (at, n_fed - at - 1)
         ids = [*prompt, *output.outputs[0].token_ids][:n_fed]
         behind = (torch.arange(n_fed) > at)[:, None]
-        edits = {0: lambda h, behind=behind: h + behind * torch.from_numpy(v)}
-        expected = hugging_face.residual_stream(ids, edits)
+        added = {0: lambda h, behind=behind: h + behind * torch.from_numpy(v)}
+        expected = hugging_face.residual_stream(ids, added)
         assert max_relative_error(rows_of(output), expected) <= 1e-4
 
 

@@ -95,9 +95,9 @@ def edit_rows(
 
 
 class _Owned(NamedTuple):
-    """Tokens with a chain: index in the step, board record, and position; (tokens,) int64 each."""
+    """Tokens with a chain: place in the step, board record, and position; (tokens,) int64 each."""
 
-    index: torch.Tensor
+    places: torch.Tensor
     records: torch.Tensor
     positions: torch.Tensor
 
@@ -111,7 +111,7 @@ def _note(
     params: torch.Tensor,
 ) -> None:
     """Have gates take note of their values and scores, `found`; all but `params` are (tokens,)."""
-    index, records, positions = owned
+    places, records, positions = owned
     gate, score = found
     runs = kind >= Kind.RUNNING
     if bool(runs.any()):
@@ -122,13 +122,13 @@ def _note(
         bank.latches.fire(records[fires], register[fires], positions[fires])
     is_gate = (kind >= Kind.GATE) & (kind < Kind.LATCH)
     if bool(is_gate.any()):
-        bank.registers[index[is_gate], register[is_gate]] = gate[is_gate]
+        bank.registers[places[is_gate], register[is_gate]] = gate[is_gate]
 
 
 def _gates(bank: BankTensors, register: torch.Tensor, owned: _Owned) -> torch.Tensor:
     """(tokens,) float32; what edits are multiplied with, 1 where nothing gates them."""
-    index, records, positions = owned
-    gates = bank.registers[index, register.clamp(0, N_REGISTERS - 1)]
+    places, records, positions = owned
+    gates = bank.registers[places, register.clamp(0, N_REGISTERS - 1)]
     gates = torch.where(register >= 0, gates, torch.ones_like(gates))
     runs = register >= SAME_TOKEN
     stays = (register >= N_REGISTERS) & ~runs

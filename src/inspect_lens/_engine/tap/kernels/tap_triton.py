@@ -43,7 +43,7 @@ FIRST, ROOM = tl.constexpr(history.FIRST), tl.constexpr(history.ROOM)
 AVERAGE, IS_OPEN = tl.constexpr(history.AVERAGE), tl.constexpr(history.IS_OPEN)
 COUNT, RECENT = tl.constexpr(history.COUNT), tl.constexpr(history.RECENT)
 HISTORY_HEAD = tl.constexpr(history.HEAD)
-RECENT_BITS = tl.constexpr(history.RECENT_BITS)
+RECENT_END = tl.constexpr(1 << history.RECENT_BITS)
 COUNT_SHIFT, LAST_SHIFT = tl.constexpr(history.COUNT_SHIFT), tl.constexpr(history.LAST_SHIFT)
 STEEPEST = tl.constexpr(3e38)
 """Steeper than this, a gate is a step."""
@@ -78,7 +78,7 @@ def _decide(start, position, note, x, a, b, c, weight):
     step = tl.where((mean > b) | is_held, 1.0, 0.0)
     smooth = 1.0 / (1.0 + tl.exp(-a * (mean - b)))
     count = tl.load(start + COUNT) + step
-    recent = (2 * tl.load(start + RECENT).to(tl.int64) + step.to(tl.int64)) % (1 << RECENT_BITS)
+    recent = (2 * tl.load(start + RECENT).to(tl.int64) + step.to(tl.int64)) % RECENT_END
     seen = (index + 1).to(tl.int64)
     word = (seen << LAST_SHIFT) | (count.to(tl.int64) << COUNT_SHIFT) | recent
     # All threads have loaded before one of them stores.
