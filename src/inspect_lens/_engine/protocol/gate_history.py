@@ -56,10 +56,11 @@ def open_among(note: int, n: int) -> int | None:
         n: how many tokens count; an engine that schedules ahead may have fed more.
 
     Returns:
-        None if the engine went on for more than `RECENT_BITS` tokens, so that it is not known.
+        None if it is not known: the note tells of fewer tokens, or the engine went on for more than
+        `RECENT_BITS` of them.
     """
     count = (note >> COUNT_SHIFT) & ((1 << (LAST_SHIFT - COUNT_SHIFT)) - 1)
     behind = (note >> LAST_SHIFT) - n
-    if behind > RECENT_BITS:
+    if not 0 <= behind <= RECENT_BITS:
         return None
-    return count - (note & ((1 << max(behind, 0)) - 1)).bit_count()
+    return count - (note & ((1 << behind) - 1)).bit_count()

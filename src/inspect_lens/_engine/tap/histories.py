@@ -63,7 +63,8 @@ def decide(
     mean = torch.where(mean.isnan(), was, mean)
     is_open = (mean > b) | ((flat[start + IS_OPEN] != 0) & (mean >= c))
     step = is_open.to(flat.dtype)
-    flat[at] = torch.where(torch.isinf(a), step, torch.sigmoid(a * (mean - b)))
+    # NaN would mean that nothing is decided yet.
+    flat[at] = torch.where(torch.isinf(a), step, torch.sigmoid(a * (mean - b))).nan_to_num(nan=0.0)
     count = flat[start + COUNT] + step
     recent = (flat[start + RECENT].long() * 2 + is_open) % (1 << RECENT_BITS)
     flat[start + AVERAGE], flat[start + IS_OPEN] = mean, step

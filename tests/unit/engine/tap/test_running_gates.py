@@ -210,6 +210,7 @@ def test_the_note_tells_how_many_were_open_also_behind_the_end() -> None:
         note = seen << LAST_SHIFT | int(opens[:seen].sum()) << COUNT_SHIFT | recent
         for n in range(max(0, seen - RECENT_BITS), seen + 1):
             assert open_among(note, n) == int(opens[:n].sum())
+        assert open_among(note, seen + 1) is None
         if seen > RECENT_BITS:
             assert open_among(note, seen - RECENT_BITS - 1) is None
 

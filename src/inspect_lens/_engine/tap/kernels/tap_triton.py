@@ -83,7 +83,9 @@ def _decide(start, position, note, x, a, b, c, weight):
     word = (seen << LAST_SHIFT) | (count.to(tl.int64) << COUNT_SHIFT) | recent
     # All threads have loaded before one of them stores.
     tl.debug_barrier()
-    tl.store(at, tl.where(a > STEEPEST, step, smooth), mask=is_new)
+    factor = tl.where(a > STEEPEST, step, smooth)
+    # NaN would mean that nothing is decided yet.
+    tl.store(at, tl.where(factor == factor, factor, 0.0), mask=is_new)
     tl.store(start + AVERAGE, mean, mask=is_new)
     tl.store(start + IS_OPEN, step, mask=is_new)
     tl.store(start + COUNT, count, mask=is_new)
