@@ -12,6 +12,7 @@ from inspect_lens import LensRequest
 from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
+from tests.kit.gate_twin import expected_gate
 from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
@@ -150,6 +151,72 @@ def test_a_gate_of_scope_rest_acts_behind_the_token_that_fires_and_in_any_batch(
         assert solo.inspect_lens.steer.gates == batch[i].inspect_lens.steer.gates
 
 
+def running_gate(plain: Any, n_prompt: int, probe: Any, **options: Any) -> Gate:
+    """A gate that opens and closes among the sampled tokens."""
+    scores = (rows_of(plain)[options["layer"], n_prompt:] @ torch.from_numpy(probe)).numpy()
+    middle, spread = float(np.median(scores)), float(scores.std())
+    if "sharpness" in options:
+        options["sharpness"] = options["sharpness"] / spread
+    else:
+        options["closes_below"] = middle - 0.3 * spread
+    return Gate(direction=probe, threshold=middle, **options)
+
+
+def check_running(
+    output: Any, prompt: list[int], edit: Add, hugging_face: HuggingFace
+) -> tuple[int, int]:
+    """Each sampled token was edited by the factor that the gate's twin finds in the rows.
+
+    Returns:
+        At how many tokens the gate was open, and out of how many.
+    """
+    gate, found, n = edit.when, rows_of(output), len(prompt)
+    assert gate is not None
+    probe = torch.from_numpy(gate.direction.to_float32().copy())
+    factors, opens = expected_gate(gate, (found[gate.layer, n:] @ probe).numpy())
+    (receipt,) = output.inspect_lens.steer.gates
+    assert receipt.fired_at == (n + int(opens.argmax()) if opens.any() else None)
+    assert receipt.n_tokens == int(opens.sum() if gate.scope == "token" else opens[:-1].sum())
+    v = torch.from_numpy(edit.vector.to_float32().copy())
+    factor = torch.zeros(found.shape[1], 1)
+    if not gate.shadow:
+        factor[n:, 0] = torch.from_numpy(factors)
+    ids = [*prompt, *output.outputs[0].token_ids][: found.shape[1]]
+    (layer,) = edit.layers
+    expected = hugging_face.residual_stream(ids, {layer: lambda h: h + factor * v})
+    assert max_relative_error(found, expected) <= 1e-4
+    return int(opens.sum()), len(opens)
+
+
+def test_running_gates_are_their_twin_and_their_neighbours_are_left_alone(
+    engine: Engine, hugging_face: HuggingFace
+) -> None:
+    v, *probes = random_rows(19, 5, HIDDEN)
+    prompts = [tokens(n, seed=n) for n in (40, 200, 7, 65)]
+    plain = engine.run(prompts, ask(), max_tokens=24)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (0, {"layer": 3, "scope": "next"}),  # read behind the layer that is edited
+        (0, {"layer": 3, "scope": "next", "ema": 0.5, "shadow": True}),
+        (3, {"layer": 2, "ema": 0.4}),
+        (1, {"layer": 2, "scope": "next", "ema": 0.5, "sharpness": 3.0}),
+    ]
+    edits = [
+        Add(
+            vector=v,
+            layers=[layer],
+            when=running_gate(one, len(prompt), probe, **options),
+            positions="completion",
+        )
+        for one, prompt, probe, (layer, options) in zip(plain, prompts, probes, kinds, strict=True)
+    ]
+    batch = engine.run(prompts * 2, [*map(ask, edits), *[None] * 4], max_tokens=24)
+    for i, (prompt, edit) in enumerate(zip(prompts, edits, strict=True)):
+        n_open, n = check_running(batch[i], prompt, edit, hugging_face)
+        assert 0 < n_open < n
+        assert same_answer(batch[len(prompts) + i], plain[i])
+    assert torch.equal(rows_of(batch[1]), rows_of(plain[1]))
+
+
 def check_gates_of_pre_empted_requests(
     engine: Engine, prompts: list[list[int]], plain: list[Any], hugging_face: HuggingFace
 ) -> None:
@@ -166,16 +233,22 @@ def check_gates_of_pre_empted_requests(
         rest_gate(one, len(prompt), probe, layer=3)
         for one, prompt, probe in zip(plain, prompts, probes, strict=True)
     ]
-    asked = [ask(Add(vector=v, layers=[0], when=gate, positions="completion")) for gate, _ in gates]
-    outputs = engine.run(prompts, asked, max_tokens=60)
-    for prompt, output, (_, at) in zip(prompts, outputs, gates, strict=True):
+    for i in range(1, len(gates), 2):
+        running = {"layer": 3, "scope": "next", "ema": 0.5}
+        gates[i] = running_gate(plain[i], len(prompts[i]), probes[i], **running), -1
+    edits = [Add(vector=v, layers=[0], when=gate, positions="completion") for gate, _ in gates]
+    outputs = engine.run(prompts, list(map(ask, edits)), max_tokens=60)
+    for prompt, output, edit, (_, at) in zip(prompts, outputs, edits, gates, strict=True):
+        if at < 0:
+            check_running(output, prompt, edit, hugging_face)
+            continue
         (receipt,) = output.inspect_lens.steer.gates
         n_fed = len(prompt) + 59
         assert (receipt.fired_at, receipt.n_tokens) == (at, n_fed - at - 1)
         ids = [*prompt, *output.outputs[0].token_ids][:n_fed]
         behind = (torch.arange(n_fed) > at)[:, None]
-        edits = {0: lambda h, behind=behind: h + behind * torch.from_numpy(v)}
-        expected = hugging_face.residual_stream(ids, edits)
+        added = {0: lambda h, behind=behind: h + behind * torch.from_numpy(v)}
+        expected = hugging_face.residual_stream(ids, added)
         assert max_relative_error(rows_of(output), expected) <= 1e-4
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens.spec import Add, Gate, LensRequest, Renormalise, Scale, TapPoint, Zero
+from inspect_lens.spec import N_LATCHES, Add, Gate, LensRequest, Renormalise, Scale, TapPoint, Zero
 from tests.kit.edit_cases import edit_cases, random_rows
-from tests.kit.edit_table import add_entries, admitted, configs_of, make_state
+from tests.kit.edit_table import (
+    N_PROMPT,
+    add_entries,
+    admitted,
+    configs_of,
+    make_state,
+    sealed,
+)
 from tests.kit.wide_edits import admitted_at, wide_facts, wide_state
 
 pytestmark = [
@@ -151,6 +160,53 @@ def test_gates_that_stay_open_equal_the_reference() -> None:
         assert torch.equal(latches.first, wanted[0])
         assert torch.equal(latches.noted, wanted[1])
     assert (latches.noted[:n, 0] > 0).any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "next"},
+        {"scope": "next", "ema": 0.4, "sharpness": 2.0},
+        {"ema": 0.4, "closes_below": -0.5, "cosine": True},
+        {"scope": "rest", "ema": 0.4},
+    ],
+)
+def test_running_gates_equal_the_reference(options: dict[str, Any]) -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    v, probe = random_rows(61, 2, 256) / 16
+    gate = Gate(direction=probe, layer=1, **options)
+    edit = Add(vector=v, layers=[1], when=gate, positions="completion")
+    state = make_state(width=256, device="cuda")
+    request = LensRequest(edits=[edit])
+    bank, steering = admitted(request, state)
+    index = {point: i for i, point in enumerate(state.taps)}
+    n = 12
+    for record in range(n):
+        bank.keep_history(str(record), record, sealed(request, width=256), index)
+    noted, table = state.bank.latches.noted, state.bank.vectors
+    torch.manual_seed(0)
+    # A token of each of 12 requests in each of 4 steps that repeat, one of them a second time.
+    for step in (0, 1, 1, 2, 3):
+        state.tokens[:n, 0] = configs_of(steering)[-1]
+        state.tokens[:n, 3] = torch.arange(n, device="cuda")
+        state.tokens[:n, 4] = N_PROMPT
+        state.header[0], state.header[2] = n, step
+        state.flags.fill_(1)
+        hidden = torch.randn(n, 256, device="cuda")
+        expected, before = hidden.clone(), (table.clone(), noted.clone())
+        first = state.bank.table[:, 1][state.tokens[:n, 0].long()]
+        edit_rows(expected, None, first, state.bank, state.tokens[:n, 3:5], step)
+        wanted = table.clone(), noted.clone()
+        table.copy_(before[0])
+        noted.copy_(before[1])
+        launch(hidden, None, tap=1, state=state)
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(table, wanted[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+        assert torch.equal(noted, wanted[1])
+    assert (noted[:n, 0] > 0).any()
+    assert (noted[:n, N_LATCHES] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank, BankTensors, Steering
+from inspect_lens._engine.tap.op import tap
 from inspect_lens.spec import (
     EngineFacts,
     Kind,
@@ -30,7 +33,9 @@ __all__ = [
     "configs_of",
     "facts",
     "make_state",
+    "run",
     "sealed",
+    "streams",
 ]
 
 LAYERS = (0, 1, 2)
@@ -114,3 +119,47 @@ def add_entries(
     words[0], params[0] = 0, 0.0
     bank.entries.copy_(words)
     bank.params.copy_(params)
+
+
+def run(
+    state: TapState,
+    configs: list[int],
+    streams: list[torch.Tensor],
+    residual: torch.Tensor | None = None,
+    first: int = 0,
+) -> list[torch.Tensor]:
+    """One forward pass over positions from `first` on; each tap edits what it is given.
+
+    Args:
+        state: of the worker.
+        configs: of the tokens, which belong to the request with board record 7.
+        streams: by layer: (tokens, width).
+        residual: (tokens, width) or None; the other half of the streams.
+        first: position of the first token.
+
+    Returns:
+        By layer: (tokens, width).
+    """
+    n = len(configs)
+    state.tokens[:, :] = torch.tensor([0, -1, 0, 0, 0])
+    state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32)
+    state.tokens[:n, 3] = 7
+    state.tokens[:n, 4] = torch.arange(first, first + n)
+    state.header[0] = n
+    state.steering = [True] * len(LAYERS)
+    state.is_active = True
+    out = []
+    for index, stream in enumerate(streams):
+        hidden = stream.clone()
+        ctl = state.new_ctl(index)
+        buffers.install(state)
+        tap(hidden, residual, ctl)
+        out.append(hidden)
+    buffers.uninstall(state)
+    return out
+
+
+def streams(seed: int) -> list[torch.Tensor]:
+    """Rows of `N_FED` tokens at each layer."""
+    made = np.random.default_rng(seed).standard_normal((len(LAYERS), N_FED, WIDTH)) * 2
+    return [torch.from_numpy(x.astype(np.float32)) for x in made]

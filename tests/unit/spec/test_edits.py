@@ -105,6 +105,35 @@ def test_a_gate_that_stays_open_says_what_it_cannot_be() -> None:
     assert "scope" not in Gate(direction=probe, layer=0).model_dump()
 
 
+def test_a_running_gate_says_what_it_cannot_be() -> None:
+    v, probe = random_rows(8, 2)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"scope": "next", "reads": "completion"}, "reads beside scope='next'"),
+        ({"scope": "rest", "closes_below": -1.0}, "gates stay open"),
+        ({"scope": "rest", "reads": "last_prompt", "ema": 0.5}, "reads one token"),
+        ({"closes_below": 0.0}, "closes_below=0 is not below threshold=0"),
+        ({"closes_below": -1.0, "sharpness": 2.0}, "closes_below beside sharpness"),
+        ({"ema": 0.0}, "greater than 0"),
+        ({"ema": 1.5}, "less than or equal to 1"),
+    ]
+    for options, says in refused:
+        with pytest.raises(ValueError, match=says):
+            Gate(direction=probe, layer=0, **options)
+    for options in ({"scope": "next"}, {"ema": 0.5}, {"closes_below": -1.0, "shadow": True}):
+        gate = Gate(direction=probe, layer=0, **options)
+        with pytest.raises(ValueError, match=f"when.{gate.lasts_by} decides on sampled tokens"):
+            Add(vector=v, layers=[1], when=gate)
+        edit = Add(vector=v, layers=[1], when=gate, positions=[-1, 9], phase="decode")
+        (back,) = parse_edits([edit.model_dump()])
+        assert back.when is not None
+        assert (back.when.content, back.when.shadow) == (gate.content, gate.shadow)
+    late = Gate(direction=probe, layer=3, scope="next")
+    Add(vector=v, layers=[1], when=late, positions="completion")
+    with pytest.raises(ValueError, match="at or before its edit"):
+        Add(vector=v, layers=[1], when=Gate(direction=probe, layer=3, ema=0.5), phase="decode")
+    assert "ema" not in Gate(direction=probe, layer=0, scope="rest").model_dump()
+
+
 def test_an_edit_survives_its_wire_form_and_its_log_form_has_no_tensor() -> None:
     v = random_rows(9, 1)[0]
     gate = Gate(direction=v, layer=1, threshold=0.5)

@@ -20,6 +20,8 @@ class Collected:
     """Tokens that the worker steered; one that was computed twice counts once."""
     paths: tuple[str, ...]
     fired: dict[int, int] = field(default_factory=dict)
-    """By gate of scope `rest`, the position at which it fired."""
+    """By gate that lasts, the position at which it fired."""
     attention: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By layer, what the pattern of its attention depends on."""
+    open_at: dict[int, int] = field(default_factory=dict)
+    """By running gate, its note; see `gate_history.open_among`."""

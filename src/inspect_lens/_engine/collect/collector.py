@@ -211,7 +211,7 @@ class Collector:
                 )
             tensors[i] = stream.take(counts[i], self._threads)
         n_steered, fired = pending.steered_tokens(n_fed), pending.fired(n_fed)
-        return Collected(tensors, n_steered, paths, fired, pending.attention)
+        return Collected(tensors, n_steered, paths, fired, pending.attention, pending.open_at())
 
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None

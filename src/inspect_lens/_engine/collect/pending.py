@@ -15,7 +15,7 @@ from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
 from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
-from inspect_lens.spec import TensorData
+from inspect_lens.spec import N_LATCHES, TensorData
 
 from .placement import Worker, paths_of
 from .stream import Stream
@@ -95,7 +95,7 @@ class Pending:
         return False
 
     def fired(self, n_fed: int) -> dict[int, int]:
-        """By gate of scope `rest`, the position at which it fired; not those that did not.
+        """By gate that lasts, the position at which it fired; not those that did not.
 
         Args:
             n_fed: tokens that count; an engine that schedules ahead may have fed more.
@@ -105,9 +105,21 @@ class Pending:
             return found
         for opening, worker in self.shares:
             record = worker.reader.view.board[opening.number % BOARD_SIZE]
-            for latch, behind in enumerate(record[LATCHES].tolist()):
+            for latch, behind in enumerate(record[LATCHES][:N_LATCHES].tolist()):
                 if record[0] == opening.number and 0 < behind <= n_fed:
                     found[latch] = behind - 1
+        return found
+
+    def open_at(self) -> dict[int, int]:
+        """By running gate, its note; see `gate_history.open_among`."""
+        found: dict[int, int] = {}
+        if all(edit.latch is None for edit in self._envelope.edits):
+            return found
+        for opening, worker in self.shares:
+            record = worker.reader.view.board[opening.number % BOARD_SIZE]
+            for latch, note in enumerate(record[LATCHES][N_LATCHES:].tolist()):
+                if record[0] == opening.number and note:
+                    found[latch] = note
         return found
 
     @property

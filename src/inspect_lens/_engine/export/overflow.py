@@ -21,8 +21,8 @@ __all__ = ["COLUMN", "LATCHES", "Faults", "overflow"]
 COLUMN = 4
 """Of the board."""
 
-LATCHES = slice(COLUMN + 1, COLUMN + 1 + N_LATCHES)
-"""Columns of the board in which taps note when gates fired."""
+LATCHES = slice(COLUMN + 1, COLUMN + 1 + 2 * N_LATCHES)
+"""Columns of the board in which taps note when gates fired, and then how long they were open."""
 
 
 class Faults:
@@ -37,7 +37,7 @@ class Faults:
         """
         self._column = board[:, COLUMN]
         self.fired = copier.reachable(board[:, LATCHES])
-        """What gates of scope `rest` write to; None where kernels cannot."""
+        """What gates that last write to; None where kernels cannot."""
         reachable = copier.reachable(self._column)
         self._is_apart = reachable is None
         self.table = torch.zeros(len(board), dtype=torch.int64) if reachable is None else reachable

@@ -82,7 +82,7 @@ class RequestTable:
         self.named: dict[int, Named] = {}
         """Of requests that steer some positions differently."""
         self.latched: set[int] = set()
-        """Requests whose gates stay open, so that taps have to know the positions."""
+        """Requests with gates whose decisions last, so that taps have to know the positions."""
         self._free = list(range(capacity - 1, -1, -1))
 
     def take(self) -> int:

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
+    N_LATCHES,
     N_REGISTERS,
+    NEXT_TOKEN,
     EditBase,
+    EngineFacts,
     Gate,
     Instruction,
     Kind,
@@ -28,7 +31,17 @@ from inspect_lens.spec import (
     tap_point,
 )
 
-__all__ = ["EVERY", "EditEnvelope", "Edited", "pack_edits", "seal_edits", "unpack_edits"]
+from .gate_history import MOST_POSITIONS, history_rows
+
+__all__ = [
+    "EVERY",
+    "EditEnvelope",
+    "Edited",
+    "check_room",
+    "pack_edits",
+    "seal_edits",
+    "unpack_edits",
+]
 
 EVERY = 1 << 62
 """End of a span that has none."""
@@ -75,14 +88,27 @@ class EditEnvelope(Edited):
     """The span: only positions of [lo, hi) are edited."""
     sha256: str
     """Of the programs."""
+    room: int = 0
+    """Sampled tokens of which a running gate keeps its decision, at most."""
 
     @property
     def latch(self) -> int | None:
-        """Which gate of scope `rest` it computes; None for everything else."""
+        """Which gate that lasts it computes; None for everything else."""
         one = self.programs[0][0][0] if self.programs[0][0] else None
-        if one is None or one.kind not in (Kind.LATCH, Kind.COSINE_LATCH):
+        if one is None or one.kind < Kind.LATCH:
             return None
-        return one.gate - N_REGISTERS
+        return (one.gate - N_REGISTERS) % N_LATCHES
+
+    @property
+    def decides_on(self) -> int | None:
+        """How far behind a token lies the one that a running gate decides on: 0 or 1.
+
+        None for everything else.
+        """
+        one = self.programs[0][0][0] if self.programs[0][0] else None
+        if one is None or one.kind < Kind.RUNNING:
+            return None
+        return int(one.gate >= NEXT_TOKEN)
 
     @property
     def is_listed(self) -> bool:
@@ -119,13 +145,14 @@ def seal_edits(
         where = _where(edit.positions, edit.phase, n_prompt, n_max, f"edits[{i}]")
         gate = -1
         if edit.when is not None:
-            is_latch = edit.when.scope == "rest"
-            read_at = _read_at(edit.when, n_prompt) if is_latch else where
-            known, first = (latches, N_REGISTERS) if is_latch else (registers, 0)
+            is_lasting = edit.when.is_lasting
+            read_at = _read_at(edit.when, n_prompt) if is_lasting else where
+            known = latches if is_lasting else registers
             content = (edit.when.content, read_at)
             if content not in known:
-                known[content] = first + len(known)
-                sealed.append(_gate(edit.when, known[content], read_at))
+                known[content] = edit.when.first_register + len(known)
+                room = max(n_max - n_prompt, 1) if edit.when.is_running else 0
+                sealed.append(_gate(edit.when, known[content], read_at, room))
             gate = known[content]
             if edit.when.shadow:
                 continue
@@ -138,6 +165,27 @@ def seal_edits(
         digest = _digest(programs)
         sealed.append(EditEnvelope(edit.site, edit.layers, programs, *where, digest))
     return tuple(sealed)
+
+
+def check_room(edits: Sequence[EditEnvelope], n_max: int, facts: EngineFacts) -> None:
+    """Refuse running gates whose decisions the table of vectors has no room for.
+
+    Args:
+        edits: of a request, sealed.
+        n_max: tokens that are fed at most.
+        facts: of the engine.
+
+    Raises:
+        UnsupportedError: they would not fit even with nothing else there.
+    """
+    rooms = [edit.room for edit in edits if edit.room]
+    rows = sum(history_rows(room, facts.hidden) for room in rooms)
+    if rows > facts.bank_rows or (rooms and n_max >= MOST_POSITIONS):
+        raise UnsupportedError(
+            f"edits: gates that decide on up to {max(rooms)} sampled tokens keep a number of each, "
+            f"in {rows} rows; the steering table has {facts.bank_rows}, and positions go up to "
+            f"{MOST_POSITIONS - 1}; lower max_tokens, or raise INSPECT_LENS_BANK_BYTES"
+        )
 
 
 def _where(
@@ -166,17 +214,17 @@ def _where(
 
 
 def _read_at(gate: Gate, n_prompt: int) -> tuple[tuple[int, ...] | None, int, int]:
-    """Listed positions or None, and the span in which a gate of scope `rest` may open."""
+    """Listed positions or None, and the span in which a gate that lasts is read."""
     if gate.reads == "last_prompt":
         return (n_prompt - 1,), n_prompt - 1, n_prompt
     return None, n_prompt, EVERY
 
 
 def _gate(
-    gate: Gate, register: int, where: tuple[tuple[int, ...] | None, int, int]
+    gate: Gate, register: int, where: tuple[tuple[int, ...] | None, int, int], room: int
 ) -> EditEnvelope:
     programs = (((gate.instruction(register),),),)
-    return EditEnvelope(gate.site, (gate.layer,), programs, *where, _digest(programs))
+    return EditEnvelope(gate.site, (gate.layer,), programs, *where, _digest(programs), room)
 
 
 def _gated(program: Program, gate: int) -> Program:
@@ -225,6 +273,7 @@ def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
             "lo": edit.lo,
             "hi": edit.hi,
             "sha256": edit.sha256,
+            "room": edit.room,
             "programs": [
                 [
                     [
@@ -284,6 +333,7 @@ def unpack_edits(value: Mapping[str, Any] | None) -> tuple[EditEnvelope, ...]:
             edit["lo"],
             edit["hi"],
             edit["sha256"],
+            edit["room"],
         )
         for edit in value["edits"]
     )

@@ -23,7 +23,7 @@ from inspect_lens.spec import (
 )
 
 from .capture import CaptureEnvelope, seal_capture, seal_qk
-from .edits import EditEnvelope, pack_edits, seal_edits, unpack_edits
+from .edits import EditEnvelope, check_room, pack_edits, seal_edits, unpack_edits
 from .interning import read
 from .lens import LENS_KEY, LensEnvelope, seal_lens
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
@@ -40,7 +40,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 13
+VERSION = 14
 
 
 USES_KEY = "uses"
@@ -256,6 +256,7 @@ def seal(
 
     Raises:
         SpecError: a position lies outside the request.
+        UnsupportedError: gates would keep more decisions than the engine has room for.
     """
     if request.probes and not isinstance(probes, AskedProbes):
         probes = AskedProbes.of(request.probes, probes or {})
@@ -265,6 +266,7 @@ def seal(
         seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
     )
     edits = seal_edits(request.edits, n_prompt, n_max, facts.width_of)
+    check_room(edits, n_max, facts)
     read = None
     if isinstance(probes, AskedProbes):
         read = seal_probes(probes, n_prompt, n_max, is_live=is_live)

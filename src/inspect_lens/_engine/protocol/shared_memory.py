@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.inspect_lens")
 BOARD_SIZE = 1 << 15
 """Records; a request's is its number modulo this, so numbers of live requests must differ."""
 
-BOARD_COLUMNS = 5 + N_LATCHES
+BOARD_COLUMNS = 5 + 2 * N_LATCHES
 """Of a record."""
 
 _READERS = 256
@@ -68,8 +68,9 @@ class View:
         board = whole[_BOARD:_DATA].view(np.int64)
         self.board: NDArray[np.int64] = board.reshape(BOARD_SIZE, BOARD_COLUMNS)
         """number of the request, first position fed, one past the last, ways of the steps, and
-        whether a tap left a steered row as it was (see `Faults`); and of each gate of scope `rest`
-        the position at which it fired and one more, or 0."""
+        whether a tap left a steered row as it was (see `Faults`); of each gate that lasts the
+        position at which it fired and one more, or 0; and of each running one what
+        `gate_history.open_among` reads."""
         self.data: NDArray[np.uint8] = whole[_DATA:]
         self.whole = whole
 

@@ -117,6 +117,8 @@ class Roster:
         for key in keys:
             if (request := self.by_key.get(key)) is not None:
                 request.is_over = True
+            else:
+                self._bank.drop_history(key)
         self._numbers.finish(keys)
 
     def forget(self, request: Request) -> None:
@@ -131,6 +133,8 @@ class Roster:
         self._numbers.give(request.key, request.number, is_over=request.is_over)
         if request.steering is not None:
             self._bank.release(request.steering)
+        if request.is_over:
+            self._bank.drop_history(request.key)
         if request.group is not None:
             self._groups.give(request.group)
 
@@ -221,7 +225,10 @@ class Roster:
                 table.latched.add(slot)
                 # One that was pre-empted keeps what its gates have decided.
                 if request.number in self._numbers.fresh:
+                    self._bank.drop_history(request.key)
                     self._bank.reset(int(table.record[slot]))
+                record = int(table.record[slot])
+                self._bank.keep_history(request.key, record, envelope, self._tap_index)
             if steering.named is not None:
                 table.named[slot] = steering.named
         if group is not None:

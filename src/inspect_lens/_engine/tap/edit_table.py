@@ -16,7 +16,7 @@ made, and goes to the device, all at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from inspect_lens._engine.plan.step_plan import Named
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.gate_history import AVERAGE, FIRST, HEAD, ROOM, history_rows
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
@@ -36,6 +37,9 @@ from .latches import Latches
 from .table_entries import Held, Part, Placing, Programs, Share, Shared, Vectors
 
 __all__ = ["Bank", "BankTensors", "Steering"]
+
+
+_NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class BankTensors:
         params: (rows, 4) float32; see `Kind`.
         table: (configurations, taps) int32; the first entry of a configuration at a tap, or 0.
         registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
-        latches: gates that stay open.
+        latches: gates whose decisions last.
     """
 
     vectors: torch.Tensor
@@ -114,6 +118,8 @@ class Bank:
         self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
         self._held: dict[str, tuple[Steering, int]] = {}
         """By content: the steering, and how many requests have it."""
+        self._histories: dict[str, tuple[tuple[Any, ...], list[int]]] = {}
+        """By request, pre-empted ones too: whose decisions are kept, and their first rows."""
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
 
@@ -167,7 +173,7 @@ class Bank:
         return Steering(every, named, placing.held, placing.configs, content)
 
     def reset(self, record: int) -> None:
-        """Shut the gates that a new request keeps open once they fire.
+        """Shut the gates of a new request that last.
 
         Args:
             record: of the board, which is its own.
@@ -178,10 +184,49 @@ class Bank:
         latches = self._tensors.latches
         if not latches.can_tell:
             raise UnsupportedError(
-                "edits: when.scope='rest' needs shared memory that the driver can pin, and it "
-                "refused; use scope='token', or raise the limit of locked memory"
+                "edits: a gate whose decisions last needs shared memory that the driver can pin, "
+                "and it refused; use scope='token' without ema and closes_below, or raise the "
+                "limit of locked memory"
             )
         latches.reset(record)
+
+    def keep_history(
+        self, key: str, record: int, envelope: Envelope, tap_index: Mapping[TapPoint, int]
+    ) -> None:
+        """Make room for what the running gates of a request decide, unless it has it already.
+
+        Args:
+            key: of the request, for `drop_history`.
+            record: of the board, which is its own.
+            envelope: the request.
+            tap_index: see `admit`.
+
+        Raises:
+            CapacityError: the table is full; `drop_history` gives back what was taken.
+        """
+        mine = [e for e in envelope.edits if e.room and e.taps[0] in tap_index]
+        wanted = record, *[(e.latch, e.lo, e.room) for e in mine]
+        if not mine or (key in self._histories and self._histories[key][0] == wanted):
+            return
+        self.drop_history(key)
+        held: list[int] = []
+        self._histories[key] = wanted, held
+        for edit in mine:
+            assert edit.latch is not None
+            n = history_rows(edit.room, self._width)
+            row, _ = self._vectors.take(("history", key, edit.latch), n)
+            held.append(row)
+            values = np.full((n, self._width), np.nan, dtype=np.float32)
+            head = values.reshape(-1)[:HEAD]
+            head[:] = 0
+            head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
+            _upload(self._tensors.vectors, list(range(row, row + n)), values)
+            self._tensors.latches.history[record, edit.latch].fill_(row)
+
+    def drop_history(self, key: str) -> None:
+        """Give back the room of a request that will not come back; most have none."""
+        for row in self._histories.pop(key, _NO_HISTORY)[1]:
+            self._vectors.give(row)
 
     def release(self, steering: Steering) -> None:
         """Give back what a request held; a row is free again when its last user has gone."""

@@ -1,5 +1,7 @@
 """Latches: the first position at which a gate with `scope="rest"` fired, by board record.
 
+Beside it lies where running gates keep what they decide; see `histories`.
+
 A position can only fall, never rise, and a token asks whether it lies behind it. So the answer is
 the same however tokens share steps, and a request that was pre-empted and is computed again gets
 the decisions that it had: its record is still its own.
@@ -25,12 +27,16 @@ class Latches:
 
     Attributes:
         first: (records, `N_LATCHES`) int32, on the device.
-        noted: (records, `N_LATCHES`) int64; the position and one more, or 0, in memory that
-            front-ends read. Until a worker has some, memory of the device.
+        history: (records, `N_LATCHES`) int32, on the device; first row of what a running gate
+            keeps in the table of vectors.
+        noted: (records, `2*N_LATCHES`) int64, in memory that front-ends read: the position and one
+            more, or 0; and behind them what `gate_history.open_among` reads. Until a worker has
+            some, memory of the device.
         can_tell: whether front-ends see `noted`.
     """
 
     first: torch.Tensor
+    history: torch.Tensor
     noted: torch.Tensor
     can_tell: bool = True
 
@@ -39,12 +45,13 @@ class Latches:
         """Latches of which none has fired."""
         shape = records, N_LATCHES
         first = torch.full(shape, NEVER, dtype=torch.int32, device=device)
-        return cls(first, torch.zeros(shape, dtype=torch.int64, device=device))
+        noted = torch.zeros(records, 2 * N_LATCHES, dtype=torch.int64, device=device)
+        return cls(first, torch.zeros_like(first), noted)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self.first.numel() * self.first.element_size()
+        return 2 * self.first.numel() * self.first.element_size()
 
     def tell(self, noted: torch.Tensor | None) -> None:
         """Have front-ends told what fires.
@@ -57,8 +64,9 @@ class Latches:
             self.noted = noted
 
     def reset(self, record: int) -> None:
-        """Forget what fired for the last owner of a record; ordered before the next step."""
+        """Forget what gates of the last owner of a record found; ordered before the next step."""
         self.first[record].fill_(NEVER)
+        self.history[record].zero_()
 
     def fire(self, records: torch.Tensor, registers: torch.Tensor, positions: torch.Tensor) -> None:
         """Take note of gates that fired: the definition of what the kernel does.

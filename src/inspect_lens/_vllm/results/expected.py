@@ -10,6 +10,7 @@ import inspect_lens
 from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.gate_history import open_among
 from inspect_lens._engine.protocol.lens import LensEnvelope
 from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._vllm.compat.seams import vllm_version
@@ -188,12 +189,15 @@ def fill(
 
 
 def _gate_receipts(envelope: Envelope, collected: Collected, n_fed: int) -> tuple[GateReceipt, ...]:
-    """When each gate of scope `rest` fired, in the order of the request."""
+    """When each gate that lasts fired, and how long it was open, in the order of the request."""
     made = []
     for edit in envelope.edits:
         if (latch := edit.latch) is not None:
             at = collected.fired.get(latch)
-            behind = 0 if at is None else n_fed - at - 1
+            behind: int | None = 0 if at is None else n_fed - at - 1
+            if at is not None and (decides_on := edit.decides_on) is not None:
+                n_read = n_fed - envelope.n_prompt - decides_on
+                behind = open_among(collected.open_at.get(latch, 0), n_read)
             made.append(
                 GateReceipt(
                     layer=edit.layers[0],

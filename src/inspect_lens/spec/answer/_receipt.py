@@ -53,7 +53,7 @@ class CaptureReceipt(BaseModel):
 
 
 class GateReceipt(BaseModel):
-    """Part of the receipt about a gate that stays open: when it fired, and what that concerned."""
+    """Part of the receipt about a gate whose decisions last: when it fired, how long it acted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,10 +62,12 @@ class GateReceipt(BaseModel):
     site: Site
     """Site at which it was read."""
     fired_at: int | None
-    """Position of the first token that was above the threshold; None where none was."""
-    n_tokens: int
-    """Tokens behind that one, which were fed with the gate open. In shadow mode nothing acted on
-    them."""
+    """Position of the first token at which it opened; None where it never did."""
+    n_tokens: int | None
+    """Tokens that were fed with the gate open: with scope `rest` those behind `fired_at`, with
+    `next` those behind a token that opened it, and with `token` those that opened it. With
+    `sharpness`, those above the threshold count. In shadow mode nothing acted on them. None where
+    the engine went on for more than 16 tokens behind the end, so that it is not known."""
     sha256: str
     """Of the gate: direction, threshold, and what it reads."""
 
@@ -86,7 +88,8 @@ class SteerReceipt(BaseModel):
     vectors: tuple[str, ...]
     """sha256 of each vector's dtype, shape and content."""
     gates: tuple[GateReceipt, ...] = ()
-    """Gates of scope `rest`, in the order of the request."""
+    """Gates of scope `next` or `rest`, or with `ema` or `closes_below`, in the order of the
+    request."""
 
 
 class Receipt(BaseModel):

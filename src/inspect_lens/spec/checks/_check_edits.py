@@ -71,18 +71,19 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             check_layers((edit.when.layer,), edit.when.site, facts, f"{field}.when.layer")
             gate, at = tap_point(edit.when.site, edit.when.layer), min(edit.layers)
             is_late = tap_order(gate) > tap_order(tap_point(edit.site, at))
-            if edit.when.scope == "rest":
-                if facts.is_speculative:
-                    raise UnsupportedError(
-                        f"{field}.when: scope='rest' beside speculative decoding, whose rejected "
-                        "drafts would open the gate; use scope='token', or an engine without it"
-                    )
-                latches.add(edit.when.content)
-            elif is_late:
+            if edit.when.is_lasting and facts.is_speculative:
+                raise UnsupportedError(
+                    f"{field}.when: {edit.when.lasts_by} beside speculative decoding, whose "
+                    "rejected drafts would open the gate; use scope='token' without ema and "
+                    "closes_below, or an engine without it"
+                )
+            if is_late and edit.when.scope == "token":
                 raise SpecError(
                     f"{field}.when: {edit.when.site} of layer {edit.when.layer} comes after "
                     f"{edit.site} of layer {at}; a gate is read at or before its edit"
                 )
+            if edit.when.is_lasting:
+                latches.add(edit.when.content)
             else:
                 gates.add((edit.when.content, edit.positions, edit.phase))
             if edit.when.direction.shape[0] != facts.hidden:
@@ -101,7 +102,8 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         raise SpecError(f"edits: {len(gates)} different gates; {N_REGISTERS} at most")
     if len(latches) > N_LATCHES:
         raise SpecError(
-            f"edits: {len(latches)} different gates of scope='rest'; {N_LATCHES} at most"
+            f"edits: {len(latches)} different gates of scope='next' or 'rest', or with ema or "
+            f"closes_below; {N_LATCHES} at most"
         )
     tap, most = max(at_tap.items(), key=lambda item: item[1], default=(None, 0))
     if tap is not None and most > MOST_INSTRUCTIONS:

@@ -8,7 +8,16 @@ from ._base import EDIT_REFERENCE, EditBase
 from ._choice import CHOICES, Choice, Chosen, choice_sites, chosen_numbers
 from ._directions import Ablate, Add, Clamp, Scale, Set
 from ._gate import TENSOR_REFERENCE, Gate
-from ._instruction import MOST_INSTRUCTIONS, N_LATCHES, N_REGISTERS, Instruction, Kind, run_program
+from ._instruction import (
+    MOST_INSTRUCTIONS,
+    N_LATCHES,
+    N_REGISTERS,
+    NEXT_TOKEN,
+    SAME_TOKEN,
+    Instruction,
+    Kind,
+    run_program,
+)
 from ._latent import Latent
 from ._rows import Renormalise, Replace, Zero
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
@@ -19,8 +28,10 @@ __all__ = [
     "EDITS",
     "EDIT_REFERENCE",
     "MOST_INSTRUCTIONS",
+    "NEXT_TOKEN",
     "N_LATCHES",
     "N_REGISTERS",
+    "SAME_TOKEN",
     "TENSOR_REFERENCE",
     "Ablate",
     "Add",

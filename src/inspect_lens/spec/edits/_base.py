@@ -160,18 +160,22 @@ class EditBase(WireModel):
         is_wide = SITE_TABLE[self.site].is_wide
         if self.when is not None and is_wide and width not in (None, self.when.direction.shape[0]):
             raise ValueError("when.direction is not as wide as the edit's tensors")
-        if self.when is not None and self.when.scope == "rest":
-            if self.positions != "completion" and self.phase != "decode":
-                raise ValueError(
-                    "when.scope='rest' decides on sampled tokens; set positions='completion', or "
-                    "phase='decode' beside numbers"
-                )
-        elif self.when is not None and self.when.layer > min(self.layers):
+        if self.when is not None:
+            self._check_gate(self.when)
+        return self
+
+    def _check_gate(self, gate: Gate) -> None:
+        is_sampled = self.positions == "completion" or self.phase == "decode"
+        if gate.is_lasting and not is_sampled:
             raise ValueError(
-                f"when.layer {self.when.layer} comes after layer {min(self.layers)}, where the "
+                f"when.{gate.lasts_by} decides on sampled tokens; set positions='completion', or "
+                "phase='decode' beside numbers"
+            )
+        if gate.scope == "token" and gate.layer > min(self.layers):
+            raise ValueError(
+                f"when.layer {gate.layer} comes after layer {min(self.layers)}, where the "
                 "edit acts first; a gate is read at or before its edit"
             )
-        return self
 
     @field_serializer("*", mode="wrap")
     def _dump_tensor(

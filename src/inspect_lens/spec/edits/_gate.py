@@ -26,7 +26,7 @@ from inspect_lens.spec.values._dump import WireModel, is_wire
 from inspect_lens.spec.values._strict import Flag, Integer, Number
 from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_tensor
 
-from ._instruction import Instruction, Kind, Row
+from ._instruction import N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Instruction, Kind, Row
 
 __all__ = ["TENSOR_REFERENCE", "Gate", "tensor_reference"]
 
@@ -39,8 +39,13 @@ class Gate(WireModel):
 
     The factor is `sigmoid(sharpness * (<s, direction> - threshold))`, or with `sharpness=None` 1
     above the threshold and else 0. With `scope="token"` each token has its own, read at or before
-    the edit. With `scope="rest"` the edit acts on every sampled token behind the first one that was
-    above the threshold, wherever the gate is read.
+    the edit. With `scope="next"` it is that of the sampled token before, and with `scope="rest"`
+    the edit acts on every sampled token behind the first one that was above the threshold; these
+    may be read at any layer, also behind the edit.
+
+    `ema` averages the score over sampled tokens, `m = ema*x + (1 - ema)*m`, beginning with the
+    score of the first one. `closes_below` is hysteresis: a gate that has opened stays open until
+    the score, or its average, falls below it. Prompt tokens never enter: a cached one is not seen.
 
     Source:
         Conditional activation steering, arXiv:2409.05907 (`cosine=True` is its similarity).
@@ -73,14 +78,21 @@ class Gate(WireModel):
     cosine: Flag = False
     """Whether the product is divided by the norm of the stream; the direction is then taken as
     a unit vector."""
-    scope: Literal["token", "rest"] = "token"
-    """Tokens it decides on: the one it reads, or the rest of the request behind that."""
+    scope: Literal["token", "next", "rest"] = "token"
+    """Tokens it decides on: the one it reads, the sampled one behind that, or the rest of the
+    request behind that."""
+    ema: Number | None = Field(default=None, allow_inf_nan=False, gt=0, le=1)
+    """Weight of the newest score in its moving average over sampled tokens; None averages nothing,
+    and so does 1."""
+    closes_below: Number | None = Field(default=None, allow_inf_nan=False)
+    """Score below which a gate that has opened closes again, less than `threshold`; None is
+    `threshold` itself."""
     reads: Literal["completion", "last_prompt"] | None = None
     """With `scope="rest"`, the tokens that may open it: each sampled one (the default), or the last
     one of the prompt alone, which makes it a condition on the prompt."""
     shadow: Flag = False
-    """With `scope="rest"`, whether its edits are left out: the receipt says when they would have
-    begun, and the answer is the plain one."""
+    """Whether the edits of a gate that `is_lasting` are left out: the receipt says when they would
+    have begun, and the answer is the plain one."""
 
     @field_validator("direction", mode="before")
     @classmethod
@@ -103,18 +115,65 @@ class Gate(WireModel):
                 "sharpness beside scope='rest': the gate opens at once and stays open; leave "
                 "sharpness out"
             )
-        if self.scope == "token" and (self.reads is not None or self.shadow):
-            named = "shadow" if self.reads is None else "reads"
-            raise ValueError(f"{named} beside scope='token': it belongs to scope='rest'")
+        if self.scope != "rest" and self.reads is not None:
+            raise ValueError(f"reads beside scope={self.scope!r}: it belongs to scope='rest'")
+        if self.shadow and not self.is_lasting:
+            raise ValueError(
+                "shadow beside scope='token': no receipt tells of such a gate; use scope='next' or "
+                "'rest', ema or closes_below"
+            )
+        self._check_running()
         return self
+
+    def _check_running(self) -> None:
+        if self.closes_below is not None:
+            if self.scope == "rest":
+                raise ValueError("closes_below beside scope='rest', whose gates stay open")
+            if self.sharpness is not None:
+                raise ValueError("closes_below beside sharpness: one is a step, and one is smooth")
+            if self.closes_below >= self.threshold:
+                raise ValueError(
+                    f"closes_below={self.closes_below:g} is not below threshold={self.threshold:g}"
+                )
+        if self.ema is not None and self.reads == "last_prompt":
+            raise ValueError(
+                "ema beside reads='last_prompt': that reads one token, and ema averages sampled "
+                "ones"
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its decision on a token is kept, or depends on the tokens before."""
+        return self.scope == "next" or self.ema is not None or self.closes_below is not None
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it is read on sampled tokens as they come, and receipts tell of it."""
+        return self.scope != "token" or self.is_running
+
+    @property
+    def lasts_by(self) -> str:
+        """What makes it lasting, for messages."""
+        if self.scope != "token":
+            return f"scope={self.scope!r}"
+        return "closes_below" if self.ema is None else "ema"
+
+    @property
+    def first_register(self) -> int:
+        """Of the block of registers that it belongs to; see `N_LATCHES`."""
+        if not self.is_running:
+            return N_REGISTERS if self.is_lasting else 0
+        return SAME_TOKEN if self.scope == "token" else NEXT_TOKEN
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         form: dict[str, Any] = handler(self)
-        # A gate without state has the form that older servers know.
-        if self.scope == "token":
-            for name in ("scope", "reads", "shadow"):
-                form.pop(name, None)
+        # What is not asked for is left out: the form that older servers know.
+        unused = [name for name in ("ema", "closes_below") if getattr(self, name) is None]
+        if not self.is_lasting:
+            unused += ["scope", "reads", "shadow"]
+        for name in unused:
+            form.pop(name, None)
         return form
 
     @field_serializer("direction")
@@ -134,18 +193,26 @@ class Gate(WireModel):
         if self.cosine:
             read = (read / np.linalg.norm(read.astype(np.float64))).astype(np.float32)
         steep = math.inf if self.sharpness is None else self.sharpness
-        if self.scope == "rest":
+        closes, weight = 0.0, 0.0
+        if self.is_running:
+            kind = Kind.COSINE_RUNNING if self.cosine else Kind.RUNNING
+            # One that closes at its threshold is never held open by the rule for closing.
+            closes = math.inf if self.closes_below is None else self.closes_below
+            closes = -math.inf if self.scope == "rest" else closes
+            weight = 1.0 if self.ema is None else self.ema
+        elif self.scope == "rest":
             kind = Kind.COSINE_LATCH if self.cosine else Kind.LATCH
         else:
             kind = Kind.COSINE_GATE if self.cosine else Kind.GATE
-        return Instruction(kind, read, None, (steep, self.threshold, 0.0, 0.0), True, register)
+        params = (steep, self.threshold, closes, weight)
+        return Instruction(kind, read, None, params, True, register)
 
     @property
     def content(self) -> tuple[object, ...]:
         """What makes two gates the same."""
         tensor = self.direction.sha256
         how = self.threshold, self.sharpness, self.cosine, self.scope, self.reads or "completion"
-        return tensor, self.layer, self.site, *how
+        return tensor, self.layer, self.site, *how, self.ema, self.closes_below
 
 
 def tensor_reference(tensor: TensorData) -> dict[str, Any]:

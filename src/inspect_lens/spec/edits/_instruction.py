@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 __all__ = [
     "MOST_INSTRUCTIONS",
+    "NEXT_TOKEN",
     "N_LATCHES",
     "N_REGISTERS",
+    "SAME_TOKEN",
     "Instruction",
     "Kind",
     "Row",
@@ -33,7 +35,13 @@ N_REGISTERS = 8
 """Gates of scope `token` that one request may compute."""
 
 N_LATCHES = 4
-"""Gates of scope `rest` that one request may compute; their registers lie behind the others."""
+"""Gates that one request may compute whose decisions last: of scope `next` or `rest`, or with an
+average or hysteresis. Their registers lie behind the others, in three blocks of this many: latches,
+then running gates that decide on the token they read, then those that decide on the next one."""
+
+SAME_TOKEN = N_REGISTERS + N_LATCHES
+NEXT_TOKEN = SAME_TOKEN + N_LATCHES
+"""First registers of these blocks."""
 
 
 class Kind(IntEnum):
@@ -69,6 +77,12 @@ class Kind(IntEnum):
     """Nothing is edited: where `x > b`, the register opens for the tokens behind this one."""
     COSINE_LATCH = 11
     """As `LATCH`, of `x/|s|`."""
+    RUNNING = 12
+    """Nothing is edited: of `m = d*x + (1 - d)*m'`, where `m'` is that of the token before, or `x`
+    of the first one, `sigmoid(a*(m - b))` goes to the register. For infinite `a` it is whether the
+    gate is open: it opens where `m > b`, and closes where `m < c` and not `m > b`."""
+    COSINE_RUNNING = 13
+    """As `RUNNING`, of `x/|s|`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +117,8 @@ def run_program(
     Args:
         stream: (width,); what the site holds. It is not changed.
         program: the instructions, in order.
-        registers: (`N_REGISTERS + N_LATCHES`,); values of gates, which gates of scope `token`
-            write to. What a latch finds is for later tokens, so it writes nothing here.
+        registers: (`NEXT_TOKEN + N_LATCHES`,); values of gates, which gates without a state write
+            to. What others find depends on other tokens, so they write nothing here.
 
     Returns:
         (width,) float64; the stream after the program.
@@ -121,12 +135,12 @@ def run_program(
         ```
     """
     before = np.asarray(stream, dtype=np.float64)
-    gates = np.zeros(N_REGISTERS + N_LATCHES) if registers is None else registers
+    gates = np.zeros(NEXT_TOKEN + N_LATCHES) if registers is None else registers
     seen, now = before, before.copy()
     for i, one in enumerate(program):
         if one.sees_edits and i:
             seen = now.copy()
-        if one.kind in (Kind.LATCH, Kind.COSINE_LATCH):
+        if one.kind >= Kind.LATCH:
             continue
         norm = float(np.linalg.norm(seen))
         x = 0.0 if one.read is None else float(one.read.astype(np.float64) @ seen)

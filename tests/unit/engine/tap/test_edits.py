@@ -10,11 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.tap import buffers
-from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens._engine.tap.latches import NEVER
-from inspect_lens._engine.tap.op import tap
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     Ablate,
@@ -36,40 +33,10 @@ from tests.kit.edit_table import (
     configs_of,
     facts,
     make_state,
+    run,
     sealed,
+    streams,
 )
-
-
-def run(
-    state: TapState,
-    configs: list[int],
-    streams: list[torch.Tensor],
-    residual: torch.Tensor | None = None,
-    first: int = 0,
-) -> list[torch.Tensor]:
-    """One forward pass over positions from `first` on; each tap edits what it is given."""
-    n = len(configs)
-    state.tokens[:, :] = torch.tensor([0, -1, 0, 0, 0])
-    state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32)
-    state.tokens[:n, 3] = 7
-    state.tokens[:n, 4] = torch.arange(first, first + n)
-    state.header[0] = n
-    state.steering = [True] * len(LAYERS)
-    state.is_active = True
-    out = []
-    for index, stream in enumerate(streams):
-        hidden = stream.clone()
-        ctl = state.new_ctl(index)
-        buffers.install(state)
-        tap(hidden, residual, ctl)
-        out.append(hidden)
-    buffers.uninstall(state)
-    return out
-
-
-def streams(seed: int) -> list[torch.Tensor]:
-    made = np.random.default_rng(seed).standard_normal((len(LAYERS), N_FED, WIDTH)) * 2
-    return [torch.from_numpy(x.astype(np.float32)) for x in made]
 
 
 @settings(max_examples=10, deadline=None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from inspect_lens._engine.tap.edit_table import BankTensors
+from inspect_lens._engine.tap.histories import decide, factors
 from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
-from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Kind
+from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, SAME_TOKEN, Kind
 
 __all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows", "vectors_at"]
 
@@ -38,7 +41,7 @@ def edit_rows(
         first: (tokens,) int32; first entry of each token's chain, 0 for none.
         bank: the table; `run_program` says what an instruction means.
         owners: (tokens, 2) int32; board record and position of each token when the plan was
-            written. Chains with gates of scope `rest` need it.
+            written. Chains with gates whose decisions last need it.
         elapsed: how far positions have moved on since then.
 
     Returns:
@@ -51,6 +54,7 @@ def edit_rows(
     records, positions = index, index
     if owners is not None:
         records, positions = owners[index, 0].long(), owners[index, 1].long() + elapsed
+    owned = _Owned(index, records, positions)
     mine = hidden[index].float()
     stream = mine if residual is None else mine + residual[index].float()
     before = norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
@@ -69,22 +73,11 @@ def edit_rows(
             directions = vectors_at(bank, read, width)
             x = (directions * seen).sum(-1, keepdim=True)
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
-        factor, share, gate = _maps(kind, bank.params[entry], x, norm, before)
+        factor, share, gate, score = _maps(kind, bank.params[entry], x, norm, before)
         register = (code >> GATE_SHIFT).long() - 1
-        is_latch = kind.squeeze(-1) >= Kind.LATCH
-        if bool(is_latch.any()):
-            fires = is_latch & (gate.squeeze(-1) > 0)
-            bank.latches.fire(records[fires], register[fires], positions[fires])
-        is_gate = (kind.squeeze(-1) >= Kind.GATE) & ~is_latch
-        if bool(is_gate.any()):
-            bank.registers[index[is_gate], register[is_gate]] = gate.squeeze(-1)[is_gate]
-        gates = bank.registers[index, register.clamp(0, N_REGISTERS - 1)]
-        gates = torch.where(register >= 0, gates, torch.ones_like(gates))
-        stays = register >= N_REGISTERS
-        if bool(stays.any()):
-            open_ = bank.latches.is_behind(records[stays], register[stays], positions[stays])
-            gates[stays] = open_.to(gates.dtype)
-        gates = gates.unsqueeze(-1)
+        found = gate.squeeze(-1), score.squeeze(-1)
+        _note(bank, kind.squeeze(-1), register, owned, found, bank.params[entry])
+        gates = _gates(bank, register, owned).unsqueeze(-1)
         delta += vectors_at(bank, write, width) * (factor * gates)
         is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
         if bool(is_part.any()):
@@ -99,6 +92,53 @@ def edit_rows(
     is_fine = after.square().sum(dim=-1) <= largest_norm(hidden.dtype) ** 2
     hidden[index] = torch.where(is_fine.unsqueeze(-1), edited, hidden[index])
     return index[~is_fine]
+
+
+class _Owned(NamedTuple):
+    """Tokens with a chain: place in the step, board record, and position; (tokens,) int64 each."""
+
+    places: torch.Tensor
+    records: torch.Tensor
+    positions: torch.Tensor
+
+
+def _note(
+    bank: BankTensors,
+    kind: torch.Tensor,
+    register: torch.Tensor,
+    owned: _Owned,
+    found: tuple[torch.Tensor, torch.Tensor],
+    params: torch.Tensor,
+) -> None:
+    """Have gates take note of their values and scores, `found`; all but `params` are (tokens,)."""
+    places, records, positions = owned
+    gate, score = found
+    runs = kind >= Kind.RUNNING
+    if bool(runs.any()):
+        of = records[runs], register[runs], positions[runs]
+        decide(bank.vectors, bank.latches, of, score[runs], params[runs])
+    fires = (kind >= Kind.LATCH) & ~runs & (gate > 0)
+    if bool(fires.any()):
+        bank.latches.fire(records[fires], register[fires], positions[fires])
+    is_gate = (kind >= Kind.GATE) & (kind < Kind.LATCH)
+    if bool(is_gate.any()):
+        bank.registers[places[is_gate], register[is_gate]] = gate[is_gate]
+
+
+def _gates(bank: BankTensors, register: torch.Tensor, owned: _Owned) -> torch.Tensor:
+    """(tokens,) float32; what edits are multiplied with, 1 where nothing gates them."""
+    places, records, positions = owned
+    gates = bank.registers[places, register.clamp(0, N_REGISTERS - 1)]
+    gates = torch.where(register >= 0, gates, torch.ones_like(gates))
+    runs = register >= SAME_TOKEN
+    stays = (register >= N_REGISTERS) & ~runs
+    if bool(stays.any()):
+        open_ = bank.latches.is_behind(records[stays], register[stays], positions[stays])
+        gates[stays] = open_.to(gates.dtype)
+    if bool(runs.any()):
+        of = records[runs], register[runs], positions[runs]
+        gates[runs] = factors(bank.vectors, bank.latches, *of)
+    return gates
 
 
 def vectors_at(bank: BankTensors, numbers: torch.Tensor, width: int) -> torch.Tensor:
@@ -128,8 +168,8 @@ def _maps(
     x: torch.Tensor,
     norm: torch.Tensor,
     before: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Factor of what is written, share of the stream that is added to itself, and the gate.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Factor of what is written, share of the stream that is added to itself, gate, and score.
 
     Args:
         kind: (tokens, 1) int32.
@@ -160,10 +200,11 @@ def _maps(
     safe = torch.where(norm > 0, norm, one)
     share = torch.where((kind == Kind.RENORM) & (norm > 0), before / safe - 1, share)
     is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
+    is_cosine = is_cosine | (kind == Kind.COSINE_RUNNING)
     at = torch.where(is_cosine, x / safe, x)
     step = (at > b).to(x.dtype)
     gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
-    return factor, share, gate
+    return factor, share, gate, at
 
 
 def capture_rows(

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from inspect_lens import spec
+from inspect_lens._engine.protocol import gate_history as history
 from inspect_lens._engine.tap import table_entries as table
 from inspect_lens._engine.tap.buffers import HEAD, TapState
 from inspect_lens.spec import Kind
@@ -35,7 +36,15 @@ BLEND, PART = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.PART))
 RENORM = tl.constexpr(int(Kind.RENORM))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
 LATCH, COSINE_LATCH = tl.constexpr(int(Kind.LATCH)), tl.constexpr(int(Kind.COSINE_LATCH))
+RUNNING = tl.constexpr(int(Kind.RUNNING))
+COSINE_RUNNING = tl.constexpr(int(Kind.COSINE_RUNNING))
 N_LATCHES = tl.constexpr(spec.N_LATCHES)
+FIRST, ROOM = tl.constexpr(history.FIRST), tl.constexpr(history.ROOM)
+AVERAGE, IS_OPEN = tl.constexpr(history.AVERAGE), tl.constexpr(history.IS_OPEN)
+COUNT, RECENT = tl.constexpr(history.COUNT), tl.constexpr(history.RECENT)
+HISTORY_HEAD = tl.constexpr(history.HEAD)
+RECENT_END = tl.constexpr(1 << history.RECENT_BITS)
+COUNT_SHIFT, LAST_SHIFT = tl.constexpr(history.COUNT_SHIFT), tl.constexpr(history.LAST_SHIFT)
 STEEPEST = tl.constexpr(3e38)
 """Steeper than this, a gate is a step."""
 
@@ -53,6 +62,50 @@ def _fire(latch, note, position, is_above):
             tl.store(note, tl.atomic_min(latch, position).to(tl.int64) + 1)
 
 
+@triton.jit
+def _decide(start, position, note, x, a, b, c, weight):
+    """`histories.decide`, of one token."""
+    index = position - tl.load(start + FIRST).to(tl.int32)
+    is_inside = (index >= 0) & (index < tl.load(start + ROOM).to(tl.int32))
+    at = start + HISTORY_HEAD + index
+    known = tl.load(at, mask=is_inside, other=0.0)
+    # A token that comes again keeps what was decided.
+    is_new = known != known
+    was = tl.load(start + AVERAGE)
+    mean = tl.where(was != was, x, weight * x + (1.0 - weight) * was)
+    mean = tl.where(mean != mean, was, mean)
+    is_held = (tl.load(start + IS_OPEN) != 0) & (mean >= c)
+    step = tl.where((mean > b) | is_held, 1.0, 0.0)
+    smooth = 1.0 / (1.0 + tl.exp(-a * (mean - b)))
+    count = tl.load(start + COUNT) + step
+    recent = (2 * tl.load(start + RECENT).to(tl.int64) + step.to(tl.int64)) % RECENT_END
+    seen = (index + 1).to(tl.int64)
+    word = (seen << LAST_SHIFT) | (count.to(tl.int64) << COUNT_SHIFT) | recent
+    # All threads have loaded before one of them stores.
+    tl.debug_barrier()
+    factor = tl.where(a > STEEPEST, step, smooth)
+    # NaN would mean that nothing is decided yet.
+    tl.store(at, tl.where(factor == factor, factor, 0.0), mask=is_new)
+    tl.store(start + AVERAGE, mean, mask=is_new)
+    tl.store(start + IS_OPEN, step, mask=is_new)
+    tl.store(start + COUNT, count, mask=is_new)
+    tl.store(start + RECENT, recent.to(tl.float32), mask=is_new)
+    begins = is_new & (step != 0) & (count == 1)
+    tl.store(note, position.to(tl.int64) + 1, mask=begins)
+    tl.store(note + N_LATCHES, word, mask=is_new)
+    # A later entry of this tap may read it.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _decided(start, position):
+    """`histories.factors`, of one token."""
+    index = position - tl.load(start + FIRST).to(tl.int32)
+    is_inside = (index >= 0) & (index < tl.load(start + ROOM).to(tl.int32))
+    found = tl.load(start + HISTORY_HEAD + index, mask=is_inside, other=0.0)
+    return tl.where(found == found, found, 0.0)
+
+
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
 def _tap(  # noqa: C901
     hidden,
@@ -66,6 +119,7 @@ def _tap(  # noqa: C901
     factors,
     registers,
     latches,
+    histories,
     noted,
     noted_stride,
     table,
@@ -147,11 +201,20 @@ def _tap(  # noqa: C901
                     share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
                     gates = registers + token.to(tl.int64) * N_REGISTERS + register
                     lasting = register - N_REGISTERS
-                    latch = latches + record * N_LATCHES + lasting
+                    lasts = lasting % N_LATCHES
+                    latch = latches + record * N_LATCHES + lasts
+                    note = noted + record * noted_stride + lasts
                     is_cosine = (kind == COSINE_GATE) | (kind == COSINE_LATCH)
+                    is_cosine = is_cosine | (kind == COSINE_RUNNING)
                     at_gate = tl.where(is_cosine, x / safe, x)
-                    if kind >= LATCH:
-                        _fire(latch, noted + record * noted_stride + lasting, position, at_gate > b)
+                    kept = tl.load(
+                        histories + record * N_LATCHES + lasts, mask=lasting >= N_LATCHES, other=0
+                    )
+                    start = vectors + kept.to(tl.int64) * ROW
+                    if kind >= RUNNING:
+                        _decide(start, position, note, at_gate, a, b, c, d)
+                    elif kind >= LATCH:
+                        _fire(latch, note, position, at_gate > b)
                     elif kind >= GATE:
                         step = tl.where(at_gate > b, 1.0, 0.0)
                         smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
@@ -160,8 +223,11 @@ def _tap(  # noqa: C901
                         tl.debug_barrier()
                     is_own = (register >= 0) & (lasting < 0)
                     gate = tl.load(gates, mask=is_own, other=1.0)
-                    fired = tl.load(latch, mask=lasting >= 0, other=-1)
+                    fired = tl.load(latch, mask=(lasting >= 0) & (lasting < N_LATCHES), other=-1)
                     gate = tl.where(fired < position, gate, 0.0)
+                    if lasting >= N_LATCHES:
+                        # Behind those blocks whose gates decide on the token they read.
+                        gate = _decided(start, position - tl.where(lasting < 2 * N_LATCHES, 0, 1))
                     target = vectors + write.to(tl.int64) * ROW + offsets
                     written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
@@ -219,6 +285,7 @@ def launch(
         bank.params,
         bank.registers,
         bank.latches.first,
+        bank.latches.history,
         bank.latches.noted,
         bank.latches.noted.stride(0),
         bank.table,
