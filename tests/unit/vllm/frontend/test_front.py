@@ -214,7 +214,7 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
 
     monkeypatch.setattr(state, "SharedNames", refused)
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-    monkeypatch.setattr(hosts, "_spans_hosts", lambda config: False)
+    monkeypatch.setattr(hosts, "_may_span_hosts", lambda config: False)
     front = FrontEnd()
     front.registry.add("of-the-start", probe(8))
     front.learn(SimpleNamespace(), config(2))
@@ -245,7 +245,7 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
     monkeypatch.setattr(state, "open_door", lambda *args: None)
-    monkeypatch.setattr(hosts, "_spans_hosts", lambda config: False)
+    monkeypatch.setattr(hosts, "_may_span_hosts", lambda config: False)
     monkeypatch.setattr(collector, "memory_bytes", lambda: 64 << 30)
     front = FrontEnd()
     monkeypatch.setattr(front.registry, "share", lambda names: None)
