@@ -196,7 +196,7 @@ def test_names_of_equal_weights_keep_what_is_their_own() -> None:
 def config(n_processes: int) -> Any:
     """As much of vLLM's configuration as is looked at of an engine that is not served."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(_api_process_count=n_processes),
+        parallel_config=SimpleNamespace(data_parallel_size=1, _api_process_count=n_processes),
         model_config=SimpleNamespace(runner_type="pooling", is_encoder_decoder=False),
         speculative_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=False),
