@@ -104,17 +104,6 @@ SHAPES = {
         "bfloat16",
         kv_gib=8,
     ),
-    "qwen3-32b": Shape(
-        {
-            **_llama(5120, 25600, 64, 64, 151936),
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-        "bfloat16",
-        kv_gib=5,
-    ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
-"""Llama-8B, OPT-30B, Qwen3-0.6B, Qwen3-32B, and one that a CPU runs in a second."""
+"""Llama-8B, OPT-30B, Qwen3-0.6B, and one that a CPU runs in a second."""

@@ -100,26 +100,23 @@ class Pending:
         Args:
             n_fed: tokens that count; an engine that schedules ahead may have fed more.
         """
-        found: dict[int, int] = {}
-        if all(edit.latch is None for edit in self._envelope.edits):
-            return found
-        for opening, worker in self.shares:
-            record = worker.reader.view.board[opening.number % BOARD_SIZE]
-            for latch, behind in enumerate(record[LATCHES][:N_LATCHES].tolist()):
-                if record[0] == opening.number and 0 < behind <= n_fed:
-                    found[latch] = behind - 1
-        return found
+        behind = self._notes(slice(0, N_LATCHES))
+        return {latch: note - 1 for latch, note in behind.items() if note <= n_fed}
 
     def open_at(self) -> dict[int, int]:
         """By running gate, its note; see `gate_history.open_among`."""
+        return self._notes(slice(N_LATCHES, None))
+
+    def _notes(self, columns: slice) -> dict[int, int]:
+        """By gate that lasts, the number above 0 that its worker has noted of it."""
         found: dict[int, int] = {}
         if all(edit.latch is None for edit in self._envelope.edits):
             return found
         for opening, worker in self.shares:
             record = worker.reader.view.board[opening.number % BOARD_SIZE]
-            for latch, note in enumerate(record[LATCHES][N_LATCHES:].tolist()):
-                if record[0] == opening.number and note:
-                    found[latch] = note
+            if record[0] == opening.number:
+                notes = enumerate(record[LATCHES][columns].tolist())
+                found |= {latch: note for latch, note in notes if note > 0}
         return found
 
     @property

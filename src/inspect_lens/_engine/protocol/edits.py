@@ -94,7 +94,7 @@ class EditEnvelope(Edited):
     @property
     def latch(self) -> int | None:
         """Which gate that lasts it computes; None for everything else."""
-        one = self.programs[0][0][0] if self.programs[0][0] else None
+        one = self._first
         if one is None or one.kind < Kind.LATCH:
             return None
         return (one.gate - N_REGISTERS) % N_LATCHES
@@ -105,10 +105,16 @@ class EditEnvelope(Edited):
 
         None for everything else.
         """
-        one = self.programs[0][0][0] if self.programs[0][0] else None
+        one = self._first
         if one is None or one.kind < Kind.RUNNING:
             return None
         return int(one.gate >= NEXT_TOKEN)
+
+    @property
+    def _first(self) -> Instruction | None:
+        """A gate is a program of its own, of one instruction."""
+        program = self.programs[0][0]
+        return program[0] if program else None
 
     @property
     def is_listed(self) -> bool:

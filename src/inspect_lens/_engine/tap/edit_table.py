@@ -278,7 +278,7 @@ def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
                 (read if one.kind >= Kind.GATE else used).add(one.gate)
     if used - read - {-1}:
         raise UnsupportedError(
-            "edits: when is read on another stage of the pipeline than its edit acts on; read it "
+            "edits: a gate (when) is read on another stage of the pipeline than its edit; read it "
             "at a layer of the same stage"
         )
 

@@ -1,6 +1,7 @@
 """Latches: the first position at which a gate with `scope="rest"` fired, by board record.
 
-Beside it lies where running gates keep what they decide; see `histories`.
+Each record also says where the decisions of gates that average, or that decide on the next token,
+are kept; see `histories`.
 
 A position can only fall, never rise, and a token asks whether it lies behind it. So the answer is
 the same however tokens share steps, and a request that was pre-empted and is computed again gets

@@ -12,7 +12,7 @@ from inspect_lens.spec import LensRequest, TokenMatch
 __all__ = ["needs_prompt", "spans_of", "with_positions"]
 
 _MOST_SECONDS: Final = 0.25
-"""For one pattern: some take for ever, and all requests would wait."""
+"""For all patterns of a request: some take for ever, and all requests would wait."""
 
 
 def needs_prompt(request: LensRequest) -> bool:
@@ -63,6 +63,7 @@ class _Prompt:
     def __init__(self, ids: Sequence[int], tokenizer: Any) -> None:
         self._ids, self._tokenizer = list(ids), tokenizer
         self._text = ""
+        self._left_s = _MOST_SECONDS
         self._spans: list[tuple[int, int]] | None = None
 
     def find(self, match: TokenMatch, field: str) -> tuple[int, ...]:
@@ -84,9 +85,11 @@ class _Prompt:
             )
         if self._spans is None:
             self._text, self._spans = spans_of(self._ids, self._tokenizer)
-        found, first, began = [], 0, time.monotonic()
+        found, first = [], 0
+        until = time.monotonic() + self._left_s
         try:
-            for one in regex.finditer(pattern, self._text, timeout=_MOST_SECONDS):
+            # A time of 0 would mean no limit.
+            for one in regex.finditer(pattern, self._text, timeout=max(self._left_s, 1e-3)):
                 start, stop = one.span()
                 while first < len(self._spans) and self._spans[first][1] <= start:
                     first += 1
@@ -98,15 +101,16 @@ class _Prompt:
                         tokens.append(i)
                 if tokens:
                     found.append(tokens)
-                if time.monotonic() - began > _MOST_SECONDS:
+                if time.monotonic() > until:
                     raise TimeoutError
         except TimeoutError:
             raise SpecError(
-                f"{field}.pattern: took more than {_MOST_SECONDS} s on this prompt; give a simpler "
-                "pattern, or positions"
+                f"{field}.pattern: the patterns of this request take more than {_MOST_SECONDS} s "
+                "on its prompt; give a simpler pattern, or positions"
             ) from None
         except regex.error as error:
             raise SpecError(f"{field}.pattern: is no regular expression: {error}") from None
+        self._left_s = until - time.monotonic()
         return found
 
 

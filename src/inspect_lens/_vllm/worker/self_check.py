@@ -13,11 +13,11 @@ those of the eager pass, rounding aside; rows come out of the shared memory bit 
 in the ring.
 
 What it does not prove: forward passes are vLLM's dummy runs, whose tokens are all alike and see no
-cache (vLLM may give one of them two to look at, so the check empties the cache that warming up has
-left), so the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part of it. Rows
-that two eager passes do not agree on (NaN, states that dummy runs change) are not compared. Of the
-sizes that graphs were captured for, one or two are run. Ranks that send nothing have no rows to
-compare; they take part in the passes.
+cache. (Where vLLM gives a sequence two tokens, the second one sees a place of it, so the check
+empties it first.) So the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part
+of it. Rows that two eager passes do not agree on (NaN, states that dummy runs change) are not
+compared. Of the sizes that graphs were captured for, one or two are run. Ranks that send nothing
+have no rows to compare; they take part in the passes.
 """
 
 from __future__ import annotations
