@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import read_token_scores
-from inspect_lens.scorer import calibration_error, probe_ensemble, realised_fpr
+from inspect_lens.scorer import at_threshold, calibration_error, probe_ensemble
 from tests.kit.mock_evals import call, planted_probe, platt, run, scores
 
 
@@ -70,8 +70,8 @@ def test_stacked_weights_and_votes(tmp_path: Path) -> None:
 def test_thresholds_and_calibrations_are_found_by_key(tmp_path: Path) -> None:
     log = run(outputs(folder=tmp_path), probe_ensemble(two(tmp_path)), folder=tmp_path)
     metrics: Any = {
-        "small": [realised_fpr(key="small"), calibration_error(key="small")],
-        "ensemble": [calibration_error(key="ensemble"), realised_fpr(key="ensemble")],
+        "small": [at_threshold(key="small"), calibration_error(key="small")],
+        "ensemble": [calibration_error(key="ensemble"), at_threshold(key="ensemble")],
     }
     again = score(
         log, probe_ensemble(two(tmp_path)), metrics=metrics, action="overwrite", display="none"
@@ -82,10 +82,10 @@ def test_thresholds_and_calibrations_are_found_by_key(tmp_path: Path) -> None:
         found.setdefault(each.name, {}).update(each.metrics)
     values: list[Any] = [s.value for s in scores(log)]
     above = [v["small"] > 2.5 for i, v in enumerate(values) if i % 2 == 0]
-    assert found["small"]["inspect_lens/realised_fpr_fpr"].value == np.mean(above)
+    assert found["small"]["inspect_lens/at_threshold_fpr"].value == np.mean(above)
     assert 0 < found["ensemble"]["inspect_lens/calibration_error"].value < 1
     # No card knows a threshold of the ensemble.
-    assert math.isnan(found["ensemble"]["inspect_lens/realised_fpr_fpr"].value)
+    assert set(found["ensemble"]) == {"inspect_lens/calibration_error"}
 
 
 def test_token_scores_of_each_probe_and_the_same_scores_from_the_log(tmp_path: Path) -> None:
