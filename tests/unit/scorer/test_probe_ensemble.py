@@ -44,11 +44,17 @@ def test_the_ensemble_is_the_mean_of_calibrated_log_odds(tmp_path: Path) -> None
         expected = 1 / (1 + math.exp(-each.value["ensemble"]))  # type: ignore[operator]
         assert each.metadata["probability"] == pytest.approx(expected)
     assert log.results is not None
-    by_name = {s.name: s.metrics["inspect_lens/auroc"].value for s in log.results.scores}
+    by_entry: dict[str, Any] = {s.name: s.metrics for s in log.results.scores}
+    rates = by_entry.pop("probe_ensemble")
+    by_name = {name: each["inspect_lens/auroc"].value for name, each in by_entry.items()}
     labels = [i % 2 for i in range(24)]
     values: list[Any] = [s.value for s in got]
     for name, area in by_name.items():
         assert area == pytest.approx(roc_auc_score(labels, [v[name] for v in values]))
+    # Of each probe what the threshold of its own card does; no card has one for the ensemble.
+    assert set(rates) == {"small_recall", "small_fpr", "large_recall", "large_fpr"}
+    found = np.array([v["small"] > 2.5 for v in values]).reshape(-1, 2).mean(axis=0)
+    assert (rates["small_fpr"].value, rates["small_recall"].value) == tuple(found)
     # The scale of a probe does not decide: the small one counts as much as the large one.
     raw = roc_auc_score(labels, [v["small"] + v["large"] for v in values])
     assert by_name["ensemble"] > max(raw, by_name["large"])
