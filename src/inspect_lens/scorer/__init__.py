@@ -2,7 +2,8 @@
 
 from ._cascade import probe_cascade
 from ._coherence import coherence
-from ._dose import dose_curves, dose_metric, dose_response
+from ._dose import dose_curves, dose_metric, dose_response, dose_table
+from ._dose_table import DoseRow
 from ._ensemble import probe_ensemble
 from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
@@ -20,6 +21,7 @@ from ._tracker import attention_tracker
 __all__ = [
     "REFUSAL_PHRASES",
     "CascadeRecord",
+    "DoseRow",
     "at_threshold",
     "attention_tracker",
     "auroc",
@@ -30,6 +32,7 @@ __all__ = [
     "dose_curves",
     "dose_metric",
     "dose_response",
+    "dose_table",
     "judged_share",
     "leakage_baseline",
     "length_auroc",
