@@ -13,6 +13,7 @@ from .approver import probe_approver
 from .model._host import RegistryType
 from .model.request._advice import explain_none
 from .scorer import (
+    at_threshold,
     attention_tracker,
     auroc,
     average_precision,
@@ -31,7 +32,6 @@ from .scorer import (
     probe_cascade,
     probe_ensemble,
     probe_score,
-    realised_fpr,
     recall_at_fpr,
     refusal_rate,
     threshold_accuracy,
@@ -58,6 +58,7 @@ from .solver import (
 __all__ = [
     "ablate_direction",
     "activation_oracle",
+    "at_threshold",
     "attention_tracker",
     "auroc",
     "average_precision",
@@ -85,7 +86,6 @@ __all__ = [
     "probe_resample",
     "probe_score",
     "read_given",
-    "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",
     "steering_sweep",

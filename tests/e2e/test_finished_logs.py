@@ -206,12 +206,17 @@ def test_the_dose_metrics_are_those_of_the_answers(swept: Swept) -> None:
             for s in samples
             for scale in SCALES
         ]
-        assert metrics[f"{kind}_flip_rate"].value == pytest.approx(np.mean(flips))
-        assert metrics[f"{kind}_effect"].value == pytest.approx(rates[2] - rates[0])
+        assert curve.flip_rate == pytest.approx(np.mean(flips))
+        assert curve.effect == pytest.approx(rates[2] - rates[0])
+        moved = {-0.6: rates[0] - rates[1], 0.6: rates[2] - rates[1]}
         if kind == "vector":
             truth = spearmanr((-0.6, 0.0, 0.6), rates).statistic
-            assert metrics["vector_spearman"].value == pytest.approx(truth) == 1.0
-    assert metrics["vector_effect_low"].value > max(0.3, metrics["random_effect_high"].value)
+            assert curve.spearman == pytest.approx(truth) == 1.0
+            scale = metrics["scale"].value
+            assert metrics["effect"].value == pytest.approx(moved[scale])
+        else:
+            assert metrics["control_effect"].value == pytest.approx(moved[scale])
+    assert curves["vector"].effect_interval.low > max(0.3, curves["random"].effect_interval.high)
 
 
 def test_a_judge_that_knows_the_truth_is_believed_where_it_is_asked(swept: Swept) -> None:
@@ -249,7 +254,7 @@ def test_inspect_score_says_the_same_of_every_scorer(swept: Swept, tmp_path: Pat
     np.testing.assert_equal(
         [made for scored in again for made in metrics_of(scored)], metrics_of(log)
     )
-    for scored, key in ((dose, "vector_effect"), (judged, "judged_share")):
+    for scored, key in ((dose, "effect"), (judged, "judged_share")):
         # The first of its name: `dose_response` is there with two scorers inside.
         assert metrics_of(scored) == [m for m in metrics_of(log) if key in m][:1]
     for i, scored in enumerate(again):
