@@ -25,8 +25,8 @@ def encoder(**facts: Any) -> SparseEncoder:
     return SparseEncoder(weight=EYE, bias=np.zeros(WIDTH, np.float32), **known | facts)
 
 
-def outputs() -> list[Any]:
-    return [call(*axes) for axes in OUTPUTS]
+def outputs(folder: Path | None = None) -> list[Any]:
+    return [call(*axes, folder=folder) for axes in OUTPUTS]
 
 
 def test_a_latent_is_pooled_over_the_tokens_of_the_completion(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_pools_positions_and_other_kinds_of_encoders(tmp_path: Path) -> None:
 
 def test_a_threshold_makes_a_verdict_and_serves_the_metrics(tmp_path: Path) -> None:
     made = sae_feature(encoder(), 0, threshold=2.5)
-    log = run(outputs(), made, folder=tmp_path, labels=[1, 0])
+    log = run(outputs(tmp_path), made, folder=tmp_path, labels=[1, 0])
     assert [s.answer for s in scores(log)] == ["above threshold", "below threshold"]
-    metrics = {"latent_0": [threshold_accuracy(key="latent_0")]}
+    metrics = {"*": [threshold_accuracy(key="latent_0")]}
     again = score(log, made, metrics=metrics, action="overwrite", display="none")
-    assert metric_values(again)["threshold_accuracy"] == 1.0
+    assert list(metric_values(again).values()) == [1.0]
     with pytest.raises(SpecError, match="allowed is a number"):
         sae_feature(encoder(), 0, threshold="fpr=0.01")  # type: ignore[arg-type]
 
