@@ -67,7 +67,8 @@ def write_saelens(folder: Path, sae: Definition, **facts: Any) -> Path:
 
 
 def write_gemma_1(folder: Path, sae: Definition) -> Path:
-    np.savez(folder / "params.npz", **{k: v.numpy() for k, v in sae.tensors().items()})
+    arrays: dict[str, Any] = {k: v.numpy() for k, v in sae.tensors().items()}
+    np.savez(folder / "params.npz", **arrays)
     return folder / "params.npz"
 
 

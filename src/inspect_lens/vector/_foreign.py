@@ -297,7 +297,8 @@ def _concept(value: Any, file: Path, concept: int | None) -> Floats:
     chosen = concept or 0
     if not 0 <= chosen < len(rows):
         raise SpecError(f"concept={concept}: {file} has 0 to {len(rows) - 1}")
-    return rows[chosen]
+    row: Floats = rows[chosen]
+    return row
 
 
 def _axbench(value: Any, file: Path, layer: int | None) -> _Read:

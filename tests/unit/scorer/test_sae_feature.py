@@ -21,7 +21,7 @@ OUTPUTS = [([1.0, 3.0, 2.0], [0.0, 1.0, 0.5]), ([-5.0, 1.5], [4.0, 0.0])]
 
 
 def encoder(**facts: Any) -> SparseEncoder:
-    known = {"threshold": THRESHOLD, "hook": "blocks.1.hook_resid_post"}
+    known: dict[str, Any] = {"threshold": THRESHOLD, "hook": "blocks.1.hook_resid_post"}
     return SparseEncoder(weight=EYE, bias=np.zeros(WIDTH, np.float32), **known | facts)
 
 
@@ -60,9 +60,10 @@ def test_pools_positions_and_other_kinds_of_encoders(tmp_path: Path) -> None:
         ({"positions": [2]}, {}, 0.0),
         ({"pool": "mean", "positions": "all"}, {}, 41.0),
     ):
-        made = sae_feature(encoder(**kind), {"axis": 0}, **options)  # type: ignore[arg-type]
+        made = sae_feature(encoder(**kind), {"axis": 0}, **options)
         (found,) = scores(run(outputs()[:1], made, folder=tmp_path))
-        assert found.value == {"axis": pytest.approx(value)}
+        got: Any = found.value
+        assert got == {"axis": pytest.approx(value)}
     # Of two that are positive, a TopK of one keeps the larger.
     rows = [call([2.0, 1.0], [1.0, 3.0])]
     made = sae_feature(encoder(threshold=None, top_k=1), [0, 1], pool="mean", token_scores=False)
