@@ -101,7 +101,8 @@ def sae_feature(
         log = read_eval_log("logs/honesty.eval")
         feature = sae_feature("params.npz", {"lie": 0}, layer=4, pool="mean")
         log = score(log, feature, action="overwrite")
-        assert log.results.scores[0].metrics["auroc"].value > 0.8
+        found = log.results.scores[0].metrics
+        assert found["inspect_lens/auroc"].value > 0.8
         ```
     """
     if threshold is not None and isinstance(threshold, bool | str):
