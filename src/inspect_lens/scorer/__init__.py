@@ -5,6 +5,7 @@ from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._dose_table import DoseRow
 from ._ensemble import probe_ensemble
+from ._feature import sae_feature
 from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
 from ._lens import lens_rank
@@ -46,6 +47,7 @@ __all__ = [
     "read_cascade",
     "recall_at_fpr",
     "refusal_rate",
+    "sae_feature",
     "threshold_accuracy",
     "trait_projection",
     "words_auroc",
