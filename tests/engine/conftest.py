@@ -83,8 +83,16 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def start(folder: Path, **overrides: Any) -> Engine:
-    """Start an engine with vLLM's defaults, small buffers apart."""
+def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine:
+    """Start an engine with vLLM's defaults, small buffers apart.
+
+    Args:
+        folder: of the model.
+        in_process: whether scheduler and worker run in this process. vLLM's default is a process
+            for each, which import all of vLLM: 25 seconds of a core. The engines of the session
+            and the servers are held to that; others need it only where it is what they test.
+        **overrides: options of the engine.
+    """
     from vllm import LLM
 
     options: dict[str, Any] = {
@@ -99,7 +107,11 @@ def start(folder: Path, **overrides: Any) -> Engine:
         "kv_cache_memory_bytes": 64 << 20,
         "disable_log_stats": False,
     }
-    return Engine(LLM(**(options | overrides)))
+    with pytest.MonkeyPatch.context() as environment:
+        if in_process:
+            # Read when an engine is made.
+            environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        return Engine(LLM(**(options | overrides)))
 
 
 @dataclass
