@@ -28,9 +28,8 @@ demo: env  ## make the environment and run the demonstration, all of it on this 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests that
 	@# share an engine share a process, too. Tests without one wait a good deal: three processes.
-	@failed=; for step in lint types imports docs; do \
-	    $(MAKE) $$step || failed="$$failed $$step"; \
-	  done; \
+	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
+	    || failed=" types, docs, lint or imports"; \
 	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 || failed="$$failed pytest"; \
 	  $(PYTEST) -m "engine and not gpu and not nightly" -n 2 --dist loadscope $(ENGINES) \
 	    || failed="$$failed engines"; \
