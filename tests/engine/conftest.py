@@ -89,8 +89,9 @@ def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine
     Args:
         folder: of the model.
         in_process: whether scheduler and worker run in this process. vLLM's default is a process
-            for each, which import all of vLLM: 25 seconds of a core. The engines of the session
-            and the servers are held to that; others need it only where it is what they test.
+            for each, which import all of vLLM: 25 seconds of a core. In one process, steps are
+            taken only while somebody waits for requests, and the worker learns later what was let
+            go of; so it is for tests that ask for neither.
         **overrides: options of the engine.
     """
     from vllm import LLM

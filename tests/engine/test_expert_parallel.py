@@ -68,11 +68,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         # They are given this process's path.
         environment.syspath_prepend(str(plugin))
         made = start(
-            folder,
-            in_process=True,  # the scheduler
-            enforce_eager=True,
-            tensor_parallel_size=2,
-            enable_expert_parallel=True,
+            folder, enforce_eager=True, tensor_parallel_size=2, enable_expert_parallel=True
         )
     yield made
     made.close()

@@ -42,8 +42,7 @@ def two(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
         environment.setenv("INSPECT_LENS_ALLOW_CODE", "1")
         # One core for each; the default wants a memory node for each.
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        # The scheduler; each worker has a process of its own.
-        made = start(tiny_folder, in_process=True, enforce_eager=True, **request.param)
+        made = start(tiny_folder, enforce_eager=True, **request.param)
     yield made
     made.close()
 

@@ -30,7 +30,7 @@ def sited(tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("INSPECT_LENS_SITES", ",".join(SERVED))
         # Compiled, all sites are served by the server of the suite.
-        made = start(tiny_folder, in_process=True, enforce_eager=True)
+        made = start(tiny_folder, enforce_eager=True)
     yield made
     made.close()
 

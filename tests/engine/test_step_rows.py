@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param({"in_process": True, "enforce_eager": True}, id="eager"),
+        pytest.param({"enforce_eager": True}, id="eager"),
         pytest.param(
             {},
             id="compiled",
