@@ -176,7 +176,7 @@ def on_one_host(
         "tests/engine/test_parallel.py::test_shares_of_ranks_are_put_together",
         "tests/engine/test_hosts.py::test_engines_on_two_hosts_and_one_that_is_lost",
     ),
-    why="two servers, of nine processes",
+    why="two servers, one of them over both hosts",
 )
 def test_tensor_parallel_ranks_on_two_hosts(
     hosts: TwoHosts, on_one_host: dict[str, Answer]
