@@ -13,7 +13,7 @@ EXTRA ?=
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 # Where tests with an engine lie; tests/contracts holds them to that.
-ENGINES := tests/engine tests/e2e tests/docs tests/unit/wheel
+ENGINES := tests/docs tests/e2e tests/engine tests/unit/wheel
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
