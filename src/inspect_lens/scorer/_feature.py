@@ -62,7 +62,7 @@ def sae_feature(
         selection: as for `probe_score`; all tokens among the positions by default.
         source: as for `probe_score`; `captured` means captured rows.
         threshold: of the pooled activation, above which a latent counts as found; the verdict,
-            `threshold_accuracy` and `realised_fpr` (with `key="latent_31164"`) go by it.
+            `threshold_accuracy` and `at_threshold` (with `key="latent_31164"`) go by it.
         token_scores: write the activation of each token to a file beside the log, one record per
             latent; `inspect_lens.reading.read_token_scores` reads it.
         tokenizer: as for `probe_score`.

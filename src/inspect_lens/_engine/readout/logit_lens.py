@@ -11,7 +11,7 @@ from inspect_lens._engine.protocol.lens import LensForm
 __all__ = ["LOGIT_BYTES", "read_logits", "rows_at_once"]
 
 LOGIT_BYTES: Final = 256 << 20
-"""Of the float32 logits of the rows that are read at once: each piece reads the whole matrix again."""
+"""Of the float32 logits of rows read at once. More pieces read the matrix more often."""
 _PIECE: Final = 256
 """Logits whose largest stands for all of them, at first."""
 
@@ -61,7 +61,7 @@ def _largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     n_pieces = logits.shape[1] // _PIECE
     if n_pieces <= k:
         return torch.topk(logits, k, dim=-1)
-    pieces = logits[:, : n_pieces * _PIECE].unflatten(1, (n_pieces, _PIECE))
+    pieces = logits[:, : n_pieces * _PIECE].view(len(logits), n_pieces, _PIECE)
     chosen = torch.topk(pieces.amax(dim=-1), k, dim=-1).indices
     inside = torch.arange(_PIECE, device=logits.device)
     ids = (chosen[:, :, None] * _PIECE + inside).flatten(1)
