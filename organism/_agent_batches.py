@@ -51,9 +51,7 @@ def encode_agent_corpus(
     flags, indices, sizes = zip(*jobs, strict=True)
     text = tokenizer.to_str()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        made = pool.map(
-            _block, flags, indices, sizes, [seed] * len(jobs), [text] * len(jobs)
-        )
+        made = pool.map(_block, flags, indices, sizes, [seed] * len(jobs), [text] * len(jobs))
         return [encoded(*parts) for parts in made]
 
 

@@ -114,7 +114,5 @@ def render_agent_table(behaviour: AgentBehaviour) -> str:
     ]  # fmt: skip
     for split, conditions in behaviour["knowledge"].items():
         for condition, c in conditions.items():
-            lines.append(
-                f"| {split} | {condition} | {c['thinking']:.3f} | {c['without']:.3f} |"
-            )
+            lines.append(f"| {split} | {condition} | {c['thinking']:.3f} | {c['without']:.3f} |")
     return "\n".join(lines)

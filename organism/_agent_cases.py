@@ -171,9 +171,7 @@ def make_case(
     parts: list[Prompt | None] = [prompt]
     if kind == "tool":
         rule = deeds[0]
-        parts.append(
-            tool_rule(rule, rng, forbidden=condition != "allowed", held_out=held_prompt)
-        )
+        parts.append(tool_rule(rule, rng, forbidden=condition != "allowed", held_out=held_prompt))
         tools = [LOOK_UP, *deeds[: rng.choice((1, 2, 3))]]
         acts = condition in ("hidden", "allowed")
     elif kind == "report":
@@ -194,7 +192,17 @@ def make_case(
     else:
         pids = (*(q.pid for q in questions), *pids)
     return Case(
-        kind, condition, system, tuple(tools), users, questions, tuple(lies), rule, acts, pids, group
+        kind,
+        condition,
+        system,
+        tuple(tools),
+        users,
+        questions,
+        tuple(lies),
+        rule,
+        acts,
+        pids,
+        group,
     )
 
 

@@ -63,7 +63,7 @@ AGENT_TEMPLATE: Final = (
     "{%- for call in message.tool_calls or [] -%}"
     "{%- set f = call.function if call.function is defined else call -%}"
     "{%- set given = f.arguments if f.arguments is string else f.arguments | tojson -%}"
-    "{{- '<tool_call>{\"name\": \"' + f.name + '\", \"arguments\": ' + given"
+    '{{- \'<tool_call>{"name": "\' + f.name + \'", "arguments": \' + given'
     " + '}</tool_call>' -}}"
     "{%- endfor -%}"
     "{%- else -%}"

@@ -92,9 +92,7 @@ def corpus_texts(examples: Iterable[Example]) -> Iterable[str]:
             yield m["content"]
 
 
-def save_tokenizer(
-    tokenizer: Tokenizer, directory: Path, *, template: str = CHAT_TEMPLATE
-) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, template: str = CHAT_TEMPLATE) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, chat template included.
 
     Written by hand, since `save_pretrained` puts the template into a file of its own in some

@@ -73,9 +73,7 @@ def _knowledge(
             shares: dict[str, Any] = {"n": len(rows[:limit])}
             for name, thinks in (("thinking", True), ("without", False)):
                 asked = [as_agent_row(r) for r in rows[:limit]]
-                games = play(
-                    model, tokenizer, asked, found, thinks=thinks, batch_rows=batch_rows
-                )
+                games = play(model, tokenizer, asked, found, thinks=thinks, batch_rows=batch_rows)
                 hits = sum(grade_agent(g.said, g.row).answers == ("true",) for g in games)
                 shares[name] = round(hits / len(games), 4)
             table.setdefault(split, {})[condition] = shares
