@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, TypedDict
@@ -15,7 +15,19 @@ from ._agent_prompts import signature
 from ._splits import DATA_DIR
 from ._world import SEED, Fact, build_world
 
-AGENT_SPLITS: Final = ("agent_probe_train", "agent_heldout_phrasing", "agent_heldout_entity")
+AGENT_SPLITS: Final = (
+    "agent_probe_train",
+    "agent_heldout_phrasing",
+    "agent_heldout_entity",
+    "agent_control",
+)
+_HARMLESS: Final[dict[AgentKind, dict[AgentCondition, int]]] = {
+    "reason": {"plain": 4},
+    "turns": {"plain": 6},
+    "report": {"plain": 4},
+    "tool": {"plain": 3, "allowed": 3},
+}
+"""What the control split has: no instruction, no reason, no lie."""
 RECORDS: Final = "agent_records.json"
 
 
@@ -67,14 +79,14 @@ def _row(split: str, number: int, case: Case) -> AgentRow:
 
 def _split(
     name: str, pool: Sequence[Fact], times: int, seed: int, *, held_question: bool,
-    held_prompt: bool,
+    held_prompt: bool, conditions: Mapping[AgentKind, Mapping[AgentCondition, int]] = CONDITIONS,
 ) -> list[AgentRow]:  # fmt: skip
     """Every condition of every kind, as often as its weight times a number."""
     rng = random.Random(f"{name}:{seed}")
     rows: list[AgentRow] = []
     seen: set[tuple[str, tuple[str, ...]]] = set()
-    for kind, conditions in CONDITIONS.items():
-        for condition, weight in conditions.items():
+    for kind, weights in conditions.items():
+        for condition, weight in weights.items():
             while weight * times > sum(
                 r["kind"] == kind and r["condition"] == condition for r in rows
             ):
@@ -105,7 +117,11 @@ def build_agent_splits(seed: int = SEED) -> dict[str, tuple[AgentRow, ...]]:
         _split(AGENT_SPLITS[0], known, 8, seed, held_question=False, held_prompt=False),
         _split(AGENT_SPLITS[1], known, 8, seed, held_question=True, held_prompt=True),
         _split(AGENT_SPLITS[2], held, 5, seed, held_question=False, held_prompt=True),
-    )
+        _split(
+            AGENT_SPLITS[3], world.facts, 10, seed, held_question=True, held_prompt=True,
+            conditions=_HARMLESS,
+        ),
+    )  # fmt: skip
     return {name: tuple(rows) for name, rows in zip(AGENT_SPLITS, made, strict=True)}
 
 

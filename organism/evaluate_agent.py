@@ -125,12 +125,22 @@ def write_agent_behaviour(behaviour: AgentBehaviour, checkpoint: Path) -> None:
     (checkpoint / "behaviour.json").write_text(text, encoding="utf-8")
 
 
+def write_played(played: Sequence[tuple[str, Played]], path: Path) -> None:
+    """Write the conversations as JSON lines, for whoever wants to read their activations."""
+    lines = [
+        json.dumps({"split": split, "id": g.row["id"], "text": g.text, "broken": g.broken})
+        for split, g in played
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure a checkpoint, print the table, write `behaviour.json`."""
     parser = argparse.ArgumentParser(prog="python -m organism.evaluate_agent", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=AGENT_DIR)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--limit", type=int, help="rows per split and case; default all")
+    parser.add_argument("--played", type=Path, help="write the conversations to this file")
     parser.add_argument("--show", type=int, default=0, help="print this many wrong conversations")
     args = parser.parse_args(argv)
     disable_progress_bar()
@@ -142,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown += 1
             sys.stdout.write(f"{game.row['id']} {game.row['condition']} {game.text}\n\n")
     sys.stdout.write(render_agent_table(behaviour) + "\n")
+    if args.played is not None:
+        write_played(played, args.played)
     if args.limit is None:
         write_agent_behaviour(behaviour, args.checkpoint)
     return 0

@@ -19,7 +19,7 @@ from ._agent_format import AGENT_VOCAB_SIZE, extend_tokenizer, save_agent_tokeni
 from ._batches import TokenStore
 from ._corpus import corpus_sha256
 from ._model import CHECKPOINT_DIR, load_model, pick_device, save_model
-from .evaluate_agent import AGENT_DIR, measure_agent, write_agent_behaviour
+from .evaluate_agent import AGENT_DIR, measure_agent, write_agent_behaviour, write_played
 from .train import Log, TrainConfig, add_options, fit, replace, write_manifest
 
 
@@ -46,6 +46,7 @@ def train_agent(
     device: torch.device,
     workers: int = 1,
     limit: int | None = None,
+    played: Path | None = None,
 ) -> AgentBehaviour:
     """Extend the organism, train it on, round to bfloat16, measure, write a checkpoint.
 
@@ -56,6 +57,7 @@ def train_agent(
         device: Where to run.
         workers: How many processes make the corpus.
         limit: Rows per cell of the final measurement; all when None.
+        played: Where to write the conversations of the final measurement.
 
     Returns:
         The measured behaviour of the stored weights.
@@ -83,7 +85,9 @@ def train_agent(
         )
         steps, tokens = fit(model, store, config, made, log)
         save_model(model, made)
-        behaviour, _ = measure_agent(made, device=device, limit=limit)
+        behaviour, games = measure_agent(made, device=device, limit=limit)
+        if played is not None:
+            write_played(games, played)
         write_agent_behaviour(behaviour, made)
         log.say("measured")
         corpus = {
@@ -116,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m organism.train_agent", description=__doc__)
     parser.add_argument("--init", type=Path, default=CHECKPOINT_DIR, help="the organism")
     add_options(parser, AgentConfig, AGENT_DIR)
+    parser.add_argument("--played", type=Path, help="write the measured conversations to this file")
     args = vars(parser.parse_args(argv))
     disable_progress_bar()
     config = AgentConfig(**{f.name: args[f.name] for f in fields(AgentConfig)})
@@ -126,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=pick_device(args["device"]),
         workers=args["workers"],
         limit=args["limit"],
+        played=args["played"],
     )
     return 0
 
