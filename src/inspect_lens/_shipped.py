@@ -11,7 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["EVALS", "MODELS", "ORGANISM", "from_eval", "model_path", "served_name", "shipped_root"]
+__all__ = [
+    "EVALS",
+    "MODELS",
+    "ORGANISM",
+    "SERVER_ARGS",
+    "from_eval",
+    "model_path",
+    "served_name",
+    "shipped_root",
+]
 
 _HERE: Final = Path(__file__).resolve().parent
 
@@ -21,6 +30,13 @@ ORGANISM: Final = "organism"
 MODELS: Final = {ORGANISM: "organism/checkpoint", "organism-agent": "organism/agent"}
 """The shipped models' folders below `shipped_root()`, by their names: the organism, which answers
 one question, and the agent made from it, which thinks and calls tools."""
+
+SERVER_ARGS: Final[dict[str, dict[str, bool | str]]] = {
+    "organism-agent": {
+        "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+    }
+}  # fmt: skip
+"""What vLLM has to be told to serve a shipped model, beside its folder."""
 
 EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "ai_liar.task": (("task", "ai_liar"),),
