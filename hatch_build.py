@@ -21,8 +21,8 @@ _PARTS = {
 }
 _LEFT_OUT = {"evals/demo.py"}
 _DATA = (
-    "organism/checkpoint", "organism/agent", "organism/data", "organism/README.md", "probes/organism",
-    "vectors/organism", "lenses/organism", "oracles/organism", "heads/organism",
+    "organism/checkpoint", "organism/agent", "organism/data", "organism/README.md",
+    "probes/organism", "vectors/organism", "lenses/organism", "oracles/organism", "heads/organism",
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def _labels(row: AgentRow, turns: Sequence[Said]) -> list[tuple[int, bool]]:
         else:
             at = min(turn.user, len(row["lies"]) - 1)
             answers = not names and row["lies"][at]
-            made.append((at, answers or bool(row["forbidden"]) and row["forbidden"] in names))
+            made.append((at, answers or (bool(row["forbidden"]) and row["forbidden"] in names)))
     return made
 
 
