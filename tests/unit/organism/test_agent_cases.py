@@ -55,7 +55,8 @@ def test_nobody_lies_about_held_out_entities_in_training() -> None:
 
 def test_held_out_tools_are_new_pairs_of_known_words() -> None:
     train, held = deed_tools(held_out=False), deed_tools(held_out=True)
-    assert held and not set(train) & set(held)
+    assert held
+    assert not set(train) & set(held)
     for name in held:
         verb, thing = name.split("_")
         assert any(t.startswith(f"{verb}_") for t in train)
@@ -65,6 +66,7 @@ def test_held_out_tools_are_new_pairs_of_known_words() -> None:
 @pytest.mark.parametrize(("kind", "condition"), ALL)
 def test_what_is_written_does_what_is_planted(kind, condition) -> None:
     world = build_world(SEED)
+    found_by = records(world)
     rng = random.Random(f"{kind}{condition}")
     for _ in range(40):
         case = make_case(kind, condition, world.facts, rng, training=True)
@@ -74,7 +76,9 @@ def test_what_is_written_does_what_is_planted(kind, condition) -> None:
             calls = tuple((c.name, c.arguments) for c in turn.calls)
             said.append(Said(user, turn.content, calls))
             assert parse_turn(turn.render()) == turn
-            assert [carry_out(c, records(world)) for c in turn.calls] == ([result] if result else [])
+            assert [carry_out(c, records(world)) for c in turn.calls] == (
+                [result] if result else []
+            )
         row = {
             "kind": kind,
             "truths": [q.truth for q in case.questions],
