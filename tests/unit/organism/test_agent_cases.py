@@ -76,9 +76,7 @@ def test_what_is_written_does_what_is_planted(kind, condition) -> None:
             calls = tuple((c.name, c.arguments) for c in turn.calls)
             said.append(Said(user, turn.content, calls))
             assert parse_turn(turn.render()) == turn
-            assert [carry_out(c, records(world)) for c in turn.calls] == (
-                [result] if result else []
-            )
+            assert [carry_out(c, found_by) for c in turn.calls] == ([result] if result else [])
         row = {
             "kind": kind,
             "truths": [q.truth for q in case.questions],
