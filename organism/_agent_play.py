@@ -16,7 +16,7 @@ from ._agent_prompts import LOOK_UP, WRITE_NOTE
 from ._agent_splits import AgentRow
 from ._tokenizer import ASSISTANT, END, PAD
 
-_MAX_NEW_TOKENS: Final = 112
+_MAX_NEW_TOKENS: Final = 192
 _MAX_TURNS: Final = 16
 UNKNOWN: Final = "Nothing is known about that."
 

@@ -41,7 +41,7 @@ def organism_agent(
     kind: str | None = None,
     probe: str = DEFAULT_PROBE,
     gate: Literal["flag", "stop"] | None = None,
-    max_tokens: int = 112,
+    max_tokens: int = 192,
 ) -> Task:
     """Let the agent think, call tools and answer over several turns, and probe each turn.
 
