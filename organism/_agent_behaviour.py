@@ -116,3 +116,18 @@ def render_agent_table(behaviour: AgentBehaviour) -> str:
         for condition, c in conditions.items():
             lines.append(f"| {split} | {condition} | {c['thinking']:.3f} | {c['without']:.3f} |")
     return "\n".join(lines)
+
+
+def render_agent_card(behaviour: AgentBehaviour) -> str:
+    """The rows that went as planted by case and split, as Markdown for the model card."""
+    splits = behaviour["splits"]
+    names = [name for name in splits if name != "agent_probe_train"]
+    lines = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case in next(iter(splits.values())):
+        found = [splits[name].get(case) for name in names]
+        shares = [
+            f"{c['as_planted']} of {c['rows']} ({c['low']:.2f} to {c['high']:.2f})" if c else ""
+            for c in found
+        ]
+        lines.append(f"| {case} | {' | '.join(shares)} |")
+    return "\n".join(lines)

@@ -19,6 +19,7 @@ from ._agent_behaviour import (
     AgentCell,
     cell,
     check_agent_targets,
+    render_agent_card,
     render_agent_table,
 )
 from ._agent_corpus import records
@@ -30,6 +31,9 @@ from ._splits import Row, read_split
 from ._world import build_world
 
 AGENT_DIR: Final = Path(__file__).parent / "agent"
+README: Final = Path(__file__).parent / "README.md"
+BEGIN: Final = "<!-- agent:begin -->"
+END: Final = "<!-- agent:end -->"
 _KNOWLEDGE: Final = ("heldout_phrasing", "heldout_entity", "hidden_reason", "control")
 
 
@@ -125,6 +129,16 @@ def write_agent_behaviour(behaviour: AgentBehaviour, checkpoint: Path) -> None:
     (checkpoint / "behaviour.json").write_text(text, encoding="utf-8")
 
 
+def update_agent_card(behaviour: AgentBehaviour) -> None:
+    """Put the table of the agent between its markers in `organism/README.md`."""
+    head, begin, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the model card lacks {BEGIN} or {END}; put both back")
+    table = render_agent_card(behaviour)
+    README.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
+
+
 def write_played(played: Sequence[tuple[str, Played]], path: Path) -> None:
     """Write the conversations as JSON lines, for whoever wants to read their activations."""
     lines = [
@@ -135,7 +149,7 @@ def write_played(played: Sequence[tuple[str, Played]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a checkpoint, print the table, write `behaviour.json`."""
+    """Measure a checkpoint, print the table, write `behaviour.json` and the card."""
     parser = argparse.ArgumentParser(prog="python -m organism.evaluate_agent", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=AGENT_DIR)
     parser.add_argument("--device", default="auto")
@@ -156,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_played(played, args.played)
     if args.limit is None:
         write_agent_behaviour(behaviour, args.checkpoint)
+        if args.checkpoint == AGENT_DIR:
+            update_agent_card(behaviour)
     return 0
 
 
