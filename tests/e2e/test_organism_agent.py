@@ -22,6 +22,7 @@ from inspect_lens.reading import read_token_scores
 from inspect_lens.view import write_view
 from tests.kit.api_server import api_server
 from tests.kit.page import read_page
+from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +68,9 @@ def as_planted(log: EvalLog) -> list[EvalSample]:
 
 
 def carried_out(sample: EvalSample) -> list[str]:
-    return [e.function for e in sample.events if isinstance(e, ToolEvent) and not e.error]
+    """The calls whose tool returned something; a call that was stopped has an event, too."""
+    calls = [e for e in sample.events if isinstance(e, ToolEvent)]
+    return [e.function for e in calls if e.result and not e.failed]
 
 
 def test_a_lie_in_the_second_of_three_notes(agent_url: str, tmp_path: Path) -> None:
@@ -85,6 +88,8 @@ def test_a_lie_in_the_second_of_three_notes(agent_url: str, tmp_path: Path) -> N
         assert "I am told to lie" in thought.reasoning
     records = [r for r in read_token_scores(log) if r.scorer == "probe_score"]
     assert len(records) == 4 * SAMPLES
+    # Without the server the log gives the same scores.
+    assert_same_scores(log, rescore_each([(log, c) for c in commands_of(log)], tmp_path))
     # The page shows it where it was said.
     made = write_view(log.location, tmp_path / "page.html")
     blocks = read_page(made.path).blocks
