@@ -37,7 +37,8 @@ SAMPLES = 4
 def agent_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = {
         "model": "organism/agent", "served_model_name": NAME, "dtype": "float32",
-        "max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20, **SERVER_ARGS[NAME],
+        "max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20, "enforce_eager": True,
+        **SERVER_ARGS[NAME],
     }  # fmt: skip
     log = tmp_path_factory.mktemp("agent") / "server.log"
     with api_server(options, environment=os.environ, log=log) as server:
