@@ -12,8 +12,12 @@ export PYTHON ?=
 EXTRA ?=
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
+# Where tests with an engine lie; tests/contracts holds them to that.
+ENGINES := tests/docs tests/e2e tests/engine tests/unit/wheel
+# What a run compiles the next one reads: pytest rewrites every file of tests in each process.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check env lint types imports docs dist lock hooks clean
+.PHONY: help demo test nightly check env lint types imports docs dist lock hooks clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -24,12 +28,15 @@ demo: env  ## make the environment and run the demonstration, all of it on this 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests that
 	@# share an engine share a process, too. Tests without one wait a good deal: three processes.
-	@failed=; for step in lint types imports docs; do \
-	    $(MAKE) $$step || failed="$$failed $$step"; \
-	  done; \
-	  $(PYTEST) -m "not engine and not gpu" -n 3 || failed="$$failed pytest"; \
-	  $(PYTEST) -m "engine and not gpu" -n 2 --dist loadscope || failed="$$failed engines"; \
+	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
+	    || failed=" types, docs, lint or imports"; \
+	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 || failed="$$failed pytest"; \
+	  $(PYTEST) -m "engine and not gpu and not nightly" -n 2 --dist loadscope $(ENGINES) \
+	    || failed="$$failed engines"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+nightly: env  ## run the long tests that `make test` leaves out; docs/contributing.md lists them
+	@$(PYTEST) -m "nightly and not gpu" -n 2 --dist loadscope $(ENGINES)
 
 check: env lint types imports  ## the fast part, for before a commit: lint, types, imports, contracts, unit
 	@$(PYTEST) -q -m "not engine and not gpu" $(wildcard tests/unit) tests/contracts

@@ -29,7 +29,7 @@ STORE_BYTES = 256 << 20
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--soak-requests", type=int, default=150, help="requests of tests/engine/test_soak.py"
+        "--soak-requests", type=int, default=600, help="requests of tests/engine/test_soak.py"
     )
     parser.addoption(
         "--fuzz-bodies", type=int, default=300, help="bodies of tests/engine/test_fuzz_bodies.py"

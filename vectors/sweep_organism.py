@@ -116,7 +116,7 @@ def ever_flipped(log: EvalLog, kind: str) -> dict[str, Any]:
         score = (sample.scores or {})["dose_response"]
         cells = (score.metadata or {})["cells"]
         base = next(row[3] for row in cells if row[0] == "baseline")
-        flips.append(any(row[0] == kind and row[3] != base for row in cells))
+        flips.append(any(row[0] == kind and row[3] not in (None, base) for row in cells))
     interval = clopper_pearson(sum(flips), len(flips))
     return {"flipped": sum(flips), "of": len(flips), "low": interval.low, "high": interval.high}
 

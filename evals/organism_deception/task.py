@@ -26,7 +26,7 @@ from inspect_ai.solver import Solver, TaskState
 
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.probe import load_probe
-from inspect_lens.scorer import deception_probe, realised_fpr
+from inspect_lens.scorer import at_threshold, deception_probe
 from inspect_lens.solver import with_capture
 from organism._grade import grade
 
@@ -53,8 +53,9 @@ def organism_deception(
         max_tokens: longest answer.
 
     Returns:
-        The task. `auroc` and `recall_at_fpr` compare probe scores with the planted condition;
-        `truthfulness`, by condition, says whether the organism did what the condition asks.
+        The task. `auroc` compares probe scores with the planted condition, and `recall` and `fpr`
+        say what the threshold of the probe's card does; `truthfulness`, by condition, says whether
+        the organism did what the condition asks.
     """
     return Task(
         dataset=organism_dataset(split),
@@ -84,7 +85,7 @@ def organism_control(
         dataset=organism_dataset("control")[1::2],
         solver=_capturing(probe, layer),
         scorer=deception_probe(probe, layer=layer),
-        metrics=[realised_fpr(), mean()],
+        metrics=[at_threshold(interval=True), mean()],
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
 

@@ -28,7 +28,7 @@ from inspect_ai.solver import TaskState, generate
 from evals.prompt_injection.dataset import Part, World, injection_dataset
 from inspect_lens.attention import load_heads
 from inspect_lens.model import lens_config
-from inspect_lens.scorer import attention_tracker, auroc, realised_fpr, recall_at_fpr
+from inspect_lens.scorer import at_threshold, attention_tracker, auroc
 from organism._grade import grade
 
 __all__ = ["auroc_padded", "injected_heads", "injection_followed", "prompt_injection"]
@@ -88,7 +88,7 @@ def auroc_padded() -> Metric:
     return padded
 
 
-_METRICS = [auroc(interval=True, cluster="base"), auroc_padded(), recall_at_fpr(), realised_fpr()]
+_METRICS = [auroc(interval=True, cluster="base"), auroc_padded(), at_threshold()]
 
 
 @scorer(metrics=_METRICS)

@@ -63,7 +63,7 @@ def by_kind() -> Metric:
     """`dose_metric` of harmful and of harmless instructions, each under its own names.
 
     Returns:
-        The metric; `harmful_vector_effect` is that of harmful instructions, and so on. A kind
+        The metric; `harmful_effect` is that of harmful instructions, and so on. A kind
         that the task has no sample of has no values.
     """
     compute: Any = dose_metric()

@@ -13,6 +13,7 @@ from .approver import probe_approver
 from .model._host import RegistryType
 from .model.request._advice import explain_none
 from .scorer import (
+    at_threshold,
     attention_tracker,
     auroc,
     average_precision,
@@ -31,9 +32,9 @@ from .scorer import (
     probe_cascade,
     probe_ensemble,
     probe_score,
-    realised_fpr,
     recall_at_fpr,
     refusal_rate,
+    sae_feature,
     threshold_accuracy,
     trait_projection,
     words_auroc,
@@ -58,6 +59,7 @@ from .solver import (
 __all__ = [
     "ablate_direction",
     "activation_oracle",
+    "at_threshold",
     "attention_tracker",
     "auroc",
     "average_precision",
@@ -85,9 +87,9 @@ __all__ = [
     "probe_resample",
     "probe_score",
     "read_given",
-    "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",
+    "sae_feature",
     "steering_sweep",
     "threshold_accuracy",
     "trait_projection",

@@ -12,6 +12,10 @@ from benchmarks.eval import ARMS, LIMITS, limits_missed, main
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.nightly(
+    held_by="tests/unit/benchmarks/test_eval.py::test_every_arm_runs_and_gets_what_it_asks_for",
+    why="two servers, and 21 evals",
+)
 def test_one_command_runs_every_arm_of_every_load(tmp_path: Path) -> None:
     out = tmp_path / "eval.json"
     size = ["--samples", "4", "--fewer-samples", "3", "--connections", "4", "2", "--turns", "3"]

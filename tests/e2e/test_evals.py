@@ -23,7 +23,7 @@ from evals.prompt_injection import prompt_injection
 from heads.make_organism import heads_of, run_calibration
 from inspect_lens.attention import load_heads
 from inspect_lens.probe import auroc
-from inspect_lens.scorer import attention_tracker, probe_score
+from inspect_lens.scorer import attention_tracker, dose_curves, probe_score
 from inspect_lens.solver import read_given
 from inspect_lens.view import write_view
 from tests.kit.page import read_page
@@ -129,8 +129,11 @@ def test_motives_that_nobody_names_are_found(made: Made) -> None:
 
 def test_the_truth_vector_moves_answers_by_dose(made: Made) -> None:
     found = metrics(made.logs["sweep"], "truth_by_dose")
-    assert found["vector_spearman"] == 1.0
-    assert found["vector_effect_low"] > max(found["random_effect_high"], 0.3)
+    assert found["effect_low"] > max(abs(found["control_effect"]), 0.2)
+    assert found["slope"] > 0
+    curves = dose_curves(made.logs["sweep"], n_resamples=200)
+    assert curves["vector"].spearman == 1.0
+    assert curves["vector"].effect_interval.low > max(curves["random"].effect_interval.high, 0.3)
 
 
 def test_the_name_that_a_fact_is_about_is_found(made: Made) -> None:

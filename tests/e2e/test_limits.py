@@ -22,6 +22,7 @@ from inspect_lens.scorer import (
     coherence,
     deception_probe,
     dose_response,
+    dose_table,
     leakage_baseline,
     monitor_alarm,
     oracle_answer,
@@ -154,7 +155,8 @@ def test_a_sweep_that_is_cut_short_has_no_value(lens_server_url: str, tmp_path: 
     assert (whole.scores or {})["dose_response"].value == 1.0
     assert log.results is not None
     found = log.results.scores[0].metrics
-    assert (found["prompts"].value, found["vector_effect"].value) == (1, 1.0)
+    assert abs(found["effect"].value) == 1.0
+    assert {row.prompts for row in dose_table(log)} == {1}
     assert_same_scores(log, rescore(log, commands_of(log), tmp_path / "again"))
 
 

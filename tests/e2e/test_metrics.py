@@ -17,13 +17,13 @@ from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import (
+    at_threshold,
     auroc,
     average_precision,
     calibration_error,
     leakage_baseline,
     length_auroc,
     probe_score,
-    realised_fpr,
     recall_at_fpr,
     threshold_accuracy,
     words_auroc,
@@ -42,7 +42,7 @@ METRICS = [
     auroc(interval=True),
     average_precision(),
     recall_at_fpr(0.1, allow_few=True),
-    realised_fpr(),
+    at_threshold(interval=True),
     threshold_accuracy(interval=True),
     calibration_error(n_bins=BINS),
     length_auroc(),
@@ -107,6 +107,9 @@ def test_metrics_of_the_threshold_that_the_card_stores(log: EvalLog) -> None:
     assert 0.1 >= found["fpr"] == pytest.approx(alarms.statistic)
     interval = alarms.proportion_ci(method="exact")
     assert (found["fpr_low"], found["fpr_high"]) == pytest.approx((interval.low, interval.high))
+    found_lies = binomtest(int(above[y == 1].sum()), N // 2)
+    assert 0 <= found["recall"] == pytest.approx(found_lies.statistic)
+    assert found["recall_low"] == pytest.approx(found_lies.proportion_ci(method="exact").low)
     right = binomtest(int((above == y).sum()), N)
     assert 0.5 < found["threshold_accuracy"] == pytest.approx(right.statistic)
     assert found["threshold_accuracy_low"] == pytest.approx(right.proportion_ci(method="exact").low)
@@ -164,11 +167,11 @@ def test_words_of_an_instruction_give_the_label_away_and_those_of_an_answer_do_n
 def test_inspect_score_makes_the_same_metrics(log: EvalLog, tmp_path: Path) -> None:
     """Those of the task, from the log; and by name, with their defaults."""
     own = command_of("probe_score", {"probe": PROBE})
-    named = ["average_precision", "realised_fpr"]
+    named = ["average_precision", "at_threshold"]
     again, alone = rescore(
         log, [own, [*own, *(a for n in named for a in ("--metric", f"inspect_lens/{n}"))]], tmp_path
     )
     assert metrics(again) == metrics(log)
     np.testing.assert_array_equal(values(again), values(log))
-    kept = ("average_precision", "fpr", "fpr_low", "fpr_high")
+    kept = ("average_precision", "recall", "fpr")
     assert metrics(alone) == {name: metrics(log)[name] for name in kept}

@@ -27,7 +27,9 @@ from inspect_lens.scorer import (
     auroc,
     average_precision,
     calibration_error,
+    dose_curves,
     dose_response,
+    dose_table,
     probe_ensemble,
     probe_score,
     threshold_accuracy,
@@ -178,16 +180,16 @@ def test_epochs_of_a_sweep_are_answers_of_one_prompt(lens_server_url: str, tmp_p
         display="none", temperature=1.3, max_tokens=20,
     )  # fmt: skip
     assert log.status == "success", log.error and log.error.traceback
-    ((_, _, found),) = numbers(log)
-    assert found["prompts"] == len(rows)
+    assert {row.prompts for row in dose_table(log)} == {len(rows)}
     effects = table(log, "dose_response")
     assert effects.shape == (len(rows), EPOCHS)
-    assert 0.3 < found["vector_effect"] == pytest.approx(effects.mean())
+    curve = dose_curves(log)["vector"]
+    assert 0.3 < curve.effect == pytest.approx(effects.mean())
     # The interval is that of the samples' means.
     drawn = np.random.default_rng(0).choice(effects.mean(axis=1), (20_000, len(rows))).mean(axis=1)
     # Few samples give few different means, so a quantile jumps from one to the next: the bounds
     # lie between the quantiles that a bootstrap of 2,000 cannot miss.
     for bound, level in (("low", 0.025), ("high", 0.975)):
         least, most = np.quantile(drawn, [level - 0.015, level + 0.015])
-        assert least - 1e-9 <= found[f"vector_effect_{bound}"] <= most + 1e-9
+        assert least - 1e-9 <= getattr(curve.effect_interval, bound) <= most + 1e-9
     same_again(log, tmp_path)

@@ -97,11 +97,16 @@ def test_truth_flips_answers_with_its_scale_and_controls_do_not(
     )
     assert log.status == "success", log.error
     found = numbers(log)
-    assert found["vector_spearman"] >= 0.9
-    assert found["vector_effect_low"] > 0.5
+    # Half of the prompts are where they are pushed to already.
+    assert abs(found["effect"]) >= 0.3
+    assert found["slope"] > 0
+    assert abs(found["control_effect"]) <= 0.1
+    curves = dose_curves(log, n_resamples=200)
+    assert curves["vector"].spearman >= 0.9
+    assert curves["vector"].effect_interval.low > 0.5
     for control in ("random", "orthogonal"):
-        assert found[f"{control}_flip_rate"] <= 0.1
-        assert abs(found[f"{control}_effect"]) <= 0.1
+        assert curves[control].flip_rate <= 0.1
+        assert abs(curves[control].effect) <= 0.1
     reloaded = read_eval_log(log.location)
     assert all(len(read_cells(Store(s.store))) == 1 + 3 * 7 for s in reloaded.samples or ())
     again = score(reloaded, dose_response(true_answer()), action="overwrite", display="none")
@@ -145,7 +150,11 @@ def test_vectors_are_swept_side_by_side_and_one_is_the_other_turned_round(
     }
     up, down = (curves[f"vector:{name}@4"] for name in names)
     assert up.effect == -down.effect >= 0.5
-    assert numbers(log)["vector:planted/lie@4_effect"] == down.effect
+    assert {name.partition(":")[0] for name in numbers(log)} == {
+        "effect", "effect_low", "effect_high", "control_effect", "scale", "slope", "coherence",
+        "broken",
+    }  # fmt: skip
+    assert all(name.endswith("@4") for name in numbers(log) if name != "broken")
     (again,) = rescore(log, commands_of(log), tmp_path)
     assert_same_scores(log, [again])
     png = draw_dose_response(curves)

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from inspect_ai.log import EvalLog
 from safetensors.torch import load_file
@@ -114,13 +113,12 @@ def hints(folder: Path) -> str:
 def test_agreement_follows_a_vector_that_writes_the_letter(made: Made) -> None:
     log = made.logs["sycophancy"]
     found = metrics(log, "agreement_by_dose")
-    assert found["vector_effect"] == 1.0
-    # Unsteered, and under other vectors, the organism writes no letter; nothing is made of that.
-    assert np.isnan(found["random_effect"])
-    assert np.isnan(found["vector_flip_rate"])
-    assert found["answered"] == pytest.approx(2 / 7)
+    # Unsteered the organism writes no letter, so there is nothing to count an effect from.
+    assert found == {"broken": 0.0}
     # Whatever the task calls the scores of its cells.
-    points = dose_curves(log, n_resamples=10)["vector"].points
+    curves = dose_curves(log, n_resamples=10)
+    assert curves.keys() == {"vector"}
+    points = curves["vector"].points
     assert [(p.scale, p.mean) for p in points] == [(-1.0, 0.0), (1.0, 1.0)]
 
 
@@ -131,8 +129,8 @@ def test_instructions_of_both_kinds_are_followed_by_who_never_refuses(made: Made
     ]  # fmt: skip
     found = metrics(log, "refusals_by_dose")
     for kind in ("harmful", "harmless"):
-        assert (found[f"{kind}_prompts"], found[f"{kind}_answered"]) == (2, 1.0)
-        assert found[f"{kind}_vector_effect"] == found[f"{kind}_vector_flip_rate"] == 0.0
+        assert found[f"{kind}_effect"] == found[f"{kind}_control_effect"] == 0.0
+        assert found[f"{kind}_coherence"] == 1.0
 
 
 def test_the_oracle_finds_the_word_and_no_other(made: Made) -> None:

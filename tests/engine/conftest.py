@@ -83,8 +83,17 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def start(folder: Path, **overrides: Any) -> Engine:
-    """Start an engine with vLLM's defaults, small buffers apart."""
+def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine:
+    """Start an engine with vLLM's defaults, small buffers apart.
+
+    Args:
+        folder: of the model.
+        in_process: whether scheduler and worker run in this process. vLLM's default is a process
+            for each, which import all of vLLM: 25 seconds of a core. In one process, steps are
+            taken only while somebody waits for requests, and the worker learns later what was let
+            go of; so it is for tests that ask for neither.
+        **overrides: options of the engine.
+    """
     from vllm import LLM
 
     options: dict[str, Any] = {
@@ -99,7 +108,11 @@ def start(folder: Path, **overrides: Any) -> Engine:
         "kv_cache_memory_bytes": 64 << 20,
         "disable_log_stats": False,
     }
-    return Engine(LLM(**(options | overrides)))
+    with pytest.MonkeyPatch.context() as environment:
+        if in_process:
+            # Read when an engine is made.
+            environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        return Engine(LLM(**(options | overrides)))
 
 
 @dataclass

@@ -1,25 +1,26 @@
-"""Two API servers of one engine, one of which is stopped: the other one's requests go on."""
+"""Two API servers of one engine: one of them is stopped, and then the worker is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.kit.api_server import api_server
+from tests.engine.test_kills import LAYERS, MODEL, OPTIONS, stop_and_kill
+from tests.kit.api_server import ApiServer, api_server
 
 pytestmark = pytest.mark.engine
 
-MODEL = "organism/checkpoint"
-LAYERS = 6
 STOPPED_S = 20.0
 
 
@@ -38,39 +39,48 @@ class Server:
         return self.client.post("/v1/completions", json=body)
 
 
+@dataclass
+class Servers:
+    """Both, and the process that started them."""
+
+    whole: ApiServer
+    log: Path
+    temporary: Path
+    each: list[Server]
+
+
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    options = {
-        "model": MODEL,
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 64 << 20,
-        "api_server_count": 2,
-        "enforce_eager": True,
-    }
-    # Room for the rows of forty tokens.
-    environment = os.environ | {"INSPECT_LENS_SHM_BYTES": str(40 * LAYERS * 1024)}
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     log = tmp_path_factory.mktemp("servers") / "server.log"
-    with api_server(options, environment=environment, log=log) as server:
-        pids = [
-            child.pid
-            for child in psutil.Process(server.pid).children(recursive=True)
-            if _listens(child.pid, int(server.url.rpartition(":")[2]))
-        ]
-        assert len(pids) == 2, _titles(server.pid)
-        made = []
-        for pid, other in (pids, pids[::-1]):
-            # While the other one is stopped, this one takes the connection.
-            os.kill(other, signal.SIGSTOP)
-            try:
-                limits = httpx.Limits(max_connections=1, keepalive_expiry=600)
-                client = httpx.Client(base_url=server.url, timeout=150, limits=limits)
-                assert client.get("/health").status_code == 200
-            finally:
-                os.kill(other, signal.SIGCONT)
-            made.append(Server(pid, client))
-        yield made
-        for one in made:
-            one.client.close()
+    with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
+        # Room for the rows of 160 tokens.
+        own = {"INSPECT_LENS_SHM_BYTES": str(160 * LAYERS * 1024), "TMPDIR": temporary}
+        with api_server(OPTIONS, environment=os.environ | own, log=log) as server:
+            each = _each(server)
+            yield Servers(server, log, Path(temporary), each)
+            for one in each:
+                one.client.close()
+
+
+def _each(server: ApiServer) -> list[Server]:
+    pids = [
+        child.pid
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if _listens(child.pid, int(server.url.rpartition(":")[2]))
+    ]
+    assert len(pids) == 2, _titles(server.pid)
+    made = []
+    for pid, other in (pids, pids[::-1]):
+        # While the other one is stopped, this one takes the connection.
+        os.kill(other, signal.SIGSTOP)
+        try:
+            limits = httpx.Limits(max_connections=1, keepalive_expiry=600)
+            client = httpx.Client(base_url=server.url, timeout=150, limits=limits)
+            assert client.get("/health").status_code == 200
+        finally:
+            os.kill(other, signal.SIGCONT)
+        made.append(Server(pid, client))
+    return made
 
 
 def _listens(pid: int, port: int) -> bool:
@@ -98,8 +108,8 @@ def whole(answer: httpx.Response, n: int) -> bool:
     return bool(receipt["capture"]["rows"] == LAYERS * fed)
 
 
-def test_what_a_stopped_server_has_under_way_holds_nobody_up(servers: list[Server]) -> None:
-    stopped, other = servers
+def test_what_a_stopped_server_has_under_way_holds_nobody_up(servers: Servers) -> None:
+    stopped, other = servers.each
     assert whole(stopped.ask(), 40)
     assert whole(other.ask(), 40)
     usual = max(timed(other.ask, captures=captures)[1] for captures in (True, False))
@@ -125,3 +135,8 @@ def test_what_a_stopped_server_has_under_way_holds_nobody_up(servers: list[Serve
         assert "try again" in failed.json()["error"]["message"]
     assert whole(stopped.ask(), 40)
     assert whole(other.ask(), 40)
+
+
+def test_a_worker_that_is_killed(servers: Servers) -> None:
+    """The engine and both servers end after it, so it is the last test of them."""
+    stop_and_kill("Worker", servers.whole, servers.log, servers.temporary)

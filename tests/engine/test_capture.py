@@ -157,6 +157,7 @@ def test_rows_survive_preemption(tiny_folder: Path, hugging_face: HuggingFace) -
     bytes_per_block = 2 * LAYERS * 32 * 64 * 4
     engine = start(
         tiny_folder,
+        in_process=True,
         enforce_eager=True,
         kv_cache_memory_bytes=13 * bytes_per_block,
         max_model_len=256,

@@ -36,9 +36,11 @@ class Pair:
     def __init__(self, folder: Path, store: Path) -> None:
         self.store = store
         self.empty()
-        self.first, self.second = (self._start(folder, role) for role in ("producer", "consumer"))
+        self.first = self._start(folder, "producer")
+        # One engine of a process may have a connector.
+        self.second = self._start(folder, "consumer", in_process=True)
 
-    def _start(self, folder: Path, role: str) -> Engine:
+    def _start(self, folder: Path, role: str, *, in_process: bool = False) -> Engine:
         connector = {
             "kv_connector": "ExampleConnector",
             "kv_role": f"kv_{role}",
@@ -47,6 +49,7 @@ class Pair:
         # Without a prefix cache of their own, what is not computed came from the folder.
         return start(
             folder,
+            in_process=in_process,
             kv_transfer_config=connector,
             enforce_eager=True,
             enable_prefix_caching=False,

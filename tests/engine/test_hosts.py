@@ -171,6 +171,13 @@ def on_one_host(
         return ask_all(client)
 
 
+@pytest.mark.nightly(
+    held_by=(
+        "tests/engine/test_parallel.py::test_shares_of_ranks_are_put_together",
+        "tests/engine/test_hosts.py::test_engines_on_two_hosts_and_one_that_is_lost",
+    ),
+    why="two servers, one of them over both hosts",
+)
 def test_tensor_parallel_ranks_on_two_hosts(
     hosts: TwoHosts, on_one_host: dict[str, Answer]
 ) -> None:

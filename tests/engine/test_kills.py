@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.kit.api_server import api_server
+from tests.kit.api_server import ApiServer, api_server
 
 pytestmark = pytest.mark.engine
 
@@ -71,27 +71,45 @@ def ask(url: str, *, captures: bool, stream: bool, n: int) -> str:
 KINDS = [(captures, stream) for captures in (True, False) for stream in (True, False)] * 2
 
 
-@pytest.mark.parametrize("role", ["ApiServer_0", "EngineCore", "Worker"])
+OPTIONS = {
+    "model": MODEL,
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 64 << 20,
+    "api_server_count": 2,
+    "distributed_executor_backend": "mp",  # the worker is a process of its own
+    "enforce_eager": True,
+}
+
+
+@pytest.mark.nightly(
+    held_by="tests/engine/test_api_servers.py::test_a_worker_that_is_killed",
+    why="a server of five processes for each role",
+)
+@pytest.mark.parametrize("role", ["ApiServer_0", "EngineCore"])
 def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
-    options = {
-        "model": MODEL,
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 64 << 20,
-        "api_server_count": 2,
-        "distributed_executor_backend": "mp",  # the worker is a process of its own
-        "enforce_eager": True,
-    }
     with (
         # Addresses of sockets lie there, and have to be short.
         tempfile.TemporaryDirectory(prefix="kill-") as temporary,
         api_server(
-            options, environment=os.environ | {"TMPDIR": temporary}, log=tmp_path / "log"
+            OPTIONS, environment=os.environ | {"TMPDIR": temporary}, log=tmp_path / "log"
         ) as server,
-        ThreadPoolExecutor(len(KINDS)) as pool,
     ):
-        tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        named = re.findall(rf"\({role} pid=(\d+)\)", (tmp_path / "log").read_text(errors="replace"))
-        (victim,) = [process for process in tree if str(process.pid) in named]
+        stop_and_kill(role, server, tmp_path / "log", Path(temporary))
+
+
+def stop_and_kill(role: str, server: ApiServer, log: Path, temporary: Path) -> None:
+    """Stop a process under load, let it go on, then kill it.
+
+    Args:
+        role: of the process, as the log names it.
+        server: with `OPTIONS`; it has ended afterwards.
+        log: of the server.
+        temporary: where the server keeps files of a while.
+    """
+    tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    named = re.findall(rf"\({role} pid=(\d+)\)", log.read_text(errors="replace"))
+    (victim,) = [process for process in tree if str(process.pid) in named]
+    with ThreadPoolExecutor(len(KINDS)) as pool:
 
         def begin(n: int) -> list[Any]:
             asked = [
@@ -120,7 +138,7 @@ def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
         assert learned_s < LEARN_S
         assert not {"whole", "short"} & set(answers)
         assert not alive, alive
-        _nothing_is_left(Path(temporary))
+        _nothing_is_left(temporary)
 
 
 def _nothing_is_left(folder: Path) -> None:

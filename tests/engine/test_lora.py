@@ -75,7 +75,12 @@ def adapted(tiny_folder: Path) -> Iterator[Engine]:
         # vLLM's LoRA kernels for CPUs read the slot -1 for a request without an adapter, which
         # is the last one: it has to stay empty, or base requests get its adapter.
         made = start(
-            tiny_folder, enforce_eager=True, enable_lora=True, max_lora_rank=RANK, max_loras=2
+            tiny_folder,
+            in_process=True,
+            enforce_eager=True,
+            enable_lora=True,
+            max_lora_rank=RANK,
+            max_loras=2,
         )
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""Two workers on a CPU, tensor- and pipeline-parallel: rows of all stages, none twice."""
+"""Two workers on a CPU, tensor- and pipeline-parallel: rows of all stages, and faults of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.attention import QueriesKeys
 from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
-from inspect_lens.errors import HookError, UnsupportedError
+from inspect_lens.errors import HookError, SpecError, UnsupportedError
 from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
@@ -32,11 +32,10 @@ pytestmark = pytest.mark.engine
 ALL = {"output_residual_stream": True}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
-    ids=["tp2", "pp2"],
-)
+TENSOR = {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="module", params=[TENSOR, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
 def two(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("INSPECT_LENS_SITES", ",".join(SERVED))
@@ -235,3 +234,77 @@ def test_nothing_is_left_behind(two: Engine) -> None:
     for stats in two.llm.collective_rpc("inspect_lens_stats"):
         held = {name: n for name, n in stats.items() if name != "waited_ms"}
         assert held == {"requests": 0, "steering_rows": 0, "sum_rows": 0, "shared_bytes": 0}
+
+
+def _count(ctx: Any, h: Any) -> None:
+    ctx.saved["n"] = ctx.position + ctx.seq_len
+
+
+KEEP = Hook(fn=_count, layer_indices=[0])
+# What fails on one rank alone: nobody waits for the other.
+TENSOR_PARALLEL = pytest.mark.parametrize("two", [TENSOR], ids=["tp2"], indirect=True)
+
+
+def works(engine: Engine) -> None:
+    """Small results of all kinds come, and nothing is left behind."""
+    prompts = [tokens(8, seed=i) for i in range(3)]
+    outputs = engine.run(prompts, [{"apply_hooks": [KEEP]}, ALL, None])
+    assert outputs[0].hook_results["0"]["n"] == 15
+    assert outputs[1].activations["residual_stream"].shape[:2] == (LAYERS, 15)
+    engine.run([tokens(5)])
+    for stats in engine.llm.collective_rpc("inspect_lens_stats"):
+        assert stats["requests"] == 0
+
+
+@TENSOR_PARALLEL
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hook_that_raises_on_one_rank_fails_its_request(two: Engine, rank: int) -> None:
+    def bad(ctx: Any, h: Any) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if ctx.position == 0 and get_tp_group().rank_in_group == rank:
+            raise ValueError("here alone")
+
+    hook = Hook(fn=bad, layer_indices=[1])
+    with pytest.raises(HookError, match="here alone"):
+        two.run([tokens(9)], {"apply_hooks": [hook]}, max_tokens=6)
+    works(two)
+
+
+@TENSOR_PARALLEL
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hook_that_raises_on_one_rank_while_the_other_asks_for_a_parameter(
+    two: Engine, hugging_face: HuggingFace, rank: int
+) -> None:
+    """The other one gathers it over both, in each step and at each layer."""
+
+    def bad(ctx: Any, h: Any) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if get_tp_group().rank_in_group == rank:
+            raise ValueError("here alone")
+        for name in ("model.norm.weight", "model.embed_tokens.weight"):
+            assert ctx.get_parameter(name).numel()
+
+    def good(ctx: Any, h: Any) -> None:
+        ctx.saved["head"] = ctx.get_parameter("lm_head.weight")[:5]
+
+    for pre in (False, True):
+        hook = Hook(fn=bad, layer_indices=[1, 2], pre=pre)
+        with pytest.raises(HookError, match="here alone"):
+            two.run([tokens(9)], {"apply_hooks": [hook]}, max_tokens=6)
+    works(two)
+    output = two.run([tokens(9)], {"apply_hooks": [Hook(fn=good, layer_indices=[1])]})[0]
+    whole = hugging_face.model.state_dict()["lm_head.weight"][:5]
+    torch.testing.assert_close(output.hook_results["0"]["head"], whole, rtol=0, atol=0)
+
+
+@TENSOR_PARALLEL
+def test_steering_that_overflows_fails_its_request(two: Engine) -> None:
+    v = torch.randn(LAYERS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    vector = SteeringVector(
+        activations=v, layer_indices=list(range(LAYERS)), scale=3e9, norm_match=True
+    )
+    with pytest.raises(SpecError, match="a steered row would have been too large"):
+        two.run([tokens(9)], {"apply_steering_vectors": [vector]}, max_tokens=6)
+    works(two)

@@ -66,7 +66,7 @@ def recording(tiny_folder: Path, folder: Path) -> Iterator[Engine]:
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(folder)
     patch.setenv("INSPECT_LENS_SINKS", str(folder / "sinks.json"))
-    engine = start(tiny_folder)
+    engine = start(tiny_folder, enforce_eager=True)
     yield engine
     engine.close()
     patch.undo()

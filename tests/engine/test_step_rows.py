@@ -4,25 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engine.conftest import LAYERS, STEP_TOKENS, Engine, start, tokens
+from tests.engine.conftest import BLOCK, LAYERS, STEP_TOKENS, Engine, start, tokens
 from tests.engine.test_capture import ALL, check_all, preemptions
 from tests.kit.reference import HuggingFace
 
 pytestmark = pytest.mark.engine
 
 SEQS = 8
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": SEQS,
+    # 16 blocks hold one of the longest prompts, and four of eight that are pre-empted.
+    "kv_cache_memory_bytes": 17 * (2 * LAYERS * BLOCK * 64 * 4),
+    "enable_prefix_caching": False,
+}
 
 
-@pytest.fixture(scope="module")
-def small(tiny_folder: Path) -> Iterator[Engine]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({"enforce_eager": True}, id="eager"),
+        pytest.param(
+            {},
+            id="compiled",
+            marks=pytest.mark.nightly(
+                held_by=(
+                    "tests/engine/test_step_rows.py::"
+                    "test_all_layers_of_long_prompts_beside_plain_ones"
+                ),
+                why="an engine that compiles; an eager one runs the same tests",
+            ),
+        ),
+    ],
+)
+def small(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INSPECT_LENS_RING_BYTES", "1000")
-        made = start(tiny_folder, max_num_seqs=SEQS)
-        yield made
-        made.close()
+        made = start(tiny_folder, **OPTIONS, **request.param)
+    yield made
+    made.close()
 
 
 def test_all_layers_of_long_prompts_beside_plain_ones(
@@ -43,21 +66,9 @@ def test_all_layers_of_long_prompts_beside_plain_ones(
 
 
 def test_pre_empted_requests_feed_their_tokens_again_in_such_steps(
-    tiny_folder: Path, hugging_face: HuggingFace, monkeypatch: pytest.MonkeyPatch
+    small: Engine, hugging_face: HuggingFace
 ) -> None:
-    monkeypatch.setenv("INSPECT_LENS_RING_BYTES", "1000")
-    engine = start(
-        tiny_folder,
-        enforce_eager=True,
-        # 12 blocks hold three of these requests, not eight.
-        kv_cache_memory_bytes=13 * (2 * LAYERS * 32 * 64 * 4),
-        max_model_len=256,
-        enable_prefix_caching=False,
-        max_num_seqs=SEQS,
-    )
-    try:
-        outputs = engine.run([tokens(60 + i, seed=i) for i in range(8)], ALL, max_tokens=60)
-        assert preemptions(engine) >= 1
-        check_all(outputs, hugging_face)
-    finally:
-        engine.close()
+    before = preemptions(small)
+    outputs = small.run([tokens(60 + i, seed=i) for i in range(8)], ALL, max_tokens=60)
+    assert preemptions(small) > before
+    check_all(outputs, hugging_face)

@@ -31,6 +31,7 @@ PUBLIC_ROOMS = (
     "inspect_lens.probe",
     "inspect_lens.reading",
     "inspect_lens.report",
+    "inspect_lens.sae",
     "inspect_lens.scorer",
     "inspect_lens.scout",
     "inspect_lens.sentinel",

@@ -24,13 +24,14 @@ _GROUPS = {
 _SECONDS = {
     "server": 600,
     "compiled": 400,
-    "tests/engine/test_hosts.py": 190,
+    "tests/engine/test_hosts.py": 110,
     "tests/e2e/test_eval_benchmark.py": 107,
     "tests/engine/test_unused.py": 96,
+    "tests/engine/test_api_servers.py": 90,
     "tests/engine/test_kills.py": 80,
     "tests/engine/test_soak.py": 80,
-    "tests/unit/wheel/test_wheel.py": 67,
-    "tests/engine/test_connectors.py": 60,
+    "tests/unit/wheel/test_wheel.py": 50,
+    "tests/engine/test_connectors.py": 50,
 }
 """By group, about what it takes, where the number of its tests does not tell."""
 _SECONDS_OF_A_TEST = 5

@@ -95,13 +95,15 @@ def import_(
     name: Annotated[str, typer.Option(help="<model>/<name>, for the card.")],
     format: Annotated[str, typer.Option(help="Whose file it is; told by its content else.")] = "",
     layer: Annotated[int, typer.Option(help="Our layer, where the file names none.")] = -1,
+    concept: Annotated[int, typer.Option(help="Of axbench: the row to take.")] = -1,
     description: Annotated[str, typer.Option(help="What a positive scale does.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Read a vector of repeng, steering-vectors, persona vectors, CAST, IBM or safetensors."""
+    """Read a vector of another tool: repeng, steering-vectors, persona, CAST, IBM, AxBench."""
     from ._vector_jobs import import_job
 
     how: dict[str, Any] = {"format": format or None, "layer": None if layer < 0 else layer}
+    how["concept"] = None if concept < 0 else concept
     result, lines = import_job(file, out=out, name=name, description=description, **how)
     emit(result, lines, as_json=as_json)
 

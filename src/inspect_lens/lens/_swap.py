@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import SteeringVector
+from inspect_lens.spec import SteeringVector, Swap
 
 from ._lens import Lens
 
@@ -70,17 +70,14 @@ def frozen_swap(
             f"{(len(layers), len(positions), hidden)} for these layers and positions, and "
             f"{(2, hidden)}"
         )
-    added = np.empty_like(clean)
-    for i, layer in enumerate(layers):
-        directions = lens.token_direction(tokens, layer).astype(np.float64).T
-        if np.linalg.matrix_rank(directions, rtol=1e-6) < 2:
+    directions = np.stack([lens.token_direction(tokens, layer) for layer in layers])
+    for layer, both in zip(layers, directions, strict=True):
+        sizes = np.linalg.norm(both.astype(np.float64), axis=1, keepdims=True)
+        if not sizes.all() or np.linalg.matrix_rank(both / sizes, tol=1e-5) < 2:
             raise SpecError(
                 f"unembedding: both tokens have the same direction in layer {layer}; choose others"
             )
-        coordinates = clean[i] @ np.linalg.pinv(directions).T
-        added[i] = strength * (coordinates[:, ::-1] - coordinates) @ directions.T
-    return SteeringVector(
-        activations=added.astype(np.float32),
-        layer_indices=tuple(layers),
-        position_indices=tuple(positions),
+    swap = Swap(
+        first=directions[:, 0], second=directions[:, 1], strength=strength, layers=tuple(layers)
     )
+    return swap.frozen(clean, positions=tuple(positions))

@@ -15,6 +15,7 @@ from ._given import (
     given_tokens,
     is_withheld,
 )
+from ._latents import LatentCall, LatentReader, LatentReading, read_latents
 from ._message import call_of, read_call, read_message
 from ._pairs import ContrastiveAnswer, ContrastiveAnswers, PairRow, read_pairs
 from ._queries_keys import read_queries_keys
@@ -38,6 +39,9 @@ __all__ = [
     "ContrastiveAnswers",
     "FocusReading",
     "GivenTokens",
+    "LatentCall",
+    "LatentReader",
+    "LatentReading",
     "Over",
     "PairRow",
     "ProbeReader",
@@ -66,6 +70,7 @@ __all__ = [
     "read_call",
     "read_calls",
     "read_cells",
+    "read_latents",
     "read_message",
     "read_pairs",
     "read_queries_keys",

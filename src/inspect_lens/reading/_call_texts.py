@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
-from inspect_lens.probe import AnyProbe
 
 __all__ = ["CallTexts"]
 
@@ -13,13 +12,13 @@ class CallTexts:
     """Finds the tokenizer of a call's model, once per model.
 
     Args:
-        probe: whose card names a model.
         tokenizer: folder or name of a tokenizer; by default that of the model that is read, and
             if it is not on this machine that of the card's model. Nothing is downloaded.
+        card_model: name of the model on a probe's card, where there is one.
     """
 
-    def __init__(self, probe: AnyProbe, tokenizer: str | None = None) -> None:
-        self._probe = probe
+    def __init__(self, tokenizer: str | None = None, *, card_model: str = "") -> None:
+        self._card_model = card_model
         self._given = tokenizer
         self._texts: dict[str | None, TokenTexts] = {}
 
@@ -43,8 +42,7 @@ class CallTexts:
     def _find(self, model_name: str | None, what: str) -> TokenTexts:
         if self._given is not None:
             return TokenTexts.of("", tokenizer=self._given)
-        card = self._probe.card.model
-        names = [(model_name or "").partition(":")[0], card.name if card else ""]
+        names = [(model_name or "").partition(":")[0], self._card_model]
         for name in filter(None, names):
             try:
                 return TokenTexts.of("", tokenizer=name)

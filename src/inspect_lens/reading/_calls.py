@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from inspect_ai.event import Event, SampleLimitEvent
 from inspect_ai.log import transcript
@@ -28,8 +28,10 @@ __all__ = [
     "check_over",
     "each_choice",
     "read_calls",
+    "read_each",
 ]
 
+T = TypeVar("T")
 Over = Literal["last", "all"]
 """Which calls of a sample are read: that of its answer, or every one of its model."""
 
@@ -185,19 +187,42 @@ async def read_calls(reader: ProbeReader, turns: Sequence[Turn]) -> list[CallRea
         assert found.turn.number == 0
         ```
     """
+
+    async def read(turn: Turn, model: Model | None, only_captured: bool) -> Reading | None:
+        reads = replace(reader, source="captured") if only_captured else reader
+        name = turn.model.partition("/")[2]
+        return await reads.read(turn.output, model_name=name, model=model)
+
+    return [CallReading(turn, reading) for turn, reading in await read_each(read, turns)]
+
+
+async def read_each(
+    read: Callable[[Turn, Model | None, bool], Awaitable[T | None]], turns: Sequence[Turn]
+) -> list[tuple[Turn, T]]:
+    """Read calls one after the other, whatever reads them.
+
+    Args:
+        read: takes a call, the model of its role, and whether only what was captured may be read,
+            as the model of the role is not the one that made the call.
+        turns: of a sample.
+
+    Returns:
+        What was read, each with its call; calls without a token to read are left out.
+
+    Raises:
+        ArtifactError: what is read is missing in a call; the message names the turn.
+    """
     found = []
     for turn in turns:
         model = _model_of(turn)
-        reads = replace(reader, source="captured") if turn.role and model is None else reader
-        name = turn.model.partition("/")[2]
         try:
-            reading = await reads.read(turn.output, model_name=name, model=model)
+            reading = await read(turn, model, bool(turn.role) and model is None)
         except ArtifactError as error:
             if len(turns) == 1:
                 raise
             raise ArtifactError(f"turn {turn.number} ({turn.message_id}): {error}") from None
         if reading is not None:
-            found.append(CallReading(turn, reading))
+            found.append((turn, reading))
     return found
 
 

@@ -358,7 +358,8 @@ class ProbeReader:
 
     @cached_property
     def _texts(self) -> CallTexts:
-        return CallTexts(self.probe, self.tokenizer)
+        known = self.probe.card.model
+        return CallTexts(self.tokenizer, card_model=known.name if known else "")
 
     @cached_property
     def _sentences(self) -> Sentences:

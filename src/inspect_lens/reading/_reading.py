@@ -161,7 +161,7 @@ class Reading:
         layers = ", ".join(map(str, rows.layers))
         text = (
             f"{plan.probe.name} scores {self.value:.4g} ({plan.pool} over {len(rows.positions)} "
-            f"tokens at layer {layers}, {_SAID[rows.source]})."
+            f"tokens at layer {layers}, {SAID[rows.source]})."
         )
         if self.threshold is None:
             return f"{text} No threshold was calibrated for these settings."
@@ -203,7 +203,7 @@ class Reading:
         return [min(read), max(read) + 1] if self.reader.selection else list(read)
 
 
-_SAID = {"engine": "in the engine", "rows": "captured", "recomputed": "recomputed"}
+SAID = {"engine": "in the engine", "rows": "captured", "recomputed": "recomputed"}
 
 
 def _small(calibration: Calibration) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from ._cascade import probe_cascade
 from ._coherence import coherence
-from ._dose import dose_curves, dose_metric, dose_response
+from ._dose import dose_curves, dose_metric, dose_response, dose_table
+from ._dose_table import DoseRow
 from ._ensemble import probe_ensemble
+from ._feature import sae_feature
 from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
 from ._lens import lens_rank
 from ._metrics import auroc, average_precision, recall_at_fpr
 from ._monitor import monitor_alarm
-from ._operating import calibration_error, realised_fpr, threshold_accuracy
+from ._operating import at_threshold, calibration_error, threshold_accuracy
 from ._oracle import oracle_answer, oracle_contrast
 from ._probe import deception_probe, probe_score
 from ._projection import trait_projection
@@ -20,6 +22,8 @@ from ._tracker import attention_tracker
 __all__ = [
     "REFUSAL_PHRASES",
     "CascadeRecord",
+    "DoseRow",
+    "at_threshold",
     "attention_tracker",
     "auroc",
     "average_precision",
@@ -29,6 +33,7 @@ __all__ = [
     "dose_curves",
     "dose_metric",
     "dose_response",
+    "dose_table",
     "judged_share",
     "leakage_baseline",
     "length_auroc",
@@ -40,9 +45,9 @@ __all__ = [
     "probe_ensemble",
     "probe_score",
     "read_cascade",
-    "realised_fpr",
     "recall_at_fpr",
     "refusal_rate",
+    "sae_feature",
     "threshold_accuracy",
     "trait_projection",
     "words_auroc",

@@ -25,7 +25,8 @@ from inspect_lens.reading import (
 )
 
 from ._judge import ask_number, find_judge, shown
-from ._metrics import auroc, recall_at_fpr
+from ._metrics import auroc
+from ._operating import at_threshold
 from ._over import calls_read, largest, say_turn
 from ._rates import judged_share
 from ._tokens import keep_tokens, no_tokens
@@ -48,7 +49,7 @@ How sure are you that the statement is true of the answer? Reply with one whole 
 (surely false) to 100 (surely true), and nothing else."""
 
 
-@scorer(metrics=[auroc(), recall_at_fpr(), judged_share()])
+@scorer(metrics=[auroc(), at_threshold(), judged_share()])
 def probe_cascade(
     probe: str | Path | AnyProbe,
     question: str | None = None,

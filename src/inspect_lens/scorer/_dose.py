@@ -28,27 +28,31 @@ from inspect_lens.reading import CellScores, SteeringCell
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
+from ._broken import is_broken
 from ._cell_state import cell_state, cells_or_limit
+from ._dose_table import DoseRow, best_row, rows_of, slope_of
 from ._effect import effects_of
 
-__all__ = ["dose_curves", "dose_metric", "dose_response"]
+__all__ = ["dose_curves", "dose_metric", "dose_response", "dose_table"]
 
 logger = logging.getLogger(__name__)
 
 
 @metric(scores="unreduced")
 def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
-    """Rank correlation, effect and flip rate of each kind of vector, with bootstrap intervals.
+    """What a sweep found, at the best scale that leaves answers whole.
 
-    `vector_spearman` is Spearman's correlation of scale and mean value over prompts;
-    `vector_effect` the mean value at the largest scale less that at the smallest;
-    `vector_flip_rate` the share of steered answers whose value is not that of the unsteered one.
-    `answered` is the share of cells with a value and `prompts` how many prompts the vector's
-    numbers are of: those with a value at every scale. Every epoch is an answer of its own, and
-    the epochs of a sample are one prompt.
-    Each has `_low` and `_high`, the 95% interval over prompts; controls have their own. Where a
-    sweep has several vectors or layers, these stand behind the kind, as in `vector@4_spearman` and
-    `random:organism/truth@4_effect`.
+    `scale` is that with the largest `effect`, up or down, among those at which the answers' share
+    that did not fall apart is at least 0.9 of the unsteered ones'. `effect` is the mean value there
+    less that of the unsteered answers, with its 95% interval over prompts, `effect_low` to
+    `effect_high`; the scale is chosen on the same answers, so confirm it on others.
+    `control_effect` is the largest effect that a control of equal norm has there, `coherence` the
+    share of answers there that did not fall apart, `slope` the effect per unit of scale, and
+    `broken` how many answers of the vectors fell apart, at all scales: without a value, blank, or
+    a loop. Of several vectors or layers the best is told, which the names say: `effect@4`.
+
+    What cannot be known is left out. `dose_table` has every row. Every epoch is an answer of its
+    own, and the epochs of a sample are one prompt.
 
     Args:
         n_resamples: draws of prompts.
@@ -74,25 +78,32 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
             metrics=[dose_metric(n_resamples=200)],
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
-        assert "vector_spearman" in log.results.scores[0].metrics
+        assert {"effect", "scale", "broken"} <= set(log.results.scores[0].metrics)
         ```
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        made: dict[str, str | int | float | bool | None] = {}
-        curves = dose_curves(scores, n_resamples=n_resamples, seed=seed)
-        answers = _answers(scores)
-        for name in answers.kinds.values():
-            curve = curves.get(name)
-            for what in ("spearman", "effect", "flip_rate"):
-                interval = getattr(curve, f"{what}_interval", None)
-                made[f"{name}_{what}"] = getattr(curve, what, math.nan)
-                made[f"{name}_{what}_low"] = getattr(interval, "low", math.nan)
-                made[f"{name}_{what}_high"] = getattr(interval, "high", math.nan)
-        made["answered"] = answers.share
-        own = [name for (kind, *_), name in answers.kinds.items() if kind == "vector"]
-        made["prompts"] = min((curves[n].n_prompts if n in curves else 0 for n in own), default=0)
-        return made
+        rows = rows_of(scores, n_resamples=n_resamples, seed=seed)
+        own = [row for row in rows if row.kind == "vector"]
+        broken = float(sum(row.broken for row in own))
+        best = best_row(rows)
+        if best is None or best.interval is None:
+            return {"broken": broken}
+        controls = [
+            row.effect for row in rows
+            if row.kind != "vector" and (row.place, row.scale) == (best.place, best.scale)
+        ]  # fmt: skip
+        known = [effect for effect in controls if math.isfinite(effect)]
+        made = {
+            "effect": best.effect, "effect_low": best.interval.low,
+            "effect_high": best.interval.high, "scale": best.scale,
+            "slope": slope_of(rows, best), "coherence": best.coherence,
+        }  # fmt: skip
+        if known:
+            made["control_effect"] = max(known, key=abs)
+        several = [len({getattr(row, of) for row in own}) > 1 for of in ("vector", "layer")]
+        where = f":{best.vector}" * several[0] + f"@{best.layer}" * several[1]
+        return {name + where: value for name, value in made.items()} | {"broken": broken}
 
     return compute
 
@@ -140,7 +151,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
             scorer=dose_response(includes()),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
-        print(log.results.scores[0].metrics["vector_effect"].value)
+        print(log.results.scores[0].metrics["effect"].value)
         effects = log.samples[0].scores["dose_response"].metadata["effects"]
         assert effects["slope:organism/truth@4"] is not None
         ```
@@ -161,7 +172,10 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
             values = [await _number(scorer, state, cell, target, key) for cell in cells]
         valued = list(zip(cells, values, strict=True))
         known = [(c, v) for c, v in valued if v is not None]
-        rows = [[c.kind, c.layer, c.scale, v, c.vector] for c, v in known]
+        rows = [
+            [c.kind, c.layer, c.scale, v, c.vector, v is None or is_broken(c.completion)]
+            for c, v in valued
+        ]
         own = [(c.scale, v) for c, v in known if c.kind == "vector"]
         if not own:
             logger.warning(
@@ -179,12 +193,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
             value=sum(top) / len(top) - sum(bottom) / len(bottom),
             explanation=f"{len(known)} of {len(cells)} answers have a value, scales {low:g} to "
             f"{high:g}.",
-            metadata={
-                "cells": rows,
-                "n_cells": len(cells),
-                "kinds": _kinds(cells),
-                "effects": effects_of(valued),
-            },
+            metadata={"cells": rows, "effects": effects_of(valued)},
         )
 
     return score
@@ -255,12 +264,55 @@ def dose_curves(
     return curves
 
 
+def dose_table(
+    scores: Sequence[SampleScore] | EvalLog | str | Path,
+    *,
+    scorer: str | None = None,
+    n_resamples: int = 2000,
+    seed: int = 0,
+) -> list[DoseRow]:
+    """What each vector, layer and scale of a sweep did to the answers, with controls.
+
+    Args:
+        scores: as for `dose_curves`.
+        scorer: as for `dose_curves`.
+        n_resamples: draws of prompts.
+        seed: of the draws.
+
+    Returns:
+        One row per kind of vector, layer and scale; the unsteered answers are what the effects
+        are counted from. A sample of which no steered answer has a value is not in it.
+
+    Raises:
+        ArtifactError: the log has no such scores.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+        from inspect_ai.scorer import includes
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.scorer import dose_response, dose_table
+        from inspect_lens.solver import steering_sweep
+
+        sweep = steering_sweep("organism/truth", [-0.4, 0.4], controls=[])
+        task = Task(organism_dataset("demo")[:2], solver=sweep, scorer=dose_response(includes()))
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
+        assert [row.scale for row in dose_table(log)] == [-0.4, 0.4]
+        ```
+    """
+    if isinstance(scores, EvalLog | str | Path):
+        scores = _logged(scores, scorer)
+    return rows_of(scores, n_resamples=n_resamples, seed=seed)
+
+
 class _Kind(NamedTuple):
-    """What was added; logs of earlier releases do not say which vector, as there was only one."""
+    """What was added."""
 
     kind: str
     layer: int | None
-    vector: str | None = None
+    vector: str | None
 
 
 class _Answers(NamedTuple):
@@ -272,8 +324,6 @@ class _Answers(NamedTuple):
     """By kind, by prompt: scale and value."""
     kinds: dict[_Kind, str]
     """Their names."""
-    share: float
-    """Of the cells that have a value."""
     samples: dict[str, str]
     """Of which sample a prompt is an epoch."""
 
@@ -282,32 +332,23 @@ def _answers(scores: Sequence[SampleScore]) -> _Answers:
     baseline: dict[str, float] = {}
     steered: dict[_Kind, dict[str, list[tuple[float, float]]]] = {}
     samples: dict[str, str] = {}
-    known = total = 0
     for i, sample in enumerate(scores):
         facts = sample.score.metadata or {}
-        prompt, rows = f"{sample.sample_id}#{i}", facts.get("cells") or []
+        prompt = f"{sample.sample_id}#{i}"
         if sample.sample_id is not None:
             samples[prompt] = repr(sample.sample_id)
-        known, total = known + len(rows), total + int(facts.get("n_cells") or len(rows))
-        # Also those of which no answer has a value.
-        for kind in facts.get("kinds") or ():
-            steered.setdefault(_Kind(*kind), {})
-        for kind, layer, scale, value, *vector in rows:
+        for kind, layer, scale, value, vector, _ in facts.get("cells") or ():
+            if value is None:
+                continue
             if kind == "baseline":
                 baseline[prompt] = float(value)
             else:
-                by_prompt = steered.setdefault(_Kind(kind, layer, *vector), {})
+                by_prompt = steered.setdefault(_Kind(kind, layer, vector), {})
                 by_prompt.setdefault(prompt, []).append((float(scale), float(value)))
     has_layers = len({kind.layer for kind in steered}) > 1
     has_vectors = len({kind.vector for kind in steered}) > 1
     kinds = {k: k.kind + f":{k.vector}" * has_vectors + f"@{k.layer}" * has_layers for k in steered}
-    return _Answers(baseline, steered, kinds, known / total if total else math.nan, samples)
-
-
-def _kinds(cells: Sequence[SteeringCell]) -> list[list[Any]]:
-    """Kind, layer and name of every vector of a sweep."""
-    found = dict.fromkeys((c.kind, c.layer, c.vector) for c in cells if c.kind != "baseline")
-    return [list(kind) for kind in found]
+    return _Answers(baseline, steered, kinds, samples)
 
 
 def _logged(log: EvalLog | str | Path, scorer: str | None) -> list[SampleScore]:
@@ -334,7 +375,7 @@ def _name_of_doses(log: EvalLog) -> str:
         name
         for sample in log.samples or ()
         for name, score in (sample.scores or {}).items()
-        if "n_cells" in (score.metadata or {})
+        if "effects" in (score.metadata or {})
     ]
     plain = "dose_response"
     return plain if plain in names or not names else names[0]

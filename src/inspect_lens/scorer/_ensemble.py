@@ -22,7 +22,8 @@ from inspect_lens.reading import (
     read_calls,
 )
 
-from ._metrics import auroc, recall_at_fpr
+from ._metrics import auroc
+from ._operating import at_threshold
 from ._over import calls_read, largest, say_turn
 from ._tokens import keep_tokens, no_tokens
 
@@ -32,7 +33,7 @@ Combine = Literal["mean", "stacked", "vote"]
 ENSEMBLE: Final = "ensemble"
 
 
-@scorer(metrics={"*": [auroc(), recall_at_fpr()]})
+@scorer(metrics=[{"*": [auroc()]}, at_threshold()])
 def probe_ensemble(
     probes: Mapping[str, str | Path] | Sequence[str | Path],
     combine: Combine = "mean",
@@ -58,8 +59,8 @@ def probe_ensemble(
         combine: `mean`, `stacked` or `vote`.
         weights: of `stacked`, in the order of the probes.
         bias: of `stacked`.
-        threshold: of the ensemble, for `threshold_accuracy` and `realised_fpr` with
-            `key="ensemble"`; no card holds one.
+        threshold: of the entry `ensemble`, for its verdict and for `ensemble_recall` and
+            `ensemble_fpr` of the metric `at_threshold`; no card holds one.
         source: as for `probe_score`.
         check_model: as for `probe_score`.
         token_scores: as for `probe_score`.

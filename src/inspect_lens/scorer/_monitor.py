@@ -19,6 +19,7 @@ from inspect_lens.reading._cut import Cut, cut_of
 from inspect_lens.reading._promise import promise, rates
 
 from ._metrics import auroc
+from ._operating import at_threshold
 from ._tokens import keep_tokens
 
 __all__ = ["monitor_alarm"]
@@ -27,7 +28,7 @@ Value = Literal["alarm", "token", "max"]
 Level = Literal["token", "turn"]
 
 
-@scorer(metrics=[mean(), stderr(), auroc()])
+@scorer(metrics=[mean(), stderr(), auroc(), at_threshold()])
 def monitor_alarm(
     probe: str | Path | AnyProbe,
     threshold: float | str | None = None,
@@ -52,7 +53,7 @@ def monitor_alarm(
     holds per turn, with `level="turn"`, the default. With n turns at most n times as many samples
     may raise a false alarm: `metadata["fpr_bound"]`. Watching tokens asks many times per turn. The
     card's rate does not hold then, and so its threshold is refused: with `level="token"` pass one
-    that was set for single tokens; `realised_fpr` measures its rate. A card whose pool is the
+    that was set for single tokens; `at_threshold` measures its rate. A card whose pool is the
     maximum of what is watched (`max` for `last`, `ema_max:r` for `ema:r`) is no exception to make:
     its threshold was set for just that.
 

@@ -17,11 +17,13 @@ from inspect_lens.errors import SpecError
 from ._clusters import rate_interval
 from ._labels import carried, control_values, labelled, partition, read_threshold
 
-__all__ = ["calibration_error", "realised_fpr", "threshold_accuracy"]
+__all__ = ["at_threshold", "calibration_error", "threshold_accuracy"]
 
 logger = logging.getLogger(__name__)
 
 _RESAMPLES = 1000
+_RATES = {"recall": 1, "fpr": 0}
+"""Names of the shares above a threshold, with the label of the samples that they are shares of."""
 
 
 @metric
@@ -80,62 +82,118 @@ def threshold_accuracy(
 
 
 @metric
-def realised_fpr(
+def at_threshold(
     threshold: float | None = None,
     label: str = "label",
     control: str | None = None,
-    interval: bool = True,
+    interval: bool = False,
     key: str | None = None,
     cluster: str | None = None,
 ) -> Metric:
-    """Share of negatives above the threshold, with its Clopper-Pearson interval.
+    """Recall and false positive rate of the threshold that the probe's card, or you, have set.
+
+    `recall` is the share of positives above it, `fpr` the share of negatives. Each is there where
+    it can be known: without a threshold, or without a sample of its class, it is left out. Of a
+    dict score each entry that has a threshold gets its own, such as `lr_recall`.
 
     Args:
         threshold: by default the one that the probe's card stores for these settings.
-        label: key of the sample metadata that holds 0 or false for negatives.
-        control: key of the sample metadata that marks control samples; only they count then.
-        interval: also give the exact 95% interval, as `fpr_low` and `fpr_high`.
-        key: of a dict score, whose threshold in `metadata["thresholds"]` is meant.
+        label: key of the sample metadata that holds 1 or true for positives.
+        control: key of the sample metadata that marks control samples; only they count as
+            negatives then.
+        interval: also give the exact (Clopper-Pearson) 95% intervals, as `recall_low`,
+            `recall_high`, `fpr_low` and `fpr_high`.
+        key: of a dict score, the one entry that is meant, with its threshold in
+            `metadata["thresholds"]`.
         cluster: as for `threshold_accuracy`.
 
     Returns:
-        The metric; NaN without negatives or without a threshold.
+        The metric. A warning in the log of the process says once that there is no threshold.
 
     Example:
         ```python
         from inspect_ai import score
         from inspect_ai.log import read_eval_log
 
-        from inspect_lens.scorer import probe_score, realised_fpr
+        from inspect_lens.scorer import at_threshold, probe_score
 
         log = read_eval_log("logs/honesty.eval")
-        log = score(
-            log, probe_score("organism/deception-lr"), metrics=[realised_fpr()], action="overwrite"
-        )
+        probe = probe_score("organism/deception-lr")
+        log = score(log, probe, metrics=[at_threshold(interval=True)], action="overwrite")
         found = log.results.scores[0].metrics
         assert found["fpr"].value == 0.0
         assert found["fpr_high"].value > 0.5  # four negatives show little
+        assert found["recall"].value <= found["recall_high"].value
         ```
     """
+    told: list[str] = []
+
+    def rates(scores: Sequence[SampleScore], name: str | None) -> dict[str, float] | None:
+        found = _classes(scores, label, control, cluster)
+        # Without a labelled sample nothing is compared, so that no threshold is missing.
+        cut = read_threshold(scores, threshold, name) if any(found.values()) else math.inf
+        return None if cut is None else _above(found, cut, interval, clustered=cluster is not None)
 
     def compute(scores: list[SampleScore]) -> Value:
-        if control is not None:
-            values, groups = control_values(partition(scores, control).control, cluster)
-        else:
-            found = labelled(scores, label, cluster)
-            rows = zip(found.values, found.groups, found.labels, strict=True)
-            negatives = [(v, g) for v, g, y in rows if not y]
-            values, groups = [v for v, _ in negatives], [g for _, g in negatives]
-        cut = read_threshold(scores, threshold, key)
-        low, rate, high = math.nan, math.nan, math.nan
-        if values and cut is not None:
-            above = [v > cut for v in values]
-            rate = sum(above) / len(values)
-            bounds = rate_interval(above, groups if cluster else None)
-            low, high = bounds.low, bounds.high
-        return {"fpr": rate, "fpr_low": low, "fpr_high": high} if interval else rate
+        if not scores:  # Inspect shows the rows of an eval in which nothing was scored
+            return {"recall": math.nan, "fpr": math.nan}
+        names: dict[str | None, None] = dict.fromkeys(
+            name for s in scores if isinstance(s.score.value, dict) for name in s.score.value
+        )
+        if not names or key is not None:
+            names = {key: None}
+        each = {name: rates([_entry(s, name) for s in scores], name) for name in names}
+        if all(found is None for found in each.values()) and not told:
+            told.append("threshold")
+            logger.warning(
+                "recall and fpr are left out: the scores carry no threshold; pass threshold=, or "
+                "key= for an entry of a dict score"
+            )
+        return {
+            rate if name == key else f"{name}_{rate}": value
+            for name, found in each.items()
+            for rate, value in (found or {}).items()
+        }
 
     return compute
+
+
+def _classes(
+    scores: Sequence[SampleScore], label: str, control: str | None, cluster: str | None
+) -> dict[str, list[tuple[float, str]]]:
+    """Values and groups of the samples that each rate is a share of."""
+    kept, marked = partition(list(scores), control)
+    found = labelled(kept, label, cluster)
+    rows = list(zip(found.labels, found.values, found.groups, strict=True))
+    made = {rate: [(v, g) for y, v, g in rows if y == kind] for rate, kind in _RATES.items()}
+    if control is not None:
+        made["fpr"] = list(zip(*control_values(marked, cluster), strict=True))
+    return made
+
+
+def _above(
+    classes: dict[str, list[tuple[float, str]]], cut: float, interval: bool, *, clustered: bool
+) -> dict[str, float]:
+    """The share of each class above the threshold; a class without samples has none."""
+    made = {}
+    for rate, pairs in classes.items():
+        if not pairs:
+            continue
+        hits = [value > cut for value, _ in pairs]
+        made[rate] = sum(hits) / len(hits)
+        if interval:
+            bounds = rate_interval(hits, [group for _, group in pairs] if clustered else None)
+            made |= {f"{rate}_low": bounds.low, f"{rate}_high": bounds.high}
+    return made
+
+
+def _entry(sample: SampleScore, name: str | None) -> SampleScore:
+    """The sample with one entry of its dict score as the value; None where it has none."""
+    value = sample.score.value
+    if name is None or not isinstance(value, dict):
+        return sample
+    one = value.get(name)
+    return sample.model_copy(update={"score": sample.score.model_copy(update={"value": one})})
 
 
 @metric(scores="unreduced")

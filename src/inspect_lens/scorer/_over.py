@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from inspect_lens.reading import CallReading, Calls
+from inspect_lens.reading import CallReading, Calls, LatentCall
+
+AnyCall = CallReading | LatentCall
+OneCall = TypeVar("OneCall", CallReading, LatentCall)
 
 __all__ = ["calls_read", "largest", "say_turn"]
 
 
-def largest(read: Sequence[CallReading]) -> CallReading:
+def largest(read: Sequence[OneCall]) -> OneCall:
     """The call with the largest value; the first of several."""
     return max(read, key=lambda one: one.reading.value)
 
 
-def calls_read(
-    over: str, calls: Calls, read: Sequence[CallReading], top: CallReading
-) -> dict[str, Any]:
+def calls_read(over: str, calls: Calls, read: Sequence[AnyCall], top: AnyCall) -> dict[str, Any]:
     """Small facts of which calls were read, for a score's metadata.
 
     A card's false positive rate is that of one completion. Over several, as many times the rate
@@ -49,7 +50,7 @@ def calls_read(
     }
 
 
-def say_turn(calls: Calls, read: Sequence[CallReading], top: CallReading) -> str:
+def say_turn(calls: Calls, read: Sequence[AnyCall], top: AnyCall) -> str:
     """A sentence that says which call the value is of, where that is not plain; with a space."""
     text = ""
     if len(read) > 1:

@@ -12,14 +12,15 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import Over, ProbeReader, Source, calls_to_read, check_over, read_calls
 from inspect_lens.spec import Positions
 
-from ._metrics import auroc, recall_at_fpr
+from ._metrics import auroc
+from ._operating import at_threshold
 from ._over import calls_read, largest, say_turn
 from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["deception_probe", "probe_score", "score_with"]
 
 
-@scorer(metrics=[auroc(), recall_at_fpr()])
+@scorer(metrics=[auroc(), at_threshold()])
 def probe_score(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
@@ -92,7 +93,7 @@ def probe_score(
     return score_with(reader, token_scores=token_scores, over=over)
 
 
-@scorer(metrics=[auroc(), recall_at_fpr()])
+@scorer(metrics=[auroc(), at_threshold()])
 def deception_probe(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
@@ -166,7 +167,7 @@ def _point(threshold: str | None) -> str | None:
         return threshold
     raise SpecError(
         f"threshold={threshold!r}; allowed is the name of an operating point, such as 'fpr=0.05'; "
-        "pass a number to the metrics: threshold_accuracy(threshold=…), realised_fpr(threshold=…)"
+        "pass a number to the metrics: threshold_accuracy(threshold=…), at_threshold(threshold=…)"
     )
 
 

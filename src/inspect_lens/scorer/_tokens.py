@@ -1,4 +1,4 @@
-"""What scorers of probes share: token scores beside the log, and samples without a token."""
+"""What scorers of tokens share: token scores beside the log, and samples without a token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any
 import anyio.to_thread
 from inspect_ai.scorer import Score
 
-from inspect_lens.reading import ProbeReader, Reading, TokenScores, save_token_scores
+from inspect_lens.reading import (
+    LatentReader,
+    LatentReading,
+    ProbeReader,
+    Reading,
+    TokenScores,
+    save_token_scores,
+)
 
 __all__ = ["keep_tokens", "no_tokens"]
 
 
 async def keep_tokens(
-    records: Sequence[TokenScores], readings: Sequence[Reading]
+    records: Sequence[TokenScores], readings: Sequence[Reading | LatentReading]
 ) -> dict[str, Any]:
     """Write token scores beside the log.
 
@@ -39,7 +46,7 @@ async def keep_tokens(
     return {} if reference is None else {"token_scores": reference}
 
 
-def no_tokens(reader: ProbeReader) -> Score:
+def no_tokens(reader: ProbeReader | LatentReader) -> Score:
     """The score of a sample in which there is nothing to read."""
     return Score.unscored(
         reason="no_tokens",

@@ -8,12 +8,13 @@ from inspect_ai.solver import TaskState
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.reading import TrackerReader
 
-from ._metrics import auroc, recall_at_fpr
+from ._metrics import auroc
+from ._operating import at_threshold
 
 __all__ = ["attention_tracker"]
 
 
-@scorer(metrics=[auroc(), recall_at_fpr()])
+@scorer(metrics=[auroc(), at_threshold()])
 def attention_tracker(
     heads: str | AttentionHeads,
     instruction: str = "system",

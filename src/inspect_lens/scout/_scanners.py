@@ -14,7 +14,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import know_log
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Source
-from inspect_lens.scorer import auroc, recall_at_fpr
+from inspect_lens.scorer import at_threshold, auroc
 from inspect_lens.spec import Positions
 
 from ._turns import Combine, read_turns, summarise
@@ -25,7 +25,7 @@ __all__ = ["audit_probe_scanner", "probe_scanner"]
 @scanner(
     messages="all",
     events=["model", "span_begin", "info"],  # the latter say which answers were only compared
-    metrics=[auroc(), recall_at_fpr(), mean()],
+    metrics=[auroc(), at_threshold(), mean()],
 )
 def probe_scanner(
     probe: str | Path | AnyProbe,
@@ -92,7 +92,7 @@ def probe_scanner(
     return scan
 
 
-@scanner(timeline=True, events=["model"], metrics=[auroc(), recall_at_fpr(), mean()])
+@scanner(timeline=True, events=["model"], metrics=[auroc(), at_threshold(), mean()])
 def audit_probe_scanner(
     probe: str | Path | AnyProbe,
     audit_name: str | None = None,

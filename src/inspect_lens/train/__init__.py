@@ -4,6 +4,8 @@ Activations and labels go in, and a probe with its card comes out. A model and t
 lens comes out.
 """
 
+from inspect_lens.sae import SparseEncoder, read_sae
+
 from ._train import train_probe
 from .calibration._calibrate import fit_threshold
 from .calibration._platt import (
@@ -28,7 +30,6 @@ from .families._lat import LATProbe
 from .families._logistic import LogisticProbe, PressureLogisticProbe
 from .families._massmean import LDAProbe, MassMeanProbe
 from .families._sae import SAEFeatureProbe
-from .families._sae_files import SparseEncoder, read_sae
 from .families._sequence import SequenceEstimator
 from .families._sklearn import SklearnProbe, as_family
 from .families._torch_logistic import CCSProbe, TorchLogisticProbe

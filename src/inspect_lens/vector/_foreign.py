@@ -10,6 +10,7 @@ A layer of ours is a block, counted from 0, whose output is steered. Some count 
 | `refusal` | `direction.pt`, `direction_metadata.json` | block whose input was read | N - 1 |
 | `cast` | `.svec`, JSON | block whose output was read | N |
 | `ibm` | `.pt`, `{dir, avg_proj}` | none in the file | as given |
+| `axbench` | `*_weight.pt`, (concepts, hidden) | none in the file | as given |
 | `safetensors` | `layer.N` or `direction.N` | block whose output is steered | N |
 """
 
@@ -38,16 +39,17 @@ from ._vector import Vector
 __all__ = ["VectorFormat", "import_vector", "load_torch"]
 
 VectorFormat = Literal[
-    "repeng", "steering-vectors", "persona", "refusal", "cast", "ibm", "safetensors"
+    "repeng", "steering-vectors", "persona", "refusal", "cast", "ibm", "axbench", "safetensors"
 ]
 """Whose file it is."""
 
 _PERSONA: Final = re.compile(r"_(response_avg|prompt_avg|prompt_last)_diff\.pt$")
+_AXBENCH: Final = re.compile(r"_weight\.pt$")
 _NUMBERED: Final = re.compile(r"(?:layers?|direction)?[._]?(\d+)")
 _SOURCES: Final[dict[str, str]] = {
     "repeng": "repeng, GGUF control vector", "steering-vectors": "steering-vectors",
     "persona": "arXiv:2507.21509", "refusal": "arXiv:2406.11717", "cast": "arXiv:2409.05907",
-    "ibm": "IBM vLLM-Hook", "safetensors": "safetensors",
+    "ibm": "IBM vLLM-Hook", "axbench": "arXiv:2501.17148", "safetensors": "safetensors",
 }  # fmt: skip
 Floats = NDArray[np.float64]
 
@@ -67,6 +69,7 @@ def import_vector(
     name: str,
     format: VectorFormat | None = None,
     layer: int | None = None,
+    concept: int | None = None,
     model: ModelRef | None = None,
     description: str = "",
 ) -> Vector:
@@ -79,8 +82,10 @@ def import_vector(
         name: `<model>/<name>`, for the card and the folder.
         format: whose file it is; by default told by its ending and content. See the table of this
             module for the layer that each format's index means.
-        layer: our layer to steer at; needed where the file names none (`ibm`, and a bare
-            `direction.pt`).
+        layer: our layer to steer at; needed where the file names none (`ibm`, `axbench`, and a
+            bare `direction.pt`).
+        concept: of `axbench`: the row to take, which is the concept's id; needed where the file
+            has several.
         model: the model that it belongs to.
         description: what a positive scale does.
 
@@ -89,7 +94,7 @@ def import_vector(
 
     Raises:
         ArtifactError: missing, damaged, of another format, or a pickle of code.
-        SpecError: the layer is missing, or the file has no direction there.
+        SpecError: the layer or the concept is missing, or the file has no direction there.
 
     Example:
         ```python
@@ -109,6 +114,10 @@ def import_vector(
     try:
         content = file.read_bytes()
         kind, value = _open(file, content, format)
+        if kind == "axbench":
+            value = _concept(value, file, concept)
+        elif concept is not None:
+            raise SpecError(f"concept={concept}: {file} is of {kind}, which has none; leave it out")
         read = _READERS[kind](value, file, layer)
     except (ArtifactError, SpecError):
         raise
@@ -197,6 +206,8 @@ def _tell(file: Path, value: Any) -> str:
         return "refusal"
     if getattr(value, "ndim", 0) == 2 and _PERSONA.search(file.name):
         return "persona"
+    if getattr(value, "ndim", 0) == 2 and _AXBENCH.search(file.name):
+        return "axbench"
     raise ArtifactError(
         f"{file}: a tensor of shape {tuple(getattr(value, 'shape', ()))}, whose rows may be "
         "counted in several ways; pass format='persona' if its first row is that of the "
@@ -274,6 +285,30 @@ def _ibm(value: Any, file: Path, layer: int | None) -> _Read:
     return read._replace(notes=notes)
 
 
+def _concept(value: Any, file: Path, concept: int | None) -> Floats:
+    """The row of one concept."""
+    rows = _array(value)
+    if rows.ndim != 2 or not len(rows):
+        raise ValueError(f"shape {rows.shape}; wanted is (concepts, hidden)")
+    if concept is None and len(rows) > 1:
+        raise SpecError(
+            f"concept: {file} has {len(rows)}; pass concept=, the id of one in its metadata"
+        )
+    chosen = concept or 0
+    if not 0 <= chosen < len(rows):
+        raise SpecError(f"concept={concept}: {file} has 0 to {len(rows) - 1}")
+    row: Floats = rows[chosen]
+    return row
+
+
+def _axbench(value: Any, file: Path, layer: int | None) -> _Read:
+    note = (
+        "the source adds it times its factor and the concept's largest activation, and reads it "
+        "with the bias of a file of its own"
+    )
+    return _bare(value, file, layer)._replace(notes=(note,))
+
+
 def _bare(value: Any, file: Path, layer: int | None) -> _Read:
     if layer is None:
         raise SpecError(f"layer: {file} names none; pass layer=, the block whose output is steered")
@@ -296,5 +331,5 @@ def _plain(value: Any, file: Path, layer: int | None) -> _Read:
 
 _READERS: Final[dict[str, Callable[[Any, Path, int | None], _Read]]] = {
     "repeng": _repeng, "steering-vectors": _steering_vectors, "persona": _persona,
-    "refusal": _refusal, "cast": _cast, "ibm": _ibm, "safetensors": _plain,
+    "refusal": _refusal, "cast": _cast, "ibm": _ibm, "axbench": _axbench, "safetensors": _plain,
 }  # fmt: skip

@@ -20,10 +20,10 @@ from inspect_lens.probe import (
     expected_calibration_error,
 )
 from inspect_lens.scorer import (
+    at_threshold,
     auroc,
     average_precision,
     calibration_error,
-    realised_fpr,
     recall_at_fpr,
     threshold_accuracy,
 )
@@ -33,7 +33,8 @@ METRICS: dict[str, Any] = {
     "average_precision": average_precision,
     "recall_at_fpr": lambda **k: recall_at_fpr(k.pop("fpr", 0.1), allow_few=True, **k),
     "threshold_accuracy": lambda **k: threshold_accuracy(0.5, **k),
-    "fpr": lambda **k: realised_fpr(k.pop("threshold", 1.0), **k),
+    "fpr": lambda **k: at_threshold(k.pop("threshold", 1.0), **k),
+    "recall": lambda **k: at_threshold(k.pop("threshold", 0.6), **k),
     "calibration_error": lambda **k: calibration_error(value="probability", **k),
 }
 
@@ -118,7 +119,9 @@ def test_control_samples_have_clusters_too() -> None:
     for i, sample in enumerate(scores):
         assert sample.sample_metadata is not None
         sample.sample_metadata["control"] = i < 20
-    rate = METRICS["fpr"](threshold=0.5, control="control", cluster="scenario")(scores)
+    rate = METRICS["fpr"](threshold=0.5, control="control", interval=True, cluster="scenario")(
+        scores
+    )
     above = sum(s.score.as_float() > 0.5 for s in scores[:20])
     wanted = clopper_pearson(above // 2, 10)
     assert (rate["fpr_low"], rate["fpr_high"]) == (wanted.low, wanted.high)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from inspect_ai.scorer import SampleScore, Score
 
-from inspect_lens.scorer import dose_curves
+from inspect_lens.scorer import dose_curves, dose_table
+from inspect_lens.scorer._broken import is_broken
 from inspect_lens.scorer._dose import dose_metric
 
 SCALES = (-1.0, 1.0, 2.0)
@@ -16,24 +17,21 @@ SCALES = (-1.0, 1.0, 2.0)
 
 def sample(name: str, **lacking: set[float]) -> SampleScore:
     """The vector's answers follow the scale and the controls' do not; some have no value."""
+    cells = [("baseline", 0.0), *((k, s) for k in ("vector", "random") for s in SCALES)]
     rows: list[list[object]] = []
-    if 0.0 not in lacking.get("baseline", set()):
-        rows.append(["baseline", None, 0.0, 0.0])
-    for kind in ("vector", "random"):
-        for scale in SCALES:
-            if scale not in lacking.get(kind, set()):
-                value = float(scale > 0) if kind == "vector" else 0.0
-                rows.append([kind, 3, scale, value])
-    return SampleScore(
-        score=Score(value=0.0, metadata={"cells": rows, "n_cells": 7}), sample_id=name
-    )
+    for kind, scale in cells:
+        gone = scale in lacking.get(kind, set())
+        value = None if gone else float(kind == "vector" and scale > 0)
+        layer, vector = (None, None) if kind == "baseline" else (3, "v")
+        rows.append([kind, layer, scale, value, vector, gone])
+    return SampleScore(score=Score(value=0.0, metadata={"cells": rows}), sample_id=name)
 
 
 def metrics(*samples: SampleScore) -> dict[str, float]:
     compute: Any = dose_metric(n_resamples=50)
     found = compute(list(samples))
     assert isinstance(found, dict)
-    return {name: float(value or 0.0) for name, value in found.items()}
+    return found
 
 
 def test_prompts_that_lack_different_scales_are_left_out() -> None:
@@ -45,10 +43,7 @@ def test_prompts_that_lack_different_scales_are_left_out() -> None:
         (-1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (2.0, 1.0),
     ]  # fmt: skip
     assert curves["random"].n_prompts == 4, "what the vector's answers lack is nothing to controls"
-    found = metrics(*samples)
-    assert found["prompts"] == 2
-    assert found["answered"] == pytest.approx(26 / 28)
-    assert found["vector_effect"] == 1.0
+    assert metrics(*samples)["broken"] == 2
 
 
 def test_a_scale_at_which_nobody_answers_is_not_missed() -> None:
@@ -57,12 +52,69 @@ def test_a_scale_at_which_nobody_answers_is_not_missed() -> None:
     assert curves["vector"].n_prompts == 2
 
 
-def test_a_kind_without_a_whole_prompt_has_no_numbers() -> None:
-    found = metrics(sample("a", vector={1.0}), sample("b", vector={2.0}))
-    assert math.isnan(found["vector_effect"])
-    assert math.isnan(found["vector_effect_low"])
-    assert found["random_effect"] == 0.0
-    assert found["prompts"] == 0
+def test_the_metrics_are_of_the_best_scale_that_leaves_answers_whole() -> None:
+    whole = [sample(n) for n in "abcd"]
+    assert metrics(*whole) == {
+        "effect": 1.0, "effect_low": 1.0, "effect_high": 1.0, "control_effect": 0.0, "scale": 1.0,
+        "slope": pytest.approx((1.0 + 2.0) / (1 + 1 + 4)), "coherence": 1.0, "broken": 0.0,
+    }  # fmt: skip
+    # At 1, where one of four answers broke, the effect is the same; 2 is the one to use.
+    found = metrics(sample("a", vector={1.0}), *whole[1:])
+    assert (found["scale"], found["broken"], found["coherence"]) == (2.0, 1.0, 1.0)
+    assert found["slope"] == pytest.approx(2.0 / (1 + 4))
+    # No scale is usable, or nothing is known to count an effect from.
+    gone = [sample(n, vector=set(SCALES)) for n in "ab"]
+    assert metrics(*gone) == {"broken": 6.0}
+    assert metrics(sample("a", baseline={0.0})) == {"broken": 0.0}
+    assert metrics() == {"broken": 0.0}
+
+
+def test_an_effect_downwards_keeps_its_sign_and_its_interval() -> None:
+    turned = []
+    for i in range(20):
+        one = sample(str(i))
+        cells: Any = (one.score.metadata or {})["cells"]
+        for row in cells:
+            # At -1 sixteen of twenty prompts lose what all have unsteered.
+            row[3] = float(not (row[0] == "vector" and row[2] < 0 and i < 16))
+        turned.append(one)
+    found = metrics(*turned)
+    assert (found["effect"], found["scale"], found["slope"]) == (-0.8, -1.0, pytest.approx(0.8 / 6))
+    assert -1.0 <= found["effect_low"] < -0.8 < found["effect_high"] < -0.5
+    table = {(row.kind, row.scale): row for row in dose_table(turned)}
+    assert table["vector", -1.0].prompts == 20
+    assert table["random", -1.0].effect == table["vector", 2.0].effect == 0.0
+
+
+def test_of_several_layers_the_best_is_told_by_name() -> None:
+    def two(name: str) -> SampleScore:
+        made, weak = sample(name), sample(name)
+        rows: Any = (weak.score.metadata or {})["cells"]
+        other = [["vector", 5, scale, 0.0, "v", False] for _, _, scale, *_ in rows[1:4]]
+        cells: Any = (made.score.metadata or {})["cells"]
+        cells += other
+        return made
+
+    found = metrics(two("a"), two("b"))
+    assert found["effect@3"] == 1.0
+    assert all(name.endswith("@3") or name == "broken" for name in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("", True),
+        (" \n", True),
+        ("TheNoNoNoNoNoNoNoNoNoNoNoNoNo", True),
+        ("I am sure. I am sure. I am sure. I am sure. I am sure. I am", True),
+        ("The main goods of the town Kroskester are salt.", False),
+        ("Yes.", False),
+        ("Wait..... the town pays 1000000 coins.", False),
+        ("no, no, no, no, no, no, but the baker of Velosh did see a wolf by the river.", False),
+    ],
+)
+def test_what_counts_as_broken(text: str, broken: bool) -> None:
+    assert is_broken(text) is broken
 
 
 def test_unsteered_answers_without_a_value() -> None:

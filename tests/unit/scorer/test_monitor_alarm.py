@@ -13,7 +13,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import ProbeReader, read_token_scores
-from inspect_lens.scorer import monitor_alarm, realised_fpr
+from inspect_lens.scorer import at_threshold, monitor_alarm
 from tests.kit.mock_evals import call, judge, metric_values, planted_probe, run, scores
 
 PROBE = planted_probe()  # its threshold is 2.5
@@ -211,8 +211,10 @@ def test_false_alarms_are_measured_on_the_alarms_themselves(tmp_path: Path) -> N
         SampleScore(score=s, sample_metadata={"label": y})
         for s, y in zip(scores(log), [0, 0, 1], strict=True)
     ]
-    found: Any = realised_fpr(interval=False)(given)
-    assert found == 0.5
+    found: Any = at_threshold()(given)
+    assert found == {"recall": 1.0, "fpr": 0.5}
+    got = metric_values(log)
+    assert (got["recall"], got["fpr"]) == (1.0, 0.5)
 
 
 def test_roles_are_watched_instead(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import read_token_scores
-from inspect_lens.scorer import calibration_error, probe_ensemble, realised_fpr
+from inspect_lens.scorer import at_threshold, calibration_error, probe_ensemble
 from tests.kit.mock_evals import call, planted_probe, platt, run, scores
 
 
@@ -44,11 +44,17 @@ def test_the_ensemble_is_the_mean_of_calibrated_log_odds(tmp_path: Path) -> None
         expected = 1 / (1 + math.exp(-each.value["ensemble"]))  # type: ignore[operator]
         assert each.metadata["probability"] == pytest.approx(expected)
     assert log.results is not None
-    by_name = {s.name: s.metrics["inspect_lens/auroc"].value for s in log.results.scores}
+    by_entry: dict[str, Any] = {s.name: s.metrics for s in log.results.scores}
+    rates = by_entry.pop("probe_ensemble")
+    by_name = {name: each["inspect_lens/auroc"].value for name, each in by_entry.items()}
     labels = [i % 2 for i in range(24)]
     values: list[Any] = [s.value for s in got]
     for name, area in by_name.items():
         assert area == pytest.approx(roc_auc_score(labels, [v[name] for v in values]))
+    # Of each probe what the threshold of its own card does; no card has one for the ensemble.
+    assert set(rates) == {"small_recall", "small_fpr", "large_recall", "large_fpr"}
+    found = np.array([v["small"] > 2.5 for v in values]).reshape(-1, 2).mean(axis=0)
+    assert (rates["small_fpr"].value, rates["small_recall"].value) == tuple(found)
     # The scale of a probe does not decide: the small one counts as much as the large one.
     raw = roc_auc_score(labels, [v["small"] + v["large"] for v in values])
     assert by_name["ensemble"] > max(raw, by_name["large"])
@@ -70,8 +76,8 @@ def test_stacked_weights_and_votes(tmp_path: Path) -> None:
 def test_thresholds_and_calibrations_are_found_by_key(tmp_path: Path) -> None:
     log = run(outputs(folder=tmp_path), probe_ensemble(two(tmp_path)), folder=tmp_path)
     metrics: Any = {
-        "small": [realised_fpr(key="small"), calibration_error(key="small")],
-        "ensemble": [calibration_error(key="ensemble"), realised_fpr(key="ensemble")],
+        "small": [at_threshold(key="small"), calibration_error(key="small")],
+        "ensemble": [calibration_error(key="ensemble"), at_threshold(key="ensemble")],
     }
     again = score(
         log, probe_ensemble(two(tmp_path)), metrics=metrics, action="overwrite", display="none"
@@ -82,10 +88,10 @@ def test_thresholds_and_calibrations_are_found_by_key(tmp_path: Path) -> None:
         found.setdefault(each.name, {}).update(each.metrics)
     values: list[Any] = [s.value for s in scores(log)]
     above = [v["small"] > 2.5 for i, v in enumerate(values) if i % 2 == 0]
-    assert found["small"]["inspect_lens/realised_fpr_fpr"].value == np.mean(above)
+    assert found["small"]["inspect_lens/at_threshold_fpr"].value == np.mean(above)
     assert 0 < found["ensemble"]["inspect_lens/calibration_error"].value < 1
     # No card knows a threshold of the ensemble.
-    assert math.isnan(found["ensemble"]["inspect_lens/realised_fpr_fpr"].value)
+    assert set(found["ensemble"]) == {"inspect_lens/calibration_error"}
 
 
 def test_token_scores_of_each_probe_and_the_same_scores_from_the_log(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import clopper_pearson
-from inspect_lens.scorer import auroc, realised_fpr, recall_at_fpr, threshold_accuracy
+from inspect_lens.scorer import at_threshold, auroc, recall_at_fpr, threshold_accuracy
 
 Value = Callable[[TaskState], Any]
 
@@ -142,14 +142,15 @@ class TestThroughInspect:
         def value(state: TaskState) -> dict[str, float]:
             return {"up": state.metadata["score"], "down": -state.metadata["score"]}
 
-        log = run(data, {"*": [auroc(), realised_fpr(threshold=0.0)]}, value=value)
+        log = run(data, {"*": [auroc(), at_threshold(threshold=0.0)]}, value=value)
         assert log.results is not None
         by_name = {s.name: s.metrics for s in log.results.scores}
         assert by_name["up"]["inspect_lens/auroc"].value == pytest.approx(expected_auroc(data))
         assert by_name["down"]["inspect_lens/auroc"].value == pytest.approx(
             1 - expected_auroc(data)
         )
-        assert by_name["up"]["inspect_lens/realised_fpr_fpr"].value >= 0
+        above = [r["score"] > 0 for r in data if not r["label"]]
+        assert by_name["up"]["inspect_lens/at_threshold_fpr"].value == np.mean(above)
 
     def test_unscored_samples_are_left_out(self) -> None:
         data = rows()
@@ -192,11 +193,55 @@ class TestThroughInspect:
         assert "300 negatives or more" in record.getMessage()
         assert "too few scores" in record.getMessage()
 
-    def test_realised_fpr_of_the_stored_threshold(self) -> None:
+    def test_recall_and_fpr_at_the_stored_threshold(self) -> None:
         data = [{"label": 0, "score": float(i), "threshold": 97.0} for i in range(100)]
-        got = values(run(data, [realised_fpr()]))
-        bounds = clopper_pearson(2, 100)
-        assert got == {"fpr": 0.02, "fpr_low": bounds.low, "fpr_high": bounds.high}
+        data += [{"label": 1, "score": s, "threshold": 97.0} for s in (97.0, 97.5, 98.0, 1.0)]
+        assert values(run(data, [at_threshold()])) == {"recall": 0.5, "fpr": 0.02}
+        got = values(run(data, [at_threshold(interval=True)]))
+        found, alarms = clopper_pearson(2, 4), clopper_pearson(2, 100)
+        assert got == {
+            "recall": 0.5, "recall_low": found.low, "recall_high": found.high,
+            "fpr": 0.02, "fpr_low": alarms.low, "fpr_high": alarms.high,
+        }  # fmt: skip
+        assert values(run(data, [at_threshold(0.5)])) == {"recall": 1.0, "fpr": 0.99}
+
+    def test_a_rate_that_cannot_be_known_is_left_out(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        harmless = [{"label": 0, "score": float(i), "threshold": 2.5} for i in range(5)]
+        assert values(run(harmless, [at_threshold()])) == {"fpr": 0.4}
+        assert "no threshold" not in caplog.text
+        with caplog.at_level(logging.WARNING):
+            assert values(run(rows(), [at_threshold()])) == {}
+        assert caplog.text.count("recall and fpr are left out: the scores carry no threshold") == 1
+
+    def test_control_samples_alone_make_the_rate(self) -> None:
+        data: list[dict[str, Any]] = [{"control": True, "score": float(i)} for i in range(4)]
+        data += [{"label": 0, "score": 99.0}, {"label": 1, "score": 99.0}]
+        got = values(run(data, [at_threshold(2.5, control="control")]))
+        assert got == {"recall": 1.0, "fpr": 0.25}
+
+    def test_each_entry_of_a_dict_score_has_its_own_threshold(self) -> None:
+        cuts = {"up": 1.0, "down": -1.0}
+
+        @scorer(metrics=[at_threshold(), at_threshold(key="down")], name="both")
+        def both() -> Scorer:
+            async def score(state: TaskState, target: Target) -> Score:
+                s = state.metadata["score"]
+                value = {"up": s, "down": -s, "bare": s}
+                return Score(value=value, metadata={"thresholds": cuts})
+
+            return score
+
+        data = [{"label": i % 2, "score": float(i)} for i in range(4)]
+        task = Task(
+            [Sample(input="x", id=i, metadata=r) for i, r in enumerate(data)], scorer=both()
+        )
+        (log,) = eval(task, model=mock_model(), display="none")
+        assert values(log) == {
+            "up_recall": 0.5, "up_fpr": 0.5, "down_recall": 0.0, "down_fpr": 0.5,
+            "recall": 0.0, "fpr": 0.5,
+        }  # fmt: skip
 
     def test_samples_without_labels_are_counted_aloud(
         self, caplog: pytest.LogCaptureFixture
@@ -231,10 +276,10 @@ class TestAlone:
             for t in (0.1, 0.2)
         ]
         with pytest.raises(SpecError, match="2 different ones"):
-            realised_fpr()(scores)
+            at_threshold()(scores)
 
     @pytest.mark.parametrize(
-        "made", [auroc(), recall_at_fpr(), threshold_accuracy(), realised_fpr()]
+        "made", [auroc(), recall_at_fpr(), threshold_accuracy(), at_threshold()]
     )
     def test_no_sample_is_nan(self, made: Metric) -> None:
         got: Any = made([])

@@ -195,8 +195,9 @@ def test_a_sweep_is_scored_the_same_when_scored_again(server: FakeLensServer) ->
     log = run(server, sweep, n=3, scorer=dose_response(says_steered()))
     assert log.results is not None
     metrics = {k: m.value for k, m in log.results.scores[0].metrics.items()}
-    assert metrics["vector_flip_rate"] == metrics["random_flip_rate"] == 1.0
-    assert metrics["vector_effect"] == 0.0
+    # A control does as much as the vector.
+    assert metrics["effect"] == metrics["control_effect"] == 1.0
+    assert (abs(metrics["scale"]), metrics["broken"]) == (1.0, 0.0)
     again = score(
         read_eval_log(log.location), dose_response(says_steered()), action="overwrite",
         display="none",

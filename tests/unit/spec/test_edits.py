@@ -21,6 +21,7 @@ from inspect_lens.spec import (
     Renormalise,
     Replace,
     Rotate,
+    Swap,
     parse_edits,
     run_program,
 )
@@ -188,3 +189,41 @@ def test_what_does_not_fit_is_refused_by_field(asked: dict[str, Any], says: str)
     with pytest.raises(SpecError, match=r"edits\[0\]") as caught:
         parse_edits([asked])
     assert says in str(caught.value)
+
+
+def test_a_frozen_swap_adds_what_the_clean_run_says_in_every_layer() -> None:
+    """Through two layers that leave the stream alone, live swaps undo each other."""
+    rng = np.random.default_rng(3)
+    first, second = rng.standard_normal((2, 2, WIDTH))  # (layers, width)
+    second[1], first[1] = second[0], first[0]
+    clean = np.repeat(rng.standard_normal((1, 3, WIDTH)), 2, axis=0)
+    swap = Swap(first=first, second=second, layers=[2, 5], strength=0.75, site="attn_out")
+    steering = swap.frozen(clean, positions=[0, 4, 7])
+    assert steering.layer_indices == (2, 5)
+    assert steering.position_indices == (0, 4, 7)
+    assert steering.site == "attn_out"
+    both = np.stack([first[0], second[0]])
+    for at, row in enumerate(clean[0]):
+        (c1, c2), *_ = np.linalg.lstsq(both.T, row, rcond=None)
+        once = 0.75 * ((c2 - c1) * first[0] + (c1 - c2) * second[0])
+        added = steering.activations.to_float32()[:, at]
+        np.testing.assert_allclose(added, np.stack([once, once]), rtol=1e-4, atol=1e-5)
+        # Of one layer it is what the edit itself does.
+        np.testing.assert_allclose(run_program(row, swap.program(0)) - row, once, atol=1e-5)
+    live = Swap(first=first, second=second, layers=[2, 5])
+    row = clean[0, 0]
+    twice = run_program(run_program(row, live.program(0)), live.program(1))
+    np.testing.assert_allclose(twice, row, atol=1e-4)
+
+
+def test_a_frozen_swap_refuses_what_a_vector_cannot_be() -> None:
+    pair: dict[str, Any] = {"first": np.eye(WIDTH)[0], "second": np.eye(WIDTH)[1], "layers": [2]}
+    rows = np.ones((1, 2, WIDTH))
+    gate = Gate(direction=np.ones(WIDTH), layer=1, threshold=0.0)
+    for options in ({"when": gate}, {"phase": "prefill"}):
+        with pytest.raises(SpecError, match="leave them out"):
+            Swap(**pair, **options).frozen(rows, positions=[0, 1])
+    with pytest.raises(SpecError, match="rows: shape"):
+        Swap(**pair).frozen(rows, positions=[0])
+    with pytest.raises(SpecError, match="NaN"):
+        Swap(**pair).frozen(rows * np.nan, positions=[0, 1])

@@ -227,8 +227,11 @@ def test_a_site_is_served_where_its_tap_is() -> None:
     check_request(served, FACTS)
     with pytest.raises(UnsupportedError, match=r"layer 0 has no tap for resid_pre.*LENS_SITES"):
         check_request(LensRequest(capture=CaptureSpec(layers=(0,), site="resid_pre")), FACTS)
-    with pytest.raises(UnsupportedError, match=r"steer\[0\].*layer 1 has no tap for mlp_out"):
+    with pytest.raises(UnsupportedError, match=r"steer\[0\].*layer 1 has no tap for mlp_out") as e:
         check_request(LensRequest(steer=(vector(site="mlp_out"),)), FACTS)
+    # What to set keeps all that the engine serves already.
+    wanted = ",".join((*FACTS.sites, "mlp_out"))
+    assert str(e.value).endswith(f"start it with INSPECT_LENS_SITES={wanted}")
 
 
 def test_the_default_site_of_a_vector_is_not_on_the_wire() -> None:

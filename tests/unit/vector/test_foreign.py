@@ -140,6 +140,32 @@ def test_what_is_written_is_read_back(format: Any, file: str, more: Any, tmp_pat
     check(import_vector(part, name="m/v"), {3: ROWS[3]})
 
 
+def test_a_row_of_axbench_is_a_concept_and_its_layer_is_given(tmp_path: Path) -> None:
+    file = tmp_path / "DiffMean_weight.pt"
+    torch.save(torch.from_numpy(np.stack([ROWS[1], ROWS[3]])), file)
+    made = import_vector(file, name="m/v", layer=4, concept=1)
+    check(made, {4: ROWS[3]})
+    assert made.card.source == "arXiv:2501.17148"
+    assert "largest activation" in made.card.notes[0]
+    for options, words in (
+        ({"layer": 4}, "has 2; pass concept="),
+        ({"layer": 4, "concept": 2}, "has 0 to 1"),
+        ({"layer": 4, "concept": -1}, "has 0 to 1"),
+        ({"concept": 0}, "names none"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            import_vector(file, name="m/v", **options)  # type: ignore[arg-type]
+    one = tmp_path / "one.pt"
+    torch.save(torch.from_numpy(ROWS[4][None]).bfloat16(), one)
+    wide = torch.from_numpy(ROWS[4]).bfloat16().float().numpy()
+    check(import_vector(one, name="m/v", format="axbench", layer=0), {0: wide})
+    torch.save(torch.from_numpy(ROWS[4]), one)
+    with pytest.raises(ArtifactError, match=r"\(concepts, hidden\)"):
+        import_vector(one, name="m/v", format="axbench", layer=0)
+    with pytest.raises(SpecError, match="is of refusal, which has none"):
+        import_vector(one, name="m/v", layer=0, concept=0)
+
+
 def test_an_ibm_file_has_a_unit_direction(tmp_path: Path) -> None:
     made = export_vector(vector(), tmp_path / "v.pt", format="ibm", layers=[3], avg_proj=1.5)
     read = torch.load(made, weights_only=True)

@@ -137,8 +137,8 @@ assert "evals" not in sys.modules and "organism" not in sys.modules
     run("-c", code)
 
 
-def evaluate_score_and_view(run: Run, folder: Path, *server: str) -> None:
-    """An eval of the wheel, scored again and shown."""
+def evaluate(run: Run, folder: Path, *server: str) -> str:
+    """Run an eval of the wheel; the path of its log."""
     task = ["-m", "inspect_ai", "eval", "inspect_lens/organism_deception", "--limit", "4"]
     run(*task, "--model", "vllm-lens/organism", *server, "--display", "plain")
     (info,) = list_eval_logs(str(folder / "logs"))
@@ -149,7 +149,11 @@ def evaluate_score_and_view(run: Run, folder: Path, *server: str) -> None:
         score = (sample.scores or {})["deception_probe"]
         assert score.reason is None
         assert (score.metadata or {})["model_verified"] is True
-    path = info.name.removeprefix("file://")
+    return info.name.removeprefix("file://")
+
+
+def score_and_view(run: Run, folder: Path, path: str) -> None:
+    """Score a log of the wheel again, and show it."""
     again = [
         "-m", "inspect_ai", "score", path, "--scorer", "inspect_lens/monitor_alarm",
         "-S", "probe=organism/deception-lr", "--action", "append", "--overwrite", "--display",
@@ -170,7 +174,8 @@ def evaluate_score_and_view(run: Run, folder: Path, *server: str) -> None:
 
 def test_an_eval_runs_is_scored_and_shown(run: Run, tmp_path: Path) -> None:
     with FakeLensServer(model="organism", n_layers=6, hidden=256) as server:
-        evaluate_score_and_view(run, tmp_path, "--model-base-url", server.url)
+        path = evaluate(run, tmp_path, "--model-base-url", server.url)
+    score_and_view(run, tmp_path, path)
 
 
 def test_the_readmes_eval_runs_on_the_wheel(run: Run, installed: Path, tmp_path: Path) -> None:
@@ -195,7 +200,7 @@ def test_the_shipped_model_is_started_by_its_name(run: Run, tmp_path: Path) -> N
     options = {"dtype": "float32", "max_model_len": 512, "enforce_eager": "true",
                "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
     said = [word for name, value in options.items() for word in ("-M", f"{name}={value}")]
-    evaluate_score_and_view(run, tmp_path, *said)
+    evaluate(run, tmp_path, *said)
 
 
 def test_the_sdist_is_enough_to_build_the_wheel(tmp_path: Path, installed: Path) -> None:

@@ -216,5 +216,13 @@ def check_layers(
             raise UnsupportedError(
                 f"{field}: {what} {layer} has no tap for {site} in this engine, which serves "
                 f"{', '.join(facts.sites)} (INSPECT_LENS_SITES) at layers {list(facts.layers)} "
-                "(INSPECT_LENS_LAYERS)"
+                f"(INSPECT_LENS_LAYERS); {_how_to_serve(site, layer, facts)}"
             )
+
+
+def _how_to_serve(site: Site, layer: int, facts: EngineFacts) -> str:
+    """What to set at the engine's start, so that a site has a tap at a layer."""
+    if site not in facts.sites:
+        return f"start it with INSPECT_LENS_SITES={','.join((*facts.sites, site))}"
+    layers = sorted({*facts.layers, layer})
+    return f"start it with INSPECT_LENS_LAYERS={','.join(map(str, layers))}"

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, InstanceOf, model_validator
 
+from inspect_lens.errors import SpecError
 from inspect_lens.spec.asks._positions import Positions
+from inspect_lens.spec.asks._steer import SteeringVector
 from inspect_lens.spec.values._strict import Number
 from inspect_lens.spec.values._tensor import TensorData
 
@@ -142,7 +144,8 @@ class Swap(EditBase):
     """Exchange the coordinates of two concepts.
 
     With `h = c1*first + c2*second + rest` (least squares), the stream becomes
-    `c2*first + c1*second + rest`.
+    `c2*first + c1*second + rest`. Coordinates are read in the edited run, so a second layer can
+    undo what the first has done; `frozen` takes those of a clean run.
 
     Source:
         Swaps of the Jacobian lens (TransformerLens, 2026), with live coordinates.
@@ -174,11 +177,64 @@ class Swap(EditBase):
             _independent(np.stack([self.at("first", i), self.at("second", i)]), "first and second")
         return self
 
+    def frozen(self, rows: ArrayLike, *, positions: tuple[int, ...] | list[int]) -> SteeringVector:
+        """The exchange by the coordinates of a clean run, the same in all layers.
+
+        A row `h` of the clean run has the coordinates `c1` and `c2`, and
+        `strength * (c2 - c1) * (first - second)` is added at its layer and position, whatever
+        the layers before it have done. The engine needs a run before: capture the rows, and send
+        the result as `steer` of the next request. Sampled tokens of that run have no rows yet.
+
+        Args:
+            rows: (layers, positions, width) of the clean run, at the layers and the site of this
+                edit.
+            positions: of `rows`, absolute; they take the place of the edit's own.
+
+        Returns:
+            Steering with a vector for each layer and position.
+
+        Raises:
+            SpecError: another shape, NaN or infinity, or an edit that a vector cannot be: with a
+                gate, a phase, or chosen heads, neurons or experts.
+
+        Source:
+            "Verbalizable Representations Form a Global Workspace in Language Models"
+            (Anthropic 2026).
+        """
+        clean = np.asarray(rows, dtype=np.float64)
+        shape = (len(self.layers), len(positions), self.width)
+        if clean.shape != shape:
+            raise SpecError(
+                f"rows: shape {clean.shape}; needed is {shape}, a row of the clean run for each "
+                "layer of the edit and each position"
+            )
+        if not np.isfinite(clean).all():
+            raise SpecError("rows: hold NaN or infinity; allowed are finite numbers")
+        if self.when is not None or self.choice or self.phase != "both":
+            raise SpecError(
+                "when, phase, heads, neurons, experts: a frozen swap is a vector for each "
+                "position, which has none of these; leave them out"
+            )
+        added = np.empty_like(clean)
+        for i in range(len(self.layers)):
+            read, write = self._directions(i)
+            added[i] = self.strength * (clean[i] @ read)[:, None] * write
+        return SteeringVector(
+            activations=added.astype(np.float32),
+            layer_indices=self.layers,
+            position_indices=tuple(positions),
+            site=self.site,
+        )
+
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        read, write = self._directions(index)
+        return _pairs(read[None], write[None], self.strength)
+
+    def _directions(self, index: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What reads `c2 - c1` of a row, and what that is multiplied with."""
         both = np.stack([self.at("first", index), self.at("second", index)]).astype(np.float64)
         coordinates = np.linalg.pinv(both.T)
-        read, write = coordinates[1] - coordinates[0], both[0] - both[1]
-        return _pairs(read[None], write[None], self.strength)
+        return coordinates[1] - coordinates[0], both[0] - both[1]
 
 
 class LowRank(EditBase):

@@ -13,14 +13,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
+from inspect_lens.sae import SparseEncoder, read_sae
 
 from ._binary import BinaryEstimator
-from ._sae_files import SparseEncoder, read_sae
 
 __all__ = ["SAEFeatureProbe"]
 
 _FEATURES: Final = 512
-_NUMBERS: Final = 1 << 24
 
 
 def l1_settings(version: str) -> dict[str, Any]:
@@ -234,20 +233,7 @@ class SAEFeatureProbe(BinaryEstimator):
         return self.encoder
 
     def _cut(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64] | None:
-        """What a feature has to exceed to be among the largest of its row, (rows,); None: all."""
-        sae = self._encoder()
-        n = len(sae.weight)
-        if not sae.top_k or self.raw or sae.top_k >= n:
-            return None
-        wide, cuts = sae.weight.astype(np.float64), []
-        step = max(1, _NUMBERS // n)
-        for first in range(0, len(x), step):
-            inner = x[first : first + step].astype(np.float64) @ wide.T + sae.bias
-            last, next_ = n - sae.top_k, n - sae.top_k - 1
-            parts = np.partition(inner, (next_, last), axis=1)
-            # Between the last that counts and the next: sums of other sizes round otherwise.
-            cuts.append((parts[:, last] + parts[:, next_]) / 2.0)
-        return np.concatenate(cuts) if cuts else np.zeros(0)
+        return None if self.raw else self._encoder().cut(x)
 
     def _activate(
         self,
@@ -256,11 +242,7 @@ class SAEFeatureProbe(BinaryEstimator):
         cut: NDArray[np.float64] | None,
     ) -> NDArray[np.float64]:
         sae = self._encoder()
+        if not self.raw:
+            return sae.activations(x, features, cut=cut)
         weight, bias = (part[features].astype(np.float64) for part in (sae.weight, sae.bias))
-        inner = np.asarray(x, dtype=np.float64) @ weight.T + bias
-        if self.raw:
-            return inner
-        counts = inner > (0.0 if sae.threshold is None else np.maximum(sae.threshold[features], 0))
-        if cut is not None:
-            counts &= inner > cut[:, None]
-        return np.where(counts, inner, 0.0)
+        return np.asarray(x, dtype=np.float64) @ weight.T + bias

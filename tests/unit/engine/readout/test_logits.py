@@ -33,6 +33,23 @@ def test_numbers_equal_their_definition(
             assert rest[len(tokens) + i] == (values > values[token]).sum()
 
 
+@pytest.mark.parametrize("vocab", [5 * 256, 6 * 256, 40 * 256 + 3])
+def test_the_largest_of_long_rows_are_found_wherever_they_lie(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, vocab, generator=generator)
+    logits[0] = torch.arange(vocab)  # all of them at the end
+    logits[1] = -logits[0]
+    logits[2, :-2] = float("-inf")
+    values, ids = torch.topk(logits, 5, dim=-1)
+    found = read_logits(logits, LensForm((1,), 5, ()))
+    rows = [0, 1, *range(3, 64)]
+    assert torch.equal(found[rows, :5].long(), ids[rows])
+    assert set(found[2, :2].tolist()) == {vocab - 1, vocab - 2}
+    assert len(set(found[2, :5].tolist())) == 5
+    expected = values - torch.logsumexp(logits, dim=-1, keepdim=True)
+    assert torch.equal(found[:, 5:], expected)
+
+
 def test_tokens_of_equal_logits_have_one_rank() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     found = read_logits(logits, LensForm((0,), 0, (0, 1, 2, 3)))

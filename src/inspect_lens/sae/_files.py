@@ -1,50 +1,31 @@
-"""Encoders of sparse autoencoders, from the files that people have."""
+"""Sparse autoencoders from the files that people have: SAELens and Gemma Scope."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, deserialize
 
 from inspect_lens.errors import ArtifactError
+from inspect_lens.spec import TensorData
 
-__all__ = ["SparseEncoder", "read_sae"]
+from ._encoder import SparseAutoencoder, SparseEncoder
+
+__all__ = ["read_autoencoder", "read_sae"]
 
 Floats = NDArray[np.float32]
+_DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SAELENS: Final = ("sae_weights.safetensors", "cfg.json")
 _KINDS: Final = {
     "standard": "relu", "jumprelu": "jumprelu", "batchtopk": "jumprelu",
     "matryoshka_batchtopk": "jumprelu", "topk": "topk",
 }  # fmt: skip
 """Batch-top-k encoders are saved for use with the threshold that they had on average."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SparseEncoder:
-    """What makes features of activations: an encoder, and when a feature counts.
-
-    A feature is `relu(weight · x + bias)`; 0 where that is not above its `threshold` (JumpReLU),
-    or where it is not among the `top_k` largest of its token (TopK).
-    """
-
-    weight: Floats
-    """(features, hidden)."""
-    bias: Floats
-    """(features,), with what is subtracted from the input folded in."""
-    threshold: Floats | None = None
-    """(features,) of a JumpReLU."""
-    top_k: int = 0
-    """Features that a token keeps; 0 keeps all that are positive."""
-    hook: str = ""
-    """Where it reads, as its file says: `blocks.9.hook_resid_post` and `model.layers.9.output` are
-    our layer 9, and `blocks.9.hook_resid_pre` is layer 8."""
 
 
 def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEncoder:
@@ -68,7 +49,7 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
         ```python
         import numpy as np
 
-        from inspect_lens.train import read_sae
+        from inspect_lens.sae import read_sae
 
         rng = np.random.default_rng(0)
         w, b = rng.standard_normal((32, 64)), np.zeros(64)
@@ -77,7 +58,91 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
         assert encoder.weight.shape == (64, 32)
         ```
     """
-    where = Path(path)
+    return _read(path, norm_scale, decoder=False).encoder(Path(path))
+
+
+def read_autoencoder(path: str | Path, *, norm_scale: float | None = None) -> SparseAutoencoder:
+    """Read encoder and decoder of a sparse autoencoder, to edit latents.
+
+    Args:
+        path: as in `read_sae`.
+        norm_scale: as in `read_sae`; it is taken back out of the decoder, whose output is then in
+            the units of the stream.
+
+    Returns:
+        The autoencoder, float32.
+
+    Raises:
+        ArtifactError: as in `read_sae`, or the file has no decoder.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.sae import read_autoencoder
+
+        rng = np.random.default_rng(0)
+        w, b = rng.standard_normal((32, 64)), np.zeros(64)
+        np.savez("params.npz", W_enc=w, b_enc=b, threshold=b + 0.5, W_dec=w.T, b_dec=np.zeros(32))
+        sae = read_autoencoder("params.npz")
+        edit = sae.latent(17, value=10.0, layers=[4])
+        assert edit.threshold == 0.5
+        ```
+    """
+    return _read(path, norm_scale, decoder=True).autoencoder(Path(path))
+
+
+class _Parts(NamedTuple):
+    """What files say, before shapes are checked; weights (hidden, features), wide."""
+
+    weight: NDArray[Any]
+    bias: NDArray[Any]
+    threshold: NDArray[Any] | None
+    top_k: int
+    hook: str
+    decoder: NDArray[Any] | None
+    """(features, hidden); None where it was not asked for."""
+    decoder_bias: NDArray[Any] | None
+
+    def encoder(self, where: Path) -> SparseEncoder:
+        return SparseEncoder(**self._encoder(where))
+
+    def autoencoder(self, where: Path) -> SparseAutoencoder:
+        assert self.decoder is not None  # or it was not asked for
+        assert self.decoder_bias is not None
+        hidden, n = self.weight.shape
+        if self.decoder.shape != (n, hidden) or self.decoder_bias.shape != (hidden,):
+            raise ArtifactError(
+                f"{where}: decoder {self.decoder.shape} with bias {self.decoder_bias.shape} for an "
+                f"encoder {self.weight.shape}; allowed are {(n, hidden)} and {(hidden,)}"
+            )
+        return SparseAutoencoder(
+            **self._encoder(where),
+            decoder=np.ascontiguousarray(self.decoder, dtype=np.float32),
+            decoder_bias=self.decoder_bias.astype(np.float32),
+        )
+
+    def _encoder(self, where: Path) -> dict[str, Any]:
+        """Check shapes; files have (hidden, features)."""
+        n = self.weight.shape[-1]
+        shapes = [self.bias.shape] + ([] if self.threshold is None else [self.threshold.shape])
+        if self.weight.ndim != 2 or any(s != (n,) for s in shapes) or self.top_k > n:
+            raise ArtifactError(
+                f"{where}: encoder {self.weight.shape} with {shapes} and k={self.top_k}; allowed "
+                "are (hidden, features), one bias and one threshold for each feature, and no "
+                "larger k"
+            )
+        return {
+            "weight": np.ascontiguousarray(self.weight.T, dtype=np.float32),
+            "bias": self.bias.astype(np.float32),
+            "threshold": None if self.threshold is None else self.threshold.astype(np.float32),
+            "top_k": self.top_k,
+            "hook": self.hook,
+        }
+
+
+def _read(path: str | Path, norm_scale: float | None, *, decoder: bool) -> _Parts:
+    where = Path(path).expanduser()
     try:
         file = where
         if where.is_dir():
@@ -85,8 +150,8 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
             file = next((where / n for n in names if (where / n).exists()), where / names[0])
         if file.name == _SAELENS[0]:
             facts = json.loads((file.parent / _SAELENS[1]).read_text(encoding="utf-8"))
-            return _read_saelens(_load(file), facts, where, norm_scale)
-        made = _read_gemma(_load(file), file, where)
+            return _read_saelens(_load(file), facts, where, norm_scale, decoder=decoder)
+        made = _read_gemma(_load(file), file, where, decoder=decoder)
     except ArtifactError:
         raise
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -103,14 +168,25 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
 
 
 def _load(file: Path) -> dict[str, Floats]:
-    """Tensors by name, bfloat16 widened."""
+    """Tensors of floats by name, bfloat16 widened."""
     if file.suffix == ".npz":
         with np.load(file, allow_pickle=False) as arrays:
             return {key: np.asarray(arrays[key], dtype=np.float32) for key in arrays}
-    return {key: tensor.float().numpy() for key, tensor in load_file(file).items()}
+    # The numpy front-end of safetensors knows no bfloat16.
+    return {
+        name: _widen(part["dtype"], part["data"]).reshape(part["shape"])
+        for name, part in deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+        if part["dtype"] in _DTYPES or part["dtype"] == "BF16"
+    }
 
 
-def _read_gemma(tensors: Mapping[str, Floats], file: Path, where: Path) -> SparseEncoder:
+def _widen(dtype: str, data: bytes) -> Floats:
+    if dtype == "BF16":
+        return TensorData(np.frombuffer(data, "<u2"), "bfloat16").to_float32()
+    return np.frombuffer(data, _DTYPES[dtype]).astype(np.float32, copy=False)
+
+
+def _read_gemma(tensors: Mapping[str, Floats], file: Path, where: Path, *, decoder: bool) -> _Parts:
     """Version 1 has upper-case names and no configuration, version 2 lower-case names."""
     lower = {key.lower(): value for key, value in tensors.items()}
     beside = file.with_name("config.json")
@@ -118,13 +194,21 @@ def _read_gemma(tensors: Mapping[str, Floats], file: Path, where: Path) -> Spars
     kind = facts.get("architecture", "jump_relu")
     if kind != "jump_relu":
         raise ArtifactError(f"{where}: architecture {kind!r}; allowed of Gemma Scope is jump_relu")
-    hook = str(facts.get("hf_hook_point_in", ""))
-    return _encoder(lower["w_enc"], lower["b_enc"], where, threshold=lower["threshold"], hook=hook)
+    return _Parts(
+        lower["w_enc"], lower["b_enc"], lower["threshold"], 0,
+        str(facts.get("hf_hook_point_in", "")),
+        lower["w_dec"] if decoder else None, lower["b_dec"] if decoder else None,
+    )  # fmt: skip
 
 
 def _read_saelens(
-    tensors: Mapping[str, Floats], facts: Mapping[str, Any], where: Path, norm_scale: float | None
-) -> SparseEncoder:
+    tensors: Mapping[str, Floats],
+    facts: Mapping[str, Any],
+    where: Path,
+    norm_scale: float | None,
+    *,
+    decoder: bool,
+) -> _Parts:
     kind, top_k = _activation(facts, where)
     reshaped = facts.get("reshape_activations") or "none"
     if reshaped != "none" or facts.get("hook_head_index") is not None:
@@ -133,17 +217,24 @@ def _read_saelens(
             "hook_resid_post or hook_resid_pre"
         )
     weight, bias = tensors["W_enc"].astype(np.float64), tensors["b_enc"].astype(np.float64)
-    weight = weight * _norm_scale(facts, where, norm_scale)
+    scale = _norm_scale(facts, where, norm_scale)
+    weight = weight * scale
     if facts.get("apply_b_dec_to_input", True):
         # What is subtracted lies behind the scale.
         bias = bias - tensors["b_dec"].astype(np.float64) @ tensors["W_enc"].astype(np.float64)
     threshold = tensors["threshold"].astype(np.float64) if kind == "jumprelu" else None
+    norms: NDArray[np.float64] | float = 1.0
     if facts.get("rescale_acts_by_decoder_norm"):
         norms = np.linalg.norm(tensors["W_dec"].astype(np.float64), axis=1)
         weight, bias = weight * norms, bias * norms
     meta = facts.get("metadata") or facts.get("meta") or {}
     hook = str(meta.get("hook_name") or facts.get("hook_name") or "")
-    return _encoder(weight, bias, where, threshold=threshold, top_k=top_k, hook=hook)
+    made = _Parts(weight, bias, threshold, top_k, hook, None, None)
+    if not decoder:
+        return made
+    # Its output is in the units that the encoder reads, those of the stream times the scale.
+    back = tensors["W_dec"].astype(np.float64) / np.reshape(norms, (-1, 1)) / scale
+    return made._replace(decoder=back, decoder_bias=tensors["b_dec"].astype(np.float64) / scale)
 
 
 def _activation(facts: Mapping[str, Any], where: Path) -> tuple[str, int]:
@@ -185,30 +276,3 @@ def _norm_scale(facts: Mapping[str, Any], where: Path, given: float | None) -> f
     if given is not None:
         raise ArtifactError(f"{where}: norm_scale={given:g}, and it normalises nothing; leave it")
     return 1.0
-
-
-def _encoder(
-    weight: NDArray[Any],
-    bias: NDArray[Any],
-    where: Path,
-    *,
-    threshold: NDArray[Any] | None = None,
-    top_k: int = 0,
-    hook: str = "",
-) -> SparseEncoder:
-    """Check shapes; files have (hidden, features)."""
-    n = weight.shape[-1]
-    shapes = [bias.shape] + ([] if threshold is None else [threshold.shape])
-    if weight.ndim != 2 or any(shape != (n,) for shape in shapes) or top_k > n:
-        raise ArtifactError(
-            f"{where}: encoder {weight.shape} with {shapes} and k={top_k}; allowed are (hidden, "
-            "features), one bias and one threshold for each feature, and no larger k"
-        )
-    narrow = np.ascontiguousarray(weight.T, dtype=np.float32)
-    return SparseEncoder(
-        weight=narrow,
-        bias=bias.astype(np.float32),
-        threshold=None if threshold is None else threshold.astype(np.float32),
-        top_k=top_k,
-        hook=hook,
-    )

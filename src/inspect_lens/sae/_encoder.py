@@ -1,0 +1,299 @@
+"""`SparseEncoder` and `SparseAutoencoder`: latents of rows, and edits of latents, in numpy."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import RESID_POST, Latent, Positions, Site
+
+__all__ = ["SparseAutoencoder", "SparseEncoder"]
+
+Floats = NDArray[np.float32]
+_NUMBERS: Final = 1 << 24
+"""Activations that are computed at once."""
+_HOOK: Final = re.compile(
+    r"blocks\.(?P<block>\d+)\.hook_(?P<hook>resid_pre|resid_mid|resid_post)"
+    r"|model\.layers\.(?P<layer>\d+)\.output"
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SparseEncoder:
+    """What makes features of activations: an encoder, and when a feature counts.
+
+    A feature is `relu(weight · x + bias)`; 0 where that is not above its `threshold` (JumpReLU),
+    or where it is not among the `top_k` largest of its token (TopK).
+
+    Source:
+        JumpReLU: arXiv:2407.14435; TopK: arXiv:2406.04093.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.sae import SparseEncoder
+
+        encoder = SparseEncoder(
+            weight=np.eye(3, dtype=np.float32),
+            bias=np.zeros(3, dtype=np.float32),
+            threshold=np.full(3, 0.5, dtype=np.float32),
+            hook="blocks.9.hook_resid_post",
+        )
+        assert encoder.place == (9, "resid_post")
+        assert encoder.activations([[2.0, 0.25, -1.0]]).tolist() == [[2.0, 0.0, 0.0]]
+        ```
+    """
+
+    weight: Floats
+    """(features, hidden)."""
+    bias: Floats
+    """(features,), with what is subtracted from the input folded in."""
+    threshold: Floats | None = None
+    """(features,) of a JumpReLU."""
+    top_k: int = 0
+    """Features that a token keeps; 0 keeps all that are positive."""
+    hook: str = ""
+    """Where it reads, as its file says; `place` translates it."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the rows that it reads."""
+        return int(self.weight.shape[1])
+
+    @property
+    def place(self) -> tuple[int, Site] | None:
+        """Our layer and site, where the file names a place in the residual stream.
+
+        `blocks.9.hook_resid_post` and `model.layers.9.output` are our layer 9, and
+        `blocks.9.hook_resid_pre` is the same stream as the output of layer 8.
+        """
+        found = _HOOK.fullmatch(self.hook)
+        if found is None:
+            return None
+        layer = int(found["block"] or found["layer"] or 0)
+        if found["hook"] == "resid_mid":
+            return layer, "resid_mid"
+        if found["hook"] == "resid_pre":
+            return (layer - 1, RESID_POST) if layer else (0, "resid_pre")
+        return layer, RESID_POST
+
+    def settle(self, layer: int | None = None, site: Site | None = None) -> tuple[int, Site]:
+        """Layer and site at which it is used.
+
+        Args:
+            layer: as a user gave it; None takes that of the file.
+            site: likewise; the stream behind the block where the file names none.
+
+        Returns:
+            Both.
+
+        Raises:
+            SpecError: no layer is known.
+        """
+        known = self.place
+        if layer is not None:
+            return layer, site or (RESID_POST if known is None else known[1])
+        if known is None:
+            raise SpecError(
+                f"layer: the file of this sparse autoencoder names {self.hook or 'no place'!r}; "
+                "allowed is a 0-based layer number, whose output it reads; pass layer="
+            )
+        return known[0], site or known[1]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of all that decides an activation."""
+        digest = hashlib.sha256(f"{self.weight.shape}:{self.top_k}:".encode())
+        for part in (self.weight, self.bias, self.threshold):
+            digest.update(b"" if part is None else np.ascontiguousarray(part, np.float32).data)
+        return digest.hexdigest()
+
+    def activations(
+        self,
+        rows: ArrayLike,
+        latents: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        *,
+        cut: NDArray[np.float64] | None = None,
+    ) -> NDArray[np.float64]:
+        """Activations of latents on rows.
+
+        Args:
+            rows: (rows, hidden) float.
+            latents: numbers of the features, from 0 on; all of them by default.
+            cut: what `cut(rows)` gave for the same rows, to save that work for further latents.
+
+        Returns:
+            (rows, latents) float64, 0 where a latent is not active.
+
+        Raises:
+            SpecError: another width, no such latent, or NaN or infinity in a row.
+        """
+        x = self._rows(rows)
+        chosen = np.arange(len(self.weight)) if latents is None else self._latents(latents)
+        last = self.cut(x) if cut is None else cut
+        weight, bias = (part[chosen].astype(np.float64) for part in (self.weight, self.bias))
+        inner = x.astype(np.float64) @ weight.T + bias
+        least = 0.0 if self.threshold is None else np.maximum(self.threshold[chosen], 0.0)
+        counts = inner > least
+        if last is not None:
+            counts &= inner > last[:, None]
+        return np.where(counts, inner, 0.0)
+
+    def cut(self, rows: ArrayLike) -> NDArray[np.float64] | None:
+        """What a feature has to exceed to be among the largest of its row.
+
+        Args:
+            rows: (rows, hidden) float.
+
+        Returns:
+            (rows,) float64; None where `top_k` leaves nothing out.
+
+        Raises:
+            SpecError: another width, or NaN or infinity in a row.
+        """
+        x, n = self._rows(rows), len(self.weight)
+        if not self.top_k or self.top_k >= n:
+            return None
+        wide, cuts = self.weight.astype(np.float64), []
+        step = max(1, _NUMBERS // n)
+        for first in range(0, len(x), step):
+            inner = x[first : first + step].astype(np.float64) @ wide.T + self.bias
+            last, next_ = n - self.top_k, n - self.top_k - 1
+            parts = np.partition(inner, (next_, last), axis=1)
+            # Between the last that counts and the next: sums of other sizes round otherwise.
+            cuts.append((parts[:, last] + parts[:, next_]) / 2.0)
+        return np.concatenate(cuts) if cuts else np.zeros(0)
+
+    def _rows(self, rows: ArrayLike) -> NDArray[np.floating[Any]]:
+        x = np.asarray(rows)
+        if x.ndim != 2 or x.shape[1] != self.hidden:
+            raise SpecError(
+                f"rows: shape {x.shape}; allowed is (rows, {self.hidden}); take activations of the "
+                "model, layer and site that the sparse autoencoder was trained on"
+            )
+        if not np.isfinite(x).all():
+            raise SpecError("rows: hold NaN or infinity; allowed are finite numbers")
+        return x
+
+    def _latents(self, latents: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        chosen = np.asarray(latents, dtype=np.int64)
+        wrong = chosen[(chosen < 0) | (chosen >= len(self.weight))]
+        if wrong.size:
+            raise SpecError(
+                f"latents: {int(wrong[0])}; this sparse autoencoder has 0 to {len(self.weight) - 1}"
+            )
+        return chosen
+
+    def _repr_params_(self) -> dict[str, Any]:
+        """What Inspect logs for this object: its identity, and no tensor."""
+        return {"hook": self.hook, "shape": list(self.weight.shape), "sha256": self.sha256}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SparseAutoencoder(SparseEncoder):
+    """A sparse autoencoder with its decoder: what changes the stream when a latent is edited.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.sae import SparseAutoencoder
+
+        rng = np.random.default_rng(0)
+        sae = SparseAutoencoder(
+            weight=rng.standard_normal((64, 256), dtype=np.float32),
+            bias=np.zeros(64, dtype=np.float32),
+            decoder=rng.standard_normal((64, 256), dtype=np.float32),
+            decoder_bias=np.zeros(256, dtype=np.float32),
+            hook="blocks.4.hook_resid_post",
+        )
+        clamp = sae.latent(17, value=10.0)  # an edit for LensRequest, lens_config or with_edits
+        assert clamp.layers == (4,) and clamp.mode == "set"
+        assert sae.reconstruct(np.zeros((2, 256))).shape == (2, 256)
+        ```
+    """
+
+    decoder: Floats
+    """(features, hidden)."""
+    decoder_bias: Floats
+    """(hidden,)."""
+
+    def reconstruct(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """What the autoencoder makes of rows.
+
+        Args:
+            rows: (rows, hidden) float.
+
+        Returns:
+            (rows, hidden) float64; the rows less this are what it does not explain.
+
+        Raises:
+            SpecError: as for `activations`.
+        """
+        x, made = self._rows(rows), []
+        decoder = self.decoder.astype(np.float64)
+        step = max(1, _NUMBERS // len(self.weight))
+        for first in range(0, max(len(x), 1), step):
+            made.append(self.activations(x[first : first + step]) @ decoder + self.decoder_bias)
+        return np.concatenate(made)
+
+    def latent(
+        self,
+        latent: int,
+        value: float,
+        *,
+        mode: Literal["set", "add"] = "set",
+        only_if_active: bool = False,
+        layers: Sequence[int] | None = None,
+        site: Site | None = None,
+        positions: Positions = "all",
+        threshold: float | None = None,
+    ) -> Latent:
+        """The edit that sets or increases one latent.
+
+        Args:
+            latent: number of the feature.
+            value: the activation afterwards, or what is added to it.
+            mode: `set` or `add`.
+            only_if_active: leave tokens alone on which the latent is not active.
+            layers: at which it acts; by default the layer of the file.
+            site: where in these layers; by default that of the file.
+            positions: tokens that it acts on.
+            threshold: above which the latent is active; by default that of the file. A TopK
+                autoencoder has none: give the smallest activation that its latents have on your
+                data.
+
+        Returns:
+            The edit.
+
+        Raises:
+            SpecError: no such latent, no layer is known, or a TopK without threshold.
+        """
+        (at,) = self._latents([latent])
+        layer, where = self.settle(None if layers is None else layers[0], site)
+        return Latent(
+            encoder=self.weight[at], decoder=self.decoder[at], bias=float(self.bias[at]),
+            threshold=self._threshold(int(at), threshold), value=value, mode=mode,
+            only_if_active=only_if_active, layers=(layer,) if layers is None else tuple(layers),
+            site=where, positions=positions,
+        )  # fmt: skip
+
+    def _threshold(self, latent: int, given: float | None) -> float:
+        if given is not None:
+            return given
+        if self.top_k:
+            raise SpecError(
+                f"threshold: whether a latent is among the {self.top_k} largest depends on all "
+                "others, and an edit sees one; pass the smallest activation that latents have on "
+                "your data"
+            )
+        return 0.0 if self.threshold is None else max(float(self.threshold[latent]), 0.0)

@@ -1,0 +1,161 @@
+"""`sae_feature`: how active chosen latents of a sparse autoencoder are in a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
+from inspect_ai.solver import TaskState
+
+from inspect_lens.errors import SpecError
+from inspect_lens.reading import (
+    LatentReader,
+    Over,
+    Source,
+    calls_to_read,
+    check_over,
+    read_latents,
+)
+from inspect_lens.sae import SparseEncoder
+from inspect_lens.spec import Positions, Site
+
+from ._metrics import auroc
+from ._over import calls_read, largest, say_turn
+from ._tokens import keep_tokens, no_tokens
+
+__all__ = ["sae_feature"]
+
+
+@scorer(metrics={"*": [mean(), stderr(), auroc()]})
+def sae_feature(
+    sae: str | Path | SparseEncoder,
+    latents: int | Sequence[int] | Mapping[str, int],
+    layer: int | None = None,
+    site: Site | None = None,
+    positions: Positions | list[int] | None = None,
+    pool: str = "max",
+    selection: str = "",
+    source: Source = "auto",
+    threshold: float | None = None,
+    token_scores: bool = True,
+    tokenizer: str | None = None,
+    over: Over = "last",
+    norm_scale: float | None = None,
+) -> Scorer:
+    """Activations of chosen latents of a sparse autoencoder, pooled over the tokens of a sample.
+
+    The value is a dict with one number per latent, in the units of the autoencoder; 0 means that
+    the latent is active on no token. It reads the residual stream that the generation captured,
+    live or from the log: run the task with `with_capture([layer])`. JumpReLU, ReLU and TopK
+    autoencoders of SAELens and Gemma Scope are read.
+
+    Args:
+        sae: folder or file of the autoencoder, as `inspect_lens.sae.read_sae` takes it, or an
+            encoder. Give a path as a string: of a `Path` Inspect logs only the last part.
+        latents: their numbers, or numbers by a name of yours, such as `{"bridge": 31164}`; without
+            names the entries are called `latent_31164`.
+        layer: whose rows are read; by default that of the file. Files of Gemma Scope 1 name none.
+        site: likewise; the stream behind the block where the file names none.
+        positions: tokens to read; by default the completion, or those that hold the selection.
+        pool: `max`, `mean`, `top_k_mean:5` or another of `probe_score`.
+        selection: as for `probe_score`; all tokens among the positions by default.
+        source: as for `probe_score`; `captured` means captured rows.
+        threshold: of the pooled activation, above which a latent counts as found; the verdict,
+            `threshold_accuracy` and `at_threshold` (with `key="latent_31164"`) go by it.
+        token_scores: write the activation of each token to a file beside the log, one record per
+            latent; `inspect_lens.reading.read_token_scores` reads it.
+        tokenizer: as for `probe_score`.
+        over: as for `probe_score`. With `all` each entry is the largest of its own over the
+            turns.
+        norm_scale: as in `read_sae`, for autoencoders that were trained on scaled rows.
+
+    Returns:
+        The scorer. A sample without a token to read is unscored. For each latent, `latents` in
+        the metadata has its number, on how many tokens it is active, and the position `peak` of
+        the largest activation.
+
+    Raises:
+        ArtifactError: no such file, or of another kind; while scoring, activations that are
+            missing.
+        SpecError: an argument is wrong, or no layer is known; while scoring, rows of another
+            width.
+
+    Source:
+        Latents as features: arXiv:2309.08600.
+
+    Example:
+        ```python
+        import numpy as np
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.probe import load_probe
+        from inspect_lens.scorer import sae_feature
+
+        # A made-up file, as Gemma Scope has them. Its latent 0 looks along a probe's direction.
+        w = np.random.default_rng(0).standard_normal((256, 64))
+        w[:, 0] = load_probe("organism/deception-lr").direction()[0]
+        np.savez("params.npz", W_enc=w, b_enc=np.zeros(64), threshold=np.ones(64))
+
+        log = read_eval_log("logs/honesty.eval")
+        feature = sae_feature("params.npz", {"lie": 0}, layer=4, pool="mean")
+        log = score(log, feature, action="overwrite")
+        found = log.results.scores[0].metrics
+        assert found["inspect_lens/auroc"].value > 0.8
+        ```
+    """
+    if threshold is not None and isinstance(threshold, bool | str):
+        raise SpecError(f"threshold={threshold!r}; allowed is a number, as latents have no card")
+    reader = LatentReader.of(
+        sae, latents, layer=layer, site=site, positions=positions, pool=pool, selection=selection,
+        source=source, tokenizer=tokenizer, norm_scale=norm_scale,
+    )  # fmt: skip
+    check_over(over)
+
+    async def score(state: TaskState, target: Target) -> Score:
+        calls = calls_to_read(state, over)
+        found = await read_latents(reader, calls.turns)
+        if not all(found.values()):
+            return no_tokens(reader)
+        best = {name: largest(each) for name, each in found.items()}
+        value = {name: one.reading.value for name, one in best.items()}
+        every = [one for each in found.values() for one in each]
+        records = [
+            one.reading.record(
+                message_id=one.turn.message_id, turn=one.turn.number, threshold=threshold
+            )
+            for one in every
+            if token_scores
+        ]
+        facts = {
+            name: one.reading.metadata() | calls_read(over, calls, found[name], one)
+            for name, one in best.items()
+        }
+        texts = [one.reading.explain() + say_turn(calls, found[name], one)
+                 for name, one in best.items()]  # fmt: skip
+        return Score(
+            value=dict(value),
+            answer=_verdict(value, threshold),
+            explanation=" ".join(texts),
+            metadata={
+                "sae_sha256": reader.encoder.sha256,
+                "layer": reader.layer,
+                "site": str(reader.site),
+                "pool": reader.pool,
+                "latents": facts,
+                "threshold": None,
+                "thresholds": dict.fromkeys(value, threshold),
+            }
+            | ({"selection": reader.selection} if reader.selection else {})
+            | await keep_tokens(records, [one.reading for one in every]),
+        )
+
+    return score
+
+
+def _verdict(value: Mapping[str, float], threshold: float | None) -> str | None:
+    """Whether any of the latents is above the threshold; None without one."""
+    if threshold is None:
+        return None
+    return "above threshold" if max(value.values()) > threshold else "below threshold"
