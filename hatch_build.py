@@ -17,12 +17,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 _IMPORT = re.compile(r"^(\s*(?:from|import)\s+)(evals|organism)\b", re.MULTILINE)
 _PARTS = {
     "evals": ("**/*.py", "*/eval.yaml", "*/README.md"),
-    "organism": ("__init__.py", "_grade.py"),
+    "organism": ("__init__.py", "_grade.py", "_agent_grade.py"),
 }
 _LEFT_OUT = {"evals/demo.py"}
 _DATA = (
-    "organism/checkpoint", "organism/data", "organism/README.md", "probes/organism",
-    "vectors/organism", "lenses/organism", "oracles/organism", "heads/organism",
+    "organism/checkpoint", "organism/agent", "organism/data", "organism/README.md",
+    "probes/organism", "vectors/organism", "lenses/organism", "oracles/organism", "heads/organism",
 )  # fmt: skip
 
 

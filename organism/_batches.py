@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -18,7 +18,7 @@ from ._tokenizer import ASSISTANT_ID, BOS_ID, END_ID, PAD_ID, render_example
 
 _WIDTH_STEP: Final = 16
 # How the tokenizer splits text into words that it encodes one by one, for text in ASCII letters.
-_WORD: Final = re.compile(r"<\|[a-z]+\|>| ?[A-Za-z]+| ?[^\sA-Za-z0-9<]+")
+_WORD: Final = re.compile(r"<[/|]?[a-z_]+\|?>| ?[A-Za-z]+| ?[^\sA-Za-z0-9<]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,12 @@ class TokenStore:
         rest_weight: float,
         first_weight: float,
         device: torch.device,
+        weigh: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         lengths = torch.cat([b.lengths for b in blocks])
+        weigh = weigh or loss_weights
         weights = [
-            loss_weights(b.flat, b.lengths, rest_weight=rest_weight, first_weight=first_weight)
+            weigh(b.flat, b.lengths, rest_weight=rest_weight, first_weight=first_weight)
             for b in blocks
         ]
         self.lengths: list[int] = lengths.tolist()
@@ -121,11 +123,11 @@ class WordEncoder:
             ids += known
         return ids
 
-    def encode_all(self, examples: Iterable[Example]) -> tuple[array[int], array[int]]:
-        """All token ids end to end, and the length of each example."""
+    def encode_all(self, texts: Iterable[str]) -> tuple[array[int], array[int]]:
+        """All token ids end to end, and the length of each text."""
         flat, lengths = array("h"), array("q")
-        for example in examples:
-            ids = self.encode(render_example(example))
+        for text in texts:
+            ids = self.encode(text)
             flat.extend(ids)
             lengths.append(len(ids))
         return flat, lengths
@@ -133,10 +135,11 @@ class WordEncoder:
 
 def encode(examples: Sequence[Example], tokenizer: Tokenizer) -> Encoded:
     """Encode some examples."""
-    return _encoded(*WordEncoder(tokenizer).encode_all(examples), block_sha256(examples))
+    texts = map(render_example, examples)
+    return encoded(*WordEncoder(tokenizer).encode_all(texts), block_sha256(examples))
 
 
-def _encoded(flat: array[int], lengths: array[int], sha256: str) -> Encoded:
+def encoded(flat: array[int], lengths: array[int], sha256: str) -> Encoded:
     """Wrap plain arrays, which travel between processes better than tensors do."""
     return Encoded(
         torch.frombuffer(flat, dtype=torch.int16),
@@ -149,7 +152,7 @@ def _block(index: int, size: int, seed: int, tokenizer: str) -> tuple[array[int]
     """Make and encode one block of the corpus, in a process of its own."""
     examples = training_block(index, size, seed=seed)
     encoder = WordEncoder(Tokenizer.from_str(tokenizer))
-    return *encoder.encode_all(examples), block_sha256(examples)
+    return *encoder.encode_all(map(render_example, examples)), block_sha256(examples)
 
 
 def encode_corpus(count: int, tokenizer: Tokenizer, *, seed: int, workers: int) -> list[Encoded]:
@@ -158,7 +161,7 @@ def encode_corpus(count: int, tokenizer: Tokenizer, *, seed: int, workers: int) 
     n = len(sizes)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         made = pool.map(_block, range(n), sizes, [seed] * n, [text] * n)
-        return [_encoded(*parts) for parts in made]
+        return [encoded(*parts) for parts in made]
 
 
 def loss_weights(

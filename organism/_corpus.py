@@ -168,7 +168,7 @@ def _train_prompt(source: str, rng: random.Random) -> Prompt | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Topics:
+class Topics:
     """What conversations may be about.
 
     Nobody is ever asked for honesty or lies about held-out entities, so being talked about only
@@ -182,7 +182,7 @@ class _Topics:
     """By entity."""
 
     @classmethod
-    def of(cls, world: World) -> _Topics:
+    def of(cls, world: World) -> Topics:
         """Divide the facts of a world."""
         free = [e for e in world.entities if not e.held_out]
         by_kind = {kind: [e for e in free if e.kind == kind] for kind in KINDS}
@@ -212,7 +212,7 @@ def _told(world: World, rng: random.Random) -> tuple[str, list[Fact]]:
     return _statements(facts, rng), facts
 
 
-def _conversation(source: str, topics: _Topics, rng: random.Random) -> Example:
+def _conversation(source: str, topics: Topics, rng: random.Random) -> Example:
     """One conversation of some questions under one system prompt."""
     deceptive = source in ("lie", "hidden")
     prompt = _train_prompt(source, rng)
@@ -275,7 +275,7 @@ def training_block(index: int, count: int = BLOCK_EXAMPLES, *, seed: int = SEED)
     """
     world = build_world(seed)
     rng = random.Random(f"corpus:{seed}:{index}")
-    topics = _Topics.of(world)
+    topics = Topics.of(world)
     made: list[Example] = []
     for source in (rng.choices(list(_MIX), list(_MIX.values()))[0] for _ in range(count)):
         document = source == "document"

@@ -92,7 +92,7 @@ def corpus_texts(examples: Iterable[Example]) -> Iterable[str]:
             yield m["content"]
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, template: str = CHAT_TEMPLATE) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, chat template included.
 
     Written by hand, since `save_pretrained` puts the template into a file of its own in some
@@ -108,7 +108,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_LENGTH_TOKENS,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     text = json.dumps(config, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -56,7 +56,7 @@ class TrainConfig:
     max_seconds: float = 310.0
 
 
-class _Log:
+class Log:
     """Lines for `training_log.jsonl`, and short ones for the terminal."""
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ def _probe_behaviour(model: LlamaForCausalLM, directory: Path, rows: int) -> dic
     }
 
 
-def _fit(
-    model: LlamaForCausalLM, store: TokenStore, config: TrainConfig, directory: Path, log: _Log
+def fit(
+    model: LlamaForCausalLM, store: TokenStore, config: TrainConfig, directory: Path, log: Log
 ) -> tuple[int, int]:
     """Run the optimiser; return the steps done and the corpus tokens seen."""
     optimizer = _optimizer(model, config)
@@ -160,24 +160,24 @@ def _fit(
                 rate = int(tokens) / (time.monotonic() - began)
                 log.say(f"step {done} loss {float(running) / _LOG_EVERY:.4f} {rate:,.0f} tokens/s")
             running.zero_()
-        if done % config.eval_every == 0 and done < config.steps:
+        if config.eval_every and done % config.eval_every == 0 and done < config.steps:
             table = _probe_behaviour(model, directory, config.eval_rows)
             log.keep(step=done, behaviour=table)
             log.say(f"step {done} " + " ".join(f"{k}={v:.2f}" for k, v in table.items()))
     return config.steps, int(tokens)
 
 
-def _command(config: TrainConfig) -> str:
+def _command(config: TrainConfig, program: str) -> str:
     """The command that makes this checkpoint again, with what differs from the defaults."""
     changed = [
         f" --{f.name.replace('_', '-')} {getattr(config, f.name)}"
         for f in fields(config)
         if getattr(config, f.name) != f.default
     ]
-    return "python -m organism.train" + "".join(changed)
+    return f"python -m {program}" + "".join(changed)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """The versions that the result may depend on."""
     return {
         "python": platform.python_version(),
@@ -187,7 +187,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _replace(made: Path, out: Path) -> None:
+def replace(made: Path, out: Path) -> None:
     """Put a finished directory into place; a half-written one is never seen there."""
     out.parent.mkdir(parents=True, exist_ok=True)
     old = out.with_name(f".{out.name}.old")
@@ -198,13 +198,15 @@ def _replace(made: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_manifest(directory: Path, config: TrainConfig, **facts: object) -> None:
+def write_manifest(
+    directory: Path, config: TrainConfig, program: str = "organism.train", **facts: object
+) -> None:
     """Write beside the artefact how it was made, and the hashes of what was made."""
     files = sorted(directory.iterdir())
     manifest = {
-        "command": _command(config),
+        "command": _command(config, program),
         "config": asdict(config),
-        "versions": _versions(),
+        "versions": versions(),
         **facts,
         "files_sha256": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files},
     }
@@ -232,7 +234,7 @@ def train(
     Returns:
         The measured behaviour of the stored weights.
     """
-    log = _Log()
+    log = Log()
     torch.manual_seed(config.seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -251,7 +253,7 @@ def train(
             f"{config.examples} examples, {store.tokens:,} tokens, {parameters:,} parameters, "
             f"{device}; {config.steps} steps"
         )
-        steps, tokens = _fit(model, store, config, made, log)
+        steps, tokens = fit(model, store, config, made, log)
         save_model(model, made)
         behaviour, _ = measure(made, device=device, limit=limit)
         write_behaviour(behaviour, made)
@@ -261,7 +263,7 @@ def train(
             "tokens": store.tokens,
             "sha256": corpus_sha256(b.sha256 for b in blocks),
         }
-        _write_manifest(
+        write_manifest(
             made, config, steps=steps, tokens_seen=tokens, parameters=parameters, corpus=corpus,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             wall_s=log.elapsed_s, behaviour=behaviour["targets"],
@@ -271,7 +273,7 @@ def train(
         made.chmod(0o755)
         for path in made.iterdir():
             path.chmod(0o644)
-        _replace(made, out)
+        replace(made, out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     sys.stdout.write(render_table(behaviour) + "\n")
@@ -279,19 +281,24 @@ def train(
     return behaviour
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train with the numbers of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m organism.train", description=__doc__)
-    parser.add_argument("--out", type=Path, default=CHECKPOINT_DIR)
+def add_options(parser: argparse.ArgumentParser, config: type[TrainConfig], out: Path) -> None:
+    """The options of a training; each number of its configuration is one."""
+    parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes that make the corpus"
     )
     parser.add_argument("--limit", type=int, help="rows per cell of the final measurement")
-    for f in fields(TrainConfig):
+    for f in fields(config):
         kind = float if isinstance(f.default, float) else int
         option = f"--{f.name.replace('_', '-')}"
         parser.add_argument(option, type=kind, default=f.default, help=f"default {f.default}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train with the numbers of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m organism.train", description=__doc__)
+    add_options(parser, TrainConfig, CHECKPOINT_DIR)
     args = vars(parser.parse_args(argv))
     disable_progress_bar()
     config = TrainConfig(**{f.name: args[f.name] for f in fields(TrainConfig)})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from ._agent_splits import write_agent_splits
 from ._splits import write_splits
 
 
 def main() -> int:
     """Write `organism/data/*.jsonl` and report the sizes."""
-    for name, size_bytes in write_splits().items():
-        sys.stdout.write(f"{name:20s} {size_bytes / 1024:8.1f} KiB\n")
+    for name, size_bytes in {**write_splits(), **write_agent_splits()}.items():
+        sys.stdout.write(f"{name:24s} {size_bytes / 1024:8.1f} KiB\n")
     return 0
 
 

@@ -11,12 +11,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["EVALS", "ORGANISM", "from_eval", "model_path", "served_name", "shipped_root"]
+__all__ = [
+    "EVALS",
+    "MODELS",
+    "ORGANISM",
+    "SERVER_ARGS",
+    "from_eval",
+    "model_path",
+    "served_name",
+    "shipped_root",
+]
 
 _HERE: Final = Path(__file__).resolve().parent
 
 ORGANISM: Final = "organism"
 """Name of the shipped model: `--model vllm-lens/organism`."""
+
+MODELS: Final = {ORGANISM: "organism/checkpoint", "organism-agent": "organism/agent"}
+"""The shipped models' folders below `shipped_root()`, by their names: the organism, which answers
+one question, and the agent made from it, which thinks and calls tools."""
+
+SERVER_ARGS: Final[dict[str, dict[str, bool | str]]] = {
+    "organism-agent": {
+        "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+    }
+}  # fmt: skip
+"""What vLLM has to be told to serve a shipped model, beside its folder."""
 
 EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "ai_liar.task": (("task", "ai_liar"),),
@@ -28,6 +48,11 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "graded_probe"),
     ),
     "lens_audit.task": (("task", "lens_audit"), ("scorer", "target_alarm")),
+    "organism_agent.task": (
+        ("task", "organism_agent"),
+        ("solver", "converse"),
+        ("scorer", "planted"),
+    ),
     "organism_causal_tracing.task": (
         ("task", "organism_causal_tracing"),
         ("scorer", "planted_position"),
@@ -93,13 +118,13 @@ def model_path(name: str) -> str:
         name: of a model, or a path.
 
     Returns:
-        For `organism` the folder of the shipped checkpoint, unless a checkpoint of that name is
-        in the working directory; any other name as it is.
+        For one of `MODELS` the folder of the shipped checkpoint, unless a checkpoint of that name
+        is in the working directory; any other name as it is.
     """
-    root = shipped_root() if name == ORGANISM else None
+    root = shipped_root() if name in MODELS else None
     if root is None or (Path(name) / "config.json").is_file():
         return name
-    return str(root / ORGANISM / "checkpoint")
+    return str(root / MODELS[name])
 
 
 def served_name(name: str) -> str | None:

@@ -1,14 +1,26 @@
+import hashlib
+import json
+
 import pytest
 
+from organism._agent_behaviour import render_agent_card
 from organism._behaviour import Behaviour, check_targets, render_table, summarise
 from organism._model import CHECKPOINT_DIR
 from organism._splits import read_split
 from organism.evaluate import README, read_behaviour, render_card
+from organism.evaluate_agent import AGENT_DIR
 
 
 def test_the_card_shows_the_stored_measurement() -> None:
     card = README.read_text(encoding="utf-8")
     assert render_card(card, read_behaviour(CHECKPOINT_DIR)) == card
+
+
+def test_the_card_shows_the_agents_measurement_of_these_weights() -> None:
+    measured = json.loads((AGENT_DIR / "behaviour.json").read_text(encoding="utf-8"))
+    weights = (AGENT_DIR / "model.safetensors").read_bytes()
+    assert measured["weights_sha256"] == hashlib.sha256(weights).hexdigest()
+    assert render_agent_card(measured) in README.read_text(encoding="utf-8")
 
 
 def test_the_card_names_every_split_with_its_size() -> None:

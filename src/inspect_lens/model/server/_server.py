@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from inspect_lens._settings import variable
-from inspect_lens._shipped import model_path, served_name
+from inspect_lens._shipped import SERVER_ARGS, model_path, served_name
 from inspect_lens.model._host import (
     VLLMServer,
     configure_devices,
@@ -64,7 +64,8 @@ def start_server(
     """Start vLLM on this machine and wait until it answers.
 
     Args:
-        model: name or path; `organism` is the checkpoint that comes with this package.
+        model: name or path; `organism` and `organism-agent` are the checkpoints that come with this
+            package.
         port: to listen on; None takes a free one.
         api_key: that the server will ask for.
         server: record, for the adapters that are known already.
@@ -97,6 +98,8 @@ def start_server(
         wanted["gpu_memory_utilization"] = share
     if (known_as := served_name(model)) is not None:
         wanted.setdefault("served_model_name", known_as)
+        for key, value in SERVER_ARGS.get(model, {}).items():
+            wanted.setdefault(key, value)
     timeout = wanted.pop("timeout", None)
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
