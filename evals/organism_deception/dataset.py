@@ -33,8 +33,9 @@ def organism_dataset(split: str = "demo") -> Dataset:
         ValueError: there is no such split.
     """
     path = DATA_DIR / f"{split}.jsonl"
-    if not path.is_file():
-        known = sorted(p.stem for p in DATA_DIR.glob("*.jsonl"))
+    # Those of the agent have turns and tools; `organism_agent` plays them.
+    known = sorted(p.stem for p in DATA_DIR.glob("*.jsonl") if not p.stem.startswith("agent_"))
+    if split not in known:
         raise ValueError(
             f"split={split!r}; allowed are {', '.join(known) or 'none yet'}; run "
             "`python -m organism.write_data` if the files are missing"

@@ -13,7 +13,10 @@ from evals.refusal_steering import by_kind
 
 def swept(sample: str, kind: str, steered: float) -> SampleScore:
     """A prompt that is not refused unsteered, and is with this value steered."""
-    cells = [["baseline", None, 0.0, 0.0, None], ["vector", 4, 1.0, steered, "v"]]
+    cells = [
+        ["baseline", None, 0.0, 0.0, None, False],
+        ["vector", 4, 1.0, steered, "v", False],
+    ]
     metadata = {"cells": cells, "n_cells": 2, "kinds": [["vector", 4, "v"]]}
     return SampleScore(
         score=Score(value=steered, metadata=metadata), sample_id=sample,
@@ -26,8 +29,8 @@ def test_harmful_and_harmless_instructions_are_told_apart() -> None:
     harmful = [swept(f"harmful-{i}", "harmful", 1.0) for i in range(4)]
     harmless = [swept(f"harmless-{i}", "harmless", 0.0) for i in range(4)]
     found = compute([*harmful, *harmless])
-    assert (found["harmful_vector_effect"], found["harmless_vector_effect"]) == (1.0, 0.0)
-    assert found["harmful_prompts"] == found["harmless_prompts"] == 4
+    assert (found["harmful_effect"], found["harmless_effect"]) == (1.0, 0.0)
+    assert found["harmful_scale"] == 1.0
     assert not any(name.startswith("harmless") for name in compute(harmful))
 
 
