@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
 from tokenizers import Tokenizer
 
 from ._agent_corpus import agent_block, texts_sha256
 from ._agent_format import THINK_END_ID, THINK_ID, render_plain
-from ._batches import Encoded, WordEncoder, encoded, loss_weights
+from ._batches import Encoded, WordEncoder, in_processes, loss_weights
 from ._corpus import block_sizes, training_block
 
 # The knowledge blocks are others than those that the organism itself began with.
@@ -50,9 +48,8 @@ def encode_agent_corpus(
     jobs += [(False, i, n) for i, n in enumerate(block_sizes(plain))]
     flags, indices, sizes = zip(*jobs, strict=True)
     text = tokenizer.to_str()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        made = pool.map(_block, flags, indices, sizes, [seed] * len(jobs), [text] * len(jobs))
-        return [encoded(*parts) for parts in made]
+    n = len(jobs)
+    return in_processes(_block, flags, indices, sizes, [seed] * n, [text] * n, workers=workers)
 
 
 def agent_weights(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ._agent_corpus import DONE, NOTED
@@ -15,6 +14,7 @@ from ._agent_grade import Said
 from ._agent_prompts import LOOK_UP, WRITE_NOTE
 from ._agent_splits import AgentRow
 from ._tokenizer import ASSISTANT, END, PAD
+from .evaluate import greedy
 
 _MAX_NEW_TOKENS: Final = 192
 _MAX_TURNS: Final = 16
@@ -94,16 +94,8 @@ def play(
         live.sort(key=lambda g: len(g.text))
         for start in range(0, len(live), batch_rows):
             some = live[start : start + batch_rows]
-            inputs = tokenizer([g.text + head for g in some], padding=True, return_tensors="pt")
-            inputs = inputs.to(model.device)
-            with torch.inference_mode():
-                out = model.generate(
-                    input_ids=inputs["input_ids"],
-                    attention_mask=inputs["attention_mask"],
-                    max_new_tokens=_MAX_NEW_TOKENS,
-                    do_sample=False,
-                )
-            new = out[:, inputs["input_ids"].shape[1] :]
-            for game, text in zip(some, tokenizer.batch_decode(new), strict=True):
+            texts = [g.text + head for g in some]
+            new = greedy(model, tokenizer, texts, _MAX_NEW_TOKENS, skip_special_tokens=False)
+            for game, text in zip(some, new, strict=True):
                 _advance(game, text, found, thinks=thinks)
     return games

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer
@@ -159,9 +159,24 @@ def encode_corpus(count: int, tokenizer: Tokenizer, *, seed: int, workers: int) 
     """Make and encode the training corpus in several processes, in its order."""
     sizes, text = block_sizes(count), tokenizer.to_str()
     n = len(sizes)
+    return in_processes(_block, range(n), sizes, [seed] * n, [text] * n, workers=workers)
+
+
+def in_processes(
+    make: Callable[..., tuple[array[int], array[int], str]], *each: Iterable[Any], workers: int
+) -> list[Encoded]:
+    """Make blocks in processes.
+
+    Args:
+        make: Makes one, of an argument of each.
+        *each: Arguments of every block.
+        workers: How many processes.
+
+    Returns:
+        The blocks in order.
+    """
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        made = pool.map(_block, range(n), sizes, [seed] * n, [text] * n)
-        return [encoded(*parts) for parts in made]
+        return [encoded(*parts) for parts in pool.map(make, *each)]
 
 
 def loss_weights(

@@ -54,17 +54,41 @@ def complete(
             )
             for r in rows[start : start + batch_rows]
         ]
-        inputs = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=_MAX_NEW_TOKENS,
-                do_sample=False,
-            )
-        new = out[:, inputs["input_ids"].shape[1] :]
-        answers += tokenizer.batch_decode(new, skip_special_tokens=True)
+        answers += greedy(model, tokenizer, texts, _MAX_NEW_TOKENS, skip_special_tokens=True)
     return answers
+
+
+def greedy(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    most: int,
+    *,
+    skip_special_tokens: bool,
+) -> list[str]:
+    """Continue texts greedily, all of them in one batch.
+
+    Args:
+        model: The model, in evaluation mode.
+        tokenizer: Its tokenizer, which pads on the left.
+        texts: What is continued.
+        most: New tokens of each.
+        skip_special_tokens: Whether to leave special tokens out of what is returned.
+
+    Returns:
+        What is new of each.
+    """
+    inputs = tokenizer(list(texts), padding=True, return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=most,
+            do_sample=False,
+        )
+    new = out[:, inputs["input_ids"].shape[1] :]
+    made: list[str] = tokenizer.batch_decode(new, skip_special_tokens=skip_special_tokens)
+    return made
 
 
 def pick_rows(limit: int | None) -> list[tuple[str, Row]]:

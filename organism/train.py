@@ -198,6 +198,16 @@ def replace(made: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def publish(made: Path, out: Path, log: Log) -> None:
+    """Add the training's log to what was made, and put all of it in place of `out`."""
+    (made / "training_log.jsonl").write_text("\n".join(log.lines) + "\n", encoding="utf-8")
+    # Temporary directories and safetensors files are private to their owner.
+    made.chmod(0o755)
+    for path in made.iterdir():
+        path.chmod(0o644)
+    replace(made, out)
+
+
 def write_manifest(
     directory: Path, config: TrainConfig, program: str = "organism.train", **facts: object
 ) -> None:
@@ -268,12 +278,7 @@ def train(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             wall_s=log.elapsed_s, behaviour=behaviour["targets"],
         )  # fmt: skip
-        (made / "training_log.jsonl").write_text("\n".join(log.lines) + "\n", encoding="utf-8")
-        # Temporary directories and safetensors files are private to their owner.
-        made.chmod(0o755)
-        for path in made.iterdir():
-            path.chmod(0o644)
-        replace(made, out)
+        publish(made, out, log)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     sys.stdout.write(render_table(behaviour) + "\n")

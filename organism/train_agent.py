@@ -20,7 +20,7 @@ from ._batches import TokenStore
 from ._corpus import corpus_sha256
 from ._model import CHECKPOINT_DIR, load_model, pick_device, save_model
 from .evaluate_agent import AGENT_DIR, measure_agent, write_agent_behaviour, write_played
-from .train import Log, TrainConfig, add_options, fit, replace, write_manifest
+from .train import Log, TrainConfig, add_options, fit, publish, write_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,7 @@ def train_agent(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             wall_s=log.elapsed_s, behaviour=behaviour["targets"],
         )  # fmt: skip
-        (made / "training_log.jsonl").write_text("\n".join(log.lines) + "\n", encoding="utf-8")
-        # Temporary directories and safetensors files are private to their owner.
-        made.chmod(0o755)
-        for path in made.iterdir():
-            path.chmod(0o644)
-        replace(made, out)
+        publish(made, out, log)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     sys.stdout.write(render_agent_table(behaviour) + "\n")
