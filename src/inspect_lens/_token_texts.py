@@ -132,6 +132,8 @@ class TokenTexts:
 def _load(name: str) -> _Tokenizer:
     name = model_path(name)
     folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _cached(name)
     if (folder / "tokenizer.json").is_file() and importlib.util.find_spec("tokenizers"):
         # The same tokens without transformers, which takes many seconds to import.
         fast: Any = importlib.import_module("tokenizers")
@@ -141,14 +143,22 @@ def _load(name: str) -> _Tokenizer:
             piece=lambda token: loaded.id_to_token(token) or "",
             marks=frozenset(loaded.get_added_tokens_decoder()),
         )
-    if not folder.is_dir() and name.count("/") != 1:
-        raise OSError(f"{name} is no folder here, and no owner/name of the hub")
     transformers: Any = importlib.import_module("transformers")
-    auto = transformers.AutoTokenizer.from_pretrained(
-        str(folder) if folder.is_dir() else name, local_files_only=True
-    )
+    auto = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return _Tokenizer(
         decode=lambda ids: str(auto.decode(list(ids))),
         piece=lambda token: str(auto.convert_ids_to_tokens(token) or ""),
         marks=frozenset({*auto.all_special_ids, *auto.get_added_vocab().values()}),
     )
+
+
+def _cached(name: str) -> Path:
+    """The folder in the hub's cache on this machine that has the tokenizer of `owner/name`."""
+    if name.count("/") != 1:
+        raise OSError(f"{name} is no folder here, and no owner/name of the hub")
+    hub: Any = importlib.import_module("huggingface_hub")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        found = hub.try_to_load_from_cache(name, file)
+        if isinstance(found, str):
+            return Path(found).parent
+    raise OSError(f"the hub's cache on this machine has no tokenizer of {name}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,6 +72,27 @@ def test_texts_join_to_what_the_tokenizer_decodes() -> None:
     texts = TokenTexts.of("vllm-lens/x", tokenizer=str(TOKENIZER))
     assert "".join(texts.texts(ids)) == "The town Velosh."
     assert texts.special([*ids]) == [False] * len(ids)
+
+
+def test_a_tokenizer_in_the_hubs_cache_is_read_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from tokenizers import Tokenizer
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "'owner/model'" in TokenTexts.of("vllm-lens/owner/model").note
+    cached = tmp_path / "models--owner--model"
+    snapshot = cached / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    shutil.copy(TOKENIZER / "tokenizer.json", snapshot)
+    ids = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")).encode("The town Velosh.").ids
+    texts = TokenTexts.of("vllm-lens/owner/model")
+    assert not texts.note
+    assert "".join(texts.texts(ids)) == "The town Velosh."
 
 
 def test_tokens_that_are_only_together_a_character_share_it() -> None:
