@@ -251,6 +251,14 @@ def _latencies(server: ApiServer, n: int = 40) -> list[float]:
     return took
 
 
+@pytest.mark.nightly(
+    held_by=(
+        "tests/unit/vllm/sinks/test_recorder.py::"
+        "test_a_slow_sink_drops_what_its_memory_cannot_hold_and_counts_it",
+        "tests/engine/test_server_sinks.py::test_who_waits_for_a_slow_sink_waits_alone",
+    ),
+    why="hundreds of requests, and latencies that want a machine of their own",
+)
 def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(
     server: ApiServer, folder: Path
 ) -> None:
@@ -322,6 +330,12 @@ def test_killed_while_they_write_the_store_is_whole(server: ApiServer, folder: P
     assert set(told) <= set(samples(folder / "recorded")), "what was told to be written is there"
 
 
+@pytest.mark.nightly(
+    held_by=(
+        "tests/unit/vllm/sinks/test_recorder.py::test_a_slow_sink_spills_and_drains_in_the_end"
+    ),
+    why="a server of its own",
+)
 def test_a_server_that_ends_in_order_writes_what_is_queued(folder: Path) -> None:
     named = {"late": {"store": str(folder / "late"), "layers": [2], "share": 1.0}}
     options = {"model": MODEL, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}

@@ -15,7 +15,16 @@ import torch
 from tests.kit.repository import ROOT
 from tests.kit.tiny_models import tiny_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly(
+        held_by=(
+            "tests/unit/engine/tap/test_tap.py::"
+            "test_a_compiled_graph_keeps_the_taps_and_equals_eager"
+        ),
+        why="two engines that compile for themselves",
+    ),
+]
 
 
 def run(folder: Path, cache: Path, *arguments: str, **environment: str) -> Any:
