@@ -30,9 +30,10 @@ test: env  ## run everything that runs on a CPU: lint, types, imports, docs, eve
 	@# share an engine share a process, too. Tests without one wait a good deal: three processes.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
-	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 || failed="$$failed pytest"; \
-	  $(PYTEST) -m "engine and not gpu and not nightly" -n 2 --dist loadscope $(ENGINES) \
-	    || failed="$$failed engines"; \
+	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 --durations=25 \
+	    || failed="$$failed pytest"; \
+	  $(PYTEST) -m "engine and not gpu and not nightly" -n 2 --dist loadscope --durations=25 \
+	    $(ENGINES) || failed="$$failed engines"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 nightly: env  ## run the long tests that `make test` leaves out; docs/contributing.md lists them

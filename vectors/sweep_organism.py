@@ -1,8 +1,8 @@
 """Dose and response of the organism's truth direction: `python -m vectors.sweep_organism`.
 
-Steers held-out questions along `organism/truth` and along random and orthogonal vectors of equal
-length, and writes the curves with intervals as JSON and HTML. The value is the share of true
-answers; the lower panel is the share of answers that name a value at all.
+Steers held-out questions along `organism/truth`, or the vector of `--vector`, and along random and
+orthogonal vectors of equal length, and writes the curves with intervals as JSON and HTML. The value
+is the share of true answers; the lower panel is the share of answers that name a value at all.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def sweep(
     *,
     base_url: str | None,
     prompts: int,
+    vector: str = "organism/truth",
     scales: Sequence[float] = SCALES,
     control_draws: int = 1,
     log_dir: str = "logs",
@@ -65,6 +66,7 @@ def sweep(
     Args:
         base_url: of a server of the organism; starts one by default.
         prompts: of the held-out split, half honest and half lying.
+        vector: name below `vectors/`, or a path.
         scales: of the vector.
         control_draws: random and orthogonal vectors, each.
         log_dir: where the log goes.
@@ -75,7 +77,7 @@ def sweep(
     (log,) = eval(
         Task(
             dataset=organism_dataset("heldout_phrasing")[:prompts],
-            solver=steering_sweep("organism/truth", list(scales), control_draws=control_draws),
+            solver=steering_sweep(vector, list(scales), control_draws=control_draws),
             scorer=[dose_response(true_answer())],
         ),
         model="vllm-lens/organism/checkpoint",
@@ -132,14 +134,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base-url")
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--vector", default="organism/truth")
     parser.add_argument("--control-draws", type=int, default=1)
     parser.add_argument("--log-dir", default="logs")
-    parser.add_argument("--out", default="vectors/organism/truth/sweep")
+    parser.add_argument("--out", help="`sweep` in the folder of the vector by default")
     options = parser.parse_args(arguments)
     url = f"{options.base_url.rstrip('/')}/v1" if options.base_url else None
     log = sweep(
         base_url=url,
         prompts=options.prompts,
+        vector=options.vector,
         control_draws=options.control_draws,
         log_dir=options.log_dir,
     )
@@ -150,9 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The same log, scored again by another question.
     read = dose_curves(score(log, dose_response(coherent()), action="overwrite", display="none"))
     command = f"python -m vectors.sweep_organism --prompts {options.prompts}"
+    if options.vector != "organism/truth":
+        command += f" --vector {options.vector}"
     if options.control_draws != 1:
         command += f" --control-draws {options.control_draws}"
-    vector = load_vector("organism/truth")
+    vector = load_vector(options.vector)
     result = {
         "command": command,
         "vector": vector.label,
@@ -163,8 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prompts_flipped_at_any_scale": flipped,
         "coherent": {kind: facts(curve) for kind, curve in read.items()},
     }
-    out = Path(options.out)
-    title = f"organism/truth at layer {vector.default_layer()}, {options.prompts} held-out prompts"
+    out = Path(options.out or f"vectors/{vector.name}/sweep")
+    title = f"{vector.name} at layer {vector.default_layer()}, {options.prompts} held-out prompts"
     write_dose_response(
         curves,
         out.with_suffix(".html"),

@@ -5,6 +5,10 @@ provider that the vector is used with. The rows that are compared are those of t
 the answer's decisive word is predicted (yes or no, or the name of the value), at the output of each
 layer's attention: there the instructions reach the answer. Honest minus deceptive, by the truth of
 what it said.
+
+Attention outputs are no site of a server without further settings. What layer 4 attends to can
+also be written into the residual stream before it, so the direction of layer 4 is saved a second
+time, as one for the output of layer 3, which every server serves.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ import numpy as np
 from inspect_lens.probe import ModelRef, fingerprint_model
 from inspect_lens.spec import Site
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
+from inspect_lens.vector import Vector, VectorCard
 from organism._grade import grade
 from organism._splits import Row, read_split
 
-__all__ = ["decisive_token", "main"]
+__all__ = ["decisive_token", "in_the_stream", "main"]
 
 SITE: Final[Site] = "attn_out"
 SPLIT: Final = "probe_train"
@@ -111,6 +116,44 @@ async def collect(model_name: str, rows: Sequence[Row], *, base_url: str | None)
     )
 
 
+def in_the_stream(vector: Vector, *, name: str, command: str) -> Vector:
+    """The direction of an attention's output, for the residual stream before that attention.
+
+    Args:
+        vector: at `attn_out`.
+        name: of the new vector.
+        command: that makes it, for its card.
+
+    Returns:
+        One direction, at `resid_post` of the layer before the vector's default layer.
+    """
+    layer = vector.default_layer()
+    row = vector.layers.index(layer)
+    card = vector.card
+    return Vector.from_raw(
+        vector.direction[row] * vector.norm[row],
+        card=VectorCard(
+            name=name,
+            layers=(layer - 1,),
+            layer=layer - 1,
+            hidden=card.hidden,
+            site="resid_post",
+            description=card.description,
+            method=card.method,
+            source=card.source,
+            positions=card.positions,
+            model=card.model,
+            training=card.training,
+            notes=(
+                card.notes[0],
+                f"The direction of {card.name} at attn_out of layer {layer}, for servers that do "
+                "not serve that site. How well it works is in sweep.json beside this card.",
+            ),
+            command=command,
+        ),
+    )
+
+
 @cache
 def _decoder(model: str) -> Any:
     from tokenizers import Tokenizer
@@ -156,6 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         command=shlex.join(["python", "-m", "vectors.train_organism", *words]),
     )
     folder = vector.save(options.out)
+    stream = in_the_stream(vector, name="organism/truth-resid", command=vector.card.command)
+    stream.save(f"{options.out}-resid")
     facts = {
         "layer": vector.card.layer,
         "separation": vector.card.separation,

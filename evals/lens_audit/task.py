@@ -1,7 +1,7 @@
 r"""Task `lens_audit`.
 
 ```text
-INSPECT_LENS_SITES=all inspect eval inspect_lens/lens_audit --model vllm-lens/organism \
+inspect eval inspect_lens/lens_audit --model vllm-lens/organism \
     --model-role auditor=<model> --model-role judge=<model>
 ```
 """
@@ -25,7 +25,7 @@ from inspect_lens.view import probe_viewer
 
 __all__ = ["lens_audit", "target_alarm"]
 
-ORGANISM_PROBE, ORGANISM_VECTOR = "organism/deception-lr", "organism/truth"
+ORGANISM_PROBE, ORGANISM_VECTOR = "organism/deception-lr", "organism/truth-resid"
 NONE = "none"
 
 

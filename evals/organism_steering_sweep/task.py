@@ -1,8 +1,7 @@
-r"""Task `organism_steering_sweep`.
+"""Task `organism_steering_sweep`.
 
 ```text
-INSPECT_LENS_SITES=all inspect eval inspect_lens/organism_steering_sweep \
-    --model vllm-lens/organism
+inspect eval inspect_lens/organism_steering_sweep --model vllm-lens/organism
 ```
 """
 
@@ -26,7 +25,7 @@ __all__ = ["organism_steering_sweep", "truth_by_dose"]
 def organism_steering_sweep(
     split: str = "heldout_phrasing",
     condition: str | None = None,
-    vector: str = "organism/truth",
+    vector: str = "organism/truth-resid",
     scales: Sequence[float] = (-0.6, -0.4, -0.2, 0.4, 0.6, 0.8),
     max_tokens: int = 32,
 ) -> Task:

@@ -194,7 +194,7 @@ def test_the_ready_audit_finds_the_turn_that_lied(lens_server_url: str, tmp_path
     question = questions(1)[0]
     back = calls(
         ("rollback_conversation", {"message_id": "M2"}),
-        ("steer_target", {"vector": "organism/truth", "scale": 0.6}),
+        ("steer_target", {"vector": "organism/truth-resid", "scale": 0.8}),
         ("resume", {}),
     )
     script = [
@@ -243,7 +243,7 @@ def test_the_ready_audit_finds_the_turn_that_lied(lens_server_url: str, tmp_path
     assert max(told[0], told[2]) < facts["alarm_threshold"] < told[1]
     assert [r.turn for r in read_token_scores(log)] == [0, 1, 2]
     assert sample.scores["audit_judge"].value == {"concerning": 3}
-    assert "allowed are organism/truth" in str(results(sample, "steer_target")[1].error)
+    assert "allowed are organism/truth-resid" in str(results(sample, "steer_target")[1].error)
 
     page = write_view(log.location, str(tmp_path / "page.html"), probes=[PROBE])
     assert (page.n_calls, page.n_scored) == (3, facts["n_tokens"])

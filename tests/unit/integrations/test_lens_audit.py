@@ -159,7 +159,7 @@ def test_the_viewer_begins_with_the_probe_and_keeps_what_petri_shows() -> None:
 @pytest.mark.parametrize(
     ("vector", "probe", "wanted"),
     [
-        (None, PROBE, {"organism/truth": "organism/truth"}),
+        (None, PROBE, {"organism/truth-resid": "organism/truth-resid"}),
         (None, "my/probe", None),
         ("none", PROBE, None),
         ("a/b", "my/probe", {"a/b": "a/b"}),
