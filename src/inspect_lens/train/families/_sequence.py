@@ -22,7 +22,7 @@ from ._torch_head import HeadTraining, train_head
 __all__ = ["SequenceEstimator"]
 
 Sequences = list[NDArray[np.floating[Any]]]
-_AT_ONCE: Final = 64  # sequences
+_AT_ONCE: Final = (64, 512)  # samples, or tokens
 _VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit
 
 
@@ -240,8 +240,9 @@ def _scaler(data: HeadData) -> dict[str, NDArray[np.float32]]:
 
 
 def _in_order(data: HeadData) -> Iterator[Sequences]:
-    for first in range(0, len(data), _AT_ONCE):
-        yield data.take(np.arange(first, min(first + _AT_ONCE, len(data))))
+    size = _AT_ONCE[data.by_token]
+    for first in range(0, len(data), size):
+        yield data.take(np.arange(first, min(first + size, len(data))))
 
 
 def _hold_back(

@@ -108,7 +108,8 @@ def fit_layers(
     - Families that end in a formula (difference of means, mass-mean, LDA, LAT) are fitted at as
       many layers at once as the memory allows, from one pass over the shards. LDA with Ledoit
       and Wolf's shrinkage takes two.
-    - Logistic regression reads a layer after the other, once per step, in the memory of a piece.
+    - Logistic regression reads a layer after the other, once per step, and holds a piece and a
+      few matrices of hidden² numbers.
     - Neural heads are trained in memory where a layer fits, after one pass for as many layers as
       do. Else each batch is read from disk. Batches and results are the same.
     - Other families, ensembles, and fits with sample weights hold one layer, whatever the memory.

@@ -81,19 +81,21 @@ def _fit_in_turn(made: Fits, data: StoreSet) -> Iterator[int]:
 
 
 def _fit_together(made: Fits, data: StoreSet) -> Iterator[int]:
-    for estimator in list(made.values())[:1]:
-        each, once = closed_bytes(estimator, data) or (0, 0)
-        needed = (each + once) / 1e9
-        if needed > data.memory:
-            warnings.warn(
-                f"memory={data.memory:g}: {type(estimator).__name__} takes {needed:.2g} GB for one "
-                f"layer of width {data.hidden}, so layers are read in turn and each takes that; "
-                "state more memory, or choose a family without a covariance",
-                UserWarning,
-                stacklevel=2,
-            )
-        for group in _groups(list(made), each, data.memory * 1e9 - once):
-            yield from fit_closed({layer: made[layer] for layer in group}, data)
+    if not made:
+        return
+    family = next(iter(made.values()))
+    each, once = closed_bytes(family, data) or (0, 0)
+    needed = (each + once) / 1e9
+    if needed > data.memory:
+        warnings.warn(
+            f"memory={data.memory:g}: {type(family).__name__} takes {needed:.2g} GB for one layer "
+            f"of width {data.hidden}, so layers are read in turn and each takes that; state more "
+            "memory, or choose a family without a covariance",
+            UserWarning,
+            stacklevel=2,
+        )
+    for group in _groups(list(made), each, data.memory * 1e9 - once):
+        yield from fit_closed({layer: made[layer] for layer in group}, data)
 
 
 def _fit_heads(made: Fits, data: StoreSet) -> Iterator[int]:
