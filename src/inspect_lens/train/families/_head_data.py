@@ -20,8 +20,10 @@ class RowsBySample(Protocol):
     lengths: NDArray[np.int64]
     """Tokens of each sample."""
     hidden: int
-    spare: int | None
-    """Bytes of them that may be taken into memory; None where they are there."""
+
+    @property
+    def spare(self) -> int | None:
+        """Bytes of them that may be taken into memory; None where they are there."""
 
     def take(self, spans: Spans) -> list[NDArray[Any]]:
         """Rows (end - first, hidden) of each span."""

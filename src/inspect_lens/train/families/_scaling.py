@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["HUGE_SHARE", "Scaling", "dominated", "find_scale", "rows_for_scale"]
+__all__ = ["HUGE_SHARE", "Scaling", "dominated", "find_scale", "rows_for_scale", "scale_bytes"]
 
 Scaling = Literal["auto", "robust", "none"]
 """How a family scales dimensions before it looks for a direction."""
@@ -82,6 +82,12 @@ def find_scale(
 def rows_for_scale(n: int) -> slice:
     """Which of n rows the medians are of: all of up to 40,000, else one in so many."""
     return slice(0, n, max(1, n // _ROWS))
+
+
+def scale_bytes(n: int, hidden: int) -> int:
+    """What `find_scale` takes for n rows as float32, with these rows."""
+    rows = len(range(n)[rows_for_scale(n)])
+    return rows * (4 * hidden + 40 * min(hidden, _COLUMNS))
 
 
 def _median_deviation(

@@ -132,7 +132,7 @@ def _stepper(weights: Weights, data: Labelled, how: HeadTraining, loss_of: Any) 
         def closure() -> Any:
             optimiser.zero_grad()
             decay = sum((w**2).sum() for name, w in weights.items() if name != "bias")
-            total = how.weight_decay * decay / 2
+            total: Any = how.weight_decay * decay / 2
             if total.requires_grad:
                 total.backward()
             total = total.detach()

@@ -27,6 +27,7 @@ class ClassMoments:
     def __init__(self, hidden: int) -> None:
         self.n = np.zeros(2, dtype=np.int64)
         """Rows of each class, (2,)."""
+        self.hidden = hidden
         self._shift: torch.Tensor | None = None
         self._sum = torch.zeros(2, hidden, dtype=torch.float64)
         self._outer = torch.zeros(2, hidden, hidden, dtype=torch.float64)
@@ -44,6 +45,14 @@ class ClassMoments:
             self.n[k] += len(part)
             self._sum[k] += part.sum(dim=0)
             self._outer[k].addmm_(part.T, part)
+
+    def within_variance(self) -> Floats:
+        """Variance of each dimension around the class means, (hidden,), before `turn`."""
+        self.means()
+        about = self._sum**2 / torch.from_numpy(self.n)[:, None]
+        squares = torch.stack([part.diagonal() for part in self._outer]) - about
+        made: Floats = squares.sum(dim=0).clamp(min=0.0).numpy() / self.n.sum()
+        return made
 
     def means(self) -> tuple[Floats, Floats]:
         """Mean of the negatives and of the positives, (hidden,) each.

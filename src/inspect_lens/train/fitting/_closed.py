@@ -1,7 +1,8 @@
 """Families that end in a formula, fitted at several layers from one pass over a store.
 
 Means and covariances are summed; LAT needs 2 · `n_pairs` rows, which labels and groups name in
-advance; the medians of scaling need 40,000 rows at most. So all of it is what a fit in memory has.
+advance. Scaling needs medians of 40,000 rows at most, which are read once more where variances say
+that a few dimensions may be huge. So all of it is what a fit in memory has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scipy.linalg import lstsq
 from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
 from inspect_lens.train.families._lat import LATProbe
 from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe
-from inspect_lens.train.families._scaling import find_scale, rows_for_scale
+from inspect_lens.train.families._scaling import dominated, find_scale, rows_for_scale, scale_bytes
 from inspect_lens.train.sets._store_set import StoreSet
 
 from ._class_moments import ClassMoments
@@ -27,6 +28,9 @@ __all__ = ["closed_bytes", "fit_closed"]
 
 Floats = NDArray[np.float64]
 _CLOSED: Final = (MeanDifferenceProbe, MassMeanProbe, LDAProbe, LATProbe)
+_MAYBE_HUGE: Final = 0.3
+"""Share of the variance in 1% of the dimensions below which medians need not be looked at: squares
+around a median are at most twice those around the mean, so they call no dimension huge there."""
 _SOLVING: Final = 6
 """Matrices of hidden x hidden that solving for a direction takes, beside the sums of the layers."""
 
@@ -44,17 +48,12 @@ def closed_bytes(estimator: Any, data: StoreSet) -> tuple[int, int] | None:
     if type(estimator) not in _CLOSED:
         return None
     n, hidden = len(data.row_labels), data.hidden
-    matrices = _matrices(estimator)
-    rows = 0
-    if estimator.scaling != "none":
-        rows += len(range(n)[rows_for_scale(n)])
+    matrices, paired = _matrices(estimator), 0
     if isinstance(estimator, LATProbe):
-        rows += 2 * min(estimator.n_pairs or n, n // 2)
-    each = 8 * matrices * hidden**2 + 4 * rows * hidden + 48 * hidden
-    once = 8 * _SOLVING * hidden**2 * bool(matrices)
-    if isinstance(estimator, LATProbe):
-        once += 8 * 2 * rows * hidden
-    return each, once
+        paired = 2 * min(estimator.n_pairs or n, n // 2)
+    each = 8 * matrices * hidden**2 + 4 * paired * hidden + 48 * hidden
+    solving = 8 * _SOLVING * hidden**2 * bool(matrices) + 16 * paired * hidden
+    return each, max(solving, 0 if estimator.scaling == "none" else scale_bytes(n, hidden))
 
 
 def fit_closed(made: Mapping[int, DirectionEstimator], data: StoreSet) -> Iterator[int]:
@@ -76,14 +75,29 @@ def fit_closed(made: Mapping[int, DirectionEstimator], data: StoreSet) -> Iterat
     labels = data.row_labels
     for layer, index, rows in prefetch(data.passes(list(made))):
         sums[layer].add(index, rows, labels[index])
-    for part in sums.values():
-        part.turn()
+    for layer, part in sums.items():
+        part.turn(_find_scale(part, data, layer))
     if _by_class(first):
         for layer, index, rows in prefetch(data.passes(list(made))):
             sums[layer].add_again(rows, labels[index])
     for layer in made:
         sums.pop(layer).solve()
         yield layer
+
+
+def _find_scale(part: _Sums, data: StoreSet, layer: int) -> Floats | None:
+    """What dimensions are divided by, from rows that are read for it where it may be anything."""
+    estimator: Any = part.estimator
+    n, way = len(part.labels), estimator.scaling
+    if way == "auto" and dominated(part.moments.within_variance())[1] < _MAYBE_HUGE:
+        return None
+    if way == "none" or n < 4:
+        return None
+    sample = _Picked(np.arange(n)[rows_for_scale(n)], n, data.hidden)
+    for _, index, rows in prefetch(data.passes([layer])):
+        sample.add(index, rows)
+    labels = part.labels[sample.picks]
+    return find_scale(sample.rows, labels, way, family=type(estimator).__name__)
 
 
 def _by_class(estimator: Any) -> bool:
@@ -109,9 +123,6 @@ class _Sums:
             else Moments(hidden, covariance=bool(_matrices(estimator)))
         )
         self.scale: Floats | None = None
-        # Fewer than four rows have no medians to speak of (`find_scale`).
-        scaled = estimator.scaling != "none" and n >= 4
-        self.sample = _Picked(np.arange(n)[rows_for_scale(n) if scaled else slice(0)], n, hidden)
         picks = np.arange(0)
         if isinstance(estimator, LATProbe):
             lengths = [end for _, _, end in data.places]
@@ -127,21 +138,13 @@ class _Sums:
         large = bool(_matrices(self.estimator))
         for x, positive in read_blocks(rows, labels, device="cpu", large=large):
             self.moments.add(x, positive)
-        self.sample.add(index, rows)
         self.paired.add(index, rows)
 
-    def turn(self) -> None:
-        """End the first pass."""
-        if self.sample.rows.size:
-            family = type(self.estimator).__name__
-            self.scale = find_scale(
-                self.sample.rows, self.labels[self.sample.picks], self.estimator.scaling,
-                family=family,
-            )  # fmt: skip
-        self.sample.clear()
+    def turn(self, scale: Floats | None) -> None:
+        """End the first pass, with what each dimension is divided by."""
+        self.scale = scale
         if isinstance(self.moments, ClassMoments):
-            hidden = len(self.moments.means()[0])
-            self.moments.turn(np.ones(hidden) if self.scale is None else self.scale)
+            self.moments.turn(np.ones(self.moments.hidden) if scale is None else scale)
 
     def add_again(self, rows: NDArray[np.float32], labels: NDArray[np.bool_]) -> None:
         assert isinstance(self.moments, ClassMoments)
@@ -192,6 +195,3 @@ class _Picked:
         if len(self.picks):
             slot = self._slot[index]
             self.rows[slot[slot >= 0]] = rows[slot >= 0]
-
-    def clear(self) -> None:
-        self.rows, self._slot = self.rows[:0], self._slot[:0]

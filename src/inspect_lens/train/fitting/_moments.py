@@ -98,6 +98,13 @@ class Moments:
         tiny = spread <= 10 * np.finfo(np.float32).eps * np.maximum(1e-30, np.abs(shift + offset))
         return shift + offset, np.where(tiny | (spread == 0), 1.0, spread)
 
+    def within_variance(self) -> Floats:
+        """Variance of each dimension around the class means, (hidden,); divides by rows."""
+        low, high = self.class_means()
+        share = self.n / self.total
+        variance = self.standard()[1] ** 2 - float(share.prod()) * (high - low) ** 2
+        return np.maximum(variance, 0.0)
+
     def within(self) -> Floats:
         """Pooled covariance around the class means, (hidden, hidden); divides by rows."""
         self.class_means()

@@ -134,7 +134,7 @@ def _file(estimator: Any, data: StoreSet, layer: int) -> Path | None:
 
 def _learnt(estimator: Any) -> dict[str, Any]:
     if isinstance(estimator, SequenceEstimator):
-        return {**estimator.tensors_, "losses_": np.float64(estimator.losses_)}
+        return {**estimator.tensors_, "losses_": np.array(estimator.losses_)}
     extra = "explained_variance_ratio_"
     names = (*_DIRECTION, *([extra] if hasattr(estimator, extra) else []))
     return {key: np.atleast_1d(np.float64(getattr(estimator, key))) for key in names}

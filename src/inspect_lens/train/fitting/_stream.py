@@ -103,14 +103,11 @@ def fit_stream(
 
 def _warn_of_huge(estimator: DirectionEstimator, moments: Moments) -> None:
     """Say that a few dimensions decide, as a stream has no medians to scale them by."""
-    low, high = moments.class_means()
-    share = moments.n / moments.total
-    within = moments.standard()[1] ** 2 - float(share.prod()) * (high - low) ** 2
-    n, huge = dominated(np.maximum(within, 0.0))
-    if estimator.scaling == "auto" and huge >= HUGE_SHARE and low.size >= 8:
+    n, huge = dominated(moments.within_variance())
+    if estimator.scaling == "auto" and huge >= HUGE_SHARE and moments.hidden >= 8:
         warnings.warn(
-            f"{type(estimator).__name__}: {n} of {low.size} dimensions hold {huge:.0%} of the "
-            "variance and decide the direction; a stream has no median deviation to divide by; "
+            f"{type(estimator).__name__}: {n} of {moments.hidden} dimensions hold {huge:.0%} of "
+            "the variance and decide the direction; a stream has no median deviation to divide by; "
             "take LogisticProbe, fit on a part that fits into memory, or read a store with "
             "StoreSet and fit_on (scaling='none' says that you know)",
             UserWarning,
