@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens.errors import SpecError
+from ._moments import require_classes
 
 __all__ = ["ClassMoments"]
 
@@ -48,24 +48,20 @@ class ClassMoments:
 
     def within_variance(self) -> Floats:
         """Variance of each dimension around the class means, (hidden,), before `turn`."""
-        self.means()
+        self.class_means()
         about = self._sum**2 / torch.from_numpy(self.n)[:, None]
         squares = torch.stack([part.diagonal() for part in self._outer]) - about
         made: Floats = squares.sum(dim=0).clamp(min=0.0).numpy() / self.n.sum()
         return made
 
-    def means(self) -> tuple[Floats, Floats]:
+    def class_means(self) -> tuple[Floats, Floats]:
         """Mean of the negatives and of the positives, (hidden,) each.
 
         Raises:
             SpecError: a class is missing.
         """
-        if self._shift is None or (self.n == 0).any():
-            raise SpecError(
-                f"rows: {int(self.n[1])} positive and {int(self.n[0])} negative; allowed are both "
-                "classes; check the labels"
-            )
-        low, high = ((self._shift + self._sum[k] / int(self.n[k])).numpy().copy() for k in range(2))
+        shift = require_classes(self._shift, self.n)
+        low, high = ((shift + self._sum[k] / int(self.n[k])).numpy().copy() for k in range(2))
         return low, high
 
     def turn(self, scale: Floats) -> None:
@@ -74,7 +70,7 @@ class ClassMoments:
         Args:
             scale: (hidden,) what each dimension of the rows is divided by.
         """
-        means, rate = np.stack(self.means()), torch.from_numpy(scale)
+        means, rate = np.stack(self.class_means()), torch.from_numpy(scale)
         spread = torch.zeros_like(self._sum)
         for k in range(2):
             n = int(self.n[k])

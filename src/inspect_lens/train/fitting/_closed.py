@@ -173,7 +173,7 @@ class _Sums:
 
     def _solve_discriminant(self, moments: ClassMoments) -> None:
         made: Any = self.estimator
-        low, high = moments.means()
+        low, high = moments.class_means()
         scale = np.ones_like(low) if self.scale is None else self.scale
         made.classes_, made.n_features_in_ = np.array([0, 1]), low.size
         made.coef_ = lstsq(moments.covariance(), (high - low) / scale)[0]

@@ -211,6 +211,11 @@ class StoreSet(ActivationSet):
     def require_finite(self, sample: int, layer: int, rows: Floats) -> None:
         """Refuse rows of a sample that hold NaN or infinity.
 
+        Args:
+            sample: its place in the set.
+            layer: where they are from.
+            rows: (tokens, hidden).
+
         Raises:
             SpecError: they do.
         """
