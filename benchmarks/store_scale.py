@@ -3,9 +3,9 @@
     python benchmarks/store_scale.py --rows 1000000 --hidden 4096 --layers 32 --out FILE
 
 The store has bfloat16 rows in shards as `collect` writes them, with a direction planted in one
-layer. Each family is fitted at every layer, in turn, in a process of its own, so that its peak of
-resident memory is its own; a layer's part of each shard is read once by the closed forms, and once
-per step by logistic regression. scikit-learn gets as many rows of one layer as `--memory` holds.
+layer. Each family is fitted at every layer, in a process of its own, so that its peak of resident
+memory is its own. `--memory` is what `fit_layers` may hold beside the pieces it reads; scikit-learn
+gets as many rows of one layer as it holds.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def make_store(folder: Path, *, rows: int, hidden: int, layers: int, shard_rows:
 
 def fit(family: str, folder: str, memory: float, layers: list[int] | None) -> dict[str, Any]:
     """Fit one family at its layers; time, peak memory, and how well the direction is found."""
-    from inspect_lens.train import StoreSet, fit_on, make_estimator
+    from inspect_lens.train import StoreSet, fit_layers, make_estimator
 
-    data = StoreSet(folder, progress=False)
+    data = StoreSet(folder, progress=False, memory=memory)
     start, found = time.perf_counter(), {}
     if family == "sklearn-lr":
         from sklearn.linear_model import LogisticRegression
@@ -103,14 +103,17 @@ def fit(family: str, folder: str, memory: float, layers: list[int] | None) -> di
         rows = len(x)
     else:
         rows = data.store.n_rows
-        for layer in (layers or data.layers) if family != "baseline" else ():
-            estimator: Any = fit_on(make_estimator(family), data, layer)
-            found[layer] = estimator.coef_ / estimator.scale_
+        tried = list(layers or data.layers) if family != "baseline" else []
+        fits: Any = fit_layers(make_estimator(family), data, tried) if tried else ()
+        for layer, estimator in fits:
+            # Neural heads have no one direction.
+            linear = hasattr(estimator, "coef_")
+            found[layer] = estimator.coef_ / estimator.scale_ if linear else None
     seconds = time.perf_counter() - start
     planted = np.random.default_rng(99).normal(size=data.hidden)
     at = len(data.layers) // 2
     cosine = None
-    if at in found:
+    if found.get(at) is not None:
         cosine = float(found[at] @ planted / np.linalg.norm(found[at]) / np.linalg.norm(planted))
     # Not ru_maxrss, which a new process takes over from the one that started it.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -126,7 +129,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--shard-rows", type=int, default=16_000)
-    parser.add_argument("--memory", type=float, default=4.0, help="GB, for scikit-learn's part")
+    parser.add_argument("--memory", type=float, default=4.0, help="GB that a fit may hold")
     parser.add_argument("--at", nargs="*", type=int, help="layers to fit; all by default")
     parser.add_argument("--families", nargs="*", default=FAMILIES)
     parser.add_argument("--folder", type=Path, help="of the store; temporary by default")

@@ -14,7 +14,7 @@ from inspect_lens.train import ActivationSet, StoreSet
 __all__ = ["MEMORY", "judged_set", "pieces", "read_set", "refuse_shared_texts", "unverified"]
 
 MEMORY: Final = 4.0
-"""GB that a store may take in memory before it is read from disk, layer by layer."""
+"""GB that a store may take in memory before it stays on disk, and that a fit on it may hold."""
 
 
 def read_set(
@@ -30,7 +30,7 @@ def read_set(
     """A store, with the sentence ends where the pool needs them.
 
     It is held in memory where it takes at most `memory` GB there, as float32; else it stays on
-    disk, is read layer by layer, and fits of it are kept in `work`.
+    disk, fits of it hold at most as much, and they are kept in `work`.
     """
     if not uri:
         raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
@@ -39,7 +39,9 @@ def read_set(
     name = Path(uri.rstrip("/")).name
     n_layers = len(store.layers if layers is None else layers)
     if 4e-9 * n_layers * store.n_rows * store.hidden > memory:
-        return StoreSet(store, name=name, layers=layers, pieces=texts, work=work or None)
+        return StoreSet(
+            store, name=name, layers=layers, pieces=texts, work=work or None, memory=memory
+        )
     return ActivationSet.from_store(store, name=name, layers=layers, pieces=texts)
 
 

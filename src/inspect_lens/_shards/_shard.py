@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ __all__ = [
     "SampleRecord",
     "decode_shard",
     "encode_shard",
-    "read_layer",
     "read_records",
     "shard_parts",
 ]
@@ -235,59 +234,6 @@ def read_records(uri: str) -> list[SampleRecord]:
         return [SampleRecord(**r) for r in _facts(header)["samples"]]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(uri, error) from None
-
-
-def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, TensorData]]:
-    """Rows of one layer of a shard, in pieces; the other layers are not read.
-
-    Args:
-        uri: of the file.
-        layer: one of the store's layers.
-        size: rows of a piece at most.
-
-    Yields:
-        First row, end, and (rows, hidden) in the captured dtype.
-
-    Raises:
-        ArtifactError: missing, damaged, another format, or without that layer.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        from inspect_lens.collect import collect
-        from inspect_lens.data import load_dataset, read_layer
-
-        data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
-        model = "vllm-lens/organism/checkpoint"
-        store = collect(model, data, "acts/four", layers=[2, 4], max_tokens=8, progress=False)
-        for first, end, rows in read_layer(f"{store.uri}/shard-00000.safetensors", 4, size=100):
-            assert rows.to_float32().shape == (end - first, store.hidden)
-        ```
-    """
-    start, header = _read_header(uri)
-    try:
-        facts, entry = _facts(header), header["acts"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(uri, error) from None
-    if not entry["shape"][1]:
-        return
-    if layer not in facts["layers"]:
-        raise ArtifactError(
-            f"{uri}: layer {layer} was not captured, only {facts['layers']}; choose one of these"
-        )
-    _, rows, hidden = entry["shape"]
-    dtype = np.dtype(_STORAGE[entry["dtype"]])
-    begin = start + entry["data_offsets"][0]
-    begin += facts["layers"].index(layer) * rows * hidden * dtype.itemsize
-    with fsspec.open(uri, "rb") as file:
-        file.seek(begin)
-        for first in range(0, rows, size):
-            n = min(size, rows - first)
-            data = file.read(n * hidden * dtype.itemsize)
-            if len(data) != n * hidden * dtype.itemsize:
-                raise _damaged(uri, ValueError("it ends within the activations"))
-            array = np.frombuffer(data, dtype).reshape(n, hidden)
-            yield first, first + n, TensorData(array, _DTYPES[entry["dtype"]])
 
 
 def _read_header(uri: str) -> tuple[int, dict[str, Any]]:

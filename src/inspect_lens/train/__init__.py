@@ -35,7 +35,7 @@ from .families._sklearn import SklearnProbe, as_family
 from .families._torch_logistic import CCSProbe, TorchLogisticProbe
 from .families._trainable import TrainableProbe
 from .fitting._across import CarriedProbe, transfer_probe
-from .fitting._fit import fit_on
+from .fitting._fit import fit_layers, fit_on
 from .fitting._stream import fit_stream
 from .judging._baselines import (
     bag_of_words_scores,
@@ -129,6 +129,7 @@ __all__ = [
     "extract_vector",
     "fit_condition",
     "fit_jacobian_lens",
+    "fit_layers",
     "fit_on",
     "fit_stream",
     "fit_threshold",

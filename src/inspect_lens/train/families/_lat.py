@@ -38,9 +38,11 @@ def make_pairs(
         _, labels = np.unique(np.asarray(groups), return_inverse=True)
     first: list[int] = []
     second: list[int] = []
-    for label in np.unique(labels):
-        high = rng.permutation(np.flatnonzero(positive & (labels == label)))
-        low = rng.permutation(np.flatnonzero(~positive & (labels == label)))
+    # Rows of a group, ascending, for each group in turn.
+    ends = np.cumsum(np.bincount(labels))[:-1]
+    for rows in np.split(np.argsort(labels, kind="stable"), ends):
+        high = rng.permutation(rows[positive[rows]])
+        low = rng.permutation(rows[~positive[rows]])
         n = min(high.size, low.size)
         first += high[:n].tolist()
         second += low[:n].tolist()
@@ -97,11 +99,43 @@ class LATProbe(DirectionEstimator):
         positive: NDArray[np.bool_],
         groups: ArrayLike | None,
     ) -> None:
-        rng = np.random.default_rng(self.random_state)
         wide = np.asarray(x, dtype=np.float64)
+        first, second, signs = self.pairs(positive, groups)
+        self.fit_pairs(
+            (wide[first] - wide[second]) * signs[:, None],
+            wide[~positive].mean(axis=0),
+            wide[positive].mean(axis=0),
+        )
+
+    def pairs(
+        self, positive: NDArray[np.bool_], groups: ArrayLike | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Rows to compare, and which way each difference points; no activation takes part.
+
+        Args:
+            positive: (rows,) class of each row.
+            groups: (rows,) what rows are paired within.
+
+        Returns:
+            (pairs,) positives, their negatives, and 1 or -1.
+        """
+        rng = np.random.default_rng(self.random_state)
         first, second = make_pairs(positive, groups, n_pairs=self.n_pairs, rng=rng)
-        signs = rng.choice([-1.0, 1.0], size=first.size)
-        differences = (wide[first] - wide[second]) * signs[:, None]
+        return first, second, rng.choice([-1.0, 1.0], size=first.size)
+
+    def fit_pairs(
+        self,
+        differences: NDArray[np.float64],
+        low: NDArray[np.float64],
+        high: NDArray[np.float64],
+    ) -> None:
+        """Find the direction.
+
+        Args:
+            differences: (pairs, hidden) of the rows that `pairs` names, signs included.
+            low: (hidden,) mean of all negatives.
+            high: (hidden,) mean of all positives.
+        """
         if len(differences) > 1 and differences.any():
             pca = PCA(n_components=1, svd_solver="full").fit(differences)
             direction = np.asarray(pca.components_[0])
@@ -110,7 +144,6 @@ class LATProbe(DirectionEstimator):
             norm = float(np.linalg.norm(differences[0]))
             direction = differences[0] / (norm or 1.0)
             self.explained_variance_ratio_ = 1.0
-        high, low = wide[positive].mean(axis=0), wide[~positive].mean(axis=0)
         self.coef_ = direction if float(direction @ (high - low)) >= 0.0 else -direction
         self.mean_, self.scale_ = (high + low) / 2.0, np.ones_like(high)
         self.intercept_ = 0.0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["HUGE_SHARE", "Scaling", "dominated", "find_scale"]
+__all__ = ["HUGE_SHARE", "Scaling", "dominated", "find_scale", "rows_for_scale", "scale_bytes"]
 
 Scaling = Literal["auto", "robust", "none"]
 """How a family scales dimensions before it looks for a direction."""
@@ -19,6 +19,7 @@ HUGE_SHARE: Final = 0.5
 """Share of the variance in 1% of the dimensions from which on these are called huge."""
 _MAD: Final = 1.4826  # of a normal variable, its standard deviation over its median deviation
 _ROWS: Final = 20_000
+_COLUMNS: Final = 256
 Floats = NDArray[np.float64]
 
 
@@ -56,14 +57,15 @@ def find_scale(
         raise SpecError(f"scaling={scaling!r}; allowed are 'auto', 'robust' and 'none'")
     if scaling == "none" or len(x) < 4:
         return None
-    step = max(1, len(x) // _ROWS)
-    rows = np.asarray(x[::step], dtype=np.float64)
-    away = np.empty_like(rows)
-    for side in (positive[::step], ~positive[::step]):
-        if side.any():
-            away[side] = rows[side] - np.median(rows[side], axis=0)
+    picked = rows_for_scale(len(x))
+    rows, sides = x[picked], (positive[picked], ~positive[picked])
+    spread, variance = np.empty(rows.shape[1]), np.empty(rows.shape[1])
+    # A few columns at once: medians take several copies of what they are of.
+    for first in range(0, rows.shape[1], _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        spread[part], variance[part] = _median_deviation(rows[:, part], sides)
     if scaling == "auto":
-        n, share = dominated((away**2).mean(axis=0))
+        n, share = dominated(variance)
         if share < HUGE_SHARE or rows.shape[1] < 8:
             return None
         warnings.warn(
@@ -74,9 +76,32 @@ def find_scale(
             UserWarning,
             stacklevel=4,
         )
+    return spread
+
+
+def rows_for_scale(n: int) -> slice:
+    """Which of n rows the medians are of: all of up to 40,000, else one in so many."""
+    return slice(0, n, max(1, n // _ROWS))
+
+
+def scale_bytes(n: int, hidden: int) -> int:
+    """What `find_scale` takes for n rows as float32, with these rows."""
+    rows = len(range(n)[rows_for_scale(n)])
+    return rows * (4 * hidden + 40 * min(hidden, _COLUMNS))
+
+
+def _median_deviation(
+    part: NDArray[np.floating[Any]], sides: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+) -> tuple[Floats, Floats]:
+    """Median deviation and variance of some columns within their classes."""
+    rows = np.asarray(part, dtype=np.float64)
+    away = np.empty_like(rows)
+    for side in sides:
+        if side.any():
+            away[side] = rows[side] - np.median(rows[side], axis=0)
     made: Floats = _MAD * np.median(np.abs(away), axis=0)
     # A dimension that is mostly one value has no median deviation.
     flat = made <= 1e-9 * (np.abs(rows).max(axis=0) + 1e-30)
     made[flat] = away[:, flat].std(axis=0)
     made[made <= 0.0] = 1.0
-    return made
+    return made, (away**2).mean(axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -15,11 +16,13 @@ from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard, head_outputs, p
 from inspect_lens.probe import pool_head as score_outputs
 
 from ._binary import BinaryEstimator
+from ._head_data import HeadData, HeldRows
 from ._torch_head import HeadTraining, train_head
 
 __all__ = ["SequenceEstimator"]
 
 Sequences = list[NDArray[np.floating[Any]]]
+_AT_ONCE: Final = (64, 512)  # samples, or tokens
 _VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit
 
 
@@ -74,19 +77,46 @@ class SequenceEstimator(BinaryEstimator):
             SpecError: training diverged.
         """
         sequences, labels = self._read_both(X, y)
-        positive = self._positive(labels)
-        scaler = _scaler(sequences)
-        kept, held = _hold_back(positive, groups, seed=self._training().seed)
-        validation = ([sequences[i] for i in held], positive[held]) if len(held) else None
-        hidden, rng = self.n_features_in_, np.random.default_rng(self._training().seed)
+        return self.fit_data(HeadData(HeldRows(sequences)), labels, groups)
+
+    def fit_data(
+        self,
+        data: HeadData,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        *,
+        tick: Callable[[], None] = lambda: None,
+    ) -> Self:
+        """Train on sequences that need not be in memory; the same as `fit` on those that are.
+
+        Args:
+            data: the sequences, finite.
+            y: as in `fit`.
+            groups: as in `fit`.
+            tick: called after each step.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: not two classes.
+            SpecError: training diverged.
+        """
+        positive = self._positive(y)
+        self.n_features_in_ = hidden = data.hidden
+        scaler = _scaler(data)
+        how = self._training()
+        kept, held = _hold_back(positive, groups, seed=how.seed)
+        validation = (data.part(held).near(), positive[held]) if len(held) else None
         trained, self.losses_ = train_head(
-            self._start(hidden, rng),
+            self._start(hidden, np.random.default_rng(how.seed)),
             self._spec(hidden),
             self._pool(),
-            ([sequences[i] for i in kept], positive[kept]),
+            (data.part(kept), positive[kept]),
             validation,
-            self._training(),
+            how,
             scaler,
+            tick,
         )
         self.tensors_ = trained | scaler
         return self
@@ -195,15 +225,24 @@ def _is_ragged(X: Any) -> bool:
     )
 
 
-def _scaler(sequences: Sequences) -> dict[str, NDArray[np.float32]]:
+def _scaler(data: HeadData) -> dict[str, NDArray[np.float32]]:
     """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
-    n = sum(map(len, sequences))
-    total = np.sum([s.sum(axis=0, dtype=np.float64) for s in sequences], axis=0)
+    total, square, n = np.zeros(data.hidden), np.zeros(data.hidden), 0
+    for part in _in_order(data):
+        total = np.sum([total, *(s.sum(axis=0, dtype=np.float64) for s in part)], axis=0)
+        n += sum(map(len, part))
     mean = total / n
-    square = np.sum([((s - mean) ** 2).sum(axis=0) for s in sequences], axis=0)
+    for part in _in_order(data):
+        square = np.sum([square, *(((s - mean) ** 2).sum(axis=0) for s in part)], axis=0)
     spread = np.sqrt(square / n)
     scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
     return {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
+
+
+def _in_order(data: HeadData) -> Iterator[Sequences]:
+    size = _AT_ONCE[data.by_token]
+    for first in range(0, len(data), size):
+        yield data.take(np.arange(first, min(first + size, len(data))))
 
 
 def _hold_back(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,10 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import HeadSpec, head_outputs, parse_head_pool, pool_heads
 
+from ._head_data import HeadData
+
 __all__ = ["HeadTraining", "train_head"]
 
 Weights = dict[str, torch.Tensor]
-Sequences = Sequence[NDArray[np.floating[Any]]]
+Labelled = tuple[HeadData, NDArray[np.bool_]]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +48,11 @@ def train_head(
     start: dict[str, NDArray[np.float32]],
     spec: HeadSpec,
     pool: str,
-    data: tuple[Sequences, NDArray[np.bool_]],
-    validation: tuple[Sequences, NDArray[np.bool_]] | None,
+    data: Labelled,
+    validation: Labelled | None,
     how: HeadTraining,
     scaler: dict[str, NDArray[np.float32]],
+    tick: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, NDArray[np.float32]], list[float]]:
     """Train from given weights; keep those that did best on the validation set.
 
@@ -56,11 +60,12 @@ def train_head(
         start: initial weights.
         spec: temperature and gate.
         pool: the rule.
-        data: raw sequences (tokens, hidden) float32 and their classes; a batch is standardised
-            when it is used, so that there is no second copy of them.
+        data: raw sequences (tokens, hidden) float32 and their classes; a batch is taken and
+            standardised when it is used, so that there is no second copy of them.
         validation: the same for early stopping; None trains to the end.
         how: optimiser, rates, steps.
         scaler: `mean` and `scale` (hidden,), which are not trained.
+        tick: called after each step.
 
     Returns:
         The weights, and the losses that were looked at.
@@ -78,7 +83,7 @@ def train_head(
     def drop(share: torch.Tensor) -> torch.Tensor:
         return functional.dropout(share, how.dropout)
 
-    def loss_of(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], train: bool) -> Any:
+    def loss_of(batch: Batch, train: bool) -> Any:
         x, mask, target = batch
         logits = pool_heads(
             head_outputs(weights | fixed, spec, x, xp=torch), rule, weights.get("position"),
@@ -94,6 +99,7 @@ def train_head(
         torch.manual_seed(how.seed)  # dropout only; all else draws from numpy
         for number in range(how.steps):
             train_loss = step()
+            tick()
             if number % look and number != how.steps - 1:
                 continue
             with torch.no_grad():
@@ -114,29 +120,31 @@ def train_head(
     return {k: v.cpu().numpy() for k, v in kept.items()}, losses
 
 
-def _stepper(
-    weights: Weights,
-    data: tuple[Sequences, NDArray[np.bool_]],
-    how: HeadTraining,
-    loss_of: Any,
-) -> Any:
+def _stepper(weights: Weights, data: Labelled, how: HeadTraining, loss_of: Any) -> Any:
     """A function that takes one optimiser step and returns the loss."""
     if how.optimizer == "lbfgs":
         optimiser: Any = torch.optim.LBFGS(
             list(weights.values()), lr=how.lr, max_iter=20, line_search_fn="strong_wolfe"
         )
-        whole = _padded(*data, device=how.device)
+        # In memory all at once, else the sum of batches: the same loss up to rounding.
+        whole = list(_parts(data, how, len(data[0]))) if data[0].in_memory else None
 
         def closure() -> Any:
             optimiser.zero_grad()
             decay = sum((w**2).sum() for name, w in weights.items() if name != "bias")
-            loss = loss_of(whole, True) + how.weight_decay * decay / 2
-            loss.backward()
-            return loss
+            total: Any = how.weight_decay * decay / 2
+            if total.requires_grad:
+                total.backward()
+            total = total.detach()
+            for batch in whole or _parts(data, how, how.batch):
+                loss = loss_of(batch, True) * (len(batch[0]) / len(data[0]))
+                loss.backward()
+                total = total + loss.detach()
+            return total
 
-        return lambda: float(optimiser.step(closure).detach())
+        return lambda: float(optimiser.step(closure))
     optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
-    batches = _batches(*data, how=how)
+    batches = _batches(data, how)
 
     def step() -> float:
         optimiser.zero_grad()
@@ -148,36 +156,35 @@ def _stepper(
     return step
 
 
-def _batches(
-    sequences: Sequences, labels: NDArray[np.bool_], *, how: HeadTraining
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _batches(data: Labelled, how: HeadTraining) -> Iterator[Batch]:
     """Random batches without end; each pass shows every sequence once."""
     rng = np.random.default_rng(how.seed)
     while True:
-        order = rng.permutation(len(sequences))
+        order = rng.permutation(len(data[0]))
         for first in range(0, len(order), how.batch):
-            picks = order[first : first + how.batch]
-            yield _padded([sequences[i] for i in picks], labels[picks], device=how.device)
+            yield _padded(data, order[first : first + how.batch], device=how.device)
 
 
-def _padded(
-    sequences: Sequences, labels: NDArray[np.bool_], *, device: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(data: Labelled, how: HeadTraining, size: int) -> Iterator[Batch]:
+    """All sequences once, in order."""
+    for first in range(0, len(data[0]), size):
+        picks = np.arange(first, min(first + size, len(data[0])))
+        yield _padded(data, picks, device=how.device)
+
+
+def _padded(data: Labelled, picks: NDArray[np.int64], *, device: str) -> Batch:
+    sequences = data[0].take(picks)
     # Copied: rows from disk cannot be written to, and torch warns of sharing these.
     rows = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True)
     lengths = torch.tensor([len(s) for s in sequences])
     mask = torch.arange(rows.shape[1]) < lengths[:, None]
-    target = torch.from_numpy(labels.astype(np.float32))
+    target = torch.from_numpy(data[1][picks].astype(np.float32))
     return rows.to(device), mask.to(device), target.to(device)
 
 
-def _all(
-    data: tuple[Sequences, NDArray[np.bool_]], how: HeadTraining, loss_of: Any
-) -> torch.Tensor:
+def _all(data: Labelled, how: HeadTraining, loss_of: Any) -> torch.Tensor:
     """Mean loss over a set, batch by batch."""
     total = torch.zeros(())
-    for first in range(0, len(data[0]), how.batch):
-        part = slice(first, first + how.batch)
-        batch = _padded(data[0][part], data[1][part], device=how.device)
+    for batch in _parts(data, how, how.batch):
         total = total + loss_of(batch, False).cpu() * len(batch[0])
     return total / len(data[0])

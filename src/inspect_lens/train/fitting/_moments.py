@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["Moments", "RowSource", "accumulate", "prefetch", "read_blocks"]
+__all__ = ["Moments", "RowSource", "accumulate", "prefetch", "read_blocks", "require_classes"]
 
 RowSource: TypeAlias = Callable[[], Iterable[tuple[Any, Any]]]
 """A function that starts anew each time and yields (rows, labels) in pieces: rows (n, hidden) as a
@@ -78,12 +78,7 @@ class Moments:
         Raises:
             SpecError: a class is missing.
         """
-        if self._shift is None or (self.n == 0).any():
-            raise SpecError(
-                f"rows: {int(self.n[1])} positive and {int(self.n[0])} negative; allowed are both "
-                "classes; check the labels"
-            )
-        shift = self._shift.double().cpu().numpy()
+        shift = require_classes(self._shift, self.n).double().cpu().numpy()
         sums = self._sum.cpu().numpy()
         return shift + sums[0] / self.n[0], shift + sums[1] / self.n[1]
 
@@ -98,6 +93,13 @@ class Moments:
         tiny = spread <= 10 * np.finfo(np.float32).eps * np.maximum(1e-30, np.abs(shift + offset))
         return shift + offset, np.where(tiny | (spread == 0), 1.0, spread)
 
+    def within_variance(self) -> Floats:
+        """Variance of each dimension around the class means, (hidden,); divides by rows."""
+        low, high = self.class_means()
+        share = self.n / self.total
+        variance = self.standard()[1] ** 2 - float(share.prod()) * (high - low) ** 2
+        return np.maximum(variance, 0.0)
+
     def within(self) -> Floats:
         """Pooled covariance around the class means, (hidden, hidden); divides by rows."""
         self.class_means()
@@ -109,6 +111,24 @@ class Moments:
             outer = outer - torch.outer(mean, mean) * (int(self.n[k]) / self.total)
         made: Floats = outer.cpu().numpy()
         return (made + made.T) / 2.0
+
+
+def require_classes(shift: torch.Tensor | None, n: NDArray[np.int64]) -> torch.Tensor:
+    """What sums of rows are about, where both classes have any.
+
+    Args:
+        shift: None before the first row.
+        n: rows of each class, (2,).
+
+    Raises:
+        SpecError: a class is missing.
+    """
+    if shift is None or (n == 0).any():
+        raise SpecError(
+            f"rows: {int(n[1])} positive and {int(n[0])} negative; allowed are both classes; check "
+            "the labels"
+        )
+    return shift
 
 
 def read_blocks(

@@ -19,12 +19,13 @@ from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 from torch.nn import functional
 
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.errors import UnsupportedError
 from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
 from inspect_lens.train.families._logistic import LogisticProbe
-from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe, inverse_times
+from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe
 from inspect_lens.train.families._scaling import HUGE_SHARE, dominated
 
+from ._finish import check_shrinkage, finish
 from ._moments import Moments, RowSource, accumulate, prefetch, read_blocks
 
 __all__ = ["fit_stream"]
@@ -83,66 +84,35 @@ def fit_stream(
         )
     if kind is LogisticProbe:
         _fit_logistic(estimator, source, device=device, tol=tol)
-    elif kind is MeanDifferenceProbe:
-        low, high = _means(estimator, accumulate(source, covariance=False, device=device))
-        estimator.coef_ = high - low
-        norm = float(np.linalg.norm(estimator.coef_))
-        if estimator.normalize and norm > 0.0:
-            estimator.coef_ = estimator.coef_ / norm
-    elif kind is MassMeanProbe:
-        moments = accumulate(source, covariance=estimator.iid, device=device)
-        low, high = _means(estimator, moments)
-        estimator.coef_ = high - low
-        if estimator.iid:
-            estimator.coef_ = inverse_times(moments.within(), high - low, atol=estimator.atol)
-    elif kind is LDAProbe and estimator.shrinkage != "ledoit-wolf":
-        _fit_discriminant(estimator, accumulate(source, covariance=True, device=device))
+    elif kind in (MeanDifferenceProbe, MassMeanProbe) or (
+        kind is LDAProbe and estimator.shrinkage != "ledoit-wolf"
+    ):
+        check_shrinkage(estimator)
+        covariance = kind is LDAProbe or bool(getattr(estimator, "iid", False))
+        moments = accumulate(source, covariance=covariance, device=device)
+        _warn_of_huge(estimator, moments)
+        finish(estimator, moments, None)
     else:
         raise UnsupportedError(
             f"{estimator!r}: has no streaming form; allowed are {_STREAMED} (its shrinkage 'ridge',"
-            " a number or None); choose one of these, or fit on a part that fits into memory"
+            " a number or None); choose one of these, fit on a part that fits into memory, or read "
+            "a store with StoreSet and fit_on"
         )
     return estimator
 
 
-def _means(estimator: DirectionEstimator, moments: Moments) -> tuple[Floats, Floats]:
-    low, high = moments.class_means()
-    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), low.size
-    estimator.mean_, estimator.scale_ = (high + low) / 2.0, np.ones_like(low)
-    estimator.intercept_ = 0.0
-    share = moments.n / moments.total
-    within = moments.standard()[1] ** 2 - float(share.prod()) * (high - low) ** 2
-    n, huge = dominated(np.maximum(within, 0.0))
-    if estimator.scaling == "auto" and huge >= HUGE_SHARE and low.size >= 8:
+def _warn_of_huge(estimator: DirectionEstimator, moments: Moments) -> None:
+    """Say that a few dimensions decide, as a stream has no medians to scale them by."""
+    n, huge = dominated(moments.within_variance())
+    if estimator.scaling == "auto" and huge >= HUGE_SHARE and moments.hidden >= 8:
         warnings.warn(
-            f"{type(estimator).__name__}: {n} of {low.size} dimensions hold {huge:.0%} of the "
-            "variance and decide the direction; a stream has no median deviation to divide by; "
-            "take LogisticProbe, or fit on a part that fits into memory (scaling='none' says that "
-            "you know)",
+            f"{type(estimator).__name__}: {n} of {moments.hidden} dimensions hold {huge:.0%} of "
+            "the variance and decide the direction; a stream has no median deviation to divide by; "
+            "take LogisticProbe, fit on a part that fits into memory, or read a store with "
+            "StoreSet and fit_on (scaling='none' says that you know)",
             UserWarning,
             stacklevel=3,
         )
-    return low, high
-
-
-def _fit_discriminant(estimator: Any, moments: Moments) -> None:
-    low, high = _means(estimator, moments)
-    covariance = moments.within()
-    level = float(np.trace(covariance)) / len(covariance)
-    diagonal = np.arange(len(covariance))
-    if estimator.shrinkage == "ridge":
-        covariance[diagonal, diagonal] += 0.01 * level or 1.0
-    elif estimator.shrinkage is not None:
-        if isinstance(estimator.shrinkage, str) or not 0.0 <= estimator.shrinkage <= 1.0:
-            raise SpecError(
-                f"shrinkage={estimator.shrinkage!r}; allowed for a stream are 'ridge', a number in "
-                "[0, 1] and None; correct the value"
-            )
-        covariance *= 1.0 - estimator.shrinkage
-        covariance[diagonal, diagonal] += estimator.shrinkage * level
-    estimator.coef_ = np.linalg.lstsq(covariance, high - low, rcond=None)[0]
-    if not estimator.equal_priors:
-        estimator.intercept_ = float(np.log(moments.n[1] / moments.n[0]))
 
 
 def _fit_logistic(estimator: Any, source: RowSource, *, device: str, tol: float) -> None:
@@ -150,7 +120,8 @@ def _fit_logistic(estimator: Any, source: RowSource, *, device: str, tol: float)
     moments = accumulate(
         source, covariance=False, device=device, sample=sample, sample_rows=_SAMPLE
     )
-    low, _ = _means(estimator, moments)
+    low, _ = moments.class_means()
+    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), low.size
     if estimator.standardize:
         estimator.mean_, estimator.scale_ = moments.standard()
     else:

@@ -19,7 +19,7 @@ from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.families._sklearn import as_family
 from inspect_lens.train.families._trainable import Rows, TrainableProbe
-from inspect_lens.train.fitting._fit import fit_on
+from inspect_lens.train.fitting._fit import fit_layers, fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import (
     require_disjoint,
@@ -140,13 +140,14 @@ def select_layer(
     measure = partial(_measure, control=None if control is None else control.negatives(),
                       fpr=fpr, n_draws=n_draws, seed=seed)  # fmt: skip
     fitted: list[tuple[LayerScore, AnyProbe]] = []
-    for layer in tried:
+    for layer, fit in fit_layers(single, train, tried, rows=rows):
         at_layer = card.model_copy(update={"layers": (layer,), "pool": pooled[0]})
-        probe = fit_on(clone(single), train, layer, rows=rows).to_probe(at_layer)
+        probe = fit.to_probe(at_layer)
         for pool in pooled:
             if pool != pooled[0]:
                 probe = replace(probe, card=probe.card.model_copy(update={"pool": pool}))
             fitted.append((measure(probe, layer, selection), probe))
+    fitted.sort(key=lambda f: f[0].layer)
     sweep = tuple(score for score, _ in fitted)
     if isinstance(estimator, EnsembleProbe):
         read = tried if layers is not None else tuple(tried[i] for i in layers_at(len(tried)))

@@ -1,4 +1,4 @@
-"""A store as an activation set that stays on disk: what is read is one layer, or less."""
+"""A store as an activation set that stays on disk: what is held is what memory allows."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._progress import progress_bar
-from inspect_lens.data import ActivationStore, read_layer, read_records
+from inspect_lens._shards import read_layers
+from inspect_lens.data import ActivationStore, read_records
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 
 from ._dataset import ActivationSet, no_ends
 from ._from_store import Pieces, read_facts
 
-__all__ = ["StoreSet"]
+__all__ = ["MEMORY", "StoreSet"]
 
 Floats = NDArray[np.float32]
 _ROWS = 8192
+MEMORY: Final = 4.0
+"""GB that a fit on a store may hold."""
 
 
 class StoreSet(ActivationSet):
     """A store that is larger than memory, with the methods of an activation set.
 
-    Layers are read in turn, each from its own part of every shard, so a sweep over all layers reads
-    the store once. In memory are, of rows of `hidden` float32 numbers:
+    A layer is read from its own part of every shard, so a sweep over all layers reads the store
+    about once. In memory are, of rows of `hidden` float32 numbers:
 
-    - `scores`, `pooled`, and fits of the linear families on tokens (`LogisticProbe`,
-      `MeanDifferenceProbe`, `MassMeanProbe`, `LDAProbe` with a plain shrinkage): those of one
-      shard and one layer, a few vectors and matrices of the family;
-    - fits of other families (`rows`, `sequences`): those of one layer;
+    - `scores`, `pooled`: the rows of one shard and one layer;
+    - fits (`fit_layers`): what `memory` allows, see there;
+    - `rows`, `sequences`: those of one layer;
     - `acts`: all.
 
     Args:
@@ -44,12 +46,15 @@ class StoreSet(ActivationSet):
         layers: to use; all of the store by default.
         pieces: as in `ActivationSet.from_store`.
         work: folder where fits of streamed families are kept, so that a run that was stopped goes
-            on at the layer where it was; None keeps none.
-        progress: show a bar for each layer that is read, on a terminal.
+            on at the layers where it was; None keeps none.
+        progress: show a bar for what is read and for each head that is trained, on a terminal.
+        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads and, of a head, a
+            batch.
 
     Raises:
         ArtifactError: the store is incomplete or damaged.
-        SpecError: a layer is not in the store, or no sample has both rows and a label.
+        SpecError: a layer is not in the store, no sample has both rows and a label, or `memory` is
+            negative.
 
     Example:
         <!-- test: server -->
@@ -76,7 +81,10 @@ class StoreSet(ActivationSet):
         pieces: Pieces | None = None,
         work: str | Path | None = None,
         progress: bool = True,
+        memory: float = MEMORY,
     ) -> None:
+        if not memory >= 0.0:
+            raise SpecError(f"memory={memory!r}; allowed is a number of GB, 0 or more")
         opened = store if isinstance(store, ActivationStore) else ActivationStore.open(store)
         facts = read_facts(opened, name=name, layers=layers, pieces=pieces)
         # Where each sample lies: its shard, and its first row there.
@@ -88,10 +96,11 @@ class StoreSet(ActivationSet):
                     places.append((number, first, record.n_rows))
                 first += record.n_rows
         ones = tuple(np.ones(n, dtype=bool) for _, _, n in places)
-        self._begin(facts | {"mask": ones}, opened, places, progress)
-        object.__setattr__(self, "work", None if work is None else Path(work))
+        own = {"work": None if work is None else Path(work), "memory": memory}
+        self._begin(facts | own | {"mask": ones}, opened, places, progress)
 
     work: Path | None
+    memory: float
 
     def _begin(
         self,
@@ -139,17 +148,36 @@ class StoreSet(ActivationSet):
         Yields:
             At most 8192 rows, float32, and (rows,) bool.
         """
-        label = {place: bool(self.labels[i]) for i, place in enumerate(self.places)}
-        for number, start, data in self._blocks(layer):
+        for _, index, rows in self.passes([layer]):
+            yield rows, self.row_labels[index]
+
+    def passes(self, layers: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:
+        """Rows of some layers, from one pass over the shards.
+
+        Args:
+            layers: of `layers`.
+
+        Yields:
+            Layer; (rows,) place of each row among `rows(layer)`; at most 8192 rows, float32.
+        """
+        lengths = np.array([n for _, _, n in self.places])
+        starts = np.cumsum(lengths) - lengths
+        at = {place: int(starts[i]) for i, place in enumerate(self.places)}
+        for number, layer, start, data in self._blocks(layers):
             end = start + len(data)
-            kept, labels = [], []
+            kept, index = [], []
             for place in self._in_shard(number):
                 low, high = max(place[1], start), min(place[1] + place[2], end)
                 if low < high:
                     kept.append(data[low - start : high - start])
-                    labels.append(np.full(high - low, label[place]))
+                    index.append(at[place] - place[1] + np.arange(low, high))
             if kept:
-                yield np.concatenate(kept), np.concatenate(labels)
+                yield layer, np.concatenate(index), np.concatenate(kept)
+
+    @property
+    def row_labels(self) -> NDArray[np.bool_]:
+        """Label of each row of a layer, in the order of `rows`."""
+        return np.repeat(self.labels, [n for _, _, n in self.places])
 
     def rows(self, layer: int) -> tuple[Floats, NDArray[np.bool_], NDArray[np.str_]]:
         """As in `ActivationSet`; takes the memory of the layer."""
@@ -159,20 +187,48 @@ class StoreSet(ActivationSet):
 
     def sequences(self, layer: int) -> list[Floats]:
         """As in `ActivationSet`; takes the memory of the layer."""
-        made: list[Floats] = [np.zeros((0, 0), dtype=np.float32)] * len(self)
-        for i, rows in self._samples(layer):
-            if not np.isfinite(rows).all():
-                raise SpecError(
-                    f"{self.name}: sample {self.ids[i]} holds NaN or infinity at layer {layer}; "
-                    "allowed are finite numbers; leave the sample out"
-                )
-            made[i] = rows
+        return self.held([layer])[layer]
+
+    def held(self, layers: Sequence[int]) -> dict[int, list[Floats]]:
+        """Rows of each sample at some layers, from one pass over the shards; takes their memory.
+
+        Args:
+            layers: of `layers`.
+
+        Returns:
+            By layer, per sample (tokens, hidden) float32.
+
+        Raises:
+            SpecError: a value is not finite.
+        """
+        made = {layer: [np.zeros((0, 0), dtype=np.float32)] * len(self) for layer in layers}
+        for layer, i, rows in self._samples(layers):
+            self.require_finite(i, layer, rows)
+            # Copied: what is next to it in its piece is not held.
+            made[layer][i] = rows.copy()
         return made
+
+    def require_finite(self, sample: int, layer: int, rows: Floats) -> None:
+        """Refuse rows of a sample that hold NaN or infinity.
+
+        Args:
+            sample: its place in the set.
+            layer: where they are from.
+            rows: (tokens, hidden).
+
+        Raises:
+            SpecError: they do.
+        """
+        if not np.isfinite(rows).all():
+            raise SpecError(
+                f"{self.name}: sample {self.ids[sample]} holds NaN or infinity at layer {layer}; "
+                "allowed are finite numbers; leave the sample out"
+            )
 
     def pooled(self, layer: int, rows: str) -> Floats:
         """Arguments are those of `ActivationSet`; takes the memory of one shard."""
         made = np.empty((len(self), self.hidden), dtype=np.float32)
-        for i, sample in self._samples(layer):
+        for _, i, sample in self._samples([layer]):
             made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
         return made
 
@@ -183,9 +239,9 @@ class StoreSet(ActivationSet):
         for layer in probe.layers:
             self._index(layer)
         made = np.full(len(self), np.nan)
-        for parts in zip(*(self._samples(layer) for layer in probe.layers), strict=True):
-            i = parts[0][0]
-            acts = np.stack([rows for _, rows in parts])
+        for parts in zip(*(self._samples([layer]) for layer in probe.layers), strict=True):
+            i = parts[0][1]
+            acts = np.stack([rows for *_, rows in parts])
             ends = self.ends[i] if self.ends else None
             made[i] = probe.score(acts, probe.layers, ends=ends)
         return made
@@ -212,7 +268,7 @@ class StoreSet(ActivationSet):
         facts: dict[str, Any] = {
             "name": name or self.name, "model": self.model, "layers": self.layers,
             "labels": self.labels[picks], "positions": self.positions, "raw": self.raw,
-            "model_sha256": self.model_sha256,
+            "model_sha256": self.model_sha256, "work": self.work, "memory": self.memory,
             "columns": {k: tuple(v[i] for i in picks) for k, v in self.columns.items()},
         }  # fmt: skip
         for key in ("groups", "mask", "ids", "contents", "ends"):
@@ -220,17 +276,19 @@ class StoreSet(ActivationSet):
             facts[key] = tuple(values[i] for i in picks) if values else ()
         made = object.__new__(type(self))
         made._begin(facts, self.store, [self.places[i] for i in picks], self.progress)
-        object.__setattr__(made, "work", self.work)
         return made
 
-    def _samples(self, layer: int) -> Iterator[tuple[int, Floats]]:
-        """Place in the set and rows (tokens, hidden) of each sample, in the order of the store."""
+    def _samples(self, layers: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:
+        """Layer, place in the set and rows (tokens, hidden) of each sample, as the store has them.
+
+        A shard after the other, and in it a layer after the other.
+        """
         at = {place: i for i, place in enumerate(self.places)}
         waiting: list[Floats] = []
-        open_number, begin = -1, 0
-        for number, start, data in self._blocks(layer):
-            if number != open_number:
-                waiting, open_number, begin = [], number, start
+        opened, begin = (-1, -1), 0
+        for number, layer, start, data in self._blocks(layers):
+            if (number, layer) != opened:
+                waiting, opened, begin = [], (number, layer), start
                 todo = list(self._in_shard(number))
             waiting.append(data)
             end = start + len(data)
@@ -238,21 +296,26 @@ class StoreSet(ActivationSet):
                 place = todo.pop(0)
                 whole = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
                 rows = whole[place[1] - begin : place[1] - begin + place[2]]
-                yield at[place], np.ascontiguousarray(rows)
+                yield layer, at[place], np.ascontiguousarray(rows)
                 # What lies before the next sample is done with.
                 waiting, begin = [whole[place[1] + place[2] - begin :]], place[1] + place[2]
 
-    def _blocks(self, layer: int) -> Iterator[tuple[int, int, Floats]]:
-        """Number of a shard, first row there, and rows of a layer, piece by piece."""
-        self._index(layer)
+    def _blocks(self, layers: Sequence[int]) -> Iterator[tuple[int, int, int, Floats]]:
+        """Number of a shard, layer, first row there, and rows, piece by piece."""
+        for layer in layers:
+            self._index(layer)
         used = sorted({number for number, _, _ in self.places})
-        show = self.progress
-        with progress_bar(f"{self.name} {layer}", total=len(used), done=0, show=show) as tick:
+        title = f"{self.name} {', '.join(map(str, layers))}"
+        with progress_bar(title, total=len(used), done=0, show=self.progress) as tick:
             for number in used:
-                file = self.store.manifest["shards"][number]["file"]
-                for start, _, data in read_layer(f"{self.store.uri}/{file}", layer, size=_ROWS):
-                    yield number, start, data.to_float32()
+                uri = self.uri(number)
+                for layer, start, _, data in read_layers(uri, layers, size=_ROWS):
+                    yield number, layer, start, data.to_float32()
                 tick()
+
+    def uri(self, number: int) -> str:
+        """Of a shard, by its number."""
+        return f"{self.store.uri}/{self.store.manifest['shards'][number]['file']}"
 
     def _in_shard(self, number: int) -> list[tuple[int, int, int]]:
         """Places of a shard's samples that are used, in order."""
