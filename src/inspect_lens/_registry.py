@@ -13,6 +13,8 @@ from .approver import probe_approver
 from .model._host import RegistryType
 from .model.request._advice import explain_none
 from .scorer import (
+    arm_effects,
+    arm_rates,
     at_threshold,
     attention_tracker,
     auroc,
@@ -44,6 +46,8 @@ from .solver import (
     activation_oracle,
     causal_trace,
     contrastive_pairs,
+    edit_sweep,
+    latent_sweep,
     logit_lens,
     patch_sweep,
     probe_gate,
@@ -59,6 +63,8 @@ from .solver import (
 __all__ = [
     "ablate_direction",
     "activation_oracle",
+    "arm_effects",
+    "arm_rates",
     "at_threshold",
     "attention_tracker",
     "auroc",
@@ -70,7 +76,9 @@ __all__ = [
     "deception_probe",
     "dose_metric",
     "dose_response",
+    "edit_sweep",
     "judged_share",
+    "latent_sweep",
     "leakage_baseline",
     "length_auroc",
     "lens",

@@ -1,5 +1,6 @@
 """Scorers and metrics for Inspect tasks."""
 
+from ._arms import arm_effects, arm_rates
 from ._cascade import probe_cascade
 from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
@@ -23,6 +24,8 @@ __all__ = [
     "REFUSAL_PHRASES",
     "CascadeRecord",
     "DoseRow",
+    "arm_effects",
+    "arm_rates",
     "at_threshold",
     "attention_tracker",
     "auroc",
