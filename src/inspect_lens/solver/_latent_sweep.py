@@ -204,6 +204,9 @@ class _Matching(NamedTuple):
                 for name, number in self.reader.latents.items()
             }
         )
-        told: Any = {name: match._asdict() for name, match in found.items()}
+        told: dict[str, Any] = {
+            name: {"latents": [*match.latents], "means": [*match.means], "mean": match.mean}
+            for name, match in found.items()
+        }
         transcript().info({"controls": told}, source="inspect_lens/latent_sweep")
         return found
