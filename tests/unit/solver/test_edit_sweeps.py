@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 from inspect_ai.event import InfoEvent, SpanBeginEvent
 from inspect_ai.log import EvalLog
+from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
 from inspect_ai.solver import TaskState
 from inspect_ai.tool import Tool, tool
@@ -19,7 +19,14 @@ from inspect_lens.model import lens_config
 from inspect_lens.reading import CellScores, read_cells
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import arm_effects
-from inspect_lens.solver import EditArm, edit_sweep, latent_sweep, with_edits, with_steering
+from inspect_lens.solver import (
+    EditArm,
+    edit_sweep,
+    latent_sweep,
+    with_capture,
+    with_edits,
+    with_steering,
+)
 from inspect_lens.spec import Ablate, Add, EditBase, Latent, Zero
 from tests.kit.fake_server import FakeLensServer, at_site, residual, tokens_of
 
@@ -74,9 +81,9 @@ def test_each_arm_is_sent_once_beside_a_plain_request(server: FakeLensServer) ->
     )  # fmt: skip
     assert sample(log).output.message.id == made[0].message_id
     # The log has hashes and no numbers.
-    logged = json.dumps(log.plan.model_dump(mode="json"))
-    assert ABLATE.direction.sha256 in logged
-    assert len(logged) < 4000
+    (step,) = log.plan.model_dump(mode="json")["steps"]
+    logged = [arm["edits"] for arm in step["params"]["arms"]]
+    assert logged == [[e.reference() for e in arm.edits] for arm in arms]
 
 
 def test_arms_may_be_named_edits_in_json(server: FakeLensServer) -> None:
@@ -155,6 +162,15 @@ def test_a_baseline_that_would_be_edited_or_repeated_tools_are_refused(
         assert log.error.message.count(name) == 1
         assert said in log.error.message
     assert server.requests == []
+
+
+def test_edits_of_a_scope_are_sent_also_where_it_captures(server: FakeLensServer) -> None:
+    """Also where neither the task nor the call says anything itself."""
+    run(server, with_edits(ABLATE, inner=with_capture([1])), n=1, config=GenerateConfig(seed=1))
+    (request,) = [sent(body) for body in server.requests]
+    assert request.capture is not None
+    assert request.capture.layers == (1,)
+    assert edits_sent(server) == [(ABLATE.reference(),)]
 
 
 def told(log: EvalLog) -> Any:
