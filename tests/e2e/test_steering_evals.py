@@ -298,8 +298,9 @@ def test_a_latent_along_the_truth_vector_moves_truths_and_others_do_not(made: Ma
         assert said[f"{arm}_random_effect"] == 0.0
         assert said[f"{arm}_coherence"] == 1.0
     active = metrics(log, "activation_by_value")
-    # Encoder and decoder are one unit vector, so behind the edit the latent has its value.
-    assert active[on] == pytest.approx(LENGTH, rel=1e-3)
+    # Encoder and decoder are one unit vector, so behind the edit the latent has its value; less
+    # on the few tokens on which it was below 0, which is not active and stays in the stream.
+    assert 0.9 * LENGTH < active[on] <= 1.001 * LENGTH
     assert active["clamped x0"] == pytest.approx(0.0, abs=1e-3)
     assert 0.0 < active["unedited"] < LENGTH
     rows = [row for row in dose_table(log, scorer="behaviour_by_value") if row.kind == "vector"]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from inspect_ai.event import InfoEvent, SpanBeginEvent
 from inspect_ai.log import EvalLog
-from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
 from inspect_ai.solver import TaskState
 from inspect_ai.tool import Tool, tool
@@ -23,7 +22,6 @@ from inspect_lens.solver import (
     EditArm,
     edit_sweep,
     latent_sweep,
-    with_capture,
     with_edits,
     with_steering,
 )
@@ -162,15 +160,6 @@ def test_a_baseline_that_would_be_edited_or_repeated_tools_are_refused(
         assert log.error.message.count(name) == 1
         assert said in log.error.message
     assert server.requests == []
-
-
-def test_edits_of_a_scope_are_sent_also_where_it_captures(server: FakeLensServer) -> None:
-    """Also where neither the task nor the call says anything itself."""
-    run(server, with_edits(ABLATE, inner=with_capture([1])), n=1, config=GenerateConfig(seed=1))
-    (request,) = [sent(body) for body in server.requests]
-    assert request.capture is not None
-    assert request.capture.layers == (1,)
-    assert edits_sent(server) == [(ABLATE.reference(),)]
 
 
 def told(log: EvalLog) -> Any:
