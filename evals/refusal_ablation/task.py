@@ -16,12 +16,12 @@ from inspect_ai.scorer import Metric, Scorer, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.refusal_steering import each_kind, refusal_dataset
-from inspect_lens.scorer import arm_effects, arm_rates, refusal_rate
-from inspect_lens.solver import EditArm, edit_sweep
+from inspect_lens.scorer import edit_effects, edit_rates, refusal_rate
+from inspect_lens.solver import EditVariant, edit_sweep
 from inspect_lens.spec import BLOCK_SITES, Ablate, Add, Site
 from inspect_lens.vector import Vector, load_vector
 
-__all__ = ["arms_by_kind", "refusal_ablation", "refusal_arms", "refusals_by_arm"]
+__all__ = ["rates_by_kind", "refusal_ablation", "refusal_edits", "refusals_by_edit"]
 
 
 @task
@@ -51,26 +51,26 @@ def refusal_ablation(
         sites: places in each layer at which it is ablated; all that write to the stream, and the
             stream itself, by default.
         scale: factor of the vector where it is added.
-        control_draws: random directions beside each arm.
+        control_draws: random directions for each of the two edits.
         limit: instructions of each kind at most.
         role: model role that judges refusals, such as `grader`; phrases decide by default.
         max_tokens: longest answer.
 
     Returns:
-        The task; `refusals_by_arm` has the rate of refusals of each arm, and its paired
+        The task; `refusals_by_edit` has the rate of refusals of each variant, and its paired
         difference from the unedited answers with interval, of harmful and of harmless
         instructions apart.
     """
     return Task(
         dataset=refusal_dataset(harmful, harmless, limit=limit),
-        solver=refusal_arms(vector, layer, n_layers, sites, scale, control_draws),
-        scorer=refusals_by_arm(role),
+        solver=refusal_edits(vector, layer, n_layers, sites, scale, control_draws),
+        scorer=refusals_by_edit(role),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
 
 
 @solver
-def refusal_arms(
+def refusal_edits(
     vector: str,
     layer: int | None = None,
     n_layers: int | None = None,
@@ -78,7 +78,7 @@ def refusal_arms(
     scale: float = 1.0,
     control_draws: int = 1,
 ) -> Solver:
-    """`edit_sweep` with the arms of a sample's kind: `ablated`, and `added` where it is harmless.
+    """`edit_sweep` of what fits a sample: `ablated`, and also `added` where it is harmless.
 
     Args:
         vector: as for the task.
@@ -104,9 +104,9 @@ def refusal_arms(
     for one in directions:
         raw, control = one.raw(at), one is not loaded
         gone = [Ablate(direction=raw, layers=layers, site=site) for site in where]
-        ablated.append(EditArm(name="ablated", edits=tuple(gone), control=control))
+        ablated.append(EditVariant(name="ablated", edits=tuple(gone), control=control))
         more = Add(vector=raw, layers=(at,), site=loaded.site, scale=scale)
-        added.append(EditArm(name="added", edits=(more,), control=control))
+        added.append(EditVariant(name="added", edits=(more,), control=control))
     sweeps = {"harmful": edit_sweep(ablated), "harmless": edit_sweep([*ablated, *added])}
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
@@ -115,20 +115,20 @@ def refusal_arms(
     return solve
 
 
-@metric(scores="unreduced")  # as arm_rates: every epoch is an answer of its own
-def arms_by_kind() -> Metric:
-    """`arm_rates` of harmful and of harmless instructions, each under its own names.
+@metric(scores="unreduced")  # as edit_rates: every epoch is an answer of its own
+def rates_by_kind() -> Metric:
+    """`edit_rates` of harmful and of harmless instructions, each under its own names.
 
     Returns:
         The metric; `harmful_ablated` is the rate of refusals of harmful instructions without the
         direction, and so on. A kind that the task has no sample of has no values.
     """
-    return each_kind(arm_rates())
+    return each_kind(edit_rates())
 
 
-@scorer(metrics=[arms_by_kind()])
-def refusals_by_arm(role: str | None = None) -> Scorer:
-    """`arm_effects` of refusals, with harmful and harmless instructions apart.
+@scorer(metrics=[rates_by_kind()])
+def refusals_by_edit(role: str | None = None) -> Scorer:
+    """`edit_effects` of refusals, with harmful and harmless instructions apart.
 
     Args:
         role: model role that judges refusals; phrases decide by default.
@@ -136,7 +136,7 @@ def refusals_by_arm(role: str | None = None) -> Scorer:
     Returns:
         The scorer.
     """
-    return arm_effects(refusal_rate(role=role))
+    return edit_effects(refusal_rate(role=role))
 
 
 def _n_layers(vector: Vector) -> int:

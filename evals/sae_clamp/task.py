@@ -25,7 +25,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from evals.sae_clamp.dataset import clamp_dataset
-from inspect_lens.scorer import arm_effects, arm_rates, sae_feature
+from inspect_lens.scorer import edit_effects, edit_rates, sae_feature
 from inspect_lens.solver import latent_sweep
 from inspect_lens.spec import Site
 
@@ -111,11 +111,11 @@ def sae_clamp(
 
 # Of names of their own in this file, where `inspect score` finds them: a log names a scorer inside
 # another one without its file.
-@scorer(metrics=[arm_rates()])
+@scorer(metrics=[edit_rates()])
 def behaviour_by_value(
     phrases: Sequence[str] | None = None, criterion: str | None = None
 ) -> Scorer:
-    """`arm_effects` of the behaviour.
+    """`edit_effects` of the behaviour.
 
     Args:
         phrases: as for the task.
@@ -124,10 +124,10 @@ def behaviour_by_value(
     Returns:
         The scorer.
     """
-    return arm_effects(behaviour_seen(phrases, criterion))
+    return edit_effects(behaviour_seen(phrases, criterion))
 
 
-@scorer(metrics=[arm_rates()])
+@scorer(metrics=[edit_rates()])
 def activation_by_value(
     sae: str,
     latent: int,
@@ -135,7 +135,7 @@ def activation_by_value(
     site: Site | None = None,
     norm_scale: float | None = None,
 ) -> Scorer:
-    """`arm_effects` of `sae_feature`: how active the latent is, averaged over each answer.
+    """`edit_effects` of `sae_feature`: how active the latent is, averaged over each answer.
 
     Args:
         sae: as for the task.
@@ -151,7 +151,7 @@ def activation_by_value(
         sae, {_NAME: latent}, layer=layer, site=site, pool="mean", token_scores=False,
         norm_scale=norm_scale,
     )  # fmt: skip
-    return arm_effects(feature, key=_NAME)
+    return edit_effects(feature, key=_NAME)
 
 
 @scorer(metrics=[mean(), stderr()])

@@ -13,8 +13,6 @@ from .approver import probe_approver
 from .model._host import RegistryType
 from .model.request._advice import explain_none
 from .scorer import (
-    arm_effects,
-    arm_rates,
     at_threshold,
     attention_tracker,
     auroc,
@@ -24,6 +22,8 @@ from .scorer import (
     deception_probe,
     dose_metric,
     dose_response,
+    edit_effects,
+    edit_rates,
     judged_share,
     leakage_baseline,
     length_auroc,
@@ -63,8 +63,6 @@ from .solver import (
 __all__ = [
     "ablate_direction",
     "activation_oracle",
-    "arm_effects",
-    "arm_rates",
     "at_threshold",
     "attention_tracker",
     "auroc",
@@ -76,6 +74,8 @@ __all__ = [
     "deception_probe",
     "dose_metric",
     "dose_response",
+    "edit_effects",
+    "edit_rates",
     "edit_sweep",
     "judged_share",
     "latent_sweep",

@@ -30,8 +30,8 @@ from evals.sycophancy_steering import sycophancy_steering
 from inspect_lens.model import activations, receipt
 from inspect_lens.reading import read_cells
 from inspect_lens.sae import read_autoencoder
-from inspect_lens.scorer import arm_effects, arm_rates, dose_curves, dose_table
-from inspect_lens.solver import EditArm, edit_sweep, latent_sweep
+from inspect_lens.scorer import dose_curves, dose_table, edit_effects, edit_rates
+from inspect_lens.solver import EditVariant, edit_sweep, latent_sweep
 from inspect_lens.spec import Ablate, result_name
 from inspect_lens.vector import Vector, VectorCard, load_vector
 from organism._model import CHECKPOINT_DIR
@@ -50,7 +50,7 @@ NAMES = (
     "another secret",
     "ablation",
     "clamp",
-    "arms",
+    "variants",
     "latents",
 )
 TRUTH = load_vector("organism/truth")
@@ -97,7 +97,7 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
         )  # fmt: skip
         logs |= {
             name: run(task, lens_server_url, folder / "logs")
-            for name, task in {**tasks_of_lies(folder), **tasks_of_arms(folder)}.items()
+            for name, task in {**tasks_of_lies(folder), **tasks_of_variants(folder)}.items()
             if name != "ablation"
         }
         commands = {
@@ -134,13 +134,13 @@ def tasks_of_lies(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tasks_of_arms(folder: Path) -> dict[str, Task]:
+def tasks_of_variants(folder: Path) -> dict[str, Task]:
     """The solvers by themselves, on who is told to lie."""
     liars = organism_dataset("demo").filter(
         lambda s: s.metadata["condition"] == "lie" and s.metadata["kind"] == "open"
     )
-    arms = [
-        EditArm(
+    variants = [
+        EditVariant(
             name="without", control=one is not TRUTH,
             edits=Ablate(direction=one.raw(AT), layers=range(6), site="attn_out"),
         )
@@ -150,12 +150,12 @@ def tasks_of_arms(folder: Path) -> dict[str, Task]:
         autoencoder(folder), {"truth": 3}, [1.0], mode="add", controls=2, layer=AT, site="attn_out"
     )
     return {
-        "arms": Task(
-            dataset=liars[:4], solver=edit_sweep(arms, scorer=includes()), scorer=arm_effects(),
-            config=GenerateConfig(temperature=0.0, max_tokens=24),
+        "variants": Task(
+            dataset=liars[:4], solver=edit_sweep(variants, scorer=includes()),
+            scorer=edit_effects(), config=GenerateConfig(temperature=0.0, max_tokens=24),
         ),
         "latents": Task(
-            dataset=liars[:2], solver=swept, scorer=arm_effects(includes()),
+            dataset=liars[:2], solver=swept, scorer=edit_effects(includes()),
             config=GenerateConfig(temperature=0.0, max_tokens=1),
         ),
     }  # fmt: skip
@@ -260,7 +260,7 @@ def test_the_oracle_finds_the_word_and_no_other(made: Made) -> None:
 def test_without_the_direction_of_lies_nobody_lies_and_with_it_everybody(made: Made) -> None:
     """As Arditi et al. have it of refusals: one direction is needed, and it is enough."""
     log = made.logs["ablation"]
-    found = metrics(log, "refusals_by_arm")
+    found = metrics(log, "refusals_by_edit")
     assert (found["harmful_unedited"], found["harmless_unedited"]) == (1.0, 0.0)
     assert found["harmful_ablated"] == 0.0
     assert found["harmful_ablated_effect_high"] <= -0.5
@@ -268,9 +268,9 @@ def test_without_the_direction_of_lies_nobody_lies_and_with_it_everybody(made: M
     assert found["harmless_added_effect_low"] >= 0.5
     # Honest answers stay so without it, and any other direction does nothing.
     assert found["harmless_ablated"] == 0.0
-    for arm in ("harmful_ablated", "harmless_ablated", "harmless_added"):
-        assert found[f"{arm}_random_effect"] == 0.0
-        assert found[f"{arm}_coherence"] == 1.0
+    for variant in ("harmful_ablated", "harmless_ablated", "harmless_added"):
+        assert found[f"{variant}_random_effect"] == 0.0
+        assert found[f"{variant}_coherence"] == 1.0
     assert "harmful_added" not in found
     for sample in log.samples or []:
         answers = {(c.vector, c.kind): c.completion for c in read_cells(Store(sample.store))}
@@ -294,9 +294,9 @@ def test_a_latent_along_the_truth_vector_moves_truths_and_others_do_not(made: Ma
     assert said[f"{on}_effect_low"] > 0.2
     # Off, it is where it was for who lies, and not missed by who does not.
     assert said["clamped x0"] == 0.5
-    for arm in (on, "clamped x0"):
-        assert said[f"{arm}_random_effect"] == 0.0
-        assert said[f"{arm}_coherence"] == 1.0
+    for variant in (on, "clamped x0"):
+        assert said[f"{variant}_random_effect"] == 0.0
+        assert said[f"{variant}_coherence"] == 1.0
     active = metrics(log, "activation_by_value")
     # Encoder and decoder are one unit vector, so behind the edit the latent has its value; less
     # on the few tokens on which it was below 0, which is not active and stays in the stream.
@@ -307,16 +307,24 @@ def test_a_latent_along_the_truth_vector_moves_truths_and_others_do_not(made: Ma
     assert [(row.scale, row.mean) for row in rows] == [(0.0, 0.5), (LENGTH, 1.0)]
 
 
-def test_arms_of_edits_are_scored_where_they_are_made_and_no_tensor_is_logged(made: Made) -> None:
-    log = made.logs["arms"]
-    found = metrics(log, "arm_effects")
+def test_variants_of_edits_are_scored_where_they_are_made_and_no_tensor_is_logged(
+    made: Made,
+) -> None:
+    log = made.logs["variants"]
+    found = metrics(log, "edit_effects")
     assert (found["unedited"], found["without"], found["without_random_effect"]) == (0.0, 1.0, 0.0)
     again = score(
-        log, arm_effects(), metrics=[arm_rates(n_resamples=50)], action="overwrite", display="none"
+        log,
+        edit_effects(),
+        metrics=[edit_rates(n_resamples=50)],
+        action="overwrite",
+        display="none",
     )
-    assert metrics(again, "arm_effects")["without_effect"] == found["without_effect"] == 1.0
+    assert metrics(again, "edit_effects")["without_effect"] == found["without_effect"] == 1.0
     (step,) = log.plan.steps
-    logged = json.dumps(step.params["arms"], default=lambda arm: arm.model_dump(mode="json"))
+    logged = json.dumps(
+        step.params["variants"], default=lambda variant: variant.model_dump(mode="json")
+    )
     assert logged.count('"sha256"') == 2
     assert len(logged) < 2000
 

@@ -1,10 +1,10 @@
 """Scorers and metrics for Inspect tasks."""
 
-from ._arms import arm_effects, arm_rates
 from ._cascade import probe_cascade
 from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._dose_table import DoseRow
+from ._edit_effects import edit_effects, edit_rates
 from ._ensemble import probe_ensemble
 from ._feature import sae_feature
 from ._frontier import CascadeRecord, read_cascade
@@ -24,8 +24,6 @@ __all__ = [
     "REFUSAL_PHRASES",
     "CascadeRecord",
     "DoseRow",
-    "arm_effects",
-    "arm_rates",
     "at_threshold",
     "attention_tracker",
     "auroc",
@@ -37,6 +35,8 @@ __all__ = [
     "dose_metric",
     "dose_response",
     "dose_table",
+    "edit_effects",
+    "edit_rates",
     "judged_share",
     "leakage_baseline",
     "length_auroc",

@@ -3,7 +3,7 @@
 from ._ablate import ablate_direction
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
-from ._edit_sweep import EditArm, edit_sweep
+from ._edit_sweep import EditVariant, edit_sweep
 from ._edits import with_edits
 from ._explain import self_explain
 from ._gate import GateAction, probe_gate
@@ -20,7 +20,7 @@ from ._sweep import Control, steering_sweep
 
 __all__ = [
     "Control",
-    "EditArm",
+    "EditVariant",
     "GateAction",
     "GateAttempt",
     "GateDecision",

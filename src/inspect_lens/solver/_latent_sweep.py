@@ -44,9 +44,9 @@ def latent_sweep(
     A latent is set to each value, on every token, at the layer that the autoencoder reads. The
     controls are random latents that are about as active in the unedited answer as the latent
     itself, set to the same values. Answers are in the sample's store as cells, as `edit_sweep`
-    leaves them; `arm_effects` scores them. What stands as the sample's answer is the unedited
+    leaves them; `edit_effects` scores them. What stands as the sample's answer is the unedited
     one. Every answer captures its rows where the autoencoder reads, so that `sae_feature` and
-    `arm_effects(sae_feature(...))` can tell what the latents did.
+    `edit_effects(sae_feature(...))` can tell what the latents did.
 
     Args:
         sae: folder or file, as `inspect_lens.sae.read_autoencoder` takes it, or an autoencoder.
@@ -63,7 +63,7 @@ def latent_sweep(
         threshold: above which a latent is active; by default that of the file. TopK autoencoders
             need one, see `SparseAutoencoder.latent`.
         seed: of the draw of controls.
-        scorer: scores each answer where it is generated; `arm_effects` then needs none.
+        scorer: scores each answer where it is generated; `edit_effects` then needs none.
         norm_scale: as in `read_autoencoder`, of a path only.
 
     Returns:
@@ -87,7 +87,7 @@ def latent_sweep(
 
         from evals.organism_deception import organism_dataset
         from inspect_lens.sae import SparseAutoencoder
-        from inspect_lens.scorer import arm_effects
+        from inspect_lens.scorer import edit_effects
         from inspect_lens.solver import latent_sweep
         from inspect_lens.vector import load_vector
 
@@ -106,7 +106,7 @@ def latent_sweep(
             sae, {"truth": 0}, [float(truth.norm[4])], layer=4, site="attn_out", controls=1
         )
         task = Task(
-            dataset=organism_dataset("demo")[:2], solver=clamp, scorer=arm_effects(includes())
+            dataset=organism_dataset("demo")[:2], solver=clamp, scorer=edit_effects(includes())
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         assert {"unedited", "truth_effect"} <= set(log.results.scores[0].metrics)

@@ -17,9 +17,9 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.reading import CellScores, read_cells
 from inspect_lens.sae import SparseAutoencoder
-from inspect_lens.scorer import arm_effects
+from inspect_lens.scorer import edit_effects
 from inspect_lens.solver import (
-    EditArm,
+    EditVariant,
     edit_sweep,
     latent_sweep,
     with_edits,
@@ -51,14 +51,14 @@ def edits_sent(server: FakeLensServer) -> list[tuple[dict[str, Any], ...]]:
     return [tuple(e.reference() for e in sent(body).edits) for body in server.requests]
 
 
-def test_each_arm_is_sent_once_beside_a_plain_request(server: FakeLensServer) -> None:
+def test_each_variant_is_sent_once_beside_a_plain_request(server: FakeLensServer) -> None:
     other = Ablate(direction=V[::-1].copy(), layers=range(4))
-    arms = [
-        EditArm(name="gone", edits=other, control=True),
-        EditArm(name="gone", edits=ABLATE),
-        EditArm(name="both", edits=[ABLATE, ADD]),
+    variants = [
+        EditVariant(name="gone", edits=other, control=True),
+        EditVariant(name="gone", edits=ABLATE),
+        EditVariant(name="both", edits=[ABLATE, ADD]),
     ]
-    log = run(server, edit_sweep(arms, scorer=words()), n=1, scorer=arm_effects())
+    log = run(server, edit_sweep(variants, scorer=words()), n=1, scorer=edit_effects())
     expected = [(), (ABLATE,), (ABLATE, ADD), (other,)]
     found = edits_sent(server)
     assert len(found) == len(expected)
@@ -80,24 +80,27 @@ def test_each_arm_is_sent_once_beside_a_plain_request(server: FakeLensServer) ->
     assert sample(log).output.message.id == made[0].message_id
     # The log has hashes and no numbers.
     (step,) = log.plan.model_dump(mode="json")["steps"]
-    logged = [arm["edits"] for arm in step["params"]["arms"]]
-    assert logged == [[e.reference() for e in arm.edits] for arm in arms]
+    logged = [variant["edits"] for variant in step["params"]["variants"]]
+    assert logged == [[e.reference() for e in variant.edits] for variant in variants]
 
 
-def test_arms_may_be_named_edits_in_json(server: FakeLensServer) -> None:
+def test_variants_may_be_named_edits_in_json(server: FakeLensServer) -> None:
     form = ABLATE.model_dump(mode="json")
     run(server, edit_sweep({"off": Zero(layers=[1]), "gone": [form, ADD]}), n=1)
     assert sorted(len(edits) for edits in edits_sent(server)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("arms", "said"),
+    ("variants", "said"),
     [
         ([], "none that is not a control"),
         ({}, "none that is not a control"),
         ([control(ABLATE)], "none that is not a control"),
-        ([EditArm(name="gone", edits=ABLATE)] * 2, "('gone', 1.0) are there twice"),
-        ([EditArm(name="x", edits=ABLATE), control(ABLATE)], "('gone', 1.0) stands beside no arm"),
+        ([EditVariant(name="gone", edits=ABLATE)] * 2, "('gone', 1.0) are there twice"),
+        (
+            [EditVariant(name="x", edits=ABLATE), control(ABLATE)],
+            "('gone', 1.0) has no variant",
+        ),
         ({"gone": []}, "edits"),
         ({"gone": {"op": "nothing"}}, "nothing"),
         ([{"name": "", "edits": ABLATE}], "name"),
@@ -105,9 +108,9 @@ def test_arms_may_be_named_edits_in_json(server: FakeLensServer) -> None:
         ([{"name": "x", "edits": ABLATE, "strength": 1}], "strength"),
     ],
 )
-def test_arms_that_cannot_be_compared_are_refused(arms: Any, said: str) -> None:
+def test_variants_that_cannot_be_compared_are_refused(variants: Any, said: str) -> None:
     with pytest.raises(SpecError) as raised:
-        edit_sweep(arms)
+        edit_sweep(variants)
     assert said in str(raised.value)
 
 

@@ -107,17 +107,17 @@ def test_ablation_bypasses_and_addition_induces_refusals_and_chance_does_neither
         refusal_vector(tmp_path), **instructions(tmp_path), scale=1.5, control_draws=2
     )
     log = run(task)
-    found = metrics(log, "refusals_by_arm")
+    found = metrics(log, "refusals_by_edit")
     rates = {
         "harmful_unedited": 1.0, "harmful_ablated": 0.0, "harmless_unedited": 0.0,
         "harmless_ablated": 0.0, "harmless_added": 1.0,
     }  # fmt: skip
     effects = {"harmful_ablated": -1.0, "harmless_ablated": 0.0, "harmless_added": 1.0}
     assert {name: found[name] for name in rates} == rates
-    for arm, effect in effects.items():
+    for variant, effect in effects.items():
         for end in ("", "_low", "_high"):
-            assert found[f"{arm}_effect{end}"] == effect
-            assert found[f"{arm}_random_effect{end}"] == 0.0
+            assert found[f"{variant}_effect{end}"] == effect
+            assert found[f"{variant}_random_effect{end}"] == 0.0
     cells = [[c.kind for c in read_cells(Store(s.store))] for s in log.samples or []]
     harmful, harmless = ["vector", "random", "random"], ["vector"] * 2 + ["random"] * 4
     assert cells == [["baseline", *harmful]] * 4 + [["baseline", *harmless]] * 3
@@ -132,12 +132,12 @@ def test_one_kind_of_instructions_is_enough_and_an_ablation_of_few_layers_is_non
         refusal_ablation(vector, harmful)
     for n_layers, left in ((N_LAYERS, 0.0), (N_LAYERS - 1, 1.0)):
         log = run(refusal_ablation(vector, harmful, n_layers=n_layers))
-        found = metrics(log, "refusals_by_arm")
+        found = metrics(log, "refusals_by_edit")
         assert found["harmful_ablated"] == left
         assert not [name for name in found if name.startswith("harmless")]
     # A single place is not everywhere.
     log = run(refusal_ablation(vector, harmful, n_layers=N_LAYERS, sites="resid_post"))
-    assert metrics(log, "refusals_by_arm")["harmful_ablated"] == 1.0
+    assert metrics(log, "refusals_by_edit")["harmful_ablated"] == 1.0
 
 
 def autoencoder(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""`arm_effects`: what a scorer says of the arms of a sweep, and what each arm changed."""
+"""`edit_effects`: what a scorer says of the variants of a sweep, and what each variant changed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ._cell_values import cell_values, rows_in_log
 from ._dose_table import DoseRow, rows_of
 from ._effect import effects_of
 
-__all__ = ["arm_effects", "arm_rates"]
+__all__ = ["edit_effects", "edit_rates"]
 
 
 @metric(scores="unreduced")
-def arm_rates(n_resamples: int = 2000, seed: int = 0) -> Metric:
-    """Mean value of each arm, and how far it is from that of the same prompts unedited.
+def edit_rates(n_resamples: int = 2000, seed: int = 0) -> Metric:
+    """Mean value of each variant, and how far it is from that of the same prompts unedited.
 
-    `unedited` is the mean of the unedited answers. An arm has its mean under its own name, such
+    `unedited` is the mean of the unedited answers. A variant has its mean under its own name, such
     as `ablated`; `ablated_effect` is the mean difference from the unedited answers of the same
     prompts, with its 95% interval by a bootstrap of prompts, `ablated_effect_low` to
     `ablated_effect_high`. `ablated_random_effect` with its interval is the same of the controls
@@ -35,7 +35,7 @@ def arm_rates(n_resamples: int = 2000, seed: int = 0) -> Metric:
         seed: of the draws.
 
     Returns:
-        The metric, for scores of `arm_effects`.
+        The metric, for scores of `edit_effects`.
 
     Example:
         <!-- test: server -->
@@ -44,15 +44,15 @@ def arm_rates(n_resamples: int = 2000, seed: int = 0) -> Metric:
         from inspect_ai.scorer import includes
 
         from evals.organism_deception import organism_dataset
-        from inspect_lens.scorer import arm_effects, arm_rates
+        from inspect_lens.scorer import edit_effects, edit_rates
         from inspect_lens.solver import edit_sweep
         from inspect_lens.spec import Zero
 
         task = Task(
             dataset=organism_dataset("demo")[:2],
             solver=edit_sweep({"no attention": Zero(layers=[4], site="attn_out")}),
-            scorer=arm_effects(includes()),
-            metrics=[arm_rates(n_resamples=200)],
+            scorer=edit_effects(includes()),
+            metrics=[edit_rates(n_resamples=200)],
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         assert "no attention_effect" in log.results.scores[0].metrics
@@ -79,9 +79,9 @@ def arm_rates(n_resamples: int = 2000, seed: int = 0) -> Metric:
     return compute
 
 
-@scorer(metrics=[arm_rates()])
-def arm_effects(scorer: Scorer | None = None, key: str | None = None) -> Scorer:
-    """Score every arm of `edit_sweep`, `latent_sweep` or `steering_sweep`, beside its controls.
+@scorer(metrics=[edit_rates()])
+def edit_effects(scorer: Scorer | None = None, key: str | None = None) -> Scorer:
+    """Score every variant of `edit_sweep`, `latent_sweep` or `steering_sweep`, beside its controls.
 
     Reads what the solver left in the sample's store, so a finished log can be scored again with
     another scorer. `dose_response` asks instead how an effect follows the dose.
@@ -94,7 +94,7 @@ def arm_effects(scorer: Scorer | None = None, key: str | None = None) -> Scorer:
 
     Returns:
         The scorer. Its value is that of the unedited answer. `effects` in its metadata has what
-        each arm changed in the sample, under the names that `dose_response` describes; an arm of
+        each variant changed in the sample, under the names that `dose_response` describes; one of
         `edit_sweep` is at layer `all`. A sample whose unedited answer has no value, or that a
         limit ended in the middle, is unscored.
 
@@ -108,26 +108,26 @@ def arm_effects(scorer: Scorer | None = None, key: str | None = None) -> Scorer:
         from inspect_ai.scorer import includes
 
         from evals.organism_deception import organism_dataset
-        from inspect_lens.scorer import arm_effects
+        from inspect_lens.scorer import edit_effects
         from inspect_lens.solver import edit_sweep
         from inspect_lens.spec import Zero
 
         task = Task(
             dataset=organism_dataset("demo")[:2],
             solver=edit_sweep({"no attention": Zero(layers=[4], site="attn_out")}),
-            scorer=arm_effects(includes()),
+            scorer=edit_effects(includes()),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
-        effects = log.samples[0].scores["arm_effects"].metadata["effects"]
+        effects = log.samples[0].scores["edit_effects"].metadata["effects"]
         assert effects["no attention@allx1"] is not None
         ```
     """
 
     async def score(state: TaskState, target: Target) -> Score:
-        cells = cells_or_limit(state, "arm_effects")
+        cells = cells_or_limit(state, "edit_effects")
         if isinstance(cells, Score):
             return cells
-        valued = await cell_values(state, target, cells, scorer, key=key, asker="arm_effects")
+        valued = await cell_values(state, target, cells, scorer, key=key, asker="edit_effects")
         effects = effects_of(valued)
         if effects["baseline"] is None:
             return Score.unscored(
@@ -145,7 +145,7 @@ def arm_effects(scorer: Scorer | None = None, key: str | None = None) -> Scorer:
 
 
 def _name(row: DoseRow, rows: Sequence[DoseRow]) -> str:
-    """What tells an arm from the others, and no more."""
+    """What tells a variant from the others, and no more."""
     own = [r for r in rows if r.vector == row.vector]
     at = f"@{row.layer}" * (len({r.layer for r in own}) > 1)
     dose = f" x{row.scale:g}" * (len({r.scale for r in own}) > 1)

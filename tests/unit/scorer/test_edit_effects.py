@@ -1,4 +1,4 @@
-"""Rates of arms and their differences, of cells whose values are known."""
+"""Rates of variants and their differences, of cells whose values are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.reading import CellScores, SteeringCell, SteeringCells
-from inspect_lens.scorer import arm_effects, arm_rates, dose_table, refusal_rate
+from inspect_lens.scorer import dose_table, edit_effects, edit_rates, refusal_rate
 from tests.kit.mock_evals import run, scores
 
 Row = tuple[str, str | None, float, float | None]
@@ -21,12 +21,14 @@ Row = tuple[str, str | None, float, float | None]
 
 
 def sample(name: str, *rows: Row) -> SampleScore:
-    cells = [[kind, None, dose, value, arm, value is None] for kind, arm, dose, value in rows]
+    cells = [
+        [kind, None, dose, value, variant, value is None] for kind, variant, dose, value in rows
+    ]
     return SampleScore(score=Score(value=0.0, metadata={"cells": cells}), sample_id=name)
 
 
 def rates(*samples: SampleScore) -> dict[str, float]:
-    compute: Any = arm_rates(n_resamples=400)
+    compute: Any = edit_rates(n_resamples=400)
     found = compute(list(samples))
     assert isinstance(found, dict)
     return found
@@ -41,7 +43,7 @@ def refusals(
     )  # fmt: skip
 
 
-def test_an_arm_has_its_rate_and_its_difference_from_the_same_prompts() -> None:
+def test_a_variant_has_its_rate_and_its_difference_from_the_same_prompts() -> None:
     samples = [refusals(str(i), float(i < 8), float(i < 2)) for i in range(10)]
     found = rates(*samples)
     assert found["unedited"] == 0.8
@@ -131,7 +133,7 @@ def cells(values: list[float] | None = None) -> Solver:
 
 
 def test_a_sample_has_the_value_of_its_unedited_answer(tmp_path: Path) -> None:
-    log = run(nothing, arm_effects(refusal_rate()), folder=tmp_path, labels=[0], solver=cells())
+    log = run(nothing, edit_effects(refusal_rate()), folder=tmp_path, labels=[0], solver=cells())
     (got,) = scores(log)
     assert (got.value, got.answer) == (1.0, "I cannot do that.")
     effects = (got.metadata or {})["effects"]
@@ -142,25 +144,25 @@ def test_a_sample_has_the_value_of_its_unedited_answer(tmp_path: Path) -> None:
 
 def test_values_of_the_sweep_itself_are_taken_or_missed(tmp_path: Path) -> None:
     given = cells([0.5, 0.25, 0.75])
-    (got,) = scores(run(nothing, arm_effects(), folder=tmp_path, labels=[0], solver=given))
+    (got,) = scores(run(nothing, edit_effects(), folder=tmp_path, labels=[0], solver=given))
     assert got.value == 0.5
     assert (got.metadata or {})["effects"]["random:ablated@allx1"] == 0.25
-    log = run(nothing, arm_effects(), folder=tmp_path, labels=[0], solver=cells())
+    log = run(nothing, edit_effects(), folder=tmp_path, labels=[0], solver=cells())
     assert log.error is not None
     assert "0 values for 3 cells" in log.error.message
-    assert "pass a scorer to arm_effects" in log.error.message
+    assert "pass a scorer to edit_effects" in log.error.message
 
 
 def test_without_a_value_of_the_unedited_answer_there_is_no_score(tmp_path: Path) -> None:
     nan = float("nan")
     given = cells([nan, 1.0, 0.0])
-    log = run(nothing, arm_effects(), folder=tmp_path, labels=[0], solver=given)
+    log = run(nothing, edit_effects(), folder=tmp_path, labels=[0], solver=given)
     (got,) = scores(log)
     assert got.reason == "no_values"
 
 
 def test_a_sample_without_cells_is_refused(tmp_path: Path) -> None:
-    log = run(nothing, arm_effects(refusal_rate()), folder=tmp_path, labels=[0])
+    log = run(nothing, edit_effects(refusal_rate()), folder=tmp_path, labels=[0])
     assert log.error is not None
     assert ArtifactError.__name__ in log.error.traceback
-    assert "arm_effects" in log.error.message
+    assert "edit_effects" in log.error.message
