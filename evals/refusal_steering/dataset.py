@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inspect_ai.dataset import Dataset, MemoryDataset, Sample, json_dataset
+from inspect_ai.model import ChatMessageSystem, ChatMessageUser
 
 __all__ = ["refusal_dataset"]
 
@@ -15,7 +16,7 @@ def refusal_dataset(
     """Read instructions.
 
     Args:
-        harmful: json or json lines with `instruction`.
+        harmful: json or json lines with `instruction`, and `input` and `system` if need be.
         harmless: the same, of instructions that should be followed.
         limit: of each kind at most.
 
@@ -41,4 +42,7 @@ def _to_sample(row: dict[str, Any]) -> Sample:
         raise ValueError(f"row has no 'instruction', only {sorted(row)}; allowed are rows with one")
     if str(row.get("input") or "").strip():
         text += f"\n\n{str(row['input']).strip()}"
-    return Sample(input=text)
+    system = str(row.get("system") or "").strip()
+    if not system:
+        return Sample(input=text)
+    return Sample(input=[ChatMessageSystem(content=system), ChatMessageUser(content=text)])

@@ -19,7 +19,7 @@ from evals.refusal_steering.dataset import refusal_dataset
 from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import steering_sweep
 
-__all__ = ["by_kind", "refusal_steering", "refusals_by_dose"]
+__all__ = ["by_kind", "each_kind", "refusal_steering", "refusals_by_dose"]
 
 
 @task
@@ -66,7 +66,19 @@ def by_kind() -> Metric:
         The metric; `harmful_effect` is that of harmful instructions, and so on. A kind
         that the task has no sample of has no values.
     """
-    compute: Any = dose_metric()
+    return each_kind(dose_metric())
+
+
+def each_kind(of: Metric) -> Metric:
+    """A metric with several values, of harmful and of harmless instructions apart.
+
+    Args:
+        of: the metric.
+
+    Returns:
+        What a metric of both kinds returns; the kind stands in front of each name.
+    """
+    compute: Any = of
 
     def each(scores: list[SampleScore]) -> Value:
         found: dict[str, Any] = {}

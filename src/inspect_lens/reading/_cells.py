@@ -14,7 +14,8 @@ __all__ = ["CellKind", "SteeringCell", "SteeringCells", "read_cells"]
 _KEY = "SteeringCells:cells"
 
 CellKind = Literal["vector", "random", "orthogonal", "baseline"]
-"""What was added: the vector itself, a random or an orthogonal one of its norm, or nothing."""
+"""What was added: the vector itself, a random or an orthogonal one of its norm, or nothing.
+Of `edit_sweep` and `latent_sweep`, `vector` is the edit that is meant, and `random` its control."""
 
 
 class SteeringCell(BaseModel):
@@ -23,11 +24,14 @@ class SteeringCell(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     vector: str | None = None
-    """Name, path or hash of the vector; a control names the vector that it stands beside."""
+    """Name, path or hash of the vector, or name of the edit or latent; a control names the one that
+    it stands beside."""
     layer: int | None = None
-    """Layer that was steered; None for the baseline, or for all layers of the vector at once."""
+    """Layer that was steered; None for the baseline, for all layers of the vector at once, and for
+    variants of `edit_sweep`."""
     scale: float = 0.0
-    """Factor of the vector, with its sign; 0 for the baseline."""
+    """Factor of the vector, with its sign, dose of the edit, or value of the latent; 0 for the
+    baseline."""
     kind: CellKind
     completion: str
     """Text of the generation."""

@@ -2,9 +2,18 @@
 
 A file of SAELens or Gemma Scope goes in. `SparseEncoder` says which latents are active in captured
 rows, and `SparseAutoencoder` also makes the edits that change them in an engine.
+`matched_latents` finds others to compare such an edit with.
 """
 
 from ._encoder import SparseAutoencoder, SparseEncoder
 from ._files import read_autoencoder, read_sae
+from ._match import MatchedLatents, matched_latents
 
-__all__ = ["SparseAutoencoder", "SparseEncoder", "read_autoencoder", "read_sae"]
+__all__ = [
+    "MatchedLatents",
+    "SparseAutoencoder",
+    "SparseEncoder",
+    "matched_latents",
+    "read_autoencoder",
+    "read_sae",
+]

@@ -4,6 +4,7 @@ from ._cascade import probe_cascade
 from ._coherence import coherence
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._dose_table import DoseRow
+from ._edit_effects import edit_effects, edit_rates
 from ._ensemble import probe_ensemble
 from ._feature import sae_feature
 from ._frontier import CascadeRecord, read_cascade
@@ -34,6 +35,8 @@ __all__ = [
     "dose_metric",
     "dose_response",
     "dose_table",
+    "edit_effects",
+    "edit_rates",
     "judged_share",
     "leakage_baseline",
     "length_auroc",

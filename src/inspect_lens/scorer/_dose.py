@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.scorer import (
@@ -19,17 +19,15 @@ from inspect_ai.scorer import (
     Value,
     metric,
     scorer,
-    value_to_float,
 )
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.reading import CellScores, SteeringCell
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
-from ._broken import is_broken
-from ._cell_state import cell_state, cells_or_limit
+from ._cell_state import cells_or_limit
+from ._cell_values import cell_values, rows_in_log
 from ._dose_table import DoseRow, best_row, rows_of, slope_of
 from ._effect import effects_of
 
@@ -161,21 +159,8 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         cells = cells_or_limit(state, "dose_response")
         if isinstance(cells, Score):
             return cells
-        if scorer is None:
-            values = list(CellScores(store=state.store).values)
-            if len(values) != len(cells):
-                raise ArtifactError(
-                    f"store: {len(values)} values for {len(cells)} cells; allowed is one each; "
-                    "pass a scorer to dose_response, or to steering_sweep"
-                )
-        else:
-            values = [await _number(scorer, state, cell, target, key) for cell in cells]
-        valued = list(zip(cells, values, strict=True))
+        valued = await cell_values(state, target, cells, scorer, key=key, asker="dose_response")
         known = [(c, v) for c, v in valued if v is not None]
-        rows = [
-            [c.kind, c.layer, c.scale, v, c.vector, v is None or is_broken(c.completion)]
-            for c, v in valued
-        ]
         own = [(c.scale, v) for c, v in known if c.kind == "vector"]
         if not own:
             logger.warning(
@@ -193,7 +178,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
             value=sum(top) / len(top) - sum(bottom) / len(bottom),
             explanation=f"{len(known)} of {len(cells)} answers have a value, scales {low:g} to "
             f"{high:g}.",
-            metadata={"cells": rows, "effects": effects_of(valued)},
+            metadata={"cells": rows_in_log(valued), "effects": effects_of(valued)},
         )
 
     return score
@@ -379,19 +364,3 @@ def _name_of_doses(log: EvalLog) -> str:
     ]
     plain = "dose_response"
     return plain if plain in names or not names else names[0]
-
-
-async def _number(
-    scorer: Scorer, state: TaskState, cell: SteeringCell, target: Target, key: str | None
-) -> float | None:
-    """Value of one cell; None where the scorer gave none."""
-    score = await scorer(cell_state(state, cell), target)
-    value: Any = None if score is None else score.value
-    if isinstance(value, Mapping):
-        if key is None or key not in value:
-            raise ArtifactError(
-                f"key={key!r}: the scorer gives a dict with {sorted(value)}; pass one of these"
-            )
-        value = value[key]
-    number = math.nan if value is None else float(value_to_float()(value))
-    return number if math.isfinite(number) else None

@@ -41,6 +41,8 @@ class DoseRow(NamedTuple):
     """Answers without a value, blank, or a loop."""
     usable: bool
     """Whether coherence is at least 0.9 of that of the unsteered answers."""
+    mean: float = math.nan
+    """Mean value, over the prompts that have one here and unsteered; NaN without one."""
 
     @property
     def place(self) -> tuple[str | None, int | None]:
@@ -95,20 +97,19 @@ def _row(
     seed: int,
 ) -> DoseRow:
     kind, vector, layer, scale = key
-    found = [Response(p, scale, float(v)) for p, v, _ in answers if v is not None and p in baseline]
-    effect, interval, prompts = math.nan, None, 0
+    # Its effect is that of two points, 0 and 1, whatever the scale is: a latent clamped to 0 has
+    # an effect, too.
+    found = [Response(p, 1.0, float(v)) for p, v, _ in answers if v is not None and p in baseline]
+    effect, mean, interval, prompts = math.nan, math.nan, None, 0
     if found:
         curve = _dose_response(found, baseline, groups=samples, n_resamples=n_resamples, seed=seed)
-        # Of the two points, 0 and the scale, that function takes the upper less the lower.
         effect, interval, prompts = curve.effect, curve.effect_interval, curve.n_prompts
-        if scale < 0:
-            low, high = -interval.high, -interval.low
-            effect, interval = -effect, interval.model_copy(update={"low": low, "high": high})
+        mean = curve.points[-1].mean
     broken = sum(gone for _, _, gone in answers)
     share = 1.0 - broken / len(answers)
     return DoseRow(
         kind, vector, layer, scale, prompts, effect, interval, share, broken,
-        share >= least and share > 0.0,
+        share >= least and share > 0.0, mean,
     )  # fmt: skip
 
 
@@ -141,4 +142,5 @@ def slope_of(rows: Sequence[DoseRow], best: DoseRow) -> float:
         for r in rows
         if r.kind == "vector" and r.place == best.place and r.usable and math.isfinite(r.effect)
     ]
-    return sum(s * e for s, e in points) / sum(s * s for s, _ in points)
+    squares = sum(s * s for s, _ in points)
+    return sum(s * e for s, e in points) / squares if squares else math.nan

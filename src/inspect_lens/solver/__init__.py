@@ -3,10 +3,12 @@
 from ._ablate import ablate_direction
 from ._capture import with_capture
 from ._decisions import GateAttempt, GateDecision, GateDecisions
+from ._edit_sweep import EditVariant, edit_sweep
 from ._edits import with_edits
 from ._explain import self_explain
 from ._gate import GateAction, probe_gate
 from ._given import read_given
+from ._latent_sweep import latent_sweep
 from ._lens import logit_lens
 from ._oracle import activation_oracle
 from ._pairs import contrastive_pairs
@@ -18,6 +20,7 @@ from ._sweep import Control, steering_sweep
 
 __all__ = [
     "Control",
+    "EditVariant",
     "GateAction",
     "GateAttempt",
     "GateDecision",
@@ -26,6 +29,8 @@ __all__ = [
     "activation_oracle",
     "causal_trace",
     "contrastive_pairs",
+    "edit_sweep",
+    "latent_sweep",
     "logit_lens",
     "patch_sweep",
     "probe_gate",

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from inspect_ai.log import transcript
-from inspect_ai.model import get_model
-from inspect_ai.scorer import Scorer, value_to_float
+from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
-from inspect_ai.util import span
 
 from inspect_lens.errors import SpecError
-from inspect_lens.model import lens_scope
-from inspect_lens.model.request._inherited import steering_around
-from inspect_lens.reading import CellKind, CellScores, SteeringCell, SteeringCells
-from inspect_lens.spec import SteeringVector, VectorUse
+from inspect_lens.reading import CellKind
+from inspect_lens.spec import VectorUse
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
-from ._attempt import adopt, gather, refuse_tools
+from ._attempt import refuse_tools
+from ._cells import BASELINE, CellPlan, SweepRun, refuse_steered
 
 __all__ = ["Control", "steering_sweep"]
 
 Control = Literal["random", "orthogonal"]
 """A random direction, or a random one at right angles to the vector; both of its length."""
-
-
-class _Plan(NamedTuple):
-    kind: CellKind
-    vector: str | None
-    layer: int | None
-    scale: float
-    steer: SteeringVector | None
-
-
-class _Done(NamedTuple):
-    cell: SteeringCell
-    value: float | None
-    state: TaskState
 
 
 @solver
@@ -114,7 +94,7 @@ def steering_sweep(
         raise SpecError(f"controls={unknown}; allowed are {', '.join(get_args(Control))}, or none")
     if control_draws < 1:
         raise SpecError(f"control_draws={control_draws}; allowed is 1 or more")
-    plans = [_Plan("baseline", None, None, 0.0, None)]
+    plans = [BASELINE]
     for one in loaded:
         at = [one.default_layer()] if layers is None else layers
         chosen = [at] if isinstance(at, int) else list(at)
@@ -123,27 +103,25 @@ def steering_sweep(
                 # One tensor per layer: every scale shares its content and its file.
                 unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
                 plans += [
-                    _Plan(kind, one.name, layer, s, VectorUse(name="cell", scale=s).apply(unit))
+                    CellPlan(kind, one.name, layer, s, VectorUse(name="cell", scale=s).apply(unit))
                     for s in steered
                 ]
+    names = ", ".join(repr(one.name) for one in loaded)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        _refuse_steered([one.name for one in loaded])
+        refuse_steered(
+            "steering_sweep",
+            f"vector {names} is to be swept from",
+            "with_steering in a task per scale",
+        )
         refuse_tools(
             state,
             "steering_sweep",
             "put use_tools behind the sweep, or use with_steering "
             "with inner=react(), in a task per scale",
         )
-
-        def run(plan: _Plan) -> Any:
-            return lambda: _cell(plan, state, generate, scorer, capture)
-
-        done = await gather([run(plan) for plan in plans])
-        state.store_as(SteeringCells).cells = [d.cell for d in done]
-        if scorer is not None:
-            state.store_as(CellScores).values = [d.value for d in done]
-        return adopt(state, done[0].state)
+        run = SweepRun("steering_sweep", state, generate, scorer, capture)
+        return run.keep(await run.cells(plans))
 
     return solve
 
@@ -161,16 +139,6 @@ def _load(vector: VectorLike | Sequence[VectorLike]) -> list[Vector]:
     return loaded
 
 
-def _refuse_steered(vectors: Sequence[str]) -> None:
-    """Refuse to call an answer unsteered that would be steered."""
-    if (around := steering_around(get_model())) is not None:
-        raise SpecError(
-            f"steering_sweep: vector {', '.join(map(repr, vectors))} is to be swept "
-            f"from an unsteered answer, and {around}; take that out, or, to steer on top of it, "
-            "use with_steering in a task per scale"
-        )
-
-
 def _sources(
     vector: Vector, controls: Sequence[Control], draws: int, seed: int
 ) -> list[tuple[CellKind, Vector]]:
@@ -179,39 +147,3 @@ def _sources(
         draw = vector.random_control if control == "random" else vector.orthogonal_control
         made += [(control, draw(seed + i)) for i in range(draws)]
     return made
-
-
-async def _cell(
-    plan: _Plan,
-    state: TaskState,
-    generate: Generate,
-    scorer: Scorer | None,
-    capture: Any,
-) -> _Done:
-    """One generation, in a span of its own."""
-    where = "unsteered"
-    if plan.steer is not None:
-        where = f"{plan.vector}, layer {plan.layer}, scale {plan.scale:g}"
-    async with span(f"{plan.kind}: {where}", type="steering_cell"):
-        with lens_scope(steer=plan.steer, capture=capture):
-            made = await generate(deepcopy(state))
-        cell = SteeringCell(
-            vector=plan.vector,
-            layer=plan.layer,
-            scale=plan.scale,
-            kind=plan.kind,
-            completion=made.output.completion,
-            message_id=made.output.message.id if made.output.choices else None,
-        )
-        value = None if scorer is None else await _value(scorer, made)
-        if scorer is not None:
-            transcript().info({"value": value}, source="inspect_lens/steering_sweep")
-    return _Done(cell, value, made)
-
-
-async def _value(scorer: Scorer, state: TaskState) -> float | None:
-    score = await scorer(state, state.target)
-    if score is None:
-        return None
-    value = float(value_to_float()(score.value))
-    return value if math.isfinite(value) else None

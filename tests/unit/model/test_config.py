@@ -15,7 +15,14 @@ from inspect_ai.solver import TaskState
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.model.request._body import Settled, declines_steering, is_lens_call, read_body
-from inspect_lens.spec import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens.spec import (
+    Ablate,
+    CaptureSpec,
+    LensRequest,
+    LogitLens,
+    ProbeUse,
+    SteeringVector,
+)
 from tests.kit.fake_server import FakeLensServer
 
 from .conftest import GetModel
@@ -47,6 +54,18 @@ def test_a_base_is_kept_and_added_to() -> None:
     assert len(request.steer) == 1
     bare = read_body(lens_config(base=config, steer=[]).extra_body).request
     assert bare == LensRequest(capture=CaptureSpec(layers=(1,)))
+
+
+@pytest.mark.parametrize("body", [None, THINKING])
+def test_what_a_scope_asks_beside_a_capture_is_kept(body: dict[str, Any] | None) -> None:
+    for more in (
+        {"steer": (_vector(),)},
+        {"edits": (Ablate(direction=np.ones(4), layers=[1]),)},
+        {"lens": LogitLens(layers=[1], top_k=1)},
+        {"probes": (ProbeUse(name="p"),)},
+    ):
+        scope = LensRequest(capture=CaptureSpec(layers=(1,)), **more)  # type: ignore[arg-type]
+        assert read_body(body, scope=scope).request == scope
 
 
 def test_extra_body_merges_key_by_key() -> None:

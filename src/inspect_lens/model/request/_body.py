@@ -134,7 +134,7 @@ def _unsaid(
 ) -> tuple[LensRequest, dict[str, Any]] | None:
     """The request of a call that says nothing itself; None without one, or where it steers."""
     if scope is not None:
-        if scope.steer or scope.lens is not None:
+        if scope.steer or scope.edits or scope.lens is not None:
             return None
         default = scope.capture or default
         if scope.probes:
