@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -118,7 +118,7 @@ def answer_of(http: httpx.Client, method: str, path: str, body: Any = None) -> h
         raise _no_server(http, error) from error
 
 
-def lines_of(http: httpx.Client, path: str, body: Any) -> Iterator[str]:
+def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
     """Post a request and give the lines of its answer as they come."""
     try:
         with http.stream("POST", path, json=body) as response:
