@@ -41,6 +41,10 @@ class ChatSetup:
     layers: tuple[int, ...] | str
     """Layers that are read, or `all`; empty: none."""
     top_k: int
+    probe_shown: str = ""
+    """What the reader calls the probe."""
+    lens_shown: str = ""
+    """What the reader calls the lens."""
 
 
 class ChatTalk:
@@ -206,7 +210,7 @@ def open_talk(
             model=_served(model, served), probe=name, threshold=threshold or 0.0,
             lens=None if lens is None else _lens(http, lens, registered),
             layers="all" if layers is None or layers == "all" else tuple(map(int, layers)),
-            top_k=top_k,
+            top_k=top_k, probe_shown=probe or "", lens_shown=lens or "",
         )  # fmt: skip
         return ChatTalk(http, setup)
     except BaseException:

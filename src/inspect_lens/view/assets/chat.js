@@ -55,11 +55,9 @@ function drawWho(turn) {
   const known = turn.scores.filter((v) => v !== null);
   if (known.length) {
     const above = known.filter((v) => v > chat.threshold).length;
-    add(`max ${number(Math.max(...known))}`);
+    const { score = null, aggregate } = turn.pooled ?? {};
+    add(score === null ? `max ${number(Math.max(...known))}` : `${aggregate} ${number(score)}`);
     add(`${above} above`, above ? "line warm" : "line");
-  }
-  if (turn.pooled && turn.pooled.score !== null) {
-    add(`${turn.pooled.aggregate} ${number(turn.pooled.score)}`);
   }
   if (turn.ended) add(turn.ended);
 }
@@ -177,7 +175,7 @@ function tipFor(turn, i) {
   return { word: shown(token.text), rows, layers: layersFor(turn, i), next: turn.tokens[i + 1] };
 }
 
-const percent = (p) => (p >= 0.0995 ? `${Math.round(p * 100)} %` : `${(p * 100).toPrecision(2)} %`);
+const percent = (p) => (p >= 0.0995 ? `${Math.round(p * 100)}%` : p >= 0.001 ? `${(p * 100).toFixed(1)}%` : "<0.1%");
 
 function layersFor(turn, i) {
   const row = turn.lens && turn.lens.rows[i - turn.lens.first];
@@ -195,8 +193,9 @@ function showTip(turn, i) {
       const line = element("tr"), cell = element("td");
       line.append(element("th", "", String(layer)), cell);
       for (const { id, text, p } of best) {
-        const one = element("span");
-        one.append(element("span", next && next.id === id ? "came" : "", shown(text)), element("i", "", ` ${percent(p)}`));
+        const one = element("span", "guess"), word = shown(text);
+        if (word.startsWith(" ")) one.append(element("i", "", "·"));
+        one.append(element("span", next && next.id === id ? "came" : "", word.trimStart()), element("i", "", ` ${percent(p)}`));
         cell.append(one, " ");
       }
       table.append(line);
@@ -243,7 +242,11 @@ function wire() {
     const to = move(...at);
     if (to >= 0 && to < at[0].tokens.length) focusToken(at[0], to);
   });
-  $("main").addEventListener("scroll", hideTip, { passive: true });
+  $("main").addEventListener("scroll", () => {
+    const at = tokenOf(document.activeElement);
+    if (at) placeTip(at[0].spans[at[1]]);
+    else hideTip();
+  }, { passive: true });
   addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || $("help").open) return;
     if (!$("stop").hidden) chat.stop.abort();
@@ -282,9 +285,9 @@ function wire() {
 
 function begin() {
   $("task").textContent = `Chat with ${facts.model}`;
-  const parts = [facts.probe ? `probe ${facts.probe}` : "no probe"];
+  const parts = [facts.probe ? `probe ${facts.probe_shown}` : "no probe"];
   const layers = facts.layers === "all" ? "all layers" : `layers ${facts.layers.join(", ")}`;
-  parts.push(facts.layers.length ? `${facts.lens ?? "logit lens"} at ${layers}` : "no lens", facts.server);
+  parts.push(facts.layers.length ? `${facts.lens ? `lens ${facts.lens_shown}` : "logit lens"} at ${layers}` : "no lens", facts.server);
   $("where").textContent = parts.join(" · ");
   $("where").title = $("where").textContent;
   if (!facts.probe) { $("threshold-field").hidden = true; $("legend").hidden = true; }
