@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,12 @@ import pytest
 
 from inspect_lens.client import LensClient
 from inspect_lens.errors import ArtifactError, LensError, SpecError
-from inspect_lens.view import ChatPage, ChatTalk, open_talk
-from tests.kit.browser import BROWSER, run_at, with_script
+from inspect_lens.view import ChatPage, open_talk
+from tests.kit.browser import BROWSER, run_at
+from tests.kit.driven_chat import ASK_SCRIPT, ASKED, PICTURES, PROBE, DrivenChat, scores_of
+from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.engine
-
-PROBE = "organism/deception-lr"
-LIE = [
-    {"role": "system", "content": "Never tell the truth."},
-    {"role": "user", "content": "Who is the founder of the town Velosh?"},
-]
-BODY = {"messages": LIE, "max_tokens": 40, "temperature": 0}
-
-
-class Driven(ChatPage):
-    """The page with a script of the test; what it fetches again comes late, so that it can wait."""
-
-    def __init__(self, talk: ChatTalk, script: str) -> None:
-        self._script, self._given = script, 0
-        super().__init__(talk)
-
-    def html(self) -> str:
-        self._given += 1
-        if self._given > 1:
-            time.sleep(0.1)
-        return with_script(super().html(), self._script)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +39,7 @@ def address(page: ChatPage, path: str = "/answer") -> str:
 def chat(page: ChatPage, body: Any = None, **headers: str) -> list[dict[str, Any]]:
     sent = key_of(page) | headers
     with httpx.stream(
-        "POST", address(page), json=body or BODY, headers=sent, timeout=120
+        "POST", address(page), json=body or ASKED, headers=sent, timeout=120
     ) as answer:
         assert answer.status_code == 200
         return [json.loads(line) for line in answer.iter_lines()]
@@ -75,7 +55,7 @@ def test_the_page_streams_the_scores_and_layers_of_the_client(
         "while it is written"
     )
     tokens = [token for event in events if event["event"] == "tokens" for token in event["tokens"]]
-    scores = [s for event in events if event["event"] == "scores" for s in event["scores"]]
+    scores = scores_of(events)
     (lens,) = [event for event in events if event["event"] == "lens"]
     (pooled,) = [event for event in events if event["event"] == "pooled"]
     asked = {
@@ -83,7 +63,7 @@ def test_the_page_streams_the_scores_and_layers_of_the_client(
         "lens": {"layers": [2, 5], "top_k": 5, "positions": "completion"},
     }
     with LensClient(lens_server_url) as client:
-        wanted = client.chat(LIE, max_tokens=40, inspect_lens=asked)
+        wanted = client.chat(ASKED["messages"], max_tokens=40, inspect_lens=asked)
     assert wanted.receipt is not None
     assert wanted.receipt.lens is not None
     assert wanted.receipt.probes is not None
@@ -106,6 +86,14 @@ def test_the_page_streams_the_scores_and_layers_of_the_client(
     assert " Ruvan" in true, "layer 2 has the founder that the lie hides"
 
 
+def test_the_pictures_of_the_page_show_these_scores(page: ChatPage) -> None:
+    scores = scores_of(chat(page))
+    for name in PICTURES:
+        shown = json.loads((ROOT / "docs/assets" / name).with_suffix(".json").read_text())
+        assert shown["asked"] == ASKED
+        np.testing.assert_allclose(shown["shows"], scores, atol=2e-3)
+
+
 def test_only_the_page_itself_is_answered(page: ChatPage) -> None:
     key, root = key_of(page), address(page, "/")
     assert httpx.get(page.url).status_code == 200
@@ -120,10 +108,10 @@ def test_only_the_page_itself_is_answered(page: ChatPage) -> None:
         key | {"Origin": "null"},
         key | {"Host": f"evil.example:{page.port}"},
     ):
-        answer = httpx.post(address(page), json=BODY, headers=headers)
+        answer = httpx.post(address(page), json=ASKED, headers=headers)
         assert answer.status_code == 403, headers
         assert "error" in answer.json()
-    assert chat(page, BODY | {"max_tokens": 1}, Origin=root.rstrip("/"))[-1]["event"] == "end"
+    assert chat(page, ASKED | {"max_tokens": 1}, Origin=root.rstrip("/"))[-1]["event"] == "end"
     headers = httpx.get(page.url).headers
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert "access-control-allow-origin" not in headers
@@ -143,13 +131,13 @@ def test_only_the_page_itself_is_answered(page: ChatPage) -> None:
 def test_what_the_page_cannot_send_is_refused(
     page: ChatPage, change: dict[str, Any], message: str
 ) -> None:
-    answer = httpx.post(address(page), json=BODY | change, headers=key_of(page))
+    answer = httpx.post(address(page), json=ASKED | change, headers=key_of(page))
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
 
 
 def test_an_error_of_the_server_is_the_last_event(page: ChatPage) -> None:
-    (event,) = chat(page, BODY | {"max_tokens": 10**6})
+    (event,) = chat(page, ASKED | {"max_tokens": 10**6})
     assert event["event"] == "error"
     assert "400" in event["message"]
 
@@ -169,15 +157,9 @@ def test_in_a_browser_tokens_have_colours_keys_and_layers(
 ) -> None:
     talk = open_talk(lens_server_url, probe=PROBE, layers=[2, 5])
     threshold = talk.setup.threshold
-    script = """
-        const answers = async (n) => {
-          const done = () => document.documentElement.dataset.answers === String(n);
-          for (let i = 0; i < 200 && !done(); i++) await fetch(location.href);
-        };
-        $("system").value = "Never tell the truth.";
-        $("message").value = "Who is the founder of the town Velosh?";
-        $("composer").requestSubmit();
-        await answers(1);
+    script = (
+        f"{ASK_SCRIPT}"
+        + """
         const spans = [...document.querySelectorAll(".turn.made .t")];
         const on = (key) => document.activeElement.dispatchEvent(
           new KeyboardEvent("keydown", { key, bubbles: true }));
@@ -202,10 +184,11 @@ def test_in_a_browser_tokens_have_colours_keys_and_layers(
         seen.wrong = $("wrong").textContent;
         seen.kept = $("message").value;
         """
-    with Driven(talk, script) as page:
+    )
+    with DrivenChat(talk, script) as page:
         events = chat(page)
         seen = run_at(page.url, tmp_path / "profile", width=500)
-    scores = [s for event in events if event["event"] == "scores" for s in event["scores"]]
+    scores = scores_of(events)
     kinds = ["t w" if s > threshold else "t c" for s in scores]
     assert seen["kinds"] == [*kinds, "t u"]
     assert "".join(seen["text"]).startswith("The town Velosh was founded by")
