@@ -53,6 +53,18 @@ class ChatTalk:
     Args:
         http: a client of the server.
         setup: what is asked with every answer.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.view import open_talk
+
+        talk = open_talk("http://localhost:8000", layers=[2])
+        question = {"role": "user", "content": "Who is the founder of the town Velosh?"}
+        events = list(talk.answer([question], max_tokens=5, temperature=0))
+        assert sum(len(event.get("tokens", ())) for event in events) == 5
+        talk.close()
+        ```
     """
 
     def __init__(self, http: httpx.Client, setup: ChatSetup) -> None:
@@ -185,6 +197,16 @@ def open_talk(
         SpecError: the model is not served, or a name is that of something else.
         ArtifactError: a probe or a lens is neither registered nor found here.
         LensError: no server answers, it has no lens, or it refuses.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.view import open_talk
+
+        talk = open_talk("http://localhost:8000", model="lens/organism/checkpoint", top_k=3)
+        assert talk.setup.layers == (0, 1, 2, 3, 4, 5)
+        talk.close()
+        ```
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = base_url.rstrip("/").removesuffix("/v1")

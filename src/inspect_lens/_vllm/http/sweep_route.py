@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from inspect_lens._engine.protocol.exceptions import as_exception
 from inspect_lens._patching import EventLines, SweepSpec, capture_spec, specs_of, sweep
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.one_token import status_of
@@ -81,7 +82,7 @@ class _Sweep:
     ) -> None:
         self._runs, self._specs, self._on_end = runs, specs, on_end
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
 
     def start(self) -> None:
         """Begin."""
@@ -95,10 +96,10 @@ class _Sweep:
         """The next line; None behind the last.
 
         Raises:
-            BaseException: what the sweep ended with.
+            Exception: what the sweep ended with.
         """
         item = await self._queue.get()
-        if isinstance(item, BaseException):
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -123,12 +124,13 @@ class _Sweep:
                 self._put(lines.end())
             self._put(None)
         except BaseException as error:  # noqa: BLE001 - raised again where it can be answered
-            self._put(error)
+            # A SystemExit in a task ends the event loop, and with it the server.
+            self._put(as_exception(error))
         finally:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._on_end, self)
 
-    def _put(self, item: dict[str, Any] | BaseException | None) -> None:
+    def _put(self, item: dict[str, Any] | Exception | None) -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
