@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import webbrowser
 from typing import Annotated
@@ -48,4 +49,5 @@ def chat(
         sys.stdout.flush()
         if browser:
             webbrowser.open(page.url)
-        page.wait()
+        with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+            page.wait()

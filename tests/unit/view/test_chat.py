@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,7 +40,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         known = {
-            "/v1/models": {"data": [{"id": "org/m"}]},
+            "/v1/models": {"data": [{"id": "toy"}]},
             "/v1/inspect_lens": self.server.engine and {"engines": [self.server.engine]},
             "/v1/inspect_lens/registry": {
                 "lies": {"$lens": "probe/1", "threshold": 0.5},
@@ -77,7 +80,7 @@ def server() -> Iterator[Endless]:
 
 
 def test_who_stops_an_answer_stops_the_server(server: Endless) -> None:
-    talk = open_talk(server.url, model="vllm-lens/org/m", probe="lies", lens="tuned")
+    talk = open_talk(server.url, model="vllm-lens/toy", probe="lies", lens="tuned")
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "temperature": 0.5}
     with ChatPage(talk) as page:
         key = {"X-Inspect-Lens-Key": page.url.partition("key=")[2]}
@@ -90,7 +93,7 @@ def test_who_stops_an_answer_stops_the_server(server: Endless) -> None:
     assert first["tokens"] == [{"text": " a", "p": pytest.approx(0.6065, abs=1e-4), "id": 7}]
     assert second == {"event": "scores", "scores": [None, 0.25]}, "NaN is no JSON"
     (asked,) = server.bodies
-    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("org/m", 9, 0.5)
+    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("toy", 9, 0.5)
     assert asked["inspect_lens"] == {
         "probes": [{"name": "lies", "tokens": True}],
         "lens": {"name": "tuned", "layers": "all", "top_k": 5, "positions": "completion"},
@@ -122,7 +125,7 @@ def test_names_of_other_kinds_are_refused(server: Endless) -> None:
         open_talk(server.url, probe="tuned")
     with pytest.raises(SpecError, match="lens='lies'"):
         open_talk(server.url, lens="lies")
-    with pytest.raises(SpecError, match="allowed are org/m"):
+    with pytest.raises(SpecError, match="allowed are toy"):
         open_talk(server.url, model="lens/other")
 
 
@@ -144,3 +147,18 @@ def test_a_port_that_is_taken_is_named(server: Endless) -> None:
     port = int(server.server_address[1])
     with pytest.raises(SpecError, match=f"port={port}: cannot be used"):
         ChatPage(open_talk(server.url), port=port)
+
+
+def test_the_command_prints_the_address_and_ends_with_ctrl_c(server: Endless) -> None:
+    command = [sys.executable, "-m", "inspect_lens._cli", "chat", "--base-url", server.url]
+    command += ["--probe", "lies", "--layers", "2-4", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        page = httpx.get(url)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert page.status_code == 200
+    assert '"layers":[2,3,4]' in page.text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
