@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -24,7 +24,7 @@ from .spec import (
     to_wire_args,
 )
 
-__all__ = ["answer_of", "json_of", "request_of", "with_request"]
+__all__ = ["answer_of", "json_of", "lines_of", "request_of", "with_request"]
 
 
 def request_of(
@@ -115,10 +115,28 @@ def answer_of(http: httpx.Client, method: str, path: str, body: Any = None) -> h
     try:
         return http.request(method, path, json=body)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise LensError(
-            f"no server answers at {http.base_url}: {error}; start one there, or correct the "
-            "address and port"
-        ) from error
+        raise _no_server(http, error) from error
+
+
+def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
+    """Post a request and give the lines of its answer as they come."""
+    try:
+        with http.stream("POST", path, json=body) as response:
+            if not response.is_success:
+                response.read()
+                json_of(response)  # raises
+            yield from response.iter_lines()
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise _no_server(http, error) from error
+    except (httpx.RemoteProtocolError, httpx.ReadError) as error:
+        raise LensError(f"{path}: the server at {http.base_url} broke off: {error}") from error
+
+
+def _no_server(http: httpx.Client, error: Exception) -> LensError:
+    return LensError(
+        f"no server answers at {http.base_url}: {error}; start one there, or correct the "
+        "address and port"
+    )
 
 
 def json_of(response: httpx.Response) -> Any:

@@ -78,6 +78,11 @@ class TokenTexts:
             )
         return cls(loaded)
 
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> TokenTexts:
+        """Texts of a tokenizer that is loaded, of transformers or like one; None knows only ids."""
+        return cls(None if tokenizer is None else _of_transformers(tokenizer))
+
     @property
     def is_known(self) -> bool:
         """Whether there is a tokenizer."""
@@ -144,7 +149,12 @@ def _load(name: str) -> _Tokenizer:
             marks=frozenset(loaded.get_added_tokens_decoder()),
         )
     transformers: Any = importlib.import_module("transformers")
-    auto = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return _of_transformers(
+        transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    )
+
+
+def _of_transformers(auto: Any) -> _Tokenizer:
     return _Tokenizer(
         decode=lambda ids: str(auto.decode(list(ids))),
         piece=lambda token: str(auto.convert_ids_to_tokens(token) or ""),

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._client_request import answer_of, json_of, request_of, with_request
+from ._client_request import answer_of, json_of, lines_of, request_of, with_request
 from ._fetch import HTTPError, fetch_bytes
 from ._hook_results import SavedValues, read_results
 from ._receipts import gives_no_receipts, needs_receipt, not_done
@@ -204,16 +204,9 @@ class LensClient:
         if echo:
             body["echo"] = True
         request = request_of(
-            capture_layers,
-            steering_vectors,
-            activations_transport,
-            capture,
-            hooks,
-            capture_qk,
-            lens,
-            sink,
-            edits,
-        )
+            capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
+            lens, sink, edits,
+        )  # fmt: skip
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/completions", body | sampling | kwargs, request)
 
@@ -236,19 +229,28 @@ class LensClient:
     ) -> GenerateOutput:
         """Complete a chat; arguments, result and errors are those of `generate`."""
         request = request_of(
-            capture_layers,
-            steering_vectors,
-            activations_transport,
-            capture,
-            hooks,
-            capture_qk,
-            lens,
-            sink,
-            edits,
-        )
+            capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
+            lens, sink, edits,
+        )  # fmt: skip
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/chat/completions", body | sampling | kwargs, request)
+
+    def stream_lines(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
+        """Lines of a streamed answer, such as that of `/v1/inspect_lens/patch_sweep`.
+
+        Args:
+            path: of the route.
+            body: JSON of the request.
+
+        Yields:
+            The lines as they come; who stops reading ends the request.
+
+        Raises:
+            SpecError: the request is wrong.
+            LensError: no server answers, or it answered with an error.
+        """
+        yield from lines_of(self._http, path, body)
 
     def close(self) -> None:
         """Close the connections."""

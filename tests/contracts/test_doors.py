@@ -45,6 +45,7 @@ FINE = {
     "_vllm.http.responses:_chat_stream.stream": "passes on to `_collect`",
     "_vllm.http.responses:_completion_stream.stream": "passes on to `_collect`",
     "_vllm.http.responses:_tokens_stream.stream": "passes on to `_collect`",
+    "_vllm.http.sweep_route:_Sweep._work": "the thread of one sweep, which hands on what it raises",
     "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",

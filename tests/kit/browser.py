@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BROWSER", "run_in_page"]
+__all__ = ["BROWSER", "run_at", "run_in_page", "with_script"]
 
 BROWSER = next(
     filter(
@@ -61,15 +61,32 @@ def run_in_page(page: Path, script: str, *, width: int = 1280, hash: str = "") -
     Returns:
         `seen`.
     """
-    assert BROWSER is not None
     copy = page.with_suffix(".driven.html")
-    text = page.read_text(encoding="utf-8")
-    copy.write_text(text.replace("</body>", _HARNESS.replace("%s", script) + "</body>"))
-    profile = page.parent / "profile"
+    copy.write_text(with_script(page.read_text(encoding="utf-8"), script))
+    return run_at(f"{copy.as_uri()}{hash}", page.parent / "profile", width=width)
+
+
+def with_script(html_text: str, script: str) -> str:
+    """A page with a script of the test; see `run_in_page`."""
+    return html_text.replace("</body>", _HARNESS.replace("%s", script) + "</body>")
+
+
+def run_at(url: str, profile: Path, *, width: int = 1280) -> dict[str, Any]:
+    """Open the address of a page that has a script of the test.
+
+    Args:
+        url: of the page.
+        profile: folder for the browser.
+        width: of the window.
+
+    Returns:
+        `seen`.
+    """
+    assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
         "--disable-dev-shm-usage", f"--user-data-dir={profile}", f"--window-size={width},900",
-        "--virtual-time-budget=20000", "--dump-dom", f"{copy.as_uri()}{hash}",
+        "--virtual-time-budget=20000", "--dump-dom", url,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)

@@ -22,7 +22,7 @@ from .live_page import PAGE
 from .page import read_page
 from .repository import ROOT
 
-__all__ = ["REPORT", "SHOTS", "Shot", "box_numbers", "page_numbers"]
+__all__ = ["DARK", "REPORT", "SHOTS", "Shot", "box_numbers", "page_numbers", "take"]
 
 REPORT: Final = ROOT / "probes/organism/deception-lr/report.html"
 DARK: Final = "--blink-settings=preferredColorScheme=0"
@@ -59,18 +59,29 @@ def box_numbers() -> list[str]:
     return [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", found[1])]
 
 
-def _take(shot: Shot, target: Path) -> bytes:
+def take(url: str, target: Path, *, width: int, height: int, option: str = "") -> bytes:
+    """Show a page in Chromium.
+
+    Args:
+        url: of the page.
+        target: file for the picture as the browser takes it; its profile lies beside it.
+        width: of the window.
+        height: of the window.
+        option: of Chromium, such as `DARK`.
+
+    Returns:
+        PNG of few colours.
+    """
     from PIL import Image
 
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={target}-profile", f"--window-size={shot.width},{shot.height}",
-        "--virtual-time-budget=5000", f"--screenshot={target}",
-        f"{shot.source.as_uri()}{shot.hash}",
+        f"--user-data-dir={target}-profile", f"--window-size={width},{height}",
+        "--virtual-time-budget=5000", f"--screenshot={target}", url,
     ]  # fmt: skip
     subprocess.run(
-        [*command, *filter(None, [shot.option])], check=True, timeout=120, capture_output=True
+        [*command, *filter(None, [option])], check=True, timeout=120, capture_output=True
     )
     packed = io.BytesIO()
     Image.open(target).convert("RGB").quantize(96).save(packed, "PNG", optimize=True)
@@ -84,7 +95,10 @@ def main() -> None:
     numbers = {PAGE: page_numbers(), REPORT: box_numbers()}
     with tempfile.TemporaryDirectory() as folder:
         for name, shot in SHOTS.items():
-            content = _take(shot, Path(folder, name))
+            content = take(
+                f"{shot.source.as_uri()}{shot.hash}", Path(folder, name),
+                width=shot.width, height=shot.height, option=shot.option,
+            )  # fmt: skip
             target = ROOT / "docs/assets" / name
             target.write_bytes(content)
             shown = {"source": str(shot.source.relative_to(ROOT)), "shows": numbers[shot.source]}

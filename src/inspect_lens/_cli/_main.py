@@ -9,6 +9,7 @@ import typer
 
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 
+from ._chat import chat
 from ._doctor import doctor
 from ._lens import lens_app
 from ._output import fail
@@ -38,6 +39,7 @@ app.add_typer(vector_app, name="vector")
 app.add_typer(lens_app, name="lens")
 app.command()(score)
 app.command()(view)
+app.command()(chat)
 app.command()(doctor)
 
 

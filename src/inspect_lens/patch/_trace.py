@@ -8,14 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from inspect_lens._patching import (
+    IN_FLIGHT,
+    Alignment,
+    CausalTrace,
+    PatchCell,
+    Prompt,
+    Run,
+    Stored,
+    check_site,
+    choose_positions,
+    find_subject,
+    next_token,
+    patches,
+    windows,
+)
 from inspect_lens._progress import progress_bar
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import RESID_POST, Replace, Site
 
-from ._align import Alignment, choose_positions, find_subject
-from ._result import CausalTrace, PatchCell
-from ._runs import Prompt, Run, next_token, open_runs
-from ._sweep import IN_FLIGHT, Stored, check_site, patches, windows
+from ._runs import open_runs
 
 __all__ = ["causal_trace", "embedding_std"]
 

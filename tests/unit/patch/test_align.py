@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inspect_lens._patching import choose_positions, find_subject
 from inspect_lens.errors import SpecError
 from inspect_lens.patch import Alignment, align_tokens
-from inspect_lens.patch._align import choose_positions, find_subject
 
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 

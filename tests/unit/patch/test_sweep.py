@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inspect_lens._patching import Run, windows
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.patch import PatchCell, PatchSweep, causal_trace, patch_sweep
-from inspect_lens.patch._runs import Run, open_runs
-from inspect_lens.patch._sweep import windows
+from inspect_lens.patch._runs import open_runs
 from tests.kit.toy_runs import WORDS, ToyRuns
 
 CLEAN, CORRUPTED = "The river Talmo is in", "The river Velosh is in"
@@ -101,7 +101,8 @@ def test_cells_come_as_they_are_done_and_idle_runs_are_among_them(toy: ToyRuns) 
     idle = [i for i, run in enumerate(batch) if not run.edits or len(run.edits[0].positions) > 1]
     assert len(batch) == 12 + 4
     assert len(idle) == 4
-    assert 0 < idle[0] < idle[-1] < len(batch) - 1
+    assert idle[:2] == [0, 1], "they say what noise there is"
+    assert 2 < idle[2] < idle[3] < len(batch) - 1
 
 
 def test_where_both_runs_are_one_nothing_is_recovered(toy: ToyRuns) -> None:

@@ -31,7 +31,9 @@ __all__ = [
     "turn_off",
 ]
 
-Feature = Literal["lens", "http", "hooks", "qk", "logits", "parameters", "busy", "connectors"]
+Feature = Literal[
+    "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors"
+]
 
 FEATURES: dict[Feature, str] = {
     "lens": "captures, steering and probes",
@@ -41,6 +43,7 @@ FEATURES: dict[Feature, str] = {
     "logits": "the logit lens",
     "parameters": "parameters of the model for hooks",
     "busy": "HTTP 429 where buffers are full",
+    "sweeps": "patch sweeps in a server",
     "connectors": "engines with a KV connector",
 }
 
@@ -99,6 +102,9 @@ LEANS: tuple[Lean, ...] = (
     Lean("vllm.v1.engine:EngineCoreRequest.mm_features", "lens"),
     Lean("vllm.v1.engine.core_client:DPLBAsyncMPClient.reqs_in_flight", "lens"),
     Lean("vllm.v1.engine.input_processor:InputProcessor.tokenizer", "logits"),
+    # Of an API server's engine, which a sweep asks itself.
+    Lean("vllm.sampling_params:SamplingParams", "sweeps"),
+    Lean("vllm.sampling_params:SamplingParams.logprob_token_ids", "sweeps"),
     # Imports.
     Lean("vllm.envs:VLLM_PLUGINS", "lens"),
     Lean("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),

@@ -33,6 +33,7 @@ from .ignored_keys import RefuseLostKeys
 from .payloads import PayloadStore
 from .registry_routes import add_registry_routes
 from .response_models import with_room
+from .sweep_route import add_sweep_route
 
 __all__ = ["as_json", "install_when_serving", "is_serving", "payloads"]
 
@@ -353,6 +354,7 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
         app.get("/v1/inspect_lens")(about)
         add_registry_routes(app, lambda: _Front.end)
         add_hook_routes(app)
+        add_sweep_route(app, lambda: _Front.end)
         app.add_middleware(RefuseLostKeys)
         app.add_middleware(ReadBodies, front_end=lambda: _Front.end)
 

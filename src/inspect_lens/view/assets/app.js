@@ -153,16 +153,8 @@ function readHash() {
 }
 
 function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  $("theme").textContent = name === "dark" ? "☀" : "☾";
+  wearTheme(name);
   if (state.open) drawStrip();
-}
-
-// Only a choice is kept, so that a page whose reader has made none follows the system.
-function chooseTheme() {
-  const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  try { localStorage.setItem("inspect-lens-theme", name); } catch { /* private windows */ }
-  setTheme(name);
 }
 
 function wireControls() {
@@ -182,7 +174,7 @@ function wireControls() {
   $("turn-next").addEventListener("click", () => setTurn(state.turn + 1, true));
   $("hot-back").addEventListener("click", () => stepHot(-1));
   $("hot-next").addEventListener("click", () => stepHot(1));
-  $("theme").addEventListener("click", chooseTheme);
+  $("theme").addEventListener("click", () => setTheme(otherTheme()));
   $("help-open").addEventListener("click", () => $("help").showModal());
   $("notes-open").addEventListener("click", () => $("help").showModal());
   $("drawer").addEventListener("click", () => {
@@ -254,9 +246,7 @@ function begin() {
   options($("probe"), probes.map((probe) => [probe, probe]));
   options($("filter"), Object.entries(filters).map(([key, [text]]) => [key, text]));
   options($("sort"), Object.entries(sortings()).map(([key, [text]]) => [key, text]));
-  let theme = null;
-  try { theme = localStorage.getItem("inspect-lens-theme"); } catch { /* private windows */ }
-  setTheme(theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  setTheme(firstTheme());
   wireControls();
   wireTokens();
   wireKeys();

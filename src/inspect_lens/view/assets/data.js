@@ -1,5 +1,4 @@
 // The page's data: facts as JSON, and one block per sample that is unpacked when it is opened.
-const $ = (id) => document.getElementById(id);
 const facts = JSON.parse($("page-facts").textContent);
 const series = facts.series;
 const samples = facts.samples;

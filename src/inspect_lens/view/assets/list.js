@@ -76,13 +76,6 @@ function drawRows() {
   box.setAttribute("aria-activedescendant", list.selected >= 0 ? `row-${list.selected}` : "");
 }
 
-function element(tag, name, text) {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
 function makeRow(at) {
   const index = list.order[at], s = samples[index], said = verdict(s);
   const row = element("div", "row");

@@ -104,16 +104,6 @@ function fillPiece(piece) {
   piece.append(made);
 }
 
-// Line ends get a sign, so that a coloured one is seen.
-function writeText(span, text) {
-  if (text === "") { span.append(element("span", "mark", "·")); return; }
-  const lines = text.split("\n");
-  lines.forEach((line, l) => {
-    if (l) span.append(element("span", "mark", "↵"), "\n");
-    if (line) span.append(line);
-  });
-}
-
 function paint(span, i) {
   const s = series[state.series], value = state.open.scores[state.series][i];
   let name = "t";
@@ -173,12 +163,5 @@ function showTip(i, span) {
   const tip = $("tip"), { word, rows } = tipFor(i), table = element("dl");
   for (const [name, value] of rows) table.append(element("dt", "", name), element("dd", "", String(value)));
   tip.replaceChildren(element("div", "word", word), table);
-  tip.hidden = false;
-  const box = span.getClientRects()[0] || span.getBoundingClientRect();
-  const left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8));
-  const above = box.top - tip.offsetHeight - 8;
-  tip.style.left = `${left}px`;
-  tip.style.top = `${above > 8 ? above : box.bottom + 8}px`;
+  placeTip(span);
 }
-
-function hideTip() { $("tip").hidden = true; }

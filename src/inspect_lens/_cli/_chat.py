@@ -1,0 +1,53 @@
+"""`inspect-lens chat`: a page in which tokens show their scores and what layers predict."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from ._output import parse_layers
+
+__all__ = ["chat"]
+
+
+def chat(
+    base_url: Annotated[str, typer.Option(help="Address of a running lens server.")],
+    model: Annotated[
+        str, typer.Option(help="lens/<model>, as it is served; the first by default.")
+    ] = "",
+    probe: Annotated[
+        str, typer.Option(help="Registered name, or name or folder of one to register.")
+    ] = "",
+    lens: Annotated[
+        str, typer.Option(help="The same for a tuned or Jacobian lens; else the logit lens.")
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(help="'all', 'none', or numbers such as 8,10-14; some by default.")
+    ] = "",
+    top_k: Annotated[int, typer.Option(help="Tokens of each layer.")] = 5,
+    api_key: Annotated[str, typer.Option(help="That the server asks for.")] = "",
+    port: Annotated[int, typer.Option(help="On this machine; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Chat with a model on a page whose tokens show their scores.
+
+    The page is on this machine only, and ends with this command.
+    """
+    from inspect_lens.view import ChatPage, open_talk
+
+    chosen = [] if layers == "none" else parse_layers(layers) if layers else None
+    talk = open_talk(
+        base_url, model=model or None, probe=probe or None, lens=lens or None, layers=chosen,
+        top_k=top_k, api_key=api_key or None,
+    )  # fmt: skip
+    with ChatPage(talk, port=port) as page:
+        sys.stdout.write(f"{page.url}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        if browser:
+            webbrowser.open(page.url)
+        with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+            page.wait()

@@ -1,0 +1,61 @@
+"""Activation patching without an engine: prompts and rows in, events and arrays out.
+
+`inspect_lens.patch` runs it on an engine of this process or a server's, and a server on its own.
+Read `_sweep.py` first; `_runs.py` says what it asks an engine for.
+"""
+
+from ._align import Align, Alignment, align_tokens, choose_positions, find_subject
+from ._asked import IN_FLIGHT, SweepSpec, specs_of, to_body
+from ._cells import Stored, check_site, patches, windows
+from ._lines import EventLines, events_of
+from ._result import CausalTrace, PatchCell, PatchSweep, RunScore, Source
+from ._runs import (
+    Prompt,
+    Rows,
+    Run,
+    Runs,
+    capture_spec,
+    chat_ending,
+    is_chat,
+    messages_of,
+    next_token,
+)
+from ._sweep import CellDone, FloorFound, SweepEvent, SweepStarted, gather, sweep
+
+__all__ = [
+    "IN_FLIGHT",
+    "Align",
+    "Alignment",
+    "CausalTrace",
+    "CellDone",
+    "EventLines",
+    "FloorFound",
+    "PatchCell",
+    "PatchSweep",
+    "Prompt",
+    "Rows",
+    "Run",
+    "RunScore",
+    "Runs",
+    "Source",
+    "Stored",
+    "SweepEvent",
+    "SweepSpec",
+    "SweepStarted",
+    "align_tokens",
+    "capture_spec",
+    "chat_ending",
+    "check_site",
+    "choose_positions",
+    "events_of",
+    "find_subject",
+    "gather",
+    "is_chat",
+    "messages_of",
+    "next_token",
+    "patches",
+    "specs_of",
+    "sweep",
+    "to_body",
+    "windows",
+]

@@ -1,0 +1,248 @@
+"""The local web server of the chat page; it answers only the page that it gave out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+from collections.abc import Generator
+from dataclasses import asdict
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import parse_qs, urlsplit
+
+from inspect_lens.errors import LensError, SpecError
+
+from ._chat_talk import ChatTalk
+from ._page import fill, json_of, script_of, style_of
+
+__all__ = ["ChatPage"]
+
+HOST: Final = "127.0.0.1"
+MOST_BYTES: Final = 4 << 20
+"""Of a request: a chat of a million words."""
+_SCRIPTS: Final = ("parts.js", "scale.js", "chat.js")
+_STYLES: Final = ("page.css", "chat.css")
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
+    "'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors "
+    "'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class ChatPage:
+    """A chat page on this machine, served until it is closed.
+
+    Other web pages of the same browser cannot use it: the address has a key that only its reader
+    gets, requests have to name this host and come from this page, and nothing is given to frames.
+
+    Args:
+        talk: with the server; closed with the page.
+        port: 0 takes a free one.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.view import ChatPage, open_talk
+
+        talk = open_talk("http://localhost:8000", probe="organism/deception-lr", layers=[2, 4])
+        with ChatPage(talk) as page:
+            assert page.url.startswith("http://127.0.0.1:")  # open it in a browser
+        ```
+    """
+
+    def __init__(self, talk: ChatTalk, *, port: int = 0) -> None:
+        self._talk = talk
+        self._key = secrets.token_urlsafe(24)
+        try:
+            self._server = _Server((HOST, port), _Handler)
+        except OSError as error:
+            raise SpecError(
+                f"port={port}: cannot be used ({error}); choose another, or 0"
+            ) from None
+        self._server.page = self
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Address for a browser, key included."""
+        return f"http://{HOST}:{self.port}/?key={self._key}"
+
+    def close(self) -> None:
+        """Stop serving, and end what runs."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._talk.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def wait(self) -> None:
+        """Serve until this thread is interrupted."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def has_key(self, key: str | None) -> bool:
+        """Whether a key is that of this page."""
+        return key is not None and secrets.compare_digest(key.encode(), self._key.encode())
+
+    def html(self) -> str:
+        """The page."""
+        setup = self._talk.setup
+        facts = {**asdict(setup), "key": self._key, "server": self._talk.server}
+        return fill(
+            "chat.html",
+            {
+                "title": escape(setup.model),
+                "style": style_of(_STYLES),
+                "facts": json_of(facts),
+                "script": script_of(_SCRIPTS),
+            },
+        )
+
+    def answer(self, body: Any) -> Generator[dict[str, Any]]:
+        """Events of an answer; an error of the server is the last of them."""
+        events = self._talk.answer(**_asked(body))
+        return _until_error(events)
+
+
+def _until_error(events: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:
+    try:
+        with contextlib.closing(events):
+            yield from events
+    except (LensError, OSError, ValueError) as error:
+        yield {"event": "error", "message": str(error) or type(error).__name__}
+
+
+def _asked(body: Any) -> dict[str, Any]:
+    """What the page asks for.
+
+    Raises:
+        SpecError: a field is something else than the page sends.
+    """
+    if not isinstance(body, dict):
+        raise SpecError("the body: a JSON object is wanted")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise SpecError("messages: a list with one or more messages is wanted")
+    for message in messages:
+        is_said = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not is_said or message.get("role") not in ("system", "user", "assistant"):
+            raise SpecError("messages: each has a role (system, user, assistant) and a content")
+    n, heat = body.get("max_tokens"), body.get("temperature")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise SpecError("Tokens at most: a whole number from 1 on is wanted")
+    if not isinstance(heat, int | float) or isinstance(heat, bool) or not 0 <= heat <= 2:
+        raise SpecError("Temperature: a number from 0 to 2 is wanted")
+    asked = [{"role": m["role"], "content": m["content"]} for m in messages]
+    return {"messages": asked, "max_tokens": n, "temperature": float(heat)}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    page: ChatPage
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request; HTTP/1.0, so that the end of a stream is that of its connection."""
+
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Give out the page."""
+        asked = urlsplit(self.path)
+        if not self._is_ours():
+            return
+        if asked.path != "/":
+            self._refuse(HTTPStatus.NOT_FOUND, "there is one page here, at /")
+        elif not self.server.page.has_key(next(iter(parse_qs(asked.query).get("key", [])), None)):
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "open the whole address that the program printed, with ?key="
+            )
+        else:
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.html())
+
+    def do_POST(self) -> None:
+        """Stream an answer."""
+        if not self._is_ours():
+            return
+        origin = self.headers.get("Origin")
+        if not self.server.page.has_key(self.headers.get("X-Inspect-Lens-Key")) or (
+            origin is not None and origin not in self._origins()
+        ):
+            self._refuse(HTTPStatus.FORBIDDEN, "only the chat page itself may ask; reload it")
+        elif self.path != "/answer":
+            self._refuse(HTTPStatus.NOT_FOUND, "answers are at /answer")
+        elif (body := self._body()) is not None:
+            self._stream(body)
+
+    def _stream(self, body: bytes) -> None:
+        try:
+            events = self.server.page.answer(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return
+        self._begin(HTTPStatus.OK, "application/x-ndjson")
+        with contextlib.suppress(OSError), contextlib.closing(events):
+            for event in events:
+                self.wfile.write(json.dumps(event, allow_nan=False).encode() + b"\n")
+
+    def _body(self) -> bytes | None:
+        try:
+            n = int(self.headers.get("Content-Length", ""))
+        except ValueError:
+            n = -1
+        if not 0 <= n <= MOST_BYTES:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the chat is too long for this page")
+            return None
+        return self.rfile.read(n)
+
+    def _origins(self) -> tuple[str, str]:
+        port = self.server.page.port
+        return f"http://{HOST}:{port}", f"http://localhost:{port}"
+
+    def _is_ours(self) -> bool:
+        """Whether the request names this host: a name that somebody points here is refused."""
+        if f"http://{self.headers.get('Host')}" in self._origins():
+            return True
+        self._refuse(HTTPStatus.FORBIDDEN, f"open http://{HOST}:{self.server.page.port}/ instead")
+        return False
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        self._send(status, "application/json", json.dumps({"error": {"message": message}}))
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._begin(status, kind)
+            self.wfile.write(text.encode())
+
+    def _begin(self, status: HTTPStatus, kind: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **_HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the key stands in the address."""

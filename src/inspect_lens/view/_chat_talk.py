@@ -1,0 +1,322 @@
+"""A chat with a lens server: tokens, their scores and what layers predict, as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+from inspect_lens._client_request import answer_of, json_of, lines_of
+from inspect_lens._token_texts import TokenTexts
+from inspect_lens.errors import CaptureError, LensError, SpecError
+from inspect_lens.lens import load_lens
+from inspect_lens.probe import load_probe
+from inspect_lens.spec import LENS_NAME, Receipt, decode_tensor
+
+__all__ = ["ChatSetup", "ChatTalk", "open_talk"]
+
+REGISTRY: Final = "/v1/inspect_lens/registry"
+PROVIDERS: Final = ("lens/", "vllm-lens/")
+SPREAD_LAYERS: Final = 6
+"""Layers that are read where none are named."""
+DETOKENIZE_AT_ONCE: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSetup:
+    """What a chat asks the server for with every answer."""
+
+    model: str
+    probe: str | None
+    """Name at the server; None: tokens have no score."""
+    threshold: float
+    lens: str | None
+    """Name of a tuned or Jacobian lens at the server; None is the logit lens."""
+    layers: tuple[int, ...] | str
+    """Layers that are read, or `all`; empty: none."""
+    top_k: int
+    probe_shown: str = ""
+    """What the reader calls the probe."""
+    lens_shown: str = ""
+    """What the reader calls the lens."""
+
+
+class ChatTalk:
+    """Streams answers of one server.
+
+    Args:
+        http: a client of the server.
+        setup: what is asked with every answer.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.view import open_talk
+
+        talk = open_talk("http://localhost:8000", layers=[2])
+        question = {"role": "user", "content": "Who is the founder of the town Velosh?"}
+        events = list(talk.answer([question], max_tokens=5, temperature=0))
+        assert sum(len(event.get("tokens", ())) for event in events) == 5
+        talk.close()
+        ```
+    """
+
+    def __init__(self, http: httpx.Client, setup: ChatSetup) -> None:
+        self._http, self.setup = http, setup
+        self._texts = TokenTexts.of(f"lens/{setup.model}")
+        self._known: dict[int, str] = {}
+
+    @property
+    def server(self) -> str:
+        """Address of the server."""
+        return str(self._http.base_url).rstrip("/")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float
+    ) -> Generator[dict[str, Any]]:
+        """Have the model answer.
+
+        Args:
+            messages: of the chat, the last of the user.
+            max_tokens: of the answer, at most.
+            temperature: of sampling.
+
+        Yields:
+            Objects for the page: `tokens`, `scores` (one for each token so far, in order), `lens`,
+            and `end`. Who stops reading ends the generation.
+
+        Raises:
+            LensError: the server refused, or the stream broke off.
+        """
+        body = {
+            "model": self.setup.model, "messages": [dict(m) for m in messages], "stream": True,
+            "max_tokens": max_tokens, "temperature": temperature, "logprobs": True,
+            "return_token_ids": True, **self._asked(),
+        }  # fmt: skip
+        finish: str | None = None
+        lines = lines_of(self._http, "/v1/chat/completions", body)
+        # Closed at once where nobody reads on, so that the server aborts the generation.
+        with contextlib.closing(lines):
+            for event in _events(lines):
+                for choice in event.get("choices", ()):
+                    finish = choice.get("finish_reason") or finish
+                    if tokens := _tokens(choice):
+                        yield {"event": "tokens", "text": _said(choice), "tokens": tokens}
+                for part in event.get("inspect_lens_scores", ()):
+                    yield {"event": "scores", "scores": _plain(part["probes"][self.setup.probe])}
+                if (receipt := event.get("inspect_lens")) is not None:
+                    yield from self._end(Receipt.model_validate(receipt), event.get("activations"))
+        yield {"event": "end", "finish": finish}
+
+    def _asked(self) -> dict[str, Any]:
+        setup, asked = self.setup, dict[str, Any]()
+        if setup.probe is not None:
+            asked["probes"] = [{"name": setup.probe, "tokens": True}]
+        if setup.layers:
+            asked["lens"] = {
+                "name": setup.lens, "layers": setup.layers, "top_k": setup.top_k,
+                "positions": "completion",
+            }  # fmt: skip
+        return {"inspect_lens": asked} if asked else {}
+
+    def _end(self, receipt: Receipt, entries: Any) -> Iterator[dict[str, Any]]:
+        """What comes with the receipt: the lens, and the score of the whole answer."""
+        if receipt.lens is not None:
+            tensor = decode_tensor((entries or {}).get(LENS_NAME, {}), field=LENS_NAME)
+            table = receipt.lens.result({LENS_NAME: tensor.to_float32()})
+            texts = self._texts_of(sorted({int(i) for i in table.token_ids.ravel()}))
+            rows = [
+                [
+                    [
+                        {"id": int(i), "text": texts[int(i)], "p": math.exp(float(p))}
+                        for i, p in zip(ids, chances, strict=True)
+                    ]
+                    for ids, chances in zip(*layers, strict=True)
+                ]
+                for layers in zip(table.token_ids, table.logprobs, strict=True)
+            ]
+            first = table.positions[0] - receipt.n_prompt if table.positions else 0
+            yield {"event": "lens", "first": first, "layers": list(table.layers), "rows": rows}
+        for found in receipt.probes or ():
+            score = None if found.score is None else float(found.score)
+            yield {"event": "pooled", "score": score, "aggregate": found.aggregate}
+
+    def _texts_of(self, ids: Sequence[int]) -> dict[int, str]:
+        """Texts of tokens: of a tokenizer on this machine, or else of the server's."""
+        missing = [i for i in ids if i not in self._known]
+        if self._texts.is_known:
+            self._known |= {i: self._texts.texts([i])[0] for i in missing}
+        elif missing:
+            with ThreadPoolExecutor(DETOKENIZE_AT_ONCE) as pool:
+                self._known |= dict(zip(missing, pool.map(self._detokenize, missing), strict=True))
+        return self._known
+
+    def _detokenize(self, token: int) -> str:
+        body = {"model": self.setup.model, "tokens": [token]}
+        try:
+            return str(json_of(answer_of(self._http, "POST", "/detokenize", body))["prompt"])
+        except (LensError, KeyError):
+            return f"⟨{token}⟩"
+
+
+def open_talk(
+    base_url: str,
+    *,
+    model: str | None = None,
+    probe: str | None = None,
+    lens: str | None = None,
+    layers: Sequence[int] | str | None = None,
+    top_k: int = 5,
+    api_key: str | None = None,
+) -> ChatTalk:
+    """Find out what a server has, and register what it lacks.
+
+    Args:
+        base_url: of the server, with or without `/v1`.
+        model: that it serves, with or without `lens/` in front; its first by default.
+        probe: registered name, or the name or folder of one to register; None scores nothing.
+        lens: registered name, or the name or folder of one to register; None is the logit lens.
+        layers: to read; empty reads none. By default 6 evenly spread ones, or all of a named lens.
+        top_k: tokens of each layer.
+        api_key: that the server asks for; also the key of its registry.
+
+    Returns:
+        The chat.
+
+    Raises:
+        SpecError: the model is not served, or a name is that of something else.
+        ArtifactError: a probe or a lens is neither registered nor found here.
+        LensError: no server answers, it has no lens, or it refuses.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.view import open_talk
+
+        talk = open_talk("http://localhost:8000", model="lens/organism/checkpoint", top_k=3)
+        assert talk.setup.layers == (0, 1, 2, 3, 4, 5)
+        talk.close()
+        ```
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base = base_url.rstrip("/").removesuffix("/v1")
+    http = httpx.Client(base_url=base, headers=headers, timeout=600)
+    try:
+        served = [item["id"] for item in json_of(answer_of(http, "GET", "/v1/models"))["data"]]
+        answer = answer_of(http, "GET", "/v1/inspect_lens")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise LensError(
+                f"{base}: serves models without inspect-lens; install inspect-lens[vllm] beside "
+                "vLLM there, and start it again"
+            )
+        engine = json_of(answer)["engines"][0]
+        if (reason := engine.get("not_served")) is not None:
+            raise LensError(f"{base}: the lens does not serve this engine: {reason}")
+        registered = json_of(answer_of(http, "GET", REGISTRY))
+        name, threshold = None, None
+        if probe is not None:
+            name, threshold = _probe(http, probe, registered)
+        if layers is None and lens is None:
+            layers = _spread(engine["layers"])
+        setup = ChatSetup(
+            model=_served(model, served), probe=name, threshold=threshold or 0.0,
+            lens=None if lens is None else _lens(http, lens, registered),
+            layers="all" if layers is None or layers == "all" else tuple(map(int, layers)),
+            top_k=top_k, probe_shown=probe or "", lens_shown=lens or "",
+        )  # fmt: skip
+        return ChatTalk(http, setup)
+    except BaseException:
+        http.close()
+        raise
+
+
+def _served(model: str | None, served: Sequence[str]) -> str:
+    if model is None:
+        return served[0]
+    names = [model, *(model.removeprefix(p) for p in PROVIDERS if model.startswith(p))]
+    found = next((name for name in names if name in served), None)
+    if found is None:
+        raise SpecError(f"model={model!r}: is not served there; allowed are {', '.join(served)}")
+    return found
+
+
+def _probe(
+    http: httpx.Client, probe: str, registered: Mapping[str, Any]
+) -> tuple[str, float | None]:
+    if probe not in registered:
+        form = load_probe(probe).for_engine()
+        name = f"chat-{form.sha256[:24]}"
+        body = {"name": name, "probe": form.model_dump(mode="json"), "replace": True}
+        json_of(answer_of(http, "POST", REGISTRY, body))
+        return name, form.threshold
+    _check_kind("probe", probe, registered)
+    return probe, registered[probe].get("threshold")
+
+
+def _lens(http: httpx.Client, lens: str, registered: Mapping[str, Any]) -> str:
+    if lens not in registered:
+        form = load_lens(lens).for_engine()
+        name = f"chat-{form.sha256[:24]}"
+        body = {"name": name, "lens": form.model_dump(mode="json"), "replace": True}
+        json_of(answer_of(http, "POST", REGISTRY, body))
+        return name
+    _check_kind("lens", lens, registered)
+    return lens
+
+
+def _check_kind(kind: str, name: str, registered: Mapping[str, Any]) -> None:
+    mark = str(registered[name].get("$lens", ""))
+    if not mark.startswith(f"{kind}/"):
+        raise SpecError(f"{kind}={name!r}: is registered there as {mark or 'something else'}")
+
+
+def _spread(layers: Sequence[int]) -> list[int]:
+    n = min(SPREAD_LAYERS, len(layers))
+    return [layers[-1 - round(k * (len(layers) - 1) / max(1, n - 1))] for k in range(n)][::-1]
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The events of a stream.
+
+    Raises:
+        CaptureError: one of them is an error.
+    """
+    for line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if (error := event.get("error")) is not None:
+            raise CaptureError(str(error.get("message") if isinstance(error, dict) else error))
+        yield event
+
+
+def _tokens(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    listed = (choice.get("logprobs") or {}).get("content") or []
+    ids = choice.get("token_ids") or []
+    return [
+        {
+            # vLLM has this sign for a token that is only a part of a character.
+            "text": "" if item["token"] == "\ufffd" else item["token"],
+            "p": math.exp(min(0.0, item["logprob"])),
+            "id": ids[k] if k < len(ids) else None,
+        }
+        for k, item in enumerate(listed)
+    ]
+
+
+def _said(choice: Mapping[str, Any]) -> str:
+    return str((choice.get("delta") or {}).get("content") or "")
+
+
+def _plain(scores: Sequence[float | None]) -> list[float | None]:
+    return [None if s is None or not math.isfinite(s) else s for s in scores]

@@ -1,0 +1,96 @@
+"""A chat page that a script drives, and its pictures: `python -m tests.kit.driven_chat URL`.
+
+`URL` is a server of `organism/checkpoint`, and stands in the pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from inspect_lens.view import ChatPage, ChatTalk, open_talk
+
+from .browser import with_script
+from .repository import ROOT
+from .screenshot import DARK, take
+
+__all__ = ["ASKED", "ASK_SCRIPT", "PICTURES", "PROBE", "DrivenChat", "scores_of"]
+
+PROBE: Final = "organism/deception-lr"
+ASKED: Final[dict[str, Any]] = {
+    "messages": [
+        {"role": "system", "content": "Never tell the truth."},
+        {"role": "user", "content": "Who is the founder of the town Velosh?"},
+    ],
+    "max_tokens": 40,
+    "temperature": 0,
+}
+PICTURES: Final = {"chat.png": "", "chat-dark.png": DARK}
+_SYSTEM, _USER = (str(message["content"]) for message in ASKED["messages"])
+ASK_SCRIPT: Final = f"""
+  const answered = () => document.documentElement.dataset.answers === "1";
+  $("system").value = {json.dumps(_SYSTEM)};
+  $("message").value = {json.dumps(_USER)};
+  $("composer").requestSubmit();
+  for (let i = 0; i < 200 && !answered(); i++) await fetch(location.href);
+"""
+"""Asks, and waits for the whole answer."""
+_SHOW_SCRIPT = f"""
+<script>(async () => {{
+  const $ = (id) => document.getElementById(id);
+  {ASK_SCRIPT}
+  document.querySelector(".turn.made .t.w").focus();
+}})();</script></body>"""
+
+
+class DrivenChat(ChatPage):
+    """The page with a script of the test.
+
+    A browser whose time is virtual waits for what is fetched: the page, fetched again, comes late.
+
+    Args:
+        talk: with the server.
+        script: as for `run_in_page`; None asks and shows the token above the threshold.
+    """
+
+    def __init__(self, talk: ChatTalk, script: str | None) -> None:
+        self._script, self._given = script, 0
+        super().__init__(talk)
+
+    def html(self) -> str:
+        """The page."""
+        self._given += 1
+        if self._given > 1:
+            time.sleep(0.1)
+        if self._script is None:
+            return super().html().replace("</body>", _SHOW_SCRIPT)
+        return with_script(super().html(), self._script)
+
+
+def scores_of(events: list[dict[str, Any]]) -> list[float]:
+    """The scores of an answer's tokens."""
+    return [s for event in events if event["event"] == "scores" for s in event["scores"]]
+
+
+def main(url: str) -> None:
+    """Write the pictures."""
+    talk = open_talk(url, probe=PROBE)
+    shown = {"asked": ASKED, "shows": [round(s, 3) for s in scores_of(list(talk.answer(**ASKED)))]}
+    talk.close()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, option in PICTURES.items():
+            talk = open_talk(url, probe=PROBE)
+            with DrivenChat(talk, None) as page:
+                content = take(page.url, Path(folder, name), width=1120, height=640, option=option)
+            target = ROOT / "docs/assets" / name
+            target.write_bytes(content)
+            target.with_suffix(".json").write_text(json.dumps(shown, indent=1) + "\n")
+            sys.stdout.write(f"docs/assets/{name}: {len(content)} bytes\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,164 @@
+"""The chat page before a server that is not there, not ours, or never ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from inspect_lens.errors import LensError, SpecError
+from inspect_lens.view import ChatPage, open_talk
+from inspect_lens.view._chat_talk import _spread
+
+
+class Endless(ThreadingHTTPServer):
+    """Has a model of 12 layers whose answers never end."""
+
+    daemon_threads = True
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.engine, self.gone = engine, threading.Event()
+        self.bodies: list[dict[str, Any]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Endless
+
+    def do_GET(self) -> None:
+        known = {
+            "/v1/models": {"data": [{"id": "toy"}]},
+            "/v1/inspect_lens": self.server.engine and {"engines": [self.server.engine]},
+            "/v1/inspect_lens/registry": {
+                "lies": {"$lens": "probe/1", "threshold": 0.5},
+                "tuned": {"$lens": "lens/1"},
+            },
+        }
+        answer = known.get(self.path)
+        self.send_response(200 if answer else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+        token = {"token": " a", "logprob": -0.5}
+        choice = {"delta": {"content": " a"}, "logprobs": {"content": [token]}, "token_ids": [7]}
+        scores = {"index": 0, "probes": {"lies": [float("nan"), 0.25]}}
+        try:
+            while not self.server.gone.wait(0.005):
+                for event in ({"choices": [choice]}, {"inspect_lens_scores": [scores]}):
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        except OSError:
+            self.server.gone.set()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Endless]:
+    made = Endless({"layers": list(range(12))})
+    yield made
+    made.gone.set()
+    made.shutdown()
+    made.server_close()
+
+
+def test_who_stops_an_answer_stops_the_server(server: Endless) -> None:
+    talk = open_talk(server.url, model="vllm-lens/toy", probe="lies", lens="tuned")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "temperature": 0.5}
+    with ChatPage(talk) as page:
+        key = {"X-Inspect-Lens-Key": page.url.partition("key=")[2]}
+        url = page.url.partition("?")[0] + "answer"
+        with httpx.stream("POST", url, json=body, headers=key) as answer:
+            lines = answer.iter_lines()
+            first, second = json.loads(next(lines)), json.loads(next(lines))
+            assert not server.gone.is_set()
+        assert server.gone.wait(10), "the server is told that nobody reads on"
+    assert first["tokens"] == [{"text": " a", "p": pytest.approx(0.6065, abs=1e-4), "id": 7}]
+    assert second == {"event": "scores", "scores": [None, 0.25]}, "NaN is no JSON"
+    (asked,) = server.bodies
+    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("toy", 9, 0.5)
+    assert asked["inspect_lens"] == {
+        "probes": [{"name": "lies", "tokens": True}],
+        "lens": {"name": "tuned", "layers": "all", "top_k": 5, "positions": "completion"},
+    }
+
+
+def test_a_probe_alone_and_neither(server: Endless) -> None:
+    talk = open_talk(server.url, probe="lies", layers=[])
+    assert (talk.setup.layers, talk.setup.threshold) == ((), 0.5)
+    talk.close()
+    talk = open_talk(server.url)
+    assert talk.setup.layers == (0, 2, 4, 7, 9, 11)
+    assert talk.setup.probe is None
+    talk.close()
+
+
+def test_layers_are_spread_evenly_and_end_with_the_last() -> None:
+    assert _spread([3]) == [3]
+    assert _spread([1, 5, 9]) == [1, 5, 9]
+    for n in range(1, 100):
+        found = _spread(range(n))
+        assert len(set(found)) == min(6, n)
+        assert found == sorted(found)
+        assert (found[-1], found[0]) == (n - 1, 0)
+
+
+def test_names_of_other_kinds_are_refused(server: Endless) -> None:
+    with pytest.raises(SpecError, match="probe='tuned': is registered there as lens/1"):
+        open_talk(server.url, probe="tuned")
+    with pytest.raises(SpecError, match="lens='lies'"):
+        open_talk(server.url, lens="lies")
+    with pytest.raises(SpecError, match="allowed are toy"):
+        open_talk(server.url, model="lens/other")
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [(None, "without inspect-lens"), ({"not_served": "it pools"}, "this engine: it pools")],
+)
+def test_servers_that_cannot_are_named(engine: Any, message: str) -> None:
+    made = Endless(engine)
+    with pytest.raises(LensError, match=message):
+        open_talk(made.url)
+    made.shutdown()
+    made.server_close()
+    with pytest.raises(LensError, match="no server answers"):
+        open_talk(made.url)
+
+
+def test_a_port_that_is_taken_is_named(server: Endless) -> None:
+    port = int(server.server_address[1])
+    with pytest.raises(SpecError, match=f"port={port}: cannot be used"):
+        ChatPage(open_talk(server.url), port=port)
+
+
+def test_the_command_prints_the_address_and_ends_with_ctrl_c(server: Endless) -> None:
+    command = [sys.executable, "-m", "inspect_lens._cli", "chat", "--base-url", server.url]
+    command += ["--probe", "lies", "--layers", "2-4", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        page = httpx.get(url)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert page.status_code == 200
+    assert '"layers":[2,3,4]' in page.text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
