@@ -82,12 +82,24 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("scorer", "injected_heads"),
         ("scorer", "injection_followed"),
     ),
+    "refusal_ablation.task": (
+        ("task", "refusal_ablation"),
+        ("solver", "refusal_edits"),
+        ("metric", "rates_by_kind"),
+        ("scorer", "refusals_by_edit"),
+    ),
     "refusal_steering.task": (
         ("task", "refusal_steering"),
         ("metric", "by_kind"),
         ("scorer", "refusals_by_dose"),
     ),
     "roleplaying_deception.task": (("task", "roleplaying_deception"),),
+    "sae_clamp.task": (
+        ("task", "sae_clamp"),
+        ("scorer", "behaviour_by_value"),
+        ("scorer", "activation_by_value"),
+        ("scorer", "behaviour_seen"),
+    ),
     "sandbagging.task": (("task", "sandbagging"),),
     "secret_word.task": (("task", "secret_word"),),
     "sycophancy_steering.task": (

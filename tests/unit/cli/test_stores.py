@@ -147,7 +147,8 @@ def test_baselines_read_the_words_of_their_own_set() -> None:
 
 def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path) -> None:
     small = train(out="small")
-    large = train(out="large", memory=0.0, work="fits")
+    with pytest.warns(UserWarning, match=r"memory=0: .* state more memory"):
+        large = train(out="large", memory=0.0, work="fits")
     assert large.probe.card.thresholds[0].n_above == small.probe.card.thresholds[0].n_above
     np.testing.assert_allclose(large.probe.weight, small.probe.weight, rtol=1e-4, atol=1e-6)
     assert list(Path("fits").glob("train-*.safetensors"))

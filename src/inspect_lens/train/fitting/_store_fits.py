@@ -90,7 +90,7 @@ def _fit_together(made: Fits, data: StoreSet) -> Iterator[int]:
         warnings.warn(
             f"memory={data.memory:g}: {type(family).__name__} takes {needed:.2g} GB for one layer "
             f"of width {data.hidden}, so layers are read in turn and each takes that; state more "
-            "memory, or choose a family without a covariance",
+            "memory",
             UserWarning,
             stacklevel=2,
         )
