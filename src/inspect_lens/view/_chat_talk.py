@@ -96,7 +96,7 @@ class ChatTalk:
             and `end`. Who stops reading ends the generation.
 
         Raises:
-            LensError: the server refused, or the stream broke off.
+            LensError: the server refused, the stream broke off, or it ended without what was asked.
         """
         body = {
             "model": self.setup.model, "messages": [dict(m) for m in messages], "stream": True,
@@ -104,6 +104,7 @@ class ChatTalk:
             "return_token_ids": True, **self._asked(),
         }  # fmt: skip
         finish: str | None = None
+        done: Receipt | None = None
         lines = lines_of(self._http, "/v1/chat/completions", body)
         # Closed at once where nobody reads on, so that the server aborts the generation.
         with contextlib.closing(lines):
@@ -115,7 +116,9 @@ class ChatTalk:
                 for part in event.get("inspect_lens_scores", ()):
                     yield {"event": "scores", "scores": _plain(part["probes"][self.setup.probe])}
                 if (receipt := event.get("inspect_lens")) is not None:
-                    yield from self._end(Receipt.model_validate(receipt), event.get("activations"))
+                    done = Receipt.model_validate(receipt)
+                    yield from self._end(done, event.get("activations"))
+        self._check(done)
         yield {"event": "end", "finish": finish}
 
     def _asked(self) -> dict[str, Any]:
@@ -128,6 +131,21 @@ class ChatTalk:
                 "positions": "completion",
             }  # fmt: skip
         return {"inspect_lens": asked} if asked else {}
+
+    def _check(self, receipt: Receipt | None) -> None:
+        """Refuse an answer that came without its scores or its layers."""
+        missing = [
+            name
+            for name, is_asked, is_there in (
+                ("scores of the probe", self.setup.probe is not None, receipt and receipt.probes),
+                ("predictions of layers", bool(self.setup.layers), receipt and receipt.lens),
+            )
+            if is_asked and not is_there
+        ]
+        if missing:
+            raise CaptureError(
+                f"the server ended its answer without {' and '.join(missing)}; look into its log"
+            )
 
     def _end(self, receipt: Receipt, entries: Any) -> Iterator[dict[str, Any]]:
         """What comes with the receipt: the lens, and the score of the whole answer."""

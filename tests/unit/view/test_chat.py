@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from inspect_lens.errors import LensError, SpecError
+from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.view import ChatPage, open_talk
-from inspect_lens.view._chat_talk import _spread
+from inspect_lens.view._chat_talk import ChatSetup, ChatTalk, _spread
 
 
 class Endless(ThreadingHTTPServer):
@@ -162,3 +162,19 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(server: Endless) ->
     assert '"layers":[2,3,4]' in page.text
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+@pytest.mark.parametrize(
+    ("probe", "layers", "named"),
+    [("lies", (), "scores of the probe"), (None, (2,), "predictions of layers")],
+)
+def test_an_answer_without_what_was_asked_ends_in_an_error(
+    probe: str | None, layers: tuple[int, ...], named: str
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text="data: [DONE]\n\n")
+
+    http = httpx.Client(base_url="http://lens", transport=httpx.MockTransport(answer))
+    setup = ChatSetup(model="toy", probe=probe, threshold=0.0, lens=None, layers=layers, top_k=1)
+    with pytest.raises(CaptureError, match=named):
+        list(ChatTalk(http, setup).answer([], max_tokens=1, temperature=0))

@@ -23,7 +23,7 @@ from inspect_lens._patching import (
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens._vllm.compat.one_token import one_token
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import NATIVE_KEY, LensRequest, Site, result_name
+from inspect_lens.spec import NATIVE_KEY, LensRequest, Receipt, Site, result_name
 
 __all__ = ["Ask", "ServerRuns"]
 
@@ -125,7 +125,10 @@ class ServerRuns:
                 last = output
         if last is None:
             raise CaptureError("patch sweep: the engine ended a request without an answer")
-        return last.outputs[0]
+        completion = last.outputs[0]
+        if lens is not None:
+            _check_ran(lens, getattr(completion, "inspect_lens", None))
+        return completion
 
     async def _ask_once(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         return await self._ask(method, path, body)
@@ -146,3 +149,16 @@ class ServerRuns:
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             self._open.discard(future)
+
+
+def _check_ran(asked: LensRequest, receipt: Receipt | None) -> None:
+    """Refuse an answer that the engine made without what was asked."""
+    done = receipt is not None and (
+        (not asked.edits or receipt.steer is not None)
+        and (asked.capture is None or receipt.capture is not None)
+    )
+    if not done:
+        raise CaptureError(
+            "patch sweep: the engine answered a run without its edit or capture; look into the "
+            "server's log, and ask again"
+        )
