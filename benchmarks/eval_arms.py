@@ -10,6 +10,7 @@ import json
 import math
 import random
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -82,7 +83,7 @@ def _run(
     model = _model(arm, asked)
     _set_collector(arm)
     before, beside = resource.getrusage(resource.RUSAGE_SELF), _beside_cpu()
-    started, loop = time.perf_counter(), time.thread_time()
+    started, loop, clock = time.perf_counter(), time.thread_time(), time.time()
     (log,) = eval(
         task, model=model, display="none", log_dir=folder, log_level="warning", temperature=0.0,
         max_connections=load["connections"], max_samples=load["connections"],
@@ -93,12 +94,29 @@ def _run(
     path = Path(str(log.location).removeprefix("file://"))
     return {
         "seconds": seconds,
+        **_parts(log, clock, seconds),
         # Inspect runs an eval in one thread: what that one does is all that other samples wait for.
         "loop_cpu_s": in_loop,
         "process_cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "beside_cpu_s": _beside_cpu() - beside,
         "output_tokens": sum(u.output_tokens for u in log.stats.model_usage.values()),
         "log_bytes": path.stat().st_size,
+    }
+
+
+def _parts(log: Any, clock: float, seconds: float) -> dict[str, float]:
+    """Seconds before the first model call, from it to the end of the last one, and after; the
+    median of a call."""
+    calls = [e for sample in log.samples for e in sample.events if e.event == "model"]
+    starts = [event.timestamp.timestamp() for event in calls]
+    ends = [event.completed.timestamp() for event in calls]
+    first, last = min(starts), max(ends)
+    each = [end - start for start, end in zip(starts, ends, strict=True)]
+    return {
+        "before_s": first - clock,
+        "calls_s": last - first,
+        "after_s": clock + seconds - last,
+        "call_median_s": statistics.median(each),
     }
 
 
@@ -122,13 +140,14 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
 
 def _set_collector(arm: str) -> None:
     """Leave the garbage collector as a process would find it that runs this arm alone."""
-    from inspect_lens.model.provider._garbage import collect_less
-
     gc.unfreeze()
     gc.set_threshold(*PYTHONS_THRESHOLD)
     gc.collect()  # what an arm before has left
-    if not (arm.startswith("plain") or arm == "peer"):
-        collect_less()
+    if arm.startswith("plain") or arm == "peer":
+        return
+    from inspect_lens.model.provider._garbage import collect_less
+
+    collect_less()
 
 
 def _solver(arm: str, asked: dict[str, Any], load: dict[str, Any]) -> Solver:
