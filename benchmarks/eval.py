@@ -6,11 +6,11 @@ python -m benchmarks.eval --shape organism --samples 8 --runs 1 --out eval.json 
 ```
 
 The same eval through Inspect's own `vllm` provider on a server without the lens, without a scorer
-and with Inspect's `includes()`, and through ours: nothing asked, a layer captured, captured and
-scored, its mean captured and scored, and a probe in the engine with its scorer. All servers live
-side by side; a round is one Inspect process that runs every arm of every load, and the order of
-arms moves on from round to round. Seconds are those of `eval()`, the written log included. The exit
-code says whether a limit was missed.
+and with Inspect's `includes()`; the same provider on a server with the lens; and through ours:
+nothing asked, a layer captured, captured and scored, its mean captured and scored, and a probe in
+the engine with its scorer. All servers live side by side; a round is one Inspect process that runs
+every arm of every load, and the order of arms moves on from round to round. Seconds are those of
+`eval()`, the written log included. The exit code says whether a limit was missed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ from .shapes import SHAPES
 __all__ = ["LIMITS", "limits_missed", "main", "parse", "plan", "summarise"]
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("plain", "plain-scored", "idle", "capture", "capture-scored", "mean-scored", "probe-scored")
+ARMS = (
+    "plain", "plain-scored", "server", "idle", "capture", "capture-scored", "mean-scored",
+    "probe-scored",
+)  # fmt: skip
 PEER = "peer"
+PEER_NEEDS = {"VLLM_PLUGINS": "activations", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""Its own default, stated: vllm-lens reads the first model runner's internals."""
 LIMITS = {"probe-scored": 1.03, "capture-scored": 1.08, "mean-scored": 1.08, "capture": 1.03}
 """Seconds of an arm over those of `plain`, medians of all rounds."""
 SCORED = "plain-scored"
@@ -196,7 +201,7 @@ def server_environment(options: argparse.Namespace, kind: str) -> dict[str, str]
     made = os.environ | {"PYTHONPATH": path_of(front, options.site_path, known=options.site_path)}
     if kind == "plain":
         made["INSPECT_LENS_DISABLE"] = "1"
-    return made
+    return made | (PEER_NEEDS if kind == PEER else {})
 
 
 def path_of(*folders: str | None, known: str | None) -> str:

@@ -105,8 +105,7 @@ def _run(
 
 
 def _parts(log: Any, clock: float, seconds: float) -> dict[str, float]:
-    """Seconds before the first model call, from it to the end of the last one, and after; the
-    median of a call."""
+    """Seconds before the first model call, from it to the last one's end, after; median of one."""
     calls = [e for sample in log.samples for e in sample.events if e.event == "model"]
     starts = [event.timestamp.timestamp() for event in calls]
     ends = [event.completed.timestamp() for event in calls]
@@ -129,8 +128,9 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
         "mean-scored": {"layers": [layer], "positions": "completion", "reduce": "mean"},
     }
     options: dict[str, Any] = {"api_key": "none"}
-    if arm.startswith("plain"):
-        return get_model(f"vllm/{asked['served']}", base_url=urls["plain"] + "/v1", **options)
+    if not _is_ours(arm) and arm != "peer":
+        url = urls["lens" if arm == "server" else "plain"]
+        return get_model(f"vllm/{asked['served']}", base_url=url + "/v1", **options)
     if arm == "peer":
         return get_model(f"vllm-lens/{asked['served']}", base_url=urls["peer"] + "/v1", **options)
     if arm in captures:
@@ -138,12 +138,17 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
     return get_model(f"lens/{asked['served']}", base_url=urls["lens"] + "/v1", **options)
 
 
+def _is_ours(arm: str) -> bool:
+    """Whether an arm's model is of this package's provider."""
+    return arm not in ("plain", "plain-scored", "server", "peer")
+
+
 def _set_collector(arm: str) -> None:
     """Leave the garbage collector as a process would find it that runs this arm alone."""
     gc.unfreeze()
     gc.set_threshold(*PYTHONS_THRESHOLD)
     gc.collect()  # what an arm before has left
-    if arm.startswith("plain") or arm == "peer":
+    if not _is_ours(arm):
         return
     from inspect_lens.model.provider._garbage import collect_less
 
