@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kit.api_server import api_server
+from tests.kit.preloaded import forked
 from tests.kit.repository import ROOT
 
 pytest_plugins = ["tests.kit.leftovers"]
@@ -82,13 +83,14 @@ def offline_llm() -> Iterator[Any]:
     os.environ["INSPECT_LENS_ALLOW_CODE"] = "1"
     os.environ["INSPECT_LENS_SITES"] = "resid_pre,q,k,resid_post"
     try:
-        # Compiled ones are those of `tests/engine`, and the server.
-        llm = LLM(
-            model=str(ROOT / MODEL),
-            dtype="float32",
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-            enforce_eager=True,
-        )
+        # Compiled ones are those of `tests/engine`.
+        with forked():
+            llm = LLM(
+                model=str(ROOT / MODEL),
+                dtype="float32",
+                kv_cache_memory_bytes=KV_CACHE_BYTES,
+                enforce_eager=True,
+            )
     finally:
         del os.environ["INSPECT_LENS_ALLOW_CODE"], os.environ["INSPECT_LENS_SITES"]
     yield llm
@@ -134,5 +136,5 @@ def lens_server_url(
     recorded = {"store": str(recorded_folder), "layers": [2, 4], "label_meaning": "a lie"}
     environment["INSPECT_LENS_SINKS"] = json.dumps({"recorded": recorded})
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with api_server(options, environment=environment, log=log) as server:
+    with api_server(options, environment=environment, log=log, preloaded=True) as server:
         yield server.url
