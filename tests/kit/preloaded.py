@@ -152,6 +152,11 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     if cores := environment.get("GOMP_CPU_AFFINITY"):
         # OpenMP does so when it is loaded, and it is loaded already.
         os.sched_setaffinity(0, map(int, cores.split()))
+    if "PROMETHEUS_MULTIPROC_DIR" in environment:
+        # The same of counters, which several API servers share.
+        from prometheus_client import values
+
+        values.ValueClass = values.get_value_class()
 
 
 def _fork_server() -> None:
