@@ -73,9 +73,8 @@ def _marked() -> list[psutil.Process]:
             ours = environment.get(MARK) == mark or (is_child and not environment)
             if not ours or process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            # What a fork server has forked looks as it does, and is none.
-            forked = _is_helper(process.parent())
-            if not (_is_helper(process) and is_child and not forked):
+            # What a helper has forked looks as it does, and is none.
+            if not (is_child and _is_helper(process) and not _is_helper(process.parent())):
                 found.append(process)
         except psutil.Error:  # it ended meanwhile, or belongs to somebody else
             continue
