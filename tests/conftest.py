@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.kit.shared_engines import longest_first
 
         items[:] = [items[i] for i in longest_first([i.nodeid.partition("::")[0] for i in items])]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what stays: it would look at millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
