@@ -101,7 +101,7 @@ def offline_llm() -> Iterator[Any]:
     finally:
         del os.environ["INSPECT_LENS_ALLOW_CODE"], os.environ["INSPECT_LENS_SITES"]
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,8 @@ class Engine:
         return found
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM's five seconds are short on a busy machine, and then it kills.
+        self.llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine:
