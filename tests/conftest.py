@@ -18,6 +18,9 @@ from tests.kit.repository import ROOT
 
 pytest_plugins = ["tests.kit.leftovers"]
 
+# Until all modules and tests are there.
+gc.disable()
+
 # Tests share two cores with engines: how long an example takes says nothing.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
@@ -79,6 +82,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from what stays: it would look at millions of objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
