@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ from tests.kit.preloaded import forked
 from tests.kit.repository import ROOT
 
 pytest_plugins = ["tests.kit.leftovers"]
-
-# Until all modules and tests are there.
-gc.disable()
 
 # Tests share two cores with engines: how long an example takes says nothing.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,11 +75,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [items[i] for i in longest_first([i.nodeid.partition("::")[0] for i in items])]
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Keep the garbage collector from what stays: it would look at millions of objects."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

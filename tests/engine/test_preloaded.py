@@ -25,7 +25,6 @@ def describe(starter: int) -> dict[str, Any]:
         "environment": dict(os.environ),
         "arguments": sys.argv[1:],
         "folder": os.getcwd(),
-        "threads": psutil.Process().num_threads(),
         "below": starter in [parent.pid for parent in psutil.Process().parents()],
     }
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from .child import ROOT, ChildError
-from .preloaded import run_forked
+from .preloaded import is_possible, run_forked
 
 __all__ = ["ApiServer", "api_server", "flags", "preemptions"]
 
@@ -63,7 +63,7 @@ def api_server(
     if "api_server_count" in options:
         module = "tests.kit.serve_several"  # the other one starts one in any case
     arguments = flags({**options, "host": "127.0.0.1", "port": port})
-    start = run_forked if preloaded else _run
+    start = run_forked if preloaded and is_possible() else _run
     process = start(module, arguments, environment=environment, log=log)
     try:
         url = f"http://127.0.0.1:{port}"

@@ -25,5 +25,5 @@ def _load() -> None:
     gc.enable()
 
 
-_load()
 become_server()
+_load()

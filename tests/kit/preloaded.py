@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import runpy
 import socket
@@ -35,7 +36,7 @@ import psutil
 # Not from `repository`, which needs packages that machines for measuring lack.
 ROOT = Path(__file__).resolve().parents[2]
 
-__all__ = ["forked", "run_forked"]
+__all__ = ["become_server", "forked", "is_possible", "run_forked"]
 
 # Some of them are read when a library is loaded. vLLM sets them for its workers.
 _ENVIRONMENT = {
@@ -52,9 +53,20 @@ _prepare, _preparation_data = spawn.prepare, spawn.get_preparation_data
 _serve_one = _FORK._serve_one
 
 
+@functools.cache
+def is_possible() -> bool:
+    """Whether vLLM runs on the CPU here: a GPU's libraries may not survive a fork."""
+    import torch
+
+    return torch.version.cuda is None and torch.version.hip is None
+
+
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """Fork what is meant to be spawned meanwhile, with all that it starts."""
+    """Fork what is meant to be spawned meanwhile, and what that starts, where it is possible."""
+    if not is_possible():
+        yield
+        return
     _start()
     _fork_in_place_of_spawn()
     try:
@@ -149,13 +161,17 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    if cores := environment.get("GOMP_CPU_AFFINITY"):
-        # OpenMP does so when it is loaded, and it is loaded already.
-        os.sched_setaffinity(0, map(int, cores.split()))
-    if "PROMETHEUS_MULTIPROC_DIR" in environment:
-        # The same of counters, which several API servers share.
-        from prometheus_client import values
+    # These are read when libraries are loaded, and they are loaded already.
+    if threads := environment.get("OMP_NUM_THREADS"):
+        import torch
 
+        torch.set_num_threads(int(threads))
+    if cores := environment.get("GOMP_CPU_AFFINITY"):
+        os.sched_setaffinity(0, map(int, cores.split()))
+    if "PROMETHEUS_MULTIPROC_DIR" in environment:  # several API servers share counters
+        from prometheus_client import values as untyped
+
+        values: Any = untyped
         values.ValueClass = values.get_value_class()
 
 
