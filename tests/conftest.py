@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kit.api_server import api_server
+from tests.kit.preloaded import forked
 from tests.kit.repository import ROOT
 
 pytest_plugins = ["tests.kit.leftovers"]
@@ -73,6 +75,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [items[i] for i in longest_first([i.nodeid.partition("::")[0] for i in items])]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from what stays: it would look at millions of objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def offline_llm() -> Iterator[Any]:
     """One `vllm.LLM` of the model organism for the whole session; it may run hooks."""
@@ -82,17 +96,18 @@ def offline_llm() -> Iterator[Any]:
     os.environ["INSPECT_LENS_ALLOW_CODE"] = "1"
     os.environ["INSPECT_LENS_SITES"] = "resid_pre,q,k,resid_post"
     try:
-        # Compiled ones are those of `tests/engine`, and the server.
-        llm = LLM(
-            model=str(ROOT / MODEL),
-            dtype="float32",
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-            enforce_eager=True,
-        )
+        # Compiled ones are those of `tests/engine`.
+        with forked():
+            llm = LLM(
+                model=str(ROOT / MODEL),
+                dtype="float32",
+                kv_cache_memory_bytes=KV_CACHE_BYTES,
+                enforce_eager=True,
+            )
     finally:
         del os.environ["INSPECT_LENS_ALLOW_CODE"], os.environ["INSPECT_LENS_SITES"]
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 @pytest.fixture(scope="session")
@@ -134,5 +149,5 @@ def lens_server_url(
     recorded = {"store": str(recorded_folder), "layers": [2, 4], "label_meaning": "a lie"}
     environment["INSPECT_LENS_SINKS"] = json.dumps({"recorded": recorded})
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with api_server(options, environment=environment, log=log) as server:
+    with api_server(options, environment=environment, log=log, preloaded=True) as server:
         yield server.url

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.kit.repository import ROOT
 
@@ -20,6 +21,15 @@ import pathlib, subprocess
 
 def test_leaves_a_process():
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    pathlib.Path("pid").write_text(str(child.pid))
+"""
+
+FORKS = """
+import multiprocessing, pathlib, time
+
+def test_leaves_what_a_server_has_forked():
+    child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(300,))
+    child.start()
     pathlib.Path("pid").write_text(str(child.pid))
 """
 
@@ -46,10 +56,11 @@ def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_process_left_behind_fails_the_run(tmp_path: Path) -> None:
-    run = run_pytest(tmp_path, LEAVES)
+@pytest.mark.parametrize(("test", "said"), [(LEAVES, "sleep 300"), (FORKS, "forkserver")])
+def test_a_process_left_behind_fails_the_run(tmp_path: Path, test: str, said: str) -> None:
+    run = run_pytest(tmp_path, test)
     assert run.returncode == 1, run.stdout + run.stderr
-    assert "sleep 300" in run.stdout
+    assert said in run.stdout
     assert "1 passed, 1 error" in run.stdout.splitlines()[-1]
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

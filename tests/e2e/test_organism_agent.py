@@ -41,7 +41,7 @@ def agent_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         **SERVER_ARGS[NAME],
     }  # fmt: skip
     log = tmp_path_factory.mktemp("agent") / "server.log"
-    with api_server(options, environment=os.environ, log=log) as server:
+    with api_server(options, environment=os.environ, log=log, preloaded=True) as server:
         yield server.url
 
 

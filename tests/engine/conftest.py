@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.preloaded import forked
 from tests.kit.reference import HuggingFace
 from tests.kit.tiny_models import tiny_llama
 
@@ -80,7 +82,8 @@ class Engine:
         return found
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM's five seconds are short on a busy machine, and then it kills.
+        self.llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine:
@@ -89,9 +92,8 @@ def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine
     Args:
         folder: of the model.
         in_process: whether scheduler and worker run in this process. vLLM's default is a process
-            for each, which import all of vLLM: 25 seconds of a core. In one process, steps are
-            taken only while somebody waits for requests, and the worker learns later what was let
-            go of; so it is for tests that ask for neither.
+            for each. In one process, steps are taken only while somebody waits for requests, and
+            the worker learns later what was let go of; so it is for tests that ask for neither.
         **overrides: options of the engine.
     """
     from vllm import LLM
@@ -108,7 +110,7 @@ def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine
         "kv_cache_memory_bytes": 64 << 20,
         "disable_log_stats": False,
     }
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, nullcontext() if in_process else forked():
         if in_process:
             # Read when an engine is made.
             environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

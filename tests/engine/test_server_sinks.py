@@ -79,7 +79,8 @@ def server(folder: Path) -> Iterator[ApiServer]:
         "INSPECT_LENS_SINKS": json.dumps(named),
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
     }
-    with api_server(options, environment=environment, log=folder / "server.log") as running:
+    log = folder / "server.log"
+    with api_server(options, environment=environment, log=log, preloaded=True) as running:
         yield running
 
 

@@ -6,11 +6,10 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 
 from .child import ROOT, ChildError
+from .preloaded import is_possible, run_forked
 
 __all__ = ["ApiServer", "api_server", "flags", "preemptions"]
 
@@ -35,7 +35,11 @@ class ApiServer:
 
 @contextlib.contextmanager
 def api_server(
-    options: Mapping[str, Any], *, environment: Mapping[str, str], log: Path
+    options: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str],
+    log: Path,
+    preloaded: bool = False,
 ) -> Iterator[ApiServer]:
     """Start a server at the root of this repository, and end it with all that it started.
 
@@ -43,6 +47,8 @@ def api_server(
         options: of the engine and of the server, by Python's names.
         environment: of the server.
         log: file for what it prints.
+        preloaded: whether its processes are forked from one that has vLLM imported, for servers
+            of which only answers are tested.
 
     Yields:
         The server, once it is healthy.
@@ -56,18 +62,23 @@ def api_server(
     module = "vllm.entrypoints.openai.api_server"
     if "api_server_count" in options:
         module = "tests.kit.serve_several"  # the other one starts one in any case
-    command = [sys.executable, "-m", module]
-    command += flags({**options, "host": "127.0.0.1", "port": port})
+    arguments = flags({**options, "host": "127.0.0.1", "port": port})
+    start = run_forked if preloaded and is_possible() else _run
+    process = start(module, arguments, environment=environment, log=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(process, url, log)
+        yield ApiServer(url, process.pid)
+    finally:
+        _end(process)
+
+
+def _run(
+    module: str, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path
+) -> psutil.Process:
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(process, url, log)
-            yield ApiServer(url, process.pid)
-        finally:
-            _end(process)
+        command = [sys.executable, "-m", module, *arguments]
+        return psutil.Popen(command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output)
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -90,9 +101,9 @@ def preemptions(metrics: str) -> int:
     return int(sum(float(value) for value in found))
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_until_ready(process: psutil.Process, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and _runs(process):
         with contextlib.suppress(OSError):
             if urllib.request.urlopen(f"{url}/health", timeout=2).status == 200:
                 return
@@ -100,15 +111,21 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
     raise ChildError(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(process: psutil.Process) -> None:
     below: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        below = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=STOP_S)
-    process.kill()
-    process.wait(timeout=STOP_S)
+        below = process.children(recursive=True)
+    for end in (process.terminate, process.kill):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            end()
+            process.wait(timeout=STOP_S)
     # A server that was ended in order has taken them with it.
     for child in below:
         with contextlib.suppress(psutil.NoSuchProcess):

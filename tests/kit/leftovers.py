@@ -73,12 +73,17 @@ def _marked() -> list[psutil.Process]:
             ours = environment.get(MARK) == mark or (is_child and not environment)
             if not ours or process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            helper = any(name in " ".join(process.cmdline()) for name in HELPERS)
-            if not (helper and is_child):
+            # What a helper has forked looks as it does, and is none.
+            if not (is_child and _is_helper(process) and not _is_helper(process.parent())):
                 found.append(process)
         except psutil.Error:  # it ended meanwhile, or belongs to somebody else
             continue
     return found
+
+
+def _is_helper(process: psutil.Process | None) -> bool:
+    said = "" if process is None else " ".join(process.cmdline())
+    return any(name in said for name in HELPERS)
 
 
 def _describe(process: psutil.Process) -> str:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,22 +17,29 @@ from .repository import ROOT
 __all__ = ["SharedEngines", "group_of", "longest_first"]
 
 _GROUPS = {
-    "server": r"\b(lens_server_url|offline_llm)\b",
-    "compiled": r"\bengine: Engine\b|\bfresh: Fresh\b",
+    "offline": r"\boffline_llm\b",
+    "server": r"\blens_server_url\b",
+    "compiled": r"\A(?![\s\S]*^def engine\()[\s\S]*^def test_[^)]*\bengine: Engine\b",
 }
 """By group, what a file of tests says that uses an engine of the session."""
 
 _SECONDS = {
-    "server": 600,
-    "compiled": 400,
+    "offline": 330,
+    "server tests/e2e": 400,
+    "server tests/engine": 200,
+    "compiled": 200,
     "tests/engine/test_hosts.py": 110,
     "tests/e2e/test_eval_benchmark.py": 107,
     "tests/engine/test_unused.py": 96,
+    "tests/engine/test_server_sinks.py": 90,
     "tests/engine/test_api_servers.py": 90,
+    "tests/engine/test_architectures.py": 90,
     "tests/engine/test_kills.py": 80,
     "tests/engine/test_soak.py": 80,
-    "tests/unit/wheel/test_wheel.py": 50,
-    "tests/engine/test_connectors.py": 50,
+    "tests/unit/wheel/test_wheel.py": 60,
+    "tests/e2e/test_organism_agent.py": 60,
+    "tests/engine/test_connectors.py": 40,
+    "tests/engine/test_step_rows.py": 40,
 }
 """By group, about what it takes, where the number of its tests does not tell."""
 _SECONDS_OF_A_TEST = 5
@@ -57,7 +65,9 @@ def group_of(file: str) -> str:
         file: its path in this repository.
     """
     text = (ROOT / file).read_text(encoding="utf-8")
-    return next((name for name, says in _GROUPS.items() if re.search(says, text)), file)
+    name = next((name for name, says in _GROUPS.items() if re.search(says, text, re.M)), file)
+    # Another start is cheaper than a process that is still busy when all others have ended.
+    return f"{name} {Path(file).parent}" if name == "server" else name
 
 
 def longest_first(files: Sequence[str]) -> list[int]:

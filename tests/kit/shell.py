@@ -6,7 +6,10 @@ or downloaded; what is worth running is marked `server` on its page.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
+import io
 import re
 import shlex
 import subprocess
@@ -84,19 +87,24 @@ def check_server(words: list[str]) -> None:
         options = words[words.index(SERVER_MODULE) + 1 :]
     else:
         return
-    code = (
-        "import sys\n"
-        "try:\n"
-        "    from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
-        "except ImportError:  # before vLLM 0.32\n"
-        "    from vllm.entrypoints.openai.cli_args import make_arg_parser\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, *options], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            _server_parser().parse_args(options)
+    except SystemExit:
+        raise AssertionError(said.getvalue()[-2000:]) from None
+
+
+@functools.cache
+def _server_parser() -> argparse.ArgumentParser:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.32
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    return parser
 
 
 def _check_variable(name: str) -> None:
