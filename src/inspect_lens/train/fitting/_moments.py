@@ -58,14 +58,14 @@ class Moments:
             # Squares of distances from about the mean: the stream is often far from 0.
             self._shift = x.mean(dim=0)
         z = x - self._shift
-        for k, side in enumerate((~positive, positive)):
-            part = z[side]
-            self.n[k] += len(part)
-            # Sums of float32 rows in float64 by blocks: one block's error does not grow.
-            self._sum[k] += part.sum(dim=0).double()
-        self._square += (z * z).sum(dim=0).double()
+        # A product instead of rows picked by class: picking costs more than all the rest.
+        sides = torch.stack([~positive, positive]).to(z.dtype)
+        self.n += sides.sum(dim=1).long().cpu().numpy()
+        # Sums of float32 rows in float64 by blocks: one block's error does not grow.
+        self._sum += (sides @ z).double()
         if self._covariance:
             self._outer += (z.T @ z).double()
+        self._square += z.square_().sum(dim=0).double()
 
     @property
     def total(self) -> int:

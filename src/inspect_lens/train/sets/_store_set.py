@@ -165,14 +165,22 @@ class StoreSet(ActivationSet):
         at = {place: int(starts[i]) for i, place in enumerate(self.places)}
         for number, layer, start, data in self._blocks(layers):
             end = start + len(data)
-            kept, index = [], []
+            runs: list[list[int]] = []
+            index = []
             for place in self._in_shard(number):
                 low, high = max(place[1], start), min(place[1] + place[2], end)
-                if low < high:
-                    kept.append(data[low - start : high - start])
-                    index.append(at[place] - place[1] + np.arange(low, high))
+                if low >= high:
+                    continue
+                index.append(at[place] - place[1] + np.arange(low, high))
+                # Neighbours are one slice: what is whole is not copied, if it may be written to.
+                if runs and runs[-1][1] == low:
+                    runs[-1][1] = high
+                else:
+                    runs.append([low, high])
+            kept = [data[low - start : high - start] for low, high in runs]
             if kept:
-                yield layer, np.concatenate(index), np.concatenate(kept)
+                whole = len(kept) == 1 and data.flags.writeable
+                yield layer, np.concatenate(index), kept[0] if whole else np.concatenate(kept)
 
     @property
     def row_labels(self) -> NDArray[np.bool_]:
