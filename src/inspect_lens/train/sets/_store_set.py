@@ -25,6 +25,8 @@ __all__ = ["MEMORY", "StoreSet"]
 
 Floats = NDArray[np.float32]
 _ROWS = 8192
+_PIECE: Final = 1 << 26
+"""Bytes of a piece of rows as float32 at most: it is read again and again, and some lie in wait."""
 MEMORY: Final = 4.0
 """GB that a fit on a store may hold."""
 
@@ -190,7 +192,14 @@ class StoreSet(ActivationSet):
     def rows(self, layer: int) -> tuple[Floats, NDArray[np.bool_], NDArray[np.str_]]:
         """As in `ActivationSet`; takes the memory of the layer."""
         lengths = [n for _, _, n in self.places]
-        x = np.concatenate(self.sequences(layer))
+        x = np.empty((sum(lengths), self.hidden), dtype=np.float32)
+        ends = np.cumsum(lengths)
+        for _, index, rows in self.passes([layer]):
+            wrong = index[~np.isfinite(rows).all(axis=1)]
+            if wrong.size:
+                sample = int(np.searchsorted(ends, wrong[0], side="right"))
+                self.require_finite(sample, layer, np.array([[np.nan]], dtype=np.float32))
+            x[index] = rows
         return x, np.repeat(self.labels, lengths), np.repeat(np.array(self.groups), lengths)
 
     def sequences(self, layer: int) -> list[Floats]:
@@ -210,7 +219,7 @@ class StoreSet(ActivationSet):
             SpecError: a value is not finite.
         """
         made = {layer: [np.zeros((0, 0), dtype=np.float32)] * len(self) for layer in layers}
-        for layer, i, rows in self._samples(layers):
+        for layer, i, rows in self.samples(layers):
             self.require_finite(i, layer, rows)
             # Copied: what is next to it in its piece is not held.
             made[layer][i] = rows.copy()
@@ -236,7 +245,7 @@ class StoreSet(ActivationSet):
     def pooled(self, layer: int, rows: str) -> Floats:
         """Arguments are those of `ActivationSet`; takes the memory of one shard."""
         made = np.empty((len(self), self.hidden), dtype=np.float32)
-        for _, i, sample in self._samples([layer]):
+        for _, i, sample in self.samples([layer]):
             made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
         return made
 
@@ -247,7 +256,7 @@ class StoreSet(ActivationSet):
         for layer in probe.layers:
             self._index(layer)
         made = np.full(len(self), np.nan)
-        for parts in zip(*(self._samples([layer]) for layer in probe.layers), strict=True):
+        for parts in zip(*(self.samples([layer]) for layer in probe.layers), strict=True):
             i = parts[0][1]
             acts = np.stack([rows for *_, rows in parts])
             ends = self.ends[i] if self.ends else None
@@ -286,10 +295,14 @@ class StoreSet(ActivationSet):
         made._begin(facts, self.store, [self.places[i] for i in picks], self.progress)
         return made
 
-    def _samples(self, layers: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:
-        """Layer, place in the set and rows (tokens, hidden) of each sample, as the store has them.
+    def samples(self, layers: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:
+        """Rows of each sample at some layers, a shard after the other, in it layer after layer.
 
-        A shard after the other, and in it a layer after the other.
+        Args:
+            layers: of `layers`.
+
+        Yields:
+            Layer, place of the sample in the set, and its rows (tokens, hidden) float32.
         """
         at = {place: i for i, place in enumerate(self.places)}
         waiting: list[Floats] = []
@@ -313,11 +326,13 @@ class StoreSet(ActivationSet):
         for layer in layers:
             self._index(layer)
         used = sorted({number for number, _, _ in self.places})
-        title = f"{self.name} {', '.join(map(str, layers))}"
+        some = ", ".join(map(str, layers)) if len(layers) < 4 else f"{len(layers)} layers"
+        title = f"{self.name}, {some}"
+        size = max(1, min(_ROWS, _PIECE // (4 * self.hidden)))
         with progress_bar(title, total=len(used), done=0, show=self.progress) as tick:
             for number in used:
                 uri = self.uri(number)
-                for layer, start, _, data in read_layers(uri, layers, size=_ROWS):
+                for layer, start, _, data in read_layers(uri, layers, size=size):
                     yield number, layer, start, data.to_float32()
                 tick()
 
