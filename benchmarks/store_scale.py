@@ -208,13 +208,14 @@ def main() -> int:
         parser.error(f"--distinct-rows {distinct}: allowed is a divisor of --rows {options.rows}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        start = time.perf_counter()
+        start, made = time.perf_counter(), None
         if not (folder / "manifest.json").exists():
             make_store(
                 folder, rows=distinct, hidden=options.hidden, layers=options.layers,
                 shard_rows=options.shard_rows, times=times,
             )  # fmt: skip
-        made, results = time.perf_counter() - start, []
+            made = time.perf_counter() - start
+        results = []
         for family in options.families:
             command = [sys.executable, __file__, "--fit", family, "--folder", str(folder),
                        "--memory", str(options.memory)]  # fmt: skip
@@ -223,8 +224,11 @@ def main() -> int:
             results.append(json.loads(done.stdout.splitlines()[-1]))
             print(results[-1], file=sys.stderr)  # noqa: T201
     packages = ("inspect-lens", "torch", "numpy", "scikit-learn")
+    # Where files lie is of one machine.
+    folders = {str(options.folder), "--folder", str(options.out), "--out"}
+    asked = [word for word in sys.argv[1:] if word not in folders]
     facts = {
-        "command": shlex.join(["python", "benchmarks/store_scale.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/store_scale.py", *asked]),
         "machine": {"processor": platform.processor() or platform.machine(),
                     "cores": os.cpu_count(), "threads": os.environ.get("OMP_NUM_THREADS"),
                     "python": platform.python_version()},

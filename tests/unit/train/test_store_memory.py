@@ -42,7 +42,7 @@ from .test_store_set import LAYERS, H
 LINEAR = ("coef_", "mean_", "scale_", "intercept_")
 
 
-def weightless(**settings: Any) -> LogisticRegression:
+def tight(**settings: Any) -> LogisticRegression:
     return LogisticRegression(tol=1e-9, max_iter=500, **settings)
 
 
@@ -73,8 +73,8 @@ def without(memory: float, family: Any, folder: Path, **how: Any) -> tuple[Any, 
 @pytest.mark.parametrize(
     "family",
     [
-        TorchLogisticProbe(epochs=30), TorchLogisticProbe(epochs=30, center=False),
-        CCSProbe(epochs=30, restarts=3), CCSProbe(epochs=30, restarts=2, normalize=False),
+        TorchLogisticProbe(epochs=12), TorchLogisticProbe(epochs=12, center=False),
+        CCSProbe(epochs=12, restarts=3), CCSProbe(epochs=12, restarts=2, normalize=False),
     ],
     ids=str,
 )  # fmt: skip
@@ -100,17 +100,17 @@ def test_features_are_chosen_and_weighed_alike(family: Any, tmp_path: Path) -> N
     assert ours.features_.tolist() == whole.features_.tolist()
     # liblinear stops at its own tolerance.
     close(ours, whole, rtol=1e-3, names=("coef_", "intercept_"))
-    with pytest.raises(SpecError, match="features of 230 rows take .* a smaller k"):
+    with pytest.raises(SpecError, match=r"features of \d+ rows take .* a smaller k"):
         without(GB, SAEFeatureProbe(encoder=encoder(), k=6), tmp_path / "small")
 
 
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
-        (weightless(C=0.3), "tokens"), (weightless(solver="newton-cg"), "last"),
-        (weightless(C=0.1, fit_intercept=False, class_weight="balanced"), "tokens"),
-        (weightless(class_weight={False: 1.0, True: 4.0}), "mean"),
-        (make_pipeline(StandardScaler(), weightless(C=0.05)), "tokens"),
+        (tight(C=0.3), "tokens"), (tight(solver="newton-cholesky"), "last"),
+        (tight(C=0.1, fit_intercept=False, class_weight="balanced"), "tokens"),
+        (tight(class_weight={False: 1.0, True: 4.0}), "mean"),
+        (make_pipeline(StandardScaler(), tight(C=0.05)), "tokens"),
     ],
     ids=str,
 )  # fmt: skip
@@ -120,21 +120,30 @@ def test_logistic_regression_of_scikit_learn_has_its_optimum(
 ) -> None:
     balanced = getattr(family, "class_weight", None) == "balanced"
     wrapped = SklearnProbe(family, sample_weight=column)
-    if balanced and column:
+    if balanced and column:  # which releases of scikit-learn count differently
         with pytest.raises(SpecError, match="memory=0: LogisticRegression is fitted on all"):
             without(0.0, wrapped, tmp_path, rows=rows)
         return
-    ours, whole = without(0.0, wrapped, tmp_path, rows=rows)
-    card = ProbeCard(name="m/p", layers=(4,), hidden=H)
-    a, b = ours.to_probe(card), whole.to_probe(card)
-    x = np.random.default_rng(0).normal(size=(200, H))
-    np.testing.assert_allclose(a.score_tokens(x), b.score_tokens(x), atol=1e-4)
-    last = (lambda f: f.estimator_[-1] if column == "x" or hasattr(f.estimator_, "steps")
-            else f.estimator_)  # fmt: skip
-    close(last(ours), last(whole), rtol=1e-4, names=("coef_", "intercept_"))
-    np.testing.assert_array_equal(ours.estimator_.predict(x), whole.estimator_.predict(x))
-    if hasattr(ours.estimator_, "steps"):
-        close(ours.estimator_[0], whole.estimator_[0], rtol=1e-5, names=("mean_", "scale_", "var_"))
+    large, small = stores(tmp_path, memory=0.0)
+    ours: Any = fit_on(wrapped, large, 4, rows=rows)
+    x, labels, _ = small.rows(4)
+    counts = [int(m.sum()) for m in small.mask]
+    if rows != "tokens":
+        x, labels, counts = small.pooled(4, rows), small.labels, [1] * len(small)
+    weight = {}
+    if column:
+        name = "logisticregression__sample_weight" if hasattr(family, "steps") else "sample_weight"
+        weight = {name: np.repeat([float(v) for v in small.columns[column]], counts)}
+    whole = clone(family).fit(x.astype(np.float64), labels, **weight)
+    last, theirs = (f[-1] if hasattr(f, "steps") else f for f in (ours.estimator_, whole))
+    close(last, theirs, rtol=1e-4, names=("coef_", "intercept_"))
+    assert vars(last).keys() == vars(theirs).keys()
+    new = np.random.default_rng(0).normal(size=(200, H))
+    scores = ours.to_probe(ProbeCard(name="m/p", layers=(4,), hidden=H)).score_tokens(new)
+    np.testing.assert_allclose(scores, whole.decision_function(new), atol=1e-4)
+    np.testing.assert_array_equal(ours.estimator_.predict(new), whole.predict(new))
+    if hasattr(whole, "steps"):
+        close(ours.estimator_[0], whole[0], rtol=1e-5, names=("mean_", "scale_", "var_"))
 
 
 @pytest.mark.parametrize("rows", ["tokens", "mean", "last"])
@@ -154,11 +163,14 @@ def test_pooled_rows_stream_as_tokens_do(family: Any, rows: str, tmp_path: Path)
     close(ours, whole, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rows", ["tokens", "mean"])
-@pytest.mark.parametrize("stack", ["mean", "lr"])
 @pytest.mark.parametrize(
-    "base", [LDAProbe(), LATProbe(), CCSProbe(epochs=20, restarts=2), LogisticProbe()], ids=str
-)
+    ("base", "rows", "stack"),
+    [
+        (LDAProbe(), "mean", "lr"), (LATProbe(), "tokens", "mean"),
+        (CCSProbe(epochs=3, restarts=2), "tokens", "lr"), (LogisticProbe(), "tokens", "mean"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_ensembles_are_made_of_members_that_stream(
     base: Any, stack: Any, rows: Any, tmp_path: Path
 ) -> None:
@@ -182,14 +194,16 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large, small = stores(tmp_path, memory=12_000 * GB)
-    others = [RandomForestClassifier(n_estimators=3, random_state=0), LinearSVC(),
-              LogisticRegression(solver="liblinear"), make_pipeline(StandardScaler(), LinearSVC())]  # fmt: skip
+    others = [
+        RandomForestClassifier(n_estimators=3, random_state=0), LinearSVC(),
+        LogisticRegression(solver="liblinear"), make_pipeline(StandardScaler(), LinearSVC()),
+    ]  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(StoreSet, "_blocks", None)
         for other in others:
             with pytest.raises(SpecError, match=r"rows='mean', .* state that much memory"):
                 next(fit_layers(SklearnProbe(other), large, LAYERS))
-        with pytest.raises(SpecError, match="is fitted on all 230 rows at once"):
+        with pytest.raises(SpecError, match=r"is fitted on all \d+ rows at once"):
             fit_on(LDAProbe(), large, (2, 4))
     # As it says: one row per sample fits, and so do all in more memory.
     fit_on(SklearnProbe(LinearSVC()), large, 4, rows="mean")
@@ -197,8 +211,8 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
     ours: Any = fit_on(SklearnProbe(LinearSVC(random_state=0)), large, 4)
     whole: Any = fit_on(SklearnProbe(LinearSVC(random_state=0)), small, 4)
     np.testing.assert_array_equal(ours.estimator_.coef_, whole.estimator_.coef_)
+    object.__setattr__(large, "memory", 0.0)
     with pytest.warns(UserWarning, match=r"CCSProbe reads the rows of a layer 4 times"):
-        object.__setattr__(large, "memory", 0.0)
         fit_on(CCSProbe(epochs=2, restarts=1), large, 4)
 
 

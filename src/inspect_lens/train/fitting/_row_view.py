@@ -84,7 +84,8 @@ class RowView:
                 places, made = [], []
             layer = at
             places.append(i)
-            made.append(sample.mean(axis=0) if self.rows == "mean" else sample[-1].copy())
+            row = sample.mean(axis=0, dtype=np.float64) if self.rows == "mean" else sample[-1]
+            made.append(np.array(row, dtype=np.float32))
         if made:
             yield layer, np.array(places), np.stack(made)
 

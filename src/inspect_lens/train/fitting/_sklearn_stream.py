@@ -87,7 +87,7 @@ def fit_sklearn(
     found = solve_logistic(
         source, C=float(model.C), fit_intercept=model.fit_intercept,
         standardize=scaler is not None, max_iter=model.max_iter, tol=model.tol,
-        whiten=whiten,
+        whiten=whiten, precise=True,
     )  # fmt: skip
     if scaler is not None:
         scaler.n_samples_seen_, scaler.n_features_in_ = found.n, view.hidden

@@ -184,7 +184,7 @@ def _fit_features(view: RowView, made: SAEFeatureProbe, layer: int) -> None:
 
 
 def _too_large(family: Any, view: RowView, needed: int) -> SpecError:
-    name = type(getattr(family, "estimator", None) or family).__name__
+    name = type(family.estimator if isinstance(family, SklearnProbe) else family).__name__
     pooled = 4e-9 * len(view.data) * view.hidden * needed / view.layer_bytes
     by_sample = view.rows == "tokens" and pooled <= view.data.memory
     hint = f"fit one row per sample (rows='mean', {pooled:.2g} GB), " if by_sample else ""

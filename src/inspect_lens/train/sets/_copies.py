@@ -105,9 +105,4 @@ def _close(one: Floats, two: Floats, limit: float) -> Iterable[tuple[int, int]]:
 
 def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
     """(samples, layers · hidden) of the selected tokens."""
-    return np.hstack(
-        [
-            np.stack([s.mean(axis=0, dtype=np.float64) for s in data.sequences(layer)])
-            for layer in probe.layers
-        ]
-    )
+    return np.hstack([data.pooled(layer, "mean").astype(np.float64) for layer in probe.layers])

@@ -356,8 +356,10 @@ class ActivationSet:
             layer: one of `layers`.
             rows: `mean` of its selected tokens, or the `last` one.
         """
-        read = self.sequences(layer)
-        return np.stack([s.mean(axis=0) if rows == "mean" else s[-1] for s in read])
+        read, made = self.sequences(layer), np.empty((len(self), self.hidden), dtype=np.float32)
+        for i, tokens in enumerate(read):
+            made[i] = tokens.mean(axis=0, dtype=np.float64) if rows == "mean" else tokens[-1]
+        return made
 
     def _to_bytes(self, *, origin: bool = True) -> bytes:
         if not self.acts:
