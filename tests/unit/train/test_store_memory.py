@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
 
+from benchmarks.store_scale import make_store
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard
 from inspect_lens.train import (
@@ -249,3 +254,68 @@ def test_what_was_learnt_is_kept(
         if isinstance(value, np.ndarray | float | bool):
             np.testing.assert_array_equal(getattr(again, name), value, err_msg=name)
             assert type(getattr(again, name)) is type(value), name
+
+
+PEAKS = """
+import json, sys, warnings
+from pathlib import Path
+import numpy as np
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from inspect_lens.probe import ProbeCard
+from inspect_lens.train import *
+from inspect_lens.train.sets import _store_set
+
+warnings.simplefilter("ignore")
+_store_set._PIECE = 1 << 21
+rng = np.random.default_rng(0)
+encoder = SparseEncoder(weight=rng.normal(size=(64, 512)).astype(np.float32), bias=np.zeros(64))
+linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=5))
+families = [
+    LogisticProbe(max_iter=5), SklearnProbe(linear), TorchLogisticProbe(epochs=2),
+    CCSProbe(epochs=2, restarts=2), SAEFeatureProbe(encoder=encoder, k=4),
+    LDAProbe(shrinkage="ridge"), EnsembleProbe(base=MeanDifferenceProbe(), n_layers=2, folds=2),
+]
+
+def resident(field):
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(field + ":")[2].split()[0]) * 1024
+
+def fit(family, data):
+    layers = (0, 1) if isinstance(family, EnsembleProbe) else 1
+    probe = fit_on(family, data, layers)
+    card = ProbeCard(name="m/p", layers=(0, 1) if layers != 1 else (1,), hidden=512)
+    data.scores(probe.to_probe(card))
+    data.pooled(1, "mean")
+
+whole = StoreSet(sys.argv[1], memory=0.03, progress=False)
+few = whole.subset(range(0, len(whole), 41))
+grown = {}
+for family in families:
+    fit(family, few)  # what is imported and cached on the way
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    fit(family, whole)
+    grown[type(family).__name__] = resident("VmHWM") - before
+held = StoreSet(sys.argv[1], memory=1.0, progress=False)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+fit(TorchLogisticProbe(epochs=2), held)
+print(json.dumps({"grown": grown, "held": resident("VmHWM") - before}))
+"""
+
+
+def test_resident_memory_stays_below_a_layer(tmp_path: Path) -> None:
+    """Of a process of its own: torch's memory does not show in `tracemalloc`."""
+    make_store(tmp_path, rows=60_000, hidden=512, layers=2, shard_rows=6_000)
+    layer = 4 * 60_000 * 512
+    small = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536",
+             "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PEAKS, str(tmp_path)], env=os.environ | small, text=True,
+        stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: size for name, size in found["grown"].items() if size > 0.5 * layer} == {}
+    assert found["held"] > 2 * layer  # so the measure sees what is held

@@ -224,6 +224,14 @@ class ActivationSet:
             dtype=np.float64,
         )
 
+    def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
+        """Scores (probes, samples) of several probes that read the same layers.
+
+        Args:
+            probes: one or more.
+        """
+        return np.stack([self.scores(probe) for probe in probes])
+
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
         """What tells samples apart, (samples,), for `SeenSamples`.
 
@@ -356,10 +364,9 @@ class ActivationSet:
             layer: one of `layers`.
             rows: `mean` of its selected tokens, or the `last` one.
         """
-        read, made = self.sequences(layer), np.empty((len(self), self.hidden), dtype=np.float32)
-        for i, tokens in enumerate(read):
-            made[i] = tokens.mean(axis=0, dtype=np.float64) if rows == "mean" else tokens[-1]
-        return made
+        read = self.sequences(layer)
+        made = [s.mean(axis=0, dtype=np.float64) if rows == "mean" else s[-1] for s in read]
+        return np.stack(made).astype(np.float32)
 
     def _to_bytes(self, *, origin: bool = True) -> bytes:
         if not self.acts:

@@ -37,7 +37,7 @@ class StoreSet(ActivationSet):
     A layer is read from its own part of every shard, so a sweep over all layers reads the store
     about once. In memory are, of rows of `hidden` float32 numbers:
 
-    - `scores`, `pooled`: the rows of one shard and one layer;
+    - `scores`, `pooled`: a few pieces of one layer, 64 MB each;
     - fits (`fit_layers`): what `memory` allows, see there;
     - `rows`, `sequences`: those of one layer;
     - `acts`: all.
@@ -50,8 +50,8 @@ class StoreSet(ActivationSet):
         work: folder where fits of streamed families are kept, so that a run that was stopped goes
             on at the layers where it was; None keeps none.
         progress: show a bar for what is read and for each head that is trained, on a terminal.
-        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads and, of a head, a
-            batch.
+        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads, a few numbers for
+            each row and, of a head, a batch (`fit_layers`).
 
     Raises:
         ArtifactError: the store is incomplete or damaged.
@@ -243,24 +243,35 @@ class StoreSet(ActivationSet):
             )
 
     def pooled(self, layer: int, rows: str) -> Floats:
-        """Arguments are those of `ActivationSet`; takes the memory of one shard."""
+        """Arguments are those of `ActivationSet`; takes the memory of a few pieces."""
         made = np.empty((len(self), self.hidden), dtype=np.float32)
         for _, i, sample in self.samples([layer]):
             made[i] = sample.mean(axis=0, dtype=np.float64) if rows == "mean" else sample[-1]
         return made
 
     def scores(self, probe: AnyProbe) -> NDArray[np.float64]:
-        """As in `ActivationSet`; takes the memory of one shard, at the probe's layers."""
-        if probe.pool == SENTENCE_POOL and not self.ends:
-            raise no_ends(self.name, probe.name)
-        for layer in probe.layers:
+        """As in `ActivationSet`; takes the memory of a few pieces, at the probe's layers."""
+        return self.scores_of([probe])[0]
+
+    def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
+        """As in `ActivationSet`, from one pass."""
+        layers = probes[0].layers
+        for probe in probes:
+            if probe.pool == SENTENCE_POOL and not self.ends:
+                raise no_ends(self.name, probe.name)
+            if probe.layers != layers:
+                raise SpecError(
+                    f"probes: read layers {list(layers)} and {list(probe.layers)}; allowed are "
+                    "probes of the same layers"
+                )
+        for layer in layers:
             self._index(layer)
-        made = np.full(len(self), np.nan)
-        for parts in zip(*(self.samples([layer]) for layer in probe.layers), strict=True):
+        made = np.full((len(probes), len(self)), np.nan)
+        for parts in zip(*(self.samples([layer]) for layer in layers), strict=True):
             i = parts[0][1]
             acts = np.stack([rows for *_, rows in parts])
             ends = self.ends[i] if self.ends else None
-            made[i] = probe.score(acts, probe.layers, ends=ends)
+            made[:, i] = [probe.score(acts, layers, ends=ends) for probe in probes]
         return made
 
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
