@@ -101,7 +101,7 @@ def test_descent_takes_the_same_steps(family: Any, rows: str, tmp_path: Path) ->
     ids=["relu", "top-k", "jump", "raw", "columns"],
 )  # fmt: skip
 def test_features_are_chosen_and_weighed_alike(family: Any, tmp_path: Path) -> None:
-    ours, whole = without(40_000 * GB, family, tmp_path)
+    ours, whole = without(1_000_000 * GB, family, tmp_path)
     assert ours.features_.tolist() == whole.features_.tolist()
     # liblinear stops at its own tolerance.
     close(ours, whole, rtol=1e-3, names=("coef_", "intercept_"))
@@ -308,8 +308,8 @@ print(json.dumps({"grown": grown, "held": resident("VmHWM") - before}))
 
 def test_resident_memory_stays_below_a_layer(tmp_path: Path) -> None:
     """Of a process of its own: torch's memory does not show in `tracemalloc`."""
-    make_store(tmp_path, rows=60_000, hidden=512, layers=2, shard_rows=6_000)
-    layer = 4 * 60_000 * 512
+    make_store(tmp_path, rows=40_000, hidden=512, layers=2, shard_rows=4_000)
+    layer = 4 * 40_000 * 512
     small = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536",
              "OMP_NUM_THREADS": "1"}  # fmt: skip
     done = subprocess.run(

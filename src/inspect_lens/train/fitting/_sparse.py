@@ -19,7 +19,8 @@ _COPIES: Final = 4  # of an activation that is kept: it, scaled, and liblinear's
 
 def feature_bytes(made: SAEFeatureProbe, view: RowView) -> int:
     """What a fit holds: the activations of the kept features on all rows."""
-    return 8 * _COPIES * len(view) * (1 if made.raw else made.k)
+    n = view.hidden if made.encoder is None else len(made.encoder.weight)
+    return 8 * _COPIES * len(view) * (1 if made.raw else min(made.k, n))
 
 
 def fit_features(made: SAEFeatureProbe, view: RowView, layer: int) -> None:
