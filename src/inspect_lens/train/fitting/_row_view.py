@@ -84,8 +84,7 @@ class RowView:
                 places, made = [], []
             layer = at
             places.append(i)
-            row = sample.mean(axis=0, dtype=np.float64) if self.rows == "mean" else sample[-1]
-            made.append(np.array(row, dtype=np.float32))
+            made.append(sample.mean(axis=0) if self.rows == "mean" else sample[-1].copy())
         if made:
             yield layer, np.array(places), np.stack(made)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from inspect_lens.probe import AnyProbe
 
 from ._dataset import ActivationSet
+from ._store_set import StoreSet
 
 __all__ = ["near_copies"]
 
@@ -105,4 +106,13 @@ def _close(one: Floats, two: Floats, limit: float) -> Iterable[tuple[int, int]]:
 
 def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
     """(samples, layers · hidden) of the selected tokens."""
-    return np.hstack([data.pooled(layer, "mean").astype(np.float64) for layer in probe.layers])
+    made = np.empty((len(data), len(probe.layers) * data.hidden))
+    for k, layer in enumerate(probe.layers):
+        part = made[:, k * data.hidden : (k + 1) * data.hidden]
+        if isinstance(data, StoreSet):
+            found = ((i, rows) for _, i, rows in data.samples([layer]))
+        else:
+            found = enumerate(data.sequences(layer))
+        for i, rows in found:
+            part[i] = rows.mean(axis=0, dtype=np.float64)
+    return made

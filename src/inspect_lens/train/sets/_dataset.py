@@ -365,8 +365,7 @@ class ActivationSet:
             rows: `mean` of its selected tokens, or the `last` one.
         """
         read = self.sequences(layer)
-        made = [s.mean(axis=0, dtype=np.float64) if rows == "mean" else s[-1] for s in read]
-        return np.stack(made).astype(np.float32)
+        return np.stack([s.mean(axis=0) if rows == "mean" else s[-1] for s in read])
 
     def _to_bytes(self, *, origin: bool = True) -> bytes:
         if not self.acts:

@@ -246,7 +246,7 @@ class StoreSet(ActivationSet):
         """Arguments are those of `ActivationSet`; takes the memory of a few pieces."""
         made = np.empty((len(self), self.hidden), dtype=np.float32)
         for _, i, sample in self.samples([layer]):
-            made[i] = sample.mean(axis=0, dtype=np.float64) if rows == "mean" else sample[-1]
+            made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
         return made
 
     def scores(self, probe: AnyProbe) -> NDArray[np.float64]:
