@@ -121,7 +121,7 @@ def test_features_are_chosen_and_weighed_alike(family: Any, tmp_path: Path) -> N
 )  # fmt: skip
 @pytest.mark.parametrize("column", ["", "topic"])
 def test_logistic_regression_of_scikit_learn_has_its_optimum(
-    family: Any, rows: str, column: str, tmp_path: Path
+    family: Any, rows: Any, column: str, tmp_path: Path
 ) -> None:
     balanced = getattr(family, "class_weight", None) == "balanced"
     wrapped = SklearnProbe(family, sample_weight=column)

@@ -133,7 +133,8 @@ def random_direction_scores(
         assert auroc(test.labels, by_chance) < auroc(test.labels, test.scores(probe))
         ```
     """
-    return random_scores([seed], probe, train, data)[0]
+    made: Floats = random_scores([seed], probe, train, data)[0]
+    return made
 
 
 def random_scores(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -108,11 +108,14 @@ def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
     """(samples, layers · hidden) of the selected tokens."""
     made = np.empty((len(data), len(probe.layers) * data.hidden))
     for k, layer in enumerate(probe.layers):
-        part = made[:, k * data.hidden : (k + 1) * data.hidden]
-        if isinstance(data, StoreSet):
-            found = ((i, rows) for _, i, rows in data.samples([layer]))
-        else:
-            found = enumerate(data.sequences(layer))
-        for i, rows in found:
-            part[i] = rows.mean(axis=0, dtype=np.float64)
+        for i, rows in _samples(data, layer):
+            made[i, k * data.hidden : (k + 1) * data.hidden] = rows.mean(axis=0, dtype=np.float64)
     return made
+
+
+def _samples(data: ActivationSet, layer: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Place and rows of each sample; of a store one after the other, as it lies there."""
+    if isinstance(data, StoreSet):
+        yield from ((i, rows) for _, i, rows in data.samples([layer]))
+    else:
+        yield from enumerate(data.sequences(layer))

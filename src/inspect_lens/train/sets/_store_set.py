@@ -251,7 +251,8 @@ class StoreSet(ActivationSet):
 
     def scores(self, probe: AnyProbe) -> NDArray[np.float64]:
         """As in `ActivationSet`; takes the memory of a few pieces, at the probe's layers."""
-        return self.scores_of([probe])[0]
+        made: NDArray[np.float64] = self.scores_of([probe])[0]
+        return made
 
     def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
         """As in `ActivationSet`, from one pass."""
