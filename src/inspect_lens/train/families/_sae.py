@@ -232,13 +232,21 @@ class SAEFeatureProbe(BinaryEstimator):
         return np.concatenate(spreads), np.concatenate(gaps)
 
     def latents(self, x: NDArray[np.floating[Any]]) -> Iterator[NDArray[np.float64]]:
-        """Activations (rows, some) of all features on rows, some features at a time."""
+        """Activations (rows, some) of all features, some features at a time.
+
+        Args:
+            x: (rows, hidden).
+        """
         every, cut = np.arange(len(self._encoder().weight)), self._cut(x)
         for first in range(0, every.size, _FEATURES):
             yield self._activate(x, every[first : first + _FEATURES], cut)
 
     def kept(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """Activations (rows, kept) of the features that are kept."""
+        """Activations (rows, kept) of the features that are kept.
+
+        Args:
+            x: (rows, hidden).
+        """
         return self._activate(x, self.features_, self._cut(x))
 
     def _encoder(self) -> SparseEncoder:

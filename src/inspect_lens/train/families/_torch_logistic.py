@@ -76,14 +76,24 @@ class TorchLogisticProbe(DirectionEstimator):
         self.end(weight, mean, float(loss.detach()))
 
     def begin(self, hidden: int) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-        """Weights (hidden,) to start from, and what changes them."""
+        """Weights (hidden,) to start from, and what changes them.
+
+        Args:
+            hidden: width of a row.
+        """
         bound = 1.0 / np.sqrt(hidden)
         start = np.random.default_rng(self.random_state).uniform(-bound, bound, hidden)
         weight = torch.from_numpy(start).to(self.device).requires_grad_()
         return weight, torch.optim.AdamW([weight], lr=self.lr, weight_decay=self.weight_decay)
 
     def end(self, weight: torch.Tensor, mean: NDArray[np.float64], loss: float) -> None:
-        """Set what was learnt: weights and mean of all rows (hidden,), and the last step's loss."""
+        """Set what was learnt.
+
+        Args:
+            weight: (hidden,).
+            mean: (hidden,) of all rows.
+            loss: before the last step.
+        """
         self.coef_ = weight.detach().cpu().numpy()
         self.mean_, self.scale_ = mean, np.ones_like(mean)
         self.intercept_, self.loss_ = 0.0, loss
@@ -162,15 +172,7 @@ class CCSProbe(DirectionEstimator):
         plus, minus = (
             torch.from_numpy((a - m) / s) for a, (m, s) in zip(sides, norms, strict=True)
         )
-        # All starts at once, one column each: they do not touch each other.
-        weight, optimiser = self.begin(wide.shape[1], rng)
-        for _ in range(self.epochs):
-            optimiser.zero_grad()
-            losses = ccs_loss(plus @ weight, minus @ weight)
-            losses.sum().backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-        with torch.no_grad():
-            losses = ccs_loss(plus @ weight, minus @ weight)
+        weight, losses = self._search(plus, minus, rng)
 
         def told() -> float:
             scores = (wide - self.mean_) / self.scale_ @ self.coef_
@@ -178,13 +180,35 @@ class CCSProbe(DirectionEstimator):
 
         self.end(weight, losses, norms, told)
 
+    def _search(
+        self, plus: torch.Tensor, minus: torch.Tensor, rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All starts at once, one column each: they do not touch each other."""
+        weight, optimiser = self.begin(plus.shape[1], rng)
+        for _ in range(self.epochs):
+            optimiser.zero_grad()
+            losses = ccs_loss(plus @ weight, minus @ weight)
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        with torch.no_grad():
+            return weight, ccs_loss(plus @ weight, minus @ weight)
+
     def pairs(
         self,
         positive: NDArray[np.bool_],
         groups: ArrayLike | None,
         rng: np.random.Generator,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows (pairs,) of either side of each pair; no activation takes part."""
+        """Rows of either side of each pair; no activation takes part.
+
+        Args:
+            positive: (rows,) class of each row.
+            groups: (rows,) what rows are paired within.
+            rng: of the pairing, and of which side comes first.
+
+        Returns:
+            (pairs,) rows of one side, and of the other.
+        """
         first, second = make_pairs(positive, groups, n_pairs=None, rng=rng)
         swap = rng.random(first.size) < 0.5
         return np.where(swap, second, first), np.where(swap, first, second)
@@ -192,14 +216,27 @@ class CCSProbe(DirectionEstimator):
     def norm(
         self, mean: NDArray[np.float64], spread: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What rows of a side lose and are divided by, from their mean and standard deviation."""
+        """What rows of a side lose, and what they are divided by.
+
+        Args:
+            mean: (hidden,) of the side's rows.
+            spread: (hidden,) their standard deviation.
+
+        Returns:
+            (hidden,) each; 1 for a constant column, and everywhere without `normalize`.
+        """
         tiny = spread <= 1e-12 * np.maximum(1.0, np.abs(mean))
         return mean, np.where(tiny | (not self.normalize), 1.0, spread)
 
     def begin(
         self, hidden: int, rng: np.random.Generator
     ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-        """Weights (hidden, restarts) to start from, and what changes them."""
+        """Weights (hidden, restarts) to start from, and what changes them.
+
+        Args:
+            hidden: width of a row.
+            rng: of the weights.
+        """
         bound = 1.0 / np.sqrt(hidden)
         weight = torch.from_numpy(rng.uniform(-bound, bound, (hidden, self.restarts)))
         weight.requires_grad_()
