@@ -62,6 +62,8 @@ def restore(estimator: Any, view: RowView, layer: int) -> bool:
     except (OSError, SafetensorError, KeyError):
         return False
     if not isinstance(estimator, SequenceEstimator):
+        if not learnt or not all(name.endswith("_") for name in learnt):
+            return False
         for name, value in learnt.items():
             number = name.startswith(_NUMBER)
             setattr(estimator, name.removeprefix(_NUMBER), value[0].item() if number else value)
