@@ -30,7 +30,7 @@ from ._members import fit_members
 from ._row_view import RowView
 from ._sklearn_stream import fit_sklearn, is_streamed
 from ._sparse import feature_bytes, fit_features
-from ._stream import fit_logistic
+from ._stream import STREAMED_LOGISTIC, fit_logistic
 
 __all__ = ["fit_from_store", "fit_jointly", "held_bytes"]
 
@@ -117,22 +117,21 @@ def _way(family: Any, view: RowView) -> Callable[[Fits, RowView], Iterator[int]]
         return _fit_heads
     needed = held_bytes(family, view)
     fits = needed <= view.data.memory * 1e9
-    linear = bool(closed_bytes(family, view)) or isinstance(family, LogisticProbe)
+    linear = bool(closed_bytes(family, view)) or type(family) in STREAMED_LOGISTIC
     # Those stream in any case: of tokens, there are a thousand times more than of samples.
     if fits and not (linear and view.rows == "tokens"):
         return partial(_in_turn, fit=partial(_fit_held, view))
     if closed_bytes(family, view):
         return _fit_together
-    streamed = {
-        LogisticProbe: _fit_logistic, TorchLogisticProbe: _fit_descent, CCSProbe: _fit_descent,
-        SAEFeatureProbe: _fit_features,
+    # Of the very kind: who derives one may fit otherwise.
+    streamed: dict[type, Callable[..., None]] = {
+        **dict.fromkeys(STREAMED_LOGISTIC, _fit_logistic), TorchLogisticProbe: _fit_descent,
+        CCSProbe: _fit_descent, SAEFeatureProbe: _fit_features, SklearnProbe: _fit_sklearn,
     }  # fmt: skip
-    for kind, fit in streamed.items():
-        if isinstance(family, kind):
-            return partial(_in_turn, fit=partial(fit, view))
-    if isinstance(family, SklearnProbe) and is_streamed(family):
-        return partial(_in_turn, fit=partial(_fit_sklearn, view))
-    raise _too_large(family, view, needed)
+    fit = streamed.get(type(family))
+    if fit is None or (isinstance(family, SklearnProbe) and not is_streamed(family)):
+        raise _too_large(family, view, needed)
+    return partial(_in_turn, fit=partial(fit, view))
 
 
 def _in_turn(made: Fits, view: RowView, *, fit: Callable[[Any, int], Any]) -> Iterator[int]:

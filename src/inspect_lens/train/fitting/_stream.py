@@ -13,7 +13,7 @@ import numpy as np
 
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
-from inspect_lens.train.families._logistic import LogisticProbe
+from inspect_lens.train.families._logistic import LogisticProbe, PressureLogisticProbe
 from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe
 from inspect_lens.train.families._scaling import HUGE_SHARE, dominated
 
@@ -21,7 +21,10 @@ from ._finish import check_shrinkage, finish
 from ._logistic_stream import solve_logistic
 from ._moments import Moments, RowSource, accumulate
 
-__all__ = ["fit_logistic", "fit_stream"]
+__all__ = ["STREAMED_LOGISTIC", "fit_logistic", "fit_stream"]
+
+STREAMED_LOGISTIC: Final = (LogisticProbe, PressureLogisticProbe)
+"""Kinds that `fit_logistic` fits; who derives one may fit otherwise."""
 
 _STREAMED: Final = "LogisticProbe, MeanDifferenceProbe, MassMeanProbe, LDAProbe"
 
@@ -73,7 +76,7 @@ def fit_stream(
             f"{estimator!r}: scaling='robust' needs the medians of all rows; allowed in a stream "
             "are 'auto', which warns of huge dimensions, and 'none'"
         )
-    if isinstance(estimator, LogisticProbe):
+    if kind in STREAMED_LOGISTIC:
         fit_logistic(estimator, source, device=device, tol=tol)
     elif kind in (MeanDifferenceProbe, MassMeanProbe) or (
         kind is LDAProbe and estimator.shrinkage != "ledoit-wolf"
