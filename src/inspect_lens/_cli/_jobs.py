@@ -85,9 +85,11 @@ def train_job(
     pools = tuple(part.strip() for part in pool.split(","))
     pool = SENTENCE_POOL if SENTENCE_POOL in pools else pools[0]
     picked = None if layers in (None, "all") else layers
+    every = [uri for uri in (train, control, selection, *heldout) if uri]
     read = partial(
-        read_set, layers=picked, pool=pool, tokenizer=tokenizer, memory=memory, work=work
-    )
+        read_set, layers=picked, pool=pool, tokenizer=tokenizer, memory=memory, work=work,
+        beside=every,
+    )  # fmt: skip
     fit, harmless = read(train, "train"), read(control, "control")
     n_read = len(fit)
     chosen = read(selection, "selection") if selection else None
@@ -254,7 +256,8 @@ def sweep_job(
     work: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
     """Every family at every layer, on the selection set; with a control set also the recall."""
-    read = partial(read_set, pool=pool, tokenizer=tokenizer, memory=memory, work=work)
+    every = [uri for uri in (train, control, selection) if uri]
+    read = partial(read_set, pool=pool, tokenizer=tokenizer, memory=memory, work=work, beside=every)
     fit = read(train, "train")
     if selection:
         chosen = read(selection, "selection")

@@ -29,7 +29,7 @@ ModelArgs = Annotated[
     typer.Option("-M", "--model-arg", help="key=value of the provider, such as max_model_len."),
 ]
 Memory = Annotated[
-    float, typer.Option(help="GB a store may take; larger ones are read layer by layer.")
+    float, typer.Option(help="GB to hold, plus 0.4 of imports; what is larger is read from disk.")
 ]
 Resume = Annotated[
     str, typer.Option(help="Folder where fits of large stores are kept, to go on from.")

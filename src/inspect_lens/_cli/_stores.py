@@ -14,7 +14,9 @@ from inspect_lens.train import ActivationSet, StoreSet
 __all__ = ["MEMORY", "judged_set", "pieces", "read_set", "refuse_shared_texts", "unverified"]
 
 MEMORY: Final = 4.0
-"""GB that a store may take in memory before it stays on disk, and that a fit on it may hold."""
+"""GB that a command may hold: a fit, or the stores that it reads whole with the copies of a fit."""
+_COPIES: Final = 4
+"""How often a fit in memory holds the rows of its stores, about."""
 
 
 def read_set(
@@ -26,19 +28,23 @@ def read_set(
     tokenizer: str = "",
     memory: float = MEMORY,
     work: str = "",
+    beside: Sequence[str] = (),
 ) -> ActivationSet:
     """A store, with the sentence ends where the pool needs them.
 
-    It is held in memory where it takes at most `memory` GB there, as float32; else it stays on
-    disk, fits of it hold at most as much, and they are kept in `work`.
+    It is held in memory, as float32, where it takes at most a quarter of `memory` GB together with
+    the stores `beside` it; else it stays on disk, fits of it hold at most `memory`, and they are
+    kept in `work`.
     """
     if not uri:
         raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
     store = ActivationStore.open(uri)
     texts = pieces(store, tokenizer) if pool == SENTENCE_POOL else None
     name = Path(uri.rstrip("/")).name
+    every = [store, *(ActivationStore.open(other) for other in beside if other != uri)]
     n_layers = len(store.layers if layers is None else layers)
-    if 4e-9 * n_layers * store.n_rows * store.hidden > memory:
+    size = 4e-9 * n_layers * store.hidden * sum(one.n_rows for one in every)
+    if _COPIES * size > memory:
         return StoreSet(
             store, name=name, layers=layers, pieces=texts, work=work or None, memory=memory
         )

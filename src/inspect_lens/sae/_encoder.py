@@ -163,10 +163,14 @@ class SparseEncoder:
         x, n = self._rows(rows), len(self.weight)
         if not self.top_k or self.top_k >= n:
             return None
-        wide, cuts = self.weight.astype(np.float64), []
+        cuts, some = [], max(1, _NUMBERS // max(1, x.shape[1]))
         step = max(1, _NUMBERS // n)
         for first in range(0, len(x), step):
-            inner = x[first : first + step].astype(np.float64) @ wide.T + self.bias
+            part = x[first : first + step].astype(np.float64)
+            # Some features at a time: all weights as float64 are twice the file.
+            inner = np.hstack([
+                part @ self.weight[at : at + some].astype(np.float64).T for at in range(0, n, some)
+            ]) + self.bias  # fmt: skip
             last, next_ = n - self.top_k, n - self.top_k - 1
             parts = np.partition(inner, (next_, last), axis=1)
             # Between the last that counts and the next: sums of other sizes round otherwise.

@@ -158,3 +158,21 @@ def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path
         for memory in (4.0, 0.0)
     ]  # fmt: skip
     assert [row["auroc"] for row in found[0]] == pytest.approx([r["auroc"] for r in found[1]])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("lr", {}), ("lr-pressure", {}), ("lr-got", {"epochs": 20}), ("lda", {}), ("sae", {"k": 3}),
+        ("ccs", {"epochs": 10, "restarts": 2}), ("ensemble", {}), ("attention-lite", {"steps": 20}),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:memory=")
+def test_every_method_trains_in_little_memory(family: str, settings: dict[str, Any]) -> None:
+    how = {"family": family, "settings": settings, "rows": "", "allow_few": True}
+    # 20 kB, where one layer takes 8 and stores are held with four copies.
+    made = [train(out=f"p{memory}", memory=memory, **how) for memory in (4.0, 2e-5)]
+    small, large = (load_probe(one.folder) for one in made)
+    assert large.layers == small.layers
+    scores = [ActivationSet.from_store("s/control").scores(probe) for probe in (small, large)]
+    np.testing.assert_allclose(scores[1], scores[0], atol=5e-3 * np.abs(scores[0]).max())

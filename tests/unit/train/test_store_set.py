@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +186,15 @@ def test_a_sweep_goes_on_at_the_layer_where_it_was(
     test = ActivationSet.from_store(plant(tmp_path / "test", 80, seed=1))
     card = ProbeCard(name="m/p", layers=(2,), hidden=H)
     read: list[int] = []
-    original = StoreSet.source
+    original = StoreSet.passes
 
-    def counted(self: StoreSet, layer: int) -> Any:
-        if layer not in read:  # once per step
-            read.append(layer)
+    def counted(self: StoreSet, layers: Sequence[int]) -> Any:
+        read.extend(layer for layer in layers if layer not in read)  # once per step
         if len(read) == limit:
             raise KeyboardInterrupt
-        return original(self, layer)
+        return original(self, layers)
 
-    monkeypatch.setattr(StoreSet, "source", counted)
+    monkeypatch.setattr(StoreSet, "passes", counted)
     limit = 3
     with pytest.raises(KeyboardInterrupt):
         select_layer(LogisticProbe(), StoreSet(train, work=tmp_path / "w"), test, card=card)

@@ -85,7 +85,8 @@ class TensorData:
     def to_float32(self) -> NDArray[np.float32]:
         """The values as float32; exact for all three dtypes."""
         if self.dtype == "bfloat16":
-            wide = self.storage.astype(np.uint32) << 16
+            wide = self.storage.astype(np.uint32)
+            np.left_shift(wide, 16, out=wide)  # in place: fresh memory costs more than the shift
             return cast("NDArray[np.float32]", wide.view(np.float32))
         return self.storage.astype(np.float32, copy=False)
 

@@ -171,24 +171,41 @@ class EnsembleProbe(BinaryEstimator):
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         positive = self._positive(labels)
+        self.check_stack()
         base = LogisticProbe() if self.base is None else self.base
-        blocks = self._blocks(x)
-        folds = self._folds(positive, groups)
-        outside = np.stack([_outside(base, b, positive, folds) for b in blocks], axis=1)
+        blocks, folds = self._blocks(x), self.folds_of(positive, groups)
+        names = None if groups is None else np.asarray(groups)
+        outside = np.stack([_outside(base, b, positive, names, folds) for b in blocks], axis=1)
+        self.combine(outside, positive)
+        self.estimators_ = [clone(base).fit(b, positive, names) for b in blocks]
+        return self
+
+    def check_stack(self) -> None:
+        """Refuse an unknown way to stack, before anything is fitted.
+
+        Raises:
+            SpecError: it is none.
+        """
+        if self.stack not in ("mean", "lr"):
+            raise SpecError(f"stack={self.stack!r}; allowed are 'mean' and 'lr'; correct the name")
+
+    def combine(self, outside: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+        """Set what makes one logit of the layers' scores.
+
+        Args:
+            outside: (rows, layers) scores by directions that did not see the row.
+            positive: (rows,) class of each row.
+        """
         platt = [fit_platt(outside[:, i], positive) for i in range(self.n_layers)]
         slopes = np.array([p[0] for p in platt])
         offsets = np.array([p[1] for p in platt])
         if self.stack == "lr":
             model = LogisticRegression(C=1.0).fit(outside * slopes + offsets, positive)
             weights, extra = np.asarray(model.coef_[0]), float(model.intercept_[0])
-        elif self.stack == "mean":
-            weights, extra = np.full(self.n_layers, 1.0 / self.n_layers), 0.0
         else:
-            raise SpecError(f"stack={self.stack!r}; allowed are 'mean' and 'lr'; correct the name")
-        self.estimators_ = [clone(base).fit(b, positive) for b in blocks]
+            weights, extra = np.full(self.n_layers, 1.0 / self.n_layers), 0.0
         self.slope_ = weights * slopes
         self.intercept_ = float(weights @ offsets) + extra
-        return self
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """Score rows (rows, n_layers · hidden); a logit of the positive class."""
@@ -243,9 +260,19 @@ class EnsembleProbe(BinaryEstimator):
             )
         return np.split(x, self.n_layers, axis=1)
 
-    def _folds(
+    def folds_of(
         self, positive: NDArray[np.bool_], groups: ArrayLike | None
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Folds of the calibration.
+
+        Args:
+            positive: (rows,) class of each row.
+            groups: (rows,) what must not straddle a fold.
+
+        Returns:
+            Rows to fit on, which are of both classes, and rows to score; none where a class is too
+            rare.
+        """
         rare = int(min(positive.sum(), (~positive).sum()))
         names = None if groups is None else np.asarray(groups)
         limits = [self.folds, rare, *([] if names is None else [len(np.unique(names))])]
@@ -261,6 +288,7 @@ def _outside(
     base: DirectionEstimator,
     x: NDArray[np.floating[Any]],
     positive: NDArray[np.bool_],
+    groups: NDArray[Any] | None,
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> NDArray[np.float64]:
     """Scores (rows,) by directions that did not see the row.
@@ -269,8 +297,9 @@ def _outside(
     """
     scores = np.full(len(x), np.nan)
     for fit, held in folds:
-        scores[held] = clone(base).fit(x[fit], positive[fit]).decision_function(x[held])
+        inner = None if groups is None else groups[fit]
+        scores[held] = clone(base).fit(x[fit], positive[fit], inner).decision_function(x[held])
     left = np.isnan(scores)
     if left.any():
-        scores[left] = clone(base).fit(x, positive).decision_function(x[left])
+        scores[left] = clone(base).fit(x, positive, groups).decision_function(x[left])
     return scores

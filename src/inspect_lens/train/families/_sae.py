@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -128,15 +129,33 @@ class SAEFeatureProbe(BinaryEstimator):
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         positive = self._positive(labels)
         spread, gap = self._separation(x, positive)
-        best = np.argsort(-np.abs(gap), kind="stable")
-        self.features_ = best[: 1 if self.raw else self.k]
-        kept = self._activate(x, self.features_, self._cut(x))
+        self.choose(spread, gap)
+        self.weigh(self.kept(x), positive)
+        return self
+
+    def choose(self, spread: NDArray[np.float64], gap: NDArray[np.float64]) -> None:
+        """Keep the features that tell the classes apart best.
+
+        Args:
+            spread: (features,) standard deviations.
+            gap: (features,) differences of class means; 0 counts where nothing is spread.
+        """
+        apart = np.abs(gap / np.where(spread > 0, spread, np.inf))
+        self.features_ = np.argsort(-apart, kind="stable")[: 1 if self.raw else self.k]
         self.scale_ = np.where(spread > 0, spread, 1.0)[self.features_]
+
+    def weigh(self, kept: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+        """Weigh the features that are kept.
+
+        Args:
+            kept: (rows, kept) their activations.
+            positive: (rows,) class of each row.
+        """
         if self.raw:
-            sign = 1.0 if gap[best[0]] >= 0 else -1.0
-            middle = (kept[positive].mean() + kept[~positive].mean()) / 2.0
-            self.coef_, self.intercept_ = np.array([sign]), float(-sign * middle)
-            return self
+            high, low = kept[positive].mean(), kept[~positive].mean()
+            sign = 1.0 if high >= low else -1.0
+            self.coef_, self.intercept_ = np.array([sign]), float(-sign * (high + low) / 2.0)
+            return
         model = LogisticRegression(
             solver="liblinear",
             C=self.C,
@@ -146,14 +165,12 @@ class SAEFeatureProbe(BinaryEstimator):
         ).fit(kept / self.scale_, positive)
         self.coef_ = np.asarray(model.coef_[0]) / self.scale_
         self.intercept_ = float(model.intercept_[0])
-        return self
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """Score rows (rows,); larger means more of the positive class."""
         check_is_fitted(self)
         x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        kept = self._activate(x, self.features_, self._cut(x))
-        scores: NDArray[np.float64] = kept @ self.coef_
+        scores: NDArray[np.float64] = self.kept(x) @ self.coef_
         return scores + self.intercept_
 
     def to_probe(self, card: ProbeCard) -> NeuralProbe:
@@ -206,18 +223,31 @@ class SAEFeatureProbe(BinaryEstimator):
     def _separation(
         self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Standard deviation of every feature, and its class means' distance in these."""
+        """Standard deviation of every feature, and the difference of its class means."""
         spreads, gaps = [], []
-        every = np.arange(len(self._encoder().weight))
-        cut = self._cut(x)
         # Some features at a time: all of them for all rows are more than memory holds.
-        for first in range(0, every.size, _FEATURES):
-            z = self._activate(x, every[first : first + _FEATURES], cut)
-            spread = z.std(axis=0)
-            gap = z[positive].mean(axis=0) - z[~positive].mean(axis=0)
-            spreads.append(spread)
-            gaps.append(gap / np.where(spread > 0, spread, np.inf))
+        for z in self.latents(x):
+            spreads.append(z.std(axis=0))
+            gaps.append(z[positive].mean(axis=0) - z[~positive].mean(axis=0))
         return np.concatenate(spreads), np.concatenate(gaps)
+
+    def latents(self, x: NDArray[np.floating[Any]]) -> Iterator[NDArray[np.float64]]:
+        """Activations (rows, some) of all features, some features at a time.
+
+        Args:
+            x: (rows, hidden).
+        """
+        every, cut = np.arange(len(self._encoder().weight)), self._cut(x)
+        for first in range(0, every.size, _FEATURES):
+            yield self._activate(x, every[first : first + _FEATURES], cut)
+
+    def kept(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """Activations (rows, kept) of the features that are kept.
+
+        Args:
+            x: (rows, hidden).
+        """
+        return self._activate(x, self.features_, self._cut(x))
 
     def _encoder(self) -> SparseEncoder:
         width = self.n_features_in_

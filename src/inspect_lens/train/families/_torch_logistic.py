@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.nn import functional
 from ._direction import DirectionEstimator
 from ._lat import make_pairs
 
-__all__ = ["CCSProbe", "TorchLogisticProbe"]
+__all__ = ["CCSProbe", "TorchLogisticProbe", "ccs_loss"]
 
 
 class TorchLogisticProbe(DirectionEstimator):
@@ -66,18 +67,36 @@ class TorchLogisticProbe(DirectionEstimator):
         mean = wide.mean(axis=0) if self.center else np.zeros(wide.shape[1])
         rows = torch.from_numpy(wide - mean).to(self.device)
         target = torch.from_numpy(positive.astype(np.float64)).to(self.device)
-        bound = 1.0 / np.sqrt(wide.shape[1])
-        start = np.random.default_rng(self.random_state).uniform(-bound, bound, wide.shape[1])
-        weight = torch.from_numpy(start).to(self.device).requires_grad_()
-        optimiser = torch.optim.AdamW([weight], lr=self.lr, weight_decay=self.weight_decay)
+        weight, optimiser = self.begin(wide.shape[1])
         for _ in range(self.epochs):
             optimiser.zero_grad()
             loss = functional.binary_cross_entropy_with_logits(rows @ weight, target)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
+        self.end(weight, mean, float(loss.detach()))
+
+    def begin(self, hidden: int) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        """Weights (hidden,) to start from, and what changes them.
+
+        Args:
+            hidden: width of a row.
+        """
+        bound = 1.0 / np.sqrt(hidden)
+        start = np.random.default_rng(self.random_state).uniform(-bound, bound, hidden)
+        weight = torch.from_numpy(start).to(self.device).requires_grad_()
+        return weight, torch.optim.AdamW([weight], lr=self.lr, weight_decay=self.weight_decay)
+
+    def end(self, weight: torch.Tensor, mean: NDArray[np.float64], loss: float) -> None:
+        """Set what was learnt.
+
+        Args:
+            weight: (hidden,).
+            mean: (hidden,) of all rows.
+            loss: before the last step.
+        """
         self.coef_ = weight.detach().cpu().numpy()
         self.mean_, self.scale_ = mean, np.ones_like(mean)
-        self.intercept_, self.loss_ = 0.0, float(loss.detach())
+        self.intercept_, self.loss_ = 0.0, loss
 
 
 class CCSProbe(DirectionEstimator):
@@ -148,50 +167,110 @@ class CCSProbe(DirectionEstimator):
     ) -> None:
         wide = np.asarray(x, dtype=np.float64)
         rng = np.random.default_rng(self.random_state)
-        first, second = make_pairs(positive, groups, n_pairs=None, rng=rng)
-        swap = rng.random(first.size) < 0.5
-        sides = (wide[np.where(swap, second, first)], wide[np.where(swap, first, second)])
-        means, scales = zip(*(self._norm(side) for side in sides), strict=True)
+        sides = [wide[rows] for rows in self.pairs(positive, groups, rng)]
+        norms = [self.norm(side.mean(axis=0), side.std(axis=0)) for side in sides]
         plus, minus = (
-            torch.from_numpy((a - m) / s) for a, m, s in zip(sides, means, scales, strict=True)
+            torch.from_numpy((a - m) / s) for a, (m, s) in zip(sides, norms, strict=True)
         )
-        self.coef_, self.loss_ = self._search(plus, minus, rng)
-        # The mean of (x - m0) / s0 and (x - m1) / s1, written as one (x - mean) / scale.
-        rates = [1.0 / s for s in scales]
-        self.scale_ = 2.0 / (rates[0] + rates[1])
-        self.mean_ = (means[0] * rates[0] + means[1] * rates[1]) / (rates[0] + rates[1])
-        self.intercept_ = 0.0
-        told = ((wide - self.mean_) / self.scale_ @ self.coef_ > 0) == positive
-        self.sign_flipped_ = bool(told.mean() < 0.5)
-        if self.sign_flipped_:
-            self.coef_ = -self.coef_
+        weight, losses = self._search(plus, minus, rng)
 
-    def _norm(self, side: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and standard deviation of the rows of one side; 1 where a column is constant."""
-        mean, spread = side.mean(axis=0), side.std(axis=0)
-        tiny = spread <= 1e-12 * np.maximum(1.0, np.abs(mean))
-        return mean, np.where(tiny | (not self.normalize), 1.0, spread)
+        def told() -> float:
+            scores = (wide - self.mean_) / self.scale_ @ self.coef_
+            return float(((scores > 0) == positive).mean())
+
+        self.end(weight, losses, norms, told)
 
     def _search(
         self, plus: torch.Tensor, minus: torch.Tensor, rng: np.random.Generator
-    ) -> tuple[NDArray[np.float64], float]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """All starts at once, one column each: they do not touch each other."""
-        bound = 1.0 / np.sqrt(plus.shape[1])
-        start = rng.uniform(-bound, bound, (plus.shape[1], self.restarts))
-        weight = torch.from_numpy(start).requires_grad_()
-        optimiser = torch.optim.AdamW([weight], lr=self.lr, weight_decay=self.weight_decay)
+        weight, optimiser = self.begin(plus.shape[1], rng)
         for _ in range(self.epochs):
             optimiser.zero_grad()
-            losses = _ccs_loss(plus @ weight, minus @ weight)
+            losses = ccs_loss(plus @ weight, minus @ weight)
             losses.sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         with torch.no_grad():
-            losses = _ccs_loss(plus @ weight, minus @ weight)
+            return weight, ccs_loss(plus @ weight, minus @ weight)
+
+    def pairs(
+        self,
+        positive: NDArray[np.bool_],
+        groups: ArrayLike | None,
+        rng: np.random.Generator,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows of either side of each pair; no activation takes part.
+
+        Args:
+            positive: (rows,) class of each row.
+            groups: (rows,) what rows are paired within.
+            rng: of the pairing, and of which side comes first.
+
+        Returns:
+            (pairs,) rows of one side, and of the other.
+        """
+        first, second = make_pairs(positive, groups, n_pairs=None, rng=rng)
+        swap = rng.random(first.size) < 0.5
+        return np.where(swap, second, first), np.where(swap, first, second)
+
+    def norm(
+        self, mean: NDArray[np.float64], spread: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What rows of a side lose, and what they are divided by.
+
+        Args:
+            mean: (hidden,) of the side's rows.
+            spread: (hidden,) their standard deviation.
+
+        Returns:
+            (hidden,) each; 1 for a constant column, and everywhere without `normalize`.
+        """
+        tiny = spread <= 1e-12 * np.maximum(1.0, np.abs(mean))
+        return mean, np.where(tiny | (not self.normalize), 1.0, spread)
+
+    def begin(
+        self, hidden: int, rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        """Weights (hidden, restarts) to start from, and what changes them.
+
+        Args:
+            hidden: width of a row.
+            rng: of the weights.
+        """
+        bound = 1.0 / np.sqrt(hidden)
+        weight = torch.from_numpy(rng.uniform(-bound, bound, (hidden, self.restarts)))
+        weight.requires_grad_()
+        return weight, torch.optim.AdamW([weight], lr=self.lr, weight_decay=self.weight_decay)
+
+    def end(
+        self,
+        weight: torch.Tensor,
+        losses: torch.Tensor,
+        norms: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
+        told: Callable[[], float],
+    ) -> None:
+        """Set what was learnt.
+
+        Args:
+            weight: (hidden, restarts).
+            losses: (restarts,) of them.
+            norms: of either side, as `norm` gives them.
+            told: share of all rows that the direction, set by then, puts on their label's side.
+        """
         best = int(losses.argmin())
-        return weight.detach()[:, best].numpy().copy(), float(losses[best])
+        self.coef_ = weight.detach()[:, best].numpy().copy()
+        self.loss_ = float(losses[best])
+        # The mean of (x - m0) / s0 and (x - m1) / s1, written as one (x - mean) / scale.
+        means, rates = [m for m, _ in norms], [1.0 / s for _, s in norms]
+        self.scale_ = 2.0 / (rates[0] + rates[1])
+        self.mean_ = (means[0] * rates[0] + means[1] * rates[1]) / (rates[0] + rates[1])
+        self.intercept_ = 0.0
+        self.sign_flipped_ = told() < 0.5
+        if self.sign_flipped_:
+            self.coef_ = -self.coef_
 
 
-def _ccs_loss(plus: torch.Tensor, minus: torch.Tensor) -> torch.Tensor:
-    """Loss of each column, (starts,)."""
+def ccs_loss(plus: torch.Tensor, minus: torch.Tensor) -> torch.Tensor:
+    """Loss (starts,) of what either side of each pair projects to, (pairs, starts) each."""
     p, q = torch.sigmoid(plus), torch.sigmoid(minus)
     return ((p - (1.0 - q)) ** 2 + torch.minimum(p, q) ** 2).mean(dim=0)

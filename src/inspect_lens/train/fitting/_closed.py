@@ -18,11 +18,11 @@ from inspect_lens.train.families._direction import DirectionEstimator, MeanDiffe
 from inspect_lens.train.families._lat import LATProbe
 from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe
 from inspect_lens.train.families._scaling import dominated, find_scale, rows_for_scale, scale_bytes
-from inspect_lens.train.sets._store_set import StoreSet
 
 from ._class_moments import ClassMoments
 from ._finish import check_shrinkage, finish
 from ._moments import Moments, prefetch, read_blocks
+from ._row_view import RowView
 
 __all__ = ["closed_bytes", "fit_closed"]
 
@@ -35,19 +35,19 @@ _SOLVING: Final = 6
 """Matrices of hidden x hidden that solving for a direction takes, beside the sums of the layers."""
 
 
-def closed_bytes(estimator: Any, data: StoreSet) -> tuple[int, int] | None:
+def closed_bytes(estimator: Any, data: RowView) -> tuple[int, int] | None:
     """What a fit holds: bytes per layer, and bytes once, whatever the number of layers.
 
     Args:
         estimator: unfitted.
-        data: the store.
+        data: the rows of a store.
 
     Returns:
         The bytes; None for a family that does not end in a formula.
     """
     if type(estimator) not in _CLOSED:
         return None
-    n, hidden = len(data.row_labels), data.hidden
+    n, hidden = len(data), data.hidden
     matrices, paired = _matrices(estimator), 0
     if isinstance(estimator, LATProbe):
         paired = 2 * min(estimator.n_pairs or n, n // 2)
@@ -56,12 +56,12 @@ def closed_bytes(estimator: Any, data: StoreSet) -> tuple[int, int] | None:
     return each, max(solving, 0 if estimator.scaling == "none" else scale_bytes(n, hidden))
 
 
-def fit_closed(made: Mapping[int, DirectionEstimator], data: StoreSet) -> Iterator[int]:
+def fit_closed(made: Mapping[int, DirectionEstimator], data: RowView) -> Iterator[int]:
     """Fit a family at several layers from one pass; two for LDA with Ledoit and Wolf's shrinkage.
 
     Args:
         made: by layer, the family, unfitted.
-        data: the store; each of its rows is one of the fit.
+        data: the rows of a store.
 
     Yields:
         Each layer, when it is fitted.
@@ -72,7 +72,7 @@ def fit_closed(made: Mapping[int, DirectionEstimator], data: StoreSet) -> Iterat
     first = next(iter(made.values()))
     check_shrinkage(first)
     sums = {layer: _Sums(estimator, data) for layer, estimator in made.items()}
-    labels = data.row_labels
+    labels = data.labels
     for layer, index, rows in prefetch(data.passes(list(made))):
         sums[layer].add(index, rows, labels[index])
     for layer, part in sums.items():
@@ -85,7 +85,7 @@ def fit_closed(made: Mapping[int, DirectionEstimator], data: StoreSet) -> Iterat
         yield layer
 
 
-def _find_scale(part: _Sums, data: StoreSet, layer: int) -> Floats | None:
+def _find_scale(part: _Sums, data: RowView, layer: int) -> Floats | None:
     """What dimensions are divided by, from rows that are read for it where it may be anything."""
     estimator: Any = part.estimator
     n, way = len(part.labels), estimator.scaling
@@ -113,9 +113,9 @@ def _matrices(estimator: Any) -> int:
 class _Sums:
     """What one layer's fit knows of the rows."""
 
-    def __init__(self, estimator: Any, data: StoreSet) -> None:
+    def __init__(self, estimator: Any, data: RowView) -> None:
         self.estimator = estimator
-        self.labels = labels = data.row_labels
+        self.labels = labels = data.labels
         hidden, n = data.hidden, len(labels)
         self.moments: Moments | ClassMoments = (
             ClassMoments(hidden)
@@ -125,10 +125,7 @@ class _Sums:
         self.scale: Floats | None = None
         picks = np.arange(0)
         if isinstance(estimator, LATProbe):
-            lengths = [end for _, _, end in data.places]
-            # Numbers sort as the names do, so pairs are those of a fit in memory.
-            codes = np.unique(np.array(data.groups), return_inverse=True)[1]
-            self.pairs = estimator.pairs(labels, np.repeat(codes, lengths))
+            self.pairs = estimator.pairs(labels, data.groups)
             picks = np.concatenate(self.pairs[:2])
         self.paired = _Picked(picks, n, hidden)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from sklearn.base import clone
 
 from inspect_lens.errors import SpecError
+from inspect_lens.train.families._ensemble import EnsembleProbe
 from inspect_lens.train.families._trainable import Rows, TrainableProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
 
-from ._store_fits import fit_from_store
+from ._held import fit_held
+from ._row_view import RowView
+from ._store_fits import fit_from_store, fit_jointly
 
 __all__ = ["fit_layers", "fit_on", "rows_of"]
 
@@ -55,7 +55,7 @@ def fit_on(
 
     Raises:
         SpecError: the layer is not in the set, several are given to a family that reads
-            sequences, or `rows` is unknown.
+            sequences, `rows` is unknown, or a fit needs more memory than a `StoreSet` states.
 
     Example:
         ```python
@@ -69,29 +69,18 @@ def fit_on(
         ```
     """
     _check_rows(rows)
-    groups, extra = np.array(data.groups), _weights(estimator, data)
     first, *others = (layer,) if isinstance(layer, int) else tuple(layer)
     if estimator.reads == "sequences" and others:
         raise SpecError(f"layer={layer}: this family reads one layer; name one")
-    if not others and _reads_all(estimator, data, rows):
-        assert isinstance(data, StoreSet)
-        fits = fit_from_store({first: estimator}, data)
-        if fits is not None and list(fits):
-            return estimator
-    if estimator.reads == "sequences":
-        return estimator.fit(data.sequences(first), data.labels, groups)
-    rows, fit = rows_of(estimator, rows), cast(Any, estimator.fit)
-    made: TrainableProbe
-    if rows == "tokens":
-        x, labels, groups = data.rows(first)
-        extra = {k: np.repeat(v, [int(m.sum()) for m in data.mask]) for k, v in extra.items()}
-        wide = np.hstack([x, *(data.rows(o)[0] for o in others)]) if others else x
-        made = fit(wide, labels, groups, **extra)
-        return made
-    assert rows is not None
-    pooled = np.hstack([data.pooled(at, rows) for at in (first, *others)])
-    made = fit(pooled, data.labels, groups, **extra)
-    return made
+    rows = rows_of(estimator, rows)
+    if not isinstance(data, StoreSet):
+        return fit_held(estimator, data, (first, *others), rows)
+    view = RowView(data, rows or "tokens")
+    if others or isinstance(estimator, EnsembleProbe):
+        fit_jointly(estimator, view, (first, *others))
+    else:
+        list(fit_from_store({first: estimator}, view))
+    return estimator
 
 
 def fit_layers(
@@ -108,14 +97,21 @@ def fit_layers(
     - Families that end in a formula (difference of means, mass-mean, LDA, LAT) are fitted at as
       many layers at once as the memory allows, from one pass over the shards. LDA with Ledoit
       and Wolf's shrinkage takes two.
-    - Logistic regression reads a layer after the other, once per step, and holds a piece and a
-      few matrices of hidden² numbers.
+    - Logistic regression, that of scikit-learn too (alone or behind a `StandardScaler`), reads a
+      layer after the other, about ten times. It holds matrices of hidden² numbers where these fit,
+      and reads more often where they do not.
     - Neural heads are trained in memory where a layer fits, after one pass for as many layers as
       do. Else each batch is read from disk. Batches and results are the same.
-    - Other families, ensembles, and fits with sample weights hold one layer, whatever the memory.
+    - `TorchLogisticProbe`, `CCSProbe` and `SAEFeatureProbe` are fitted in memory where a layer and
+      its copies fit. Else they read it once or twice per step, or twice.
+    - An `EnsembleProbe` is fitted in memory, or its members are, by the rules above.
+    - Other families, such as other classifiers of scikit-learn, need memory for a layer and its
+      copies, and say so before they read.
 
-    With a folder for fits (`StoreSet(work=)`), each layer that is done is kept, but for the last
-    kind. A run that was stopped begins again with the layers of the pass that it was in.
+    What a fit needs once per row, such as labels and scores, comes on top; so do pieces.
+
+    With a folder for fits (`StoreSet(work=)`), each layer that is done is kept, but for classifiers
+    of scikit-learn. A run that was stopped begins again with the layers of the pass that it was in.
 
     Args:
         estimator: unfitted; it is cloned for each layer.
@@ -130,7 +126,8 @@ def fit_layers(
         SpecError: as `fit_on`.
 
     Warns:
-        UserWarning: a formula takes more memory for one layer than is stated.
+        UserWarning: a formula takes more memory for one layer than is stated, or a layer is read
+            from disk a thousand times.
 
     Example:
         ```python
@@ -142,13 +139,11 @@ def fit_layers(
         ```
     """
     _check_rows(rows)
-    if _reads_all(estimator, data, rows):
-        assert isinstance(data, StoreSet)
+    if isinstance(data, StoreSet) and not isinstance(estimator, EnsembleProbe):
         made = {layer: clone(estimator) for layer in layers}
-        fits = fit_from_store(made, data)
-        if fits is not None:
-            yield from ((layer, made[layer]) for layer in fits)
-            return
+        view = RowView(data, rows_of(estimator, rows) or "tokens")
+        yield from ((layer, made[layer]) for layer in fit_from_store(made, view))
+        return
     for layer in layers:
         yield layer, fit_on(clone(estimator), data, layer, rows=rows)
 
@@ -156,28 +151,3 @@ def fit_layers(
 def _check_rows(rows: str | None) -> None:
     if rows not in (None, "tokens", "mean", "last"):
         raise SpecError(f"rows={rows!r}; allowed are 'tokens', 'mean' and 'last'")
-
-
-def _reads_all(estimator: TrainableProbe, data: ActivationSet, rows: Rows | None) -> bool:
-    """Whether a fit reads every row of a store, each with the same weight."""
-    weighted = bool(getattr(estimator, "sample_weight", ""))
-    every = rows_of(estimator, rows) in (None, "tokens")
-    return isinstance(data, StoreSet) and every and not weighted
-
-
-def _weights(estimator: TrainableProbe, data: ActivationSet) -> dict[str, NDArray[np.float64]]:
-    """Weights (samples,) of the column that an estimator names, for its `fit`."""
-    column = getattr(estimator, "sample_weight", "")
-    if not column:
-        return {}
-    values = data.key(column)
-    try:
-        weights = np.array([float(value) for value in values])
-    except ValueError:
-        weights = np.full(len(values), np.nan)
-    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
-        raise SpecError(
-            f"sample_weight={column!r}: {data.name} holds values that are no weights; allowed are "
-            "finite numbers, none negative and not all 0"
-        )
-    return {"sample_weight": weights}

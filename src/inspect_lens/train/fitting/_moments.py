@@ -13,16 +13,29 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["Moments", "RowSource", "accumulate", "prefetch", "read_blocks", "require_classes"]
+from ._row_view import Again
+
+__all__ = [
+    "Moments",
+    "RowSource",
+    "accumulate",
+    "prefetch",
+    "read_blocks",
+    "require_both",
+    "require_classes",
+    "wide_blocks",
+]
 
 RowSource: TypeAlias = Callable[[], Iterable[tuple[Any, Any]]]
 """A function that starts anew each time and yields (rows, labels) in pieces: rows (n, hidden) as a
-numpy array or torch tensor of any float type, labels (n,) of 0 and 1."""
+numpy array or torch tensor of any float type, labels (n,) of 0 and 1. Logistic regression takes
+weights (n,) too, as a third."""
 
 Floats = NDArray[np.float64]
 _AHEAD: Final = 1
 _BLOCK_NUMBERS: Final = 1 << 20
 _SAMPLE_OF_PIECE: Final = 2048
+_WIDE_NUMBERS: Final = 1 << 21
 
 
 class Moments:
@@ -58,14 +71,14 @@ class Moments:
             # Squares of distances from about the mean: the stream is often far from 0.
             self._shift = x.mean(dim=0)
         z = x - self._shift
-        for k, side in enumerate((~positive, positive)):
-            part = z[side]
-            self.n[k] += len(part)
-            # Sums of float32 rows in float64 by blocks: one block's error does not grow.
-            self._sum[k] += part.sum(dim=0).double()
-        self._square += (z * z).sum(dim=0).double()
+        # A product instead of rows picked by class: picking costs more than all the rest.
+        sides = torch.stack([~positive, positive]).to(z.dtype)
+        self.n += sides.sum(dim=1).long().cpu().numpy()
+        # Sums of float32 rows in float64 by blocks: one block's error does not grow.
+        self._sum += (sides @ z).double()
         if self._covariance:
             self._outer += (z.T @ z).double()
+        self._square += z.square_().sum(dim=0).double()
 
     @property
     def total(self) -> int:
@@ -88,10 +101,15 @@ class Moments:
         assert self._shift is not None
         shift = self._shift.double().cpu().numpy()
         offset = self._sum.sum(dim=0).cpu().numpy() / self.total
-        variance = self._square.cpu().numpy() / self.total - offset**2
-        spread = np.sqrt(np.maximum(variance, 0.0))
+        spread = np.sqrt(self.variance())
         tiny = spread <= 10 * np.finfo(np.float32).eps * np.maximum(1e-30, np.abs(shift + offset))
         return shift + offset, np.where(tiny | (spread == 0), 1.0, spread)
+
+    def variance(self) -> Floats:
+        """Variance of each dimension of all rows, (hidden,); divides by rows."""
+        offset = self._sum.sum(dim=0).cpu().numpy() / self.total
+        made: Floats = np.maximum(self._square.cpu().numpy() / self.total - offset**2, 0.0)
+        return made
 
     def within_variance(self) -> Floats:
         """Variance of each dimension around the class means, (hidden,); divides by rows."""
@@ -124,11 +142,26 @@ def require_classes(shift: torch.Tensor | None, n: NDArray[np.int64]) -> torch.T
         SpecError: a class is missing.
     """
     if shift is None or (n == 0).any():
-        raise SpecError(
-            f"rows: {int(n[1])} positive and {int(n[0])} negative; allowed are both classes; check "
-            "the labels"
-        )
+        raise _one_class(n)
     return shift
+
+
+def require_both(labels: NDArray[np.bool_]) -> None:
+    """Refuse labels (rows,) of one class.
+
+    Raises:
+        SpecError: a class is missing.
+    """
+    n = np.array([np.count_nonzero(~labels), np.count_nonzero(labels)])
+    if not n.all():
+        raise _one_class(n)
+
+
+def _one_class(n: NDArray[np.int64]) -> SpecError:
+    return SpecError(
+        f"rows: {int(n[1])} positive and {int(n[0])} negative; allowed are both classes; check the "
+        "labels"
+    )
 
 
 def read_blocks(
@@ -165,10 +198,33 @@ def read_blocks(
     for first in range(0, len(x), max(size, 1)):
         block = x[first : first + size].to(device, non_blocking=True).float()
         if not bool(torch.isfinite(block.sum())):
-            raise SpecError(
-                "rows: hold NaN or infinity; allowed are finite numbers; leave them out"
-            )
+            raise _not_finite()
         yield block, y[first : first + size].to(device) == 1
+
+
+def wide_blocks(read: Again) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+    """Rows of a layer as float64, a few at once.
+
+    Args:
+        read: gives places and rows.
+
+    Yields:
+        Places (n,) and rows (n, hidden).
+
+    Raises:
+        SpecError: a value is not finite.
+    """
+    for index, rows in prefetch(read()):
+        size = max(1, _WIDE_NUMBERS // rows.shape[1])
+        for first in range(0, len(rows), size):
+            x = rows[first : first + size].astype(np.float64)
+            if not np.isfinite(x.sum()):
+                raise _not_finite()
+            yield index[first : first + size], x
+
+
+def _not_finite() -> SpecError:
+    return SpecError("rows: hold NaN or infinity; allowed are finite numbers; leave them out")
 
 
 def accumulate(
@@ -196,7 +252,7 @@ def accumulate(
     """
     moments: Moments | None = None
     rng = np.random.default_rng(0)
-    for rows, labels in prefetch(source()):
+    for rows, labels, *_ in prefetch(source()):
         if not len(labels):
             continue
         if moments is None:

@@ -2,103 +2,218 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from inspect_lens._progress import progress_bar
-from inspect_lens.probe import write_atomic
+from inspect_lens.errors import SpecError
+from inspect_lens.train.families._ensemble import EnsembleProbe
 from inspect_lens.train.families._head_data import HeadData, HeldRows
 from inspect_lens.train.families._logistic import LogisticProbe
+from inspect_lens.train.families._sae import SAEFeatureProbe
 from inspect_lens.train.families._sequence import SequenceEstimator
+from inspect_lens.train.families._sklearn import SklearnProbe
+from inspect_lens.train.families._torch_logistic import CCSProbe, TorchLogisticProbe
 from inspect_lens.train.sets._store_set import StoreSet
 from inspect_lens.train.sets._stored_rows import StoredRows
 
 from ._closed import closed_bytes, fit_closed
-from ._stream import fit_stream
+from ._descent import fit_ccs, fit_torch_logistic
+from ._held import fit_held, sample_weights
+from ._kept_fits import keep, restore
+from ._logistic_stream import whitening_bytes
+from ._members import fit_members
+from ._row_view import RowView
+from ._sklearn_stream import fit_sklearn, is_streamed
+from ._sparse import feature_bytes, fit_features
+from ._stream import STREAMED_LOGISTIC, fit_logistic
 
-__all__ = ["fit_from_store"]
+__all__ = ["fit_from_store", "fit_jointly", "held_bytes"]
 
 Fits: TypeAlias = Mapping[int, Any]
 """By layer, an estimator."""
-_FORMAT: Final = 2
-_DIRECTION: Final = ("coef_", "mean_", "scale_", "intercept_")
+_COPIES: Final[Mapping[type, int]] = {
+    CCSProbe: 8, TorchLogisticProbe: 6, SAEFeatureProbe: 5, SklearnProbe: 4,
+}  # fmt: skip
+"""How often a fit in memory holds the rows of a layer as float32, or as much; 5 times where a
+family is not named."""
+_LATENTS: Final = 16 * 1024
+"""Bytes per row that features take, which `SAEFeatureProbe` computes some at a time."""
 
 
-def fit_from_store(made: Fits, data: StoreSet) -> Iterator[int] | None:
-    """Fit on the rows of some layers without holding more than the set's memory.
+def held_bytes(estimator: Any, view: RowView, *, n_layers: int = 1) -> int:
+    """What a fit in memory holds, about.
+
+    Args:
+        estimator: unfitted.
+        view: rows of a store.
+        n_layers: that a row has, one after the other.
+    """
+    if isinstance(estimator, EnsembleProbe):
+        return (2 * n_layers + 6) * view.layer_bytes
+    kinds = (_COPIES[kind] for kind in type(estimator).__mro__ if kind in _COPIES)
+    latents = _LATENTS * len(view) if isinstance(estimator, SAEFeatureProbe) else 0
+    return next(kinds, 5) * n_layers * view.layer_bytes + latents
+
+
+def fit_from_store(made: Fits, view: RowView) -> Iterator[int]:
+    """Fit at some layers, each on its own, without holding more than the set's memory.
 
     Args:
         made: by layer, a family, unfitted.
-        data: with or without a folder for fits.
+        view: rows of a store, with or without a folder for fits.
 
-    Returns:
-        Each layer when it is fitted, now or by a run before; None for families that need all rows
-        of a layer at once.
+    Yields:
+        Each layer when it is fitted, now or by a run before.
+
+    Raises:
+        SpecError: the rows of a layer do not fit into memory, and the family has no other way.
     """
-    family = next(iter(made.values()), None)
-    way: Callable[[Fits, StoreSet], Iterator[int]]
-    if isinstance(family, SequenceEstimator):
-        way = _fit_heads
-    elif type(family) is LogisticProbe:
-        way = _fit_in_turn
-    elif closed_bytes(family, data):
-        way = _fit_together
-    else:
-        return None
-    return _fit(made, data, way)
-
-
-def _fit(
-    made: Fits, data: StoreSet, way: Callable[[Fits, StoreSet], Iterator[int]]
-) -> Iterator[int]:
     todo = {}
     for layer, estimator in made.items():
-        file = _file(estimator, data, layer)
-        if file is not None and file.exists() and _restore(estimator, file):
+        if restore(estimator, view, layer):
             yield layer
         else:
             todo[layer] = estimator
-    for layer in way(todo, data):
-        file = _file(made[layer], data, layer)
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, save(_learnt(made[layer])))
-        yield layer
-
-
-def _fit_in_turn(made: Fits, data: StoreSet) -> Iterator[int]:
-    for layer, estimator in made.items():
-        fit_stream(estimator, lambda layer=layer: data.source(layer))  # type: ignore[misc]
-        yield layer
-
-
-def _fit_together(made: Fits, data: StoreSet) -> Iterator[int]:
-    if not made:
+    if not todo:
         return
-    family = next(iter(made.values()))
+    for layer in _way(next(iter(todo.values())), view)(todo, view):
+        keep(made[layer], view, layer)
+        yield layer
+
+
+def fit_jointly(made: Any, view: RowView, layers: Sequence[int]) -> None:
+    """Fit a family whose rows hold several layers, likewise.
+
+    Args:
+        made: unfitted.
+        view: rows of a store.
+        layers: in the order of the rows.
+
+    Raises:
+        SpecError: as `fit_from_store`.
+    """
+    needed = held_bytes(made, view, n_layers=len(layers))
+    if needed <= view.data.memory * 1e9:
+        fit_held(made, view.data, layers, view.rows)
+    elif isinstance(made, EnsembleProbe):
+        fit_members(made, view, layers, _fit_members)
+    else:
+        raise _too_large(made, view, needed)
+
+
+def _fit_members(made: Fits, view: RowView) -> None:
+    for _ in fit_from_store(made, view):
+        pass
+
+
+def _way(family: Any, view: RowView) -> Callable[[Fits, RowView], Iterator[int]]:
+    """How a family is fitted: as one pass for several layers, from disk, or in memory."""
+    if isinstance(family, SequenceEstimator):
+        return _fit_heads
+    needed = held_bytes(family, view)
+    fits = needed <= view.data.memory * 1e9
+    linear = bool(closed_bytes(family, view)) or type(family) in STREAMED_LOGISTIC
+    # Those stream in any case: of tokens, there are a thousand times more than of samples.
+    if fits and not (linear and view.rows == "tokens"):
+        return partial(_in_turn, fit=partial(_fit_held, view))
+    if closed_bytes(family, view):
+        return _fit_together
+    # Of the very kind: who derives one may fit otherwise.
+    streamed: dict[type, Callable[..., None]] = {
+        **dict.fromkeys(STREAMED_LOGISTIC, _fit_logistic), TorchLogisticProbe: _fit_descent,
+        CCSProbe: _fit_descent, SAEFeatureProbe: _fit_features, SklearnProbe: _fit_sklearn,
+    }  # fmt: skip
+    fit = streamed.get(type(family))
+    if fit is None or (isinstance(family, SklearnProbe) and not is_streamed(family)):
+        raise _too_large(family, view, needed)
+    return partial(_in_turn, fit=partial(fit, view))
+
+
+def _in_turn(made: Fits, view: RowView, *, fit: Callable[[Any, int], Any]) -> Iterator[int]:
+    for layer, estimator in made.items():
+        fit(estimator, layer)
+        yield layer
+
+
+def _fit_held(view: RowView, made: Any, layer: int) -> None:
+    fit_held(made, view.data, [layer], view.rows)
+
+
+def _fit_sklearn(view: RowView, made: SklearnProbe, layer: int) -> None:
+    fit_sklearn(made, view, layer, sample_weights(made, view.data))
+
+
+def _fit_logistic(view: RowView, made: LogisticProbe, layer: int) -> None:
+    memory, matrices, labels = view.data.memory * 1e9, whitening_bytes(view.hidden), view.labels
+    whiten = matrices <= memory
+    read = view.again(layer, spare=memory - matrices * whiten)
+    fit_logistic(made, lambda: ((rows, labels[at]) for at, rows in read()), whiten=whiten)
+
+
+def _fit_descent(view: RowView, made: Any, layer: int) -> None:
+    reads = made.epochs * (2 if isinstance(made, CCSProbe) else 1)
+    if view.layer_bytes > view.data.memory * 1e9:
+        warnings.warn(
+            f"memory={view.data.memory:g}: {type(made).__name__} reads the rows of a layer "
+            f"{reads} times, and these take {view.layer_bytes / 1e9:.2g} GB, so each time is from "
+            "disk; state more memory, set fewer epochs, or take LogisticProbe, which reads some 10 "
+            "times",
+            UserWarning,
+            stacklevel=2,
+        )
+    fit = fit_ccs if isinstance(made, CCSProbe) else fit_torch_logistic
+    title = f"{view.data.name} {layer}, steps"
+    with progress_bar(title, total=made.epochs, done=0, show=view.data.progress) as tick:
+        fit(made, view.quiet(), layer, tick=tick)
+
+
+def _fit_features(view: RowView, made: SAEFeatureProbe, layer: int) -> None:
+    needed = feature_bytes(made, view)
+    if needed > view.data.memory * 1e9:
+        raise SpecError(
+            f"memory={view.data.memory:g}: k={made.k} features of {len(view):,} rows take "
+            f"{needed / 1e9:.2g} GB; allowed is what fits; state that much, or a smaller k"
+        )
+    fit_features(made, view, layer)
+
+
+def _too_large(family: Any, view: RowView, needed: int) -> SpecError:
+    name = type(family.estimator if isinstance(family, SklearnProbe) else family).__name__
+    pooled = 4e-9 * len(view.data) * view.hidden * needed / view.layer_bytes
+    by_sample = view.rows == "tokens" and pooled <= view.data.memory
+    hint = f"fit one row per sample (rows='mean', {pooled:.2g} GB), " if by_sample else ""
+    return SpecError(
+        f"memory={view.data.memory:g}: {name} is fitted on all {len(view):,} rows at once, which "
+        f"take {view.layer_bytes / 1e9:.2g} GB a layer and {needed / 1e9:.2g} GB with its copies; "
+        f"allowed is what fits; {hint}state that much memory (memory=, --memory), or take a family "
+        "that reads rows piece by piece: all of FAMILIES do, and LogisticRegression of "
+        "scikit-learn, alone or behind a StandardScaler"
+    )
+
+
+def _fit_together(made: Fits, data: RowView) -> Iterator[int]:
+    family, memory = next(iter(made.values())), data.data.memory
     each, once = closed_bytes(family, data) or (0, 0)
     needed = (each + once) / 1e9
-    if needed > data.memory:
+    if needed > memory:
         warnings.warn(
-            f"memory={data.memory:g}: {type(family).__name__} takes {needed:.2g} GB for one layer "
+            f"memory={memory:g}: {type(family).__name__} takes {needed:.2g} GB for one layer "
             f"of width {data.hidden}, so layers are read in turn and each takes that; state more "
             "memory",
             UserWarning,
             stacklevel=2,
         )
-    for group in _groups(list(made), each, data.memory * 1e9 - once):
+    for group in _groups(list(made), each, memory * 1e9 - once):
         yield from fit_closed({layer: made[layer] for layer in group}, data)
 
 
-def _fit_heads(made: Fits, data: StoreSet) -> Iterator[int]:
+def _fit_heads(made: Fits, view: RowView) -> Iterator[int]:
+    data = view.data
     size, memory = 4 * len(data.row_labels) * data.hidden, int(data.memory * 1e9)
     for group in _groups(list(made), size, memory):
         held = data.held(group) if size <= memory else {}
@@ -122,40 +237,3 @@ def _groups(layers: Sequence[int], each: int, memory: float) -> list[Sequence[in
     """Layers that are read together: as many as memory allows, one at least."""
     size = max(1, int(memory // each))
     return [layers[first : first + size] for first in range(0, len(layers), size)]
-
-
-def _file(estimator: Any, data: StoreSet, layer: int) -> Path | None:
-    if data.work is None:
-        return None
-    facts = [_FORMAT, estimator.describe(), data.sha256, layer]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-    return data.work / f"{data.name}-{layer}-{digest}.safetensors"
-
-
-def _learnt(estimator: Any) -> dict[str, Any]:
-    if isinstance(estimator, SequenceEstimator):
-        return {**estimator.tensors_, "losses_": np.array(estimator.losses_)}
-    extra = "explained_variance_ratio_"
-    names = (*_DIRECTION, *([extra] if hasattr(estimator, extra) else []))
-    return {key: np.atleast_1d(np.float64(getattr(estimator, key))) for key in names}
-
-
-def _restore(estimator: Any, file: Path) -> bool:
-    """Set what was learnt; False where the file is damaged, and the fit is made again."""
-    try:
-        learnt = load(file.read_bytes())
-        if isinstance(estimator, SequenceEstimator):
-            estimator.losses_ = learnt.pop("losses_").tolist()
-            estimator.tensors_, hidden = learnt, learnt["mean"].size
-        else:
-            estimator.coef_, estimator.mean_ = learnt["coef_"], learnt["mean_"]
-            estimator.scale_, estimator.intercept_ = (
-                learnt["scale_"], float(learnt["intercept_"][0]),
-            )  # fmt: skip
-            hidden = learnt["coef_"].size
-    except (OSError, SafetensorError, KeyError):
-        return False
-    if "explained_variance_ratio_" in learnt:
-        estimator.explained_variance_ratio_ = float(learnt["explained_variance_ratio_"][0])
-    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), hidden
-    return True

@@ -29,6 +29,7 @@ __all__ = [
     "judge_scores",
     "length_scores",
     "random_direction_scores",
+    "random_scores",
 ]
 
 Floats = NDArray[np.float64]
@@ -132,6 +133,32 @@ def random_direction_scores(
         assert auroc(test.labels, by_chance) < auroc(test.labels, test.scores(probe))
         ```
     """
+    made: Floats = random_scores([seed], probe, train, data)[0]
+    return made
+
+
+def random_scores(
+    seeds: Sequence[int], probe: AnyProbe, train: ActivationSet, data: ActivationSet
+) -> Floats:
+    """What `random_direction_scores` gives, of several directions, from one pass over each set.
+
+    Args:
+        seeds: of the directions.
+        probe: as of `random_direction_scores`.
+        train: likewise.
+        data: likewise.
+
+    Returns:
+        (directions, samples) scores.
+    """
+    others = [_random_direction(probe, seed) for seed in seeds]
+    areas = [auroc(train.labels, scores) for scores in train.scores_of(others)]
+    signs = np.array([1.0 if area >= 0.5 else -1.0 for area in areas])
+    made: Floats = signs[:, None] * data.scores_of(others)
+    return made
+
+
+def _random_direction(probe: AnyProbe, seed: int) -> Probe:
     rng = np.random.default_rng(seed)
     shape, card = (len(probe.layers), probe.hidden), probe.card
     if isinstance(probe, Probe):
@@ -141,15 +168,13 @@ def random_direction_scores(
         learned = card.pool.partition(":")[0] in LEARNED_POOLS
         linear = {"kind": "linear", "head": None, "pool": "mean" if learned else card.pool}
         card = card.model_copy(update=linear)
-    other = Probe(
+    return Probe(
         weight=(rng.normal(size=shape) / math.sqrt(probe.hidden)).astype(np.float32),
         bias=np.zeros(shape[0], dtype=np.float32),
         mean=mean,
         scale=scale,
         card=card,
     )
-    sign = 1.0 if auroc(train.labels, train.scores(other)) >= 0.5 else -1.0
-    return sign * data.scores(other)
 
 
 def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:

@@ -14,7 +14,7 @@ from ._baselines import (
     baseline,
     judge_scores,
     length_scores,
-    random_direction_scores,
+    random_scores,
 )
 
 __all__ = ["baselines_within", "measure_baselines"]
@@ -94,9 +94,7 @@ def measure_baselines(
         by_length = length_scores(lengths, train.labels, [int(m.sum()) for m in data.mask])
         made.append(baseline("length", data, by_length, ours, note="tokens that are read"))
         if n_random:
-            tries = [
-                random_direction_scores(probe, train, data, seed=seed + i) for i in range(n_random)
-            ]
+            tries = random_scores(range(seed, seed + n_random), probe, train, data)
             order = sorted(tries, key=partial(auroc, data.labels))
             note = f"median of {n_random}, signs by the training set"
             made.append(baseline("random direction", data, order[n_random // 2], ours, note=note))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from inspect_lens.probe import AnyProbe
 
 from ._dataset import ActivationSet
+from ._store_set import StoreSet
 
 __all__ = ["near_copies"]
 
@@ -105,9 +106,16 @@ def _close(one: Floats, two: Floats, limit: float) -> Iterable[tuple[int, int]]:
 
 def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
     """(samples, layers · hidden) of the selected tokens."""
-    return np.hstack(
-        [
-            np.stack([s.mean(axis=0, dtype=np.float64) for s in data.sequences(layer)])
-            for layer in probe.layers
-        ]
-    )
+    made = np.empty((len(data), len(probe.layers) * data.hidden))
+    for k, layer in enumerate(probe.layers):
+        for i, rows in _samples(data, layer):
+            made[i, k * data.hidden : (k + 1) * data.hidden] = rows.mean(axis=0, dtype=np.float64)
+    return made
+
+
+def _samples(data: ActivationSet, layer: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Place and rows of each sample; of a store one after the other, as it lies there."""
+    if isinstance(data, StoreSet):
+        yield from ((i, rows) for _, i, rows in data.samples([layer]))
+    else:
+        yield from enumerate(data.sequences(layer))

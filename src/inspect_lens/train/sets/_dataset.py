@@ -224,6 +224,14 @@ class ActivationSet:
             dtype=np.float64,
         )
 
+    def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
+        """Scores (probes, samples) of several probes that read the same layers.
+
+        Args:
+            probes: one or more.
+        """
+        return np.stack([self.scores(probe) for probe in probes])
+
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
         """What tells samples apart, (samples,), for `SeenSamples`.
 

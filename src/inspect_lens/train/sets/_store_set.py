@@ -25,6 +25,8 @@ __all__ = ["MEMORY", "StoreSet"]
 
 Floats = NDArray[np.float32]
 _ROWS = 8192
+_PIECE: Final = 1 << 26
+"""Bytes of a piece of rows as float32 at most: it is read again and again, and some lie in wait."""
 MEMORY: Final = 4.0
 """GB that a fit on a store may hold."""
 
@@ -35,7 +37,7 @@ class StoreSet(ActivationSet):
     A layer is read from its own part of every shard, so a sweep over all layers reads the store
     about once. In memory are, of rows of `hidden` float32 numbers:
 
-    - `scores`, `pooled`: the rows of one shard and one layer;
+    - `scores`, `pooled`: a few pieces of one layer, 64 MB each;
     - fits (`fit_layers`): what `memory` allows, see there;
     - `rows`, `sequences`: those of one layer;
     - `acts`: all.
@@ -48,8 +50,8 @@ class StoreSet(ActivationSet):
         work: folder where fits of streamed families are kept, so that a run that was stopped goes
             on at the layers where it was; None keeps none.
         progress: show a bar for what is read and for each head that is trained, on a terminal.
-        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads and, of a head, a
-            batch.
+        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads, a few numbers for
+            each row and, of a head, a batch (`fit_layers`).
 
     Raises:
         ArtifactError: the store is incomplete or damaged.
@@ -165,14 +167,22 @@ class StoreSet(ActivationSet):
         at = {place: int(starts[i]) for i, place in enumerate(self.places)}
         for number, layer, start, data in self._blocks(layers):
             end = start + len(data)
-            kept, index = [], []
+            runs: list[list[int]] = []
+            index = []
             for place in self._in_shard(number):
                 low, high = max(place[1], start), min(place[1] + place[2], end)
-                if low < high:
-                    kept.append(data[low - start : high - start])
-                    index.append(at[place] - place[1] + np.arange(low, high))
+                if low >= high:
+                    continue
+                index.append(at[place] - place[1] + np.arange(low, high))
+                # Neighbours are one slice: what is whole is not copied, if it may be written to.
+                if runs and runs[-1][1] == low:
+                    runs[-1][1] = high
+                else:
+                    runs.append([low, high])
+            kept = [data[low - start : high - start] for low, high in runs]
             if kept:
-                yield layer, np.concatenate(index), np.concatenate(kept)
+                whole = len(kept) == 1 and data.flags.writeable
+                yield layer, np.concatenate(index), kept[0] if whole else np.concatenate(kept)
 
     @property
     def row_labels(self) -> NDArray[np.bool_]:
@@ -182,7 +192,14 @@ class StoreSet(ActivationSet):
     def rows(self, layer: int) -> tuple[Floats, NDArray[np.bool_], NDArray[np.str_]]:
         """As in `ActivationSet`; takes the memory of the layer."""
         lengths = [n for _, _, n in self.places]
-        x = np.concatenate(self.sequences(layer))
+        x = np.empty((sum(lengths), self.hidden), dtype=np.float32)
+        ends = np.cumsum(lengths)
+        for _, index, rows in self.passes([layer]):
+            wrong = index[~np.isfinite(rows).all(axis=1)]
+            if wrong.size:
+                sample = int(np.searchsorted(ends, wrong[0], side="right"))
+                self.require_finite(sample, layer, np.array([[np.nan]], dtype=np.float32))
+            x[index] = rows
         return x, np.repeat(self.labels, lengths), np.repeat(np.array(self.groups), lengths)
 
     def sequences(self, layer: int) -> list[Floats]:
@@ -202,7 +219,7 @@ class StoreSet(ActivationSet):
             SpecError: a value is not finite.
         """
         made = {layer: [np.zeros((0, 0), dtype=np.float32)] * len(self) for layer in layers}
-        for layer, i, rows in self._samples(layers):
+        for layer, i, rows in self.samples(layers):
             self.require_finite(i, layer, rows)
             # Copied: what is next to it in its piece is not held.
             made[layer][i] = rows.copy()
@@ -226,24 +243,36 @@ class StoreSet(ActivationSet):
             )
 
     def pooled(self, layer: int, rows: str) -> Floats:
-        """Arguments are those of `ActivationSet`; takes the memory of one shard."""
+        """Arguments are those of `ActivationSet`; takes the memory of a few pieces."""
         made = np.empty((len(self), self.hidden), dtype=np.float32)
-        for _, i, sample in self._samples([layer]):
+        for _, i, sample in self.samples([layer]):
             made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
         return made
 
     def scores(self, probe: AnyProbe) -> NDArray[np.float64]:
-        """As in `ActivationSet`; takes the memory of one shard, at the probe's layers."""
-        if probe.pool == SENTENCE_POOL and not self.ends:
-            raise no_ends(self.name, probe.name)
-        for layer in probe.layers:
+        """As in `ActivationSet`; takes the memory of a few pieces, at the probe's layers."""
+        made: NDArray[np.float64] = self.scores_of([probe])[0]
+        return made
+
+    def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
+        """As in `ActivationSet`, from one pass."""
+        layers = probes[0].layers
+        for probe in probes:
+            if probe.pool == SENTENCE_POOL and not self.ends:
+                raise no_ends(self.name, probe.name)
+            if probe.layers != layers:
+                raise SpecError(
+                    f"probes: read layers {list(layers)} and {list(probe.layers)}; allowed are "
+                    "probes of the same layers"
+                )
+        for layer in layers:
             self._index(layer)
-        made = np.full(len(self), np.nan)
-        for parts in zip(*(self._samples([layer]) for layer in probe.layers), strict=True):
+        made = np.full((len(probes), len(self)), np.nan)
+        for parts in zip(*(self.samples([layer]) for layer in layers), strict=True):
             i = parts[0][1]
             acts = np.stack([rows for *_, rows in parts])
             ends = self.ends[i] if self.ends else None
-            made[i] = probe.score(acts, probe.layers, ends=ends)
+            made[:, i] = [probe.score(acts, layers, ends=ends) for probe in probes]
         return made
 
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
@@ -278,10 +307,14 @@ class StoreSet(ActivationSet):
         made._begin(facts, self.store, [self.places[i] for i in picks], self.progress)
         return made
 
-    def _samples(self, layers: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:
-        """Layer, place in the set and rows (tokens, hidden) of each sample, as the store has them.
+    def samples(self, layers: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:
+        """Rows of each sample at some layers, a shard after the other, in it layer after layer.
 
-        A shard after the other, and in it a layer after the other.
+        Args:
+            layers: of `layers`.
+
+        Yields:
+            Layer, place of the sample in the set, and its rows (tokens, hidden) float32.
         """
         at = {place: i for i, place in enumerate(self.places)}
         waiting: list[Floats] = []
@@ -305,11 +338,13 @@ class StoreSet(ActivationSet):
         for layer in layers:
             self._index(layer)
         used = sorted({number for number, _, _ in self.places})
-        title = f"{self.name} {', '.join(map(str, layers))}"
+        some = ", ".join(map(str, layers)) if len(layers) < 4 else f"{len(layers)} layers"
+        title = f"{self.name}, {some}"
+        size = max(1, min(_ROWS, _PIECE // (4 * self.hidden)))
         with progress_bar(title, total=len(used), done=0, show=self.progress) as tick:
             for number in used:
                 uri = self.uri(number)
-                for layer, start, _, data in read_layers(uri, layers, size=_ROWS):
+                for layer, start, _, data in read_layers(uri, layers, size=size):
                     yield number, layer, start, data.to_float32()
                 tick()
 
