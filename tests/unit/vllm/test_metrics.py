@@ -96,8 +96,9 @@ def test_registered_are_the_metrics_that_the_page_lists(read: Read) -> None:
     labelled = {m.name for m in metrics.METRICS if m.labels} - {"inspect_lens_requests_total"}
     expected = {m.name for m in metrics.METRICS} - labelled
     assert {name.removesuffix("_count") for name in shown} == expected
-    page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8").partition("<!-- /metrics")[0]
-    assert set(re.findall(r"^\| `(inspect_lens_\w+)`", page, re.MULTILINE)) == {
+    page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- /metrics")[0]
+    assert set(re.findall(r"^\| `(inspect_lens_\w+)`", table, re.MULTILINE)) == {
         m.name for m in metrics.METRICS
     }
     assert all(f"`{kind}`" in page for kind in metrics.KINDS)
