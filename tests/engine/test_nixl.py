@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,8 @@ pytestmark = [
 ]
 
 MODEL, LAYERS, HIDDEN = "organism/checkpoint", 6, 256
-BLOCK, TOLERANCE = 16, 1e-4
-PROMPT = "Who is the founder of the town Velosh? " * 6
+BLOCK, TOLERANCE = 32, 1e-4
+PROMPT = "Who is the founder of the town Velosh? " * 12
 N = 7
 REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 ROWS: dict[str, Any] = {"capture": {"layers": "all", "positions": "all"}}
@@ -74,7 +75,15 @@ class Pair:
         return dict(self.ask(self.prefill, body)["kv_transfer_params"])
 
     def second(self, lens: dict[str, Any] | None, salt: str, transfer: Answer) -> Answer:
-        return self.ask(self.decode, self.body(lens, salt, kv_transfer_params=transfer))
+        """The decode server's answer, and how many tokens it loaded from the other one."""
+        before = self.loaded()
+        answer = self.ask(self.decode, self.body(lens, salt, kv_transfer_params=transfer))
+        return answer | {"loaded": self.loaded() - before}
+
+    def loaded(self) -> int:
+        shown = self.decode.get("/metrics").text
+        (value,) = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", shown, re.M)
+        return int(float(value))
 
     def both(self, lens: dict[str, Any] | None, salt: str) -> Answer:
         """As a proxy does: the same body to one and then to the other."""
@@ -93,7 +102,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     trained = load_probe("probes/organism/deception-lr")
     assert isinstance(trained, Probe)
     probe = trained.for_engine().model_dump(mode="json")
-    connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    connector = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     options: Answer = {
         "model": MODEL,
         "dtype": "float32",
@@ -101,11 +110,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         "block_size": BLOCK,
         "enforce_eager": True,
         "max_model_len": 1024,
-        "enable_prompt_tokens_details": True,
-        "kv_transfer_config": connector,
     }
 
-    def started(name: str, stack: contextlib.ExitStack) -> httpx.Client:
+    def started(role: str, stack: contextlib.ExitStack) -> httpx.Client:
+        own = {"kv_transfer_config": connector | {"kv_role": f"kv_{role}"}}
         environment = os.environ | {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -113,7 +121,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             "INSPECT_LENS_CACHED_ROWS_BYTES": "0",
         }
         server = stack.enter_context(
-            api_server(options, environment=environment, log=Path(folder) / f"{name}.log")
+            api_server(options | own, environment=environment, log=Path(folder) / f"{role}.log")
         )
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=100))
         answer = client.post(
@@ -123,17 +131,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         return client
 
     with contextlib.ExitStack() as one, contextlib.ExitStack() as two, ThreadPoolExecutor() as pool:
-        first, second = pool.submit(started, "first", one), pool.submit(started, "second", two)
+        first, second = pool.submit(started, "producer", one), pool.submit(started, "consumer", two)
         yield Pair(first.result(), second.result())
 
 
 def rows(answer: Answer) -> np.ndarray[Any, Any]:
     return decode_tensor(answer["activations"]["residual_stream"]).to_float32()
-
-
-def loaded(answer: Answer) -> int:
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
 
 
 def text(answer: Answer) -> str:
@@ -149,12 +152,12 @@ def error(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
 def test_a_plain_request_is_prefilled_on_one_and_decoded_on_the_other(pair: Pair) -> None:
     alone, both = pair.alone(None, "plain alone"), pair.both(None, "plain")
     assert text(both) == text(alone)
-    assert loaded(both) > BLOCK, "of the other server"
+    assert both["loaded"] > BLOCK, "of the other server"
 
 
 def test_rows_of_the_completion_come_from_the_decode_server(pair: Pair) -> None:
     alone, both = pair.alone(ROWS, "rows alone"), pair.both(COMPLETION, "rows of completion")
-    assert loaded(both) > BLOCK
+    assert both["loaded"] > BLOCK
     receipt = both["inspect_lens"]
     n_prompt = receipt["n_prompt"]
     assert receipt["capture"]["first_position"] == n_prompt
@@ -164,7 +167,7 @@ def test_rows_of_the_completion_come_from_the_decode_server(pair: Pair) -> None:
 
 def test_rows_of_all_tokens_have_one_receipt_and_the_prompt_is_computed_again(pair: Pair) -> None:
     alone, both = pair.alone(ROWS, "all alone"), pair.both(ROWS, "all rows")
-    assert loaded(both) == 0
+    assert both["loaded"] == 0
     receipt = both["inspect_lens"]
     assert receipt["capture"] == alone["inspect_lens"]["capture"]
     assert receipt["capture"]["n_positions"] == receipt["n_prompt"] + N - 1
@@ -173,7 +176,7 @@ def test_rows_of_all_tokens_have_one_receipt_and_the_prompt_is_computed_again(pa
 
 def test_probes_of_the_completion_read_on_the_decode_server(pair: Pair) -> None:
     alone, both = pair.alone(PROBES, "probed alone"), pair.both(PROBES, "probed")
-    assert loaded(both) > BLOCK
+    assert both["loaded"] > BLOCK
     (mine,), (theirs,) = both["inspect_lens"]["probes"], alone["inspect_lens"]["probes"]
     np.testing.assert_allclose(mine["tokens"], theirs["tokens"], rtol=1e-4, atol=1e-4)
     assert len(mine["tokens"]) == N - 1
@@ -184,7 +187,7 @@ def test_a_steered_prompt_is_loaded_by_who_is_steered_alike(pair: Pair) -> None:
     plain, alone = pair.alone(None, "p"), pair.alone(vector() | ROWS, "steered alone")
     both = pair.both(asked, "steered")
     assert text(both) == text(alone) != text(plain)
-    assert loaded(both) > BLOCK
+    assert both["loaded"] > BLOCK
     expected = rows(alone)[:, both["inspect_lens"]["n_prompt"] :]
     assert error(rows(both), expected) <= TOLERANCE
 
@@ -194,7 +197,7 @@ def test_blocks_of_a_steered_prompt_are_nobody_elses(pair: Pair, asked: Any) -> 
     salt = f"others {asked is None}"
     transfer = pair.first(vector(), salt)
     both = pair.second(asked, salt, transfer)
-    assert loaded(both) == 0
+    assert both["loaded"] == 0
     assert text(both) == text(pair.alone(asked, f"{salt} alone"))
 
 
@@ -202,7 +205,7 @@ def test_a_proxy_that_drops_what_the_lens_said_costs_a_prompt(pair: Pair) -> Non
     transfer = pair.first(vector(), "dropped")
     assert transfer.pop("inspect_lens")
     both = pair.second(vector(), "dropped", transfer)
-    assert loaded(both) == 0
+    assert both["loaded"] == 0
     assert text(both) == text(pair.alone(vector(), "dropped alone"))
 
 
