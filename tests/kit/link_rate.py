@@ -25,6 +25,8 @@ from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import Block, decode, encode
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
+from .far_worker import block_of
+
 FLOATS = 4 << 20
 """Of a step: 1,000 rows of 8,192 numbers in 16 bits."""
 NBYTES = 4 * FLOATS
@@ -46,21 +48,7 @@ def _send(address: str, links: Links, steps: int, pipe: Connection) -> None:
         offset = arena.place(seq, "reply", NBYTES)
         assert offset is not None, "the other end stands still"
         arena.view.landed[0] = seq
-        block = Block(
-            worker=arena.name,
-            reader=0,
-            seq=seq,
-            offset=offset,
-            shape=(1, FLOATS, 1),
-            dtype="float32",
-            stream=0,
-            tap=0,
-            path="eager",
-            numbers=b"",
-            counts=b"",
-            first=b"",
-            listed={},
-        )
+        block = block_of(arena, seq, offset, FLOATS)
         while not link.put(encode(block), block):
             link.wait(1.0)
     pipe.recv()
