@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -28,9 +25,8 @@ from vllm.tracing import extract_trace_context, instrument_manual
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.guard import pass_over
-from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
-from inspect_lens._vllm.frontend import delivering, state, wrappers
-from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.compat.trace_context import parent_of
+from inspect_lens._vllm.frontend import delivering, wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.http.bodies import ReadBodies
@@ -39,7 +35,6 @@ from inspect_lens._vllm.http.fetch_route import add_fetch_route
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, ProbeUse
-from tests.kit.repository import ROOT
 from tests.kit.steps import HIDDEN
 from tests.unit.vllm.frontend.test_doors_front import state_of
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
@@ -388,40 +383,3 @@ def test_a_fault_turns_spans_off_and_hurts_nobody(
     assert not traces.is_on()
     assert request.trace_headers == CLIENT
     answered(engine, request)
-
-
-def test_a_process_without_spans_imports_nothing() -> None:
-    code = (
-        "import sys, inspect_lens._vllm.traces as t; t.left('x'); t.delivered([]); "
-        "t.fetched('h', 0, 200, 1); print(*sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {name for name in run.stdout.split() if name.startswith("opentelemetry")}
-
-
-def test_without_the_package_there_are_no_spans(off: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    traces.begin(parent_of)
-    assert not traces.is_on()
-
-
-@pytest.mark.parametrize("endpoint", [None, "http://localhost:4317"])
-def test_a_front_end_begins_them_where_its_engine_is_traced(
-    off: Sent, monkeypatch: pytest.MonkeyPatch, endpoint: str | None
-) -> None:
-    monkeypatch.setattr(state, "refusal", lambda config: None)
-    monkeypatch.setattr(state, "facts_of", lambda config, settings: None)
-    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-    monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(_api_process_count=1),
-        observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
-    )
-    FrontEnd().learn(SimpleNamespace(), config)
-    assert traces.is_on() is is_traced(config) is (endpoint is not None)
-
-
-def test_the_page_lists_every_span() -> None:
-    page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(inspect_lens_\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
-    assert rows == [traces.REQUEST, traces.REFUSAL, traces.FETCH]
