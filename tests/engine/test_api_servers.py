@@ -1,4 +1,4 @@
-"""Two API servers of one engine: one of them is stopped, and then the worker is killed."""
+"""Two API servers of one engine, traced: one of them is stopped, and then the worker is killed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 
 from tests.engine.test_kills import LAYERS, MODEL, OPTIONS, stop_and_kill
 from tests.kit.api_server import ApiServer, api_server
+from tests.kit.trace_collector import Collector, collector
 
 pytestmark = pytest.mark.engine
 
@@ -31,12 +32,12 @@ class Server:
     pid: int
     client: httpx.Client
 
-    def ask(self, n: int = 40, *, captures: bool = True) -> httpx.Response:
+    def ask(self, n: int = 40, *, captures: bool = True, **headers: str) -> httpx.Response:
         lens = {"output_residual_stream": True, "activations_transport": "binary"}
         body = {"model": MODEL, "prompt": "hello there", "max_tokens": n, "ignore_eos": True}
         if captures:
             body["vllm_xargs"] = {k: str(v).lower() for k, v in lens.items()}
-        return self.client.post("/v1/completions", json=body)
+        return self.client.post("/v1/completions", json=body, headers=headers)
 
 
 @dataclass
@@ -47,17 +48,20 @@ class Servers:
     log: Path
     temporary: Path
     each: list[Server]
+    traces: Collector
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     log = tmp_path_factory.mktemp("servers") / "server.log"
-    with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="kill-") as temporary, collector() as traces:
         # Room for the rows of 160 tokens.
         own = {"INSPECT_LENS_SHM_BYTES": str(160 * LAYERS * 1024), "TMPDIR": temporary}
-        with api_server(OPTIONS, environment=os.environ | own, log=log) as server:
+        environment = os.environ | own | traces.environment
+        options = OPTIONS | {"otlp_traces_endpoint": traces.url}
+        with api_server(options, environment=environment, log=log) as server:
             each = _each(server)
-            yield Servers(server, log, Path(temporary), each)
+            yield Servers(server, log, Path(temporary), each, traces)
             for one in each:
                 one.client.close()
 
@@ -106,6 +110,37 @@ def whole(answer: httpx.Response, n: int) -> bool:
     receipt = answer.json()["inspect_lens"]
     fed = receipt["n_prompt"] + n - 1
     return bool(receipt["capture"]["rows"] == LAYERS * fed)
+
+
+def test_spans_of_each_server_stand_in_the_trace_of_the_client(servers: Servers) -> None:
+    parent = "b7ad6b7169203331"
+    for i, server in enumerate(servers.each):
+        trace = f"0af7651916cd43dd8448eb211c80319{i}"
+        headers = {"traceparent": f"00-{trace}-{parent}-01"}
+        answer = server.ask(**headers).json()
+        (entry,) = answer["activations"].values()
+        fetched = server.client.get(f"/v1/activations/{entry['handle']}")
+        assert server.ask(captures=False, **headers).status_code == 200
+        wrong = {"model": MODEL, "prompt": "a", "inspect_lens": {"capture": {"layers": [99]}}}
+        refused = server.client.post("/v1/completions", json=wrong, headers=headers)
+        assert refused.status_code == 400
+        spans = {span.name: span for span in servers.traces.of(trace, 5)}
+        plain = [s for s in servers.traces.of(trace, 5) if s.name == "llm_request"]
+        assert sorted(span.parent for span in plain) == sorted(
+            [parent, spans["inspect_lens_request"].id]
+        ), "of a plain request the client's, and of ours this one"
+        ours = spans["inspect_lens_request"]
+        assert ours.parent == parent
+        assert ours.attributes["gen_ai.request.id"].startswith(answer["id"])
+        assert ours.attributes["inspect_lens.layers"] == list(range(LAYERS))
+        assert ours.attributes["inspect_lens.rows"] == answer["inspect_lens"]["capture"]["rows"]
+        assert ours.attributes["inspect_lens.wait_seconds"] < 30
+        fetch, refusal = spans["inspect_lens_fetch"], spans["inspect_lens_refusal"]
+        assert fetch.parent == ours.id
+        assert fetch.attributes["inspect_lens.bytes"] == len(fetched.content)
+        assert refusal.parent == parent
+        assert refusal.is_error
+        assert refusal.attributes["http.response.status_code"] == 400
 
 
 def test_what_a_stopped_server_has_under_way_holds_nobody_up(servers: Servers) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -47,11 +49,16 @@ ENVIRONMENT = os.environ | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+STEP_S = 20.0
+LEARN_S = 30.0
+LIMITED = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": f"{STEP_S:.0f}"}
+"""How long vLLM waits for a step before it gives an engine up; 300 s by default."""
 REGISTRY = "/v1/inspect_lens/registry"
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
 Answer = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
     with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
         yield made
@@ -88,10 +95,13 @@ def vector() -> dict[str, Any]:
 
 def body(kind: str, prompt: str, **more: Any) -> dict[str, Any]:
     lens: dict[str, Any] = {"capture": {"layers": "all", "site": SITES.split(",")}}
-    if kind == "steered":
+    if kind in ("steered", "streamed"):
         lens["steer"] = [vector()]
-    elif kind == "probed":
+    if kind in ("probed", "streamed"):
         lens["probes"] = [{"name": "deception", "positions": "all", "tokens": True}]
+    if kind == "alarm":
+        stop = {"name": "deception", "aggregate": "last", "alarm": "stop", "threshold": -1e6}
+        lens["probes"] = [stop]
     return {
         "model": MODEL,
         "prompt": prompt,
@@ -120,14 +130,37 @@ def ask_all(client: httpx.Client, rank: int | None = None) -> dict[str, Answer]:
     """Each kind of request for each prompt, one at a time, so that all steps are alike."""
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     found: dict[str, Answer] = {}
-    for kind in ("plain", "steered", "probed"):
+    for kind in ("plain", "steered", "probed", "streamed"):
         for i, prompt in enumerate(PROMPTS):
             # Prefixes in the cache would cut the prompt's step.
-            salted = body(kind, prompt, cache_salt=f"{rank} {kind} {i}")
+            salted = body(kind, prompt, cache_salt=f"{rank} {kind} {i}", stream=kind == "streamed")
             answer = client.post("/v1/completions", json=salted, headers=headers)
             assert answer.status_code == 200, answer.text
-            found[f"{kind} {i}"] = answer.json()
+            found[f"{kind} {i}"] = joined(answer) if kind == "streamed" else answer.json()
+    ends_with_its_alarm(client, headers)
     return found
+
+
+def joined(answer: httpx.Response) -> Answer:
+    """A stream as one answer, with the scores that came beside the tokens."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    events = list(map(json.loads, lines))
+    texts = [choice["text"] for event in events for choice in event["choices"]]
+    parts = [part for event in events for part in event.get("inspect_lens_scores", ())]
+    (last,) = [event for event in events if "inspect_lens" in event]
+    scores = [score for part in parts for score in part["probes"]["deception"]]
+    return {**last, "choices": [{"text": "".join(texts)}], "scores": scores}
+
+
+def ends_with_its_alarm(client: httpx.Client, headers: dict[str, str]) -> None:
+    asked = body("alarm", PROMPTS[0], max_tokens=200)
+    answer = client.post("/v1/completions", json=asked, headers=headers).json()
+    assert answer["choices"][0]["stop_reason"] == "inspect_lens:alarm:deception"
+    receipt = answer["inspect_lens"]
+    assert receipt["n_completion"] < 200
+    assert receipt["probes"][0]["stopped"]
+    assert receipt["probes"][0]["alarm_position"] == receipt["n_prompt"]
 
 
 def tensors(answer: Answer) -> dict[str, TensorData]:
@@ -147,49 +180,100 @@ def check_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
             np.testing.assert_array_equal(tensor.storage, theirs[name].storage, err_msg=kind)
         for part in ("capture", "steer", "probes"):
             assert answer["inspect_lens"].get(part) == other["inspect_lens"].get(part), (kind, part)
+        assert answer.get("scores") == other.get("scores"), kind
     steered = tensors(found["steered 0"])["residual_stream"].storage
     assert not np.array_equal(steered, tensors(found["plain 0"])["residual_stream"].storage)
     assert found["steered 0"]["inspect_lens"]["steer"]["n_tokens"] > 0
     assert len(found["probed 0"]["inspect_lens"]["probes"][0]["tokens"]) > 0
+    streamed = found["streamed 0"]
+    assert streamed["scores"] == streamed["inspect_lens"]["probes"][0]["tokens"]
 
 
 def client_of(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=100)
 
 
-@pytest.fixture(scope="module")
-def on_one_host(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, Answer]:
-    log = tmp_path_factory.mktemp("one") / "server.log"
-    options = COMMON | {"tensor_parallel_size": 2}
+@functools.cache
+def answers_of_one_host(way: str) -> dict[str, Answer]:
+    """Of an engine with two workers, which all tests of this session compare with."""
     with (
-        api_server(options, environment=ENVIRONMENT, log=log) as server,
+        tempfile.TemporaryDirectory(prefix="one-") as folder,
+        api_server(COMMON | {way: 2}, environment=ENVIRONMENT, log=Path(folder) / "log") as server,
         client_of(server.url) as client,
     ):
         register(client)
         return ask_all(client)
 
 
+@pytest.fixture
+def on_one_host(request: pytest.FixtureRequest) -> dict[str, Answer]:
+    return answers_of_one_host(getattr(request, "param", TENSOR))
+
+
 @pytest.mark.nightly(
     held_by=(
         "tests/engine/test_parallel.py::test_shares_of_ranks_are_put_together",
+        "tests/engine/test_parallel.py::test_rows_of_every_site_equal_hugging_face",
         "tests/engine/test_hosts.py::test_engines_on_two_hosts_and_one_that_is_lost",
     ),
-    why="two servers, one of them over both hosts",
+    why="two servers for each way, one of them over both hosts",
 )
-def test_tensor_parallel_ranks_on_two_hosts(
-    hosts: TwoHosts, on_one_host: dict[str, Answer]
+@pytest.mark.parametrize(
+    ("on_one_host", "lose", "limits"),
+    [
+        # The other rank of a tensor-parallel step is missed at once, and vLLM ends the engine.
+        (TENSOR, TwoHosts.cut_power, {"lens": 2 * TIMEOUT_S, "plain": 2 * TIMEOUT_S}),
+        # A stage is missed by the lens, and by vLLM once a step has taken too long.
+        (PIPELINE, TwoHosts.cut_power, {"lens": 2 * TIMEOUT_S, "plain": 2 * STEP_S}),
+        (PIPELINE, TwoHosts.cut_wire, {"lens": 2 * TIMEOUT_S, "plain": 2 * STEP_S}),
+    ],
+    indirect=["on_one_host"],
+    ids=["tensor-power", "pipeline-power", "pipeline-wire"],
+)
+def test_ranks_on_two_hosts_and_one_that_is_lost(
+    hosts: TwoHosts,
+    on_one_host: dict[str, Answer],
+    lose: Callable[[TwoHosts], None],
+    limits: dict[str, float],
+    request: pytest.FixtureRequest,
 ) -> None:
-    first, second = nodes(tensor_parallel_size=2)
+    way = request.node.callspec.params["on_one_host"]
+    first, second = nodes(**{way: 2})
     with (
-        hosts.server(first, second, ENVIRONMENT) as server,
+        tempfile.TemporaryDirectory(prefix="lens-", dir="/tmp") as folder,
+        hosts.server(first, second, ENVIRONMENT | LIMITED | {"TMPDIR": folder}) as server,
         client_of(server.url) as client,
     ):
         register(client)
         check_same(ask_all(client), on_one_host)
-        # The other rank has a part of the heads of `z`.
-        assert tensors(client.post("/v1/completions", json=body("plain", "a")).json())["z"].shape
+        tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+
+        def long(kind: str) -> tuple[str, float]:
+            asked = body(kind, PROMPTS[0], max_tokens=900, stream=kind == "streamed")
+            if kind == "none":
+                del asked["vllm_xargs"]
+            answer = client.post("/v1/completions", json=asked)
+            assert answer.status_code == (200 if kind == "streamed" else 500), answer.text
+            assert '"error"' in answer.text, "nobody gets a part for the whole"
+            return answer.text, time.monotonic()
+
+        kinds = ["plain", "steered", "streamed", "none"]
+        with ThreadPoolExecutor(len(kinds)) as pool:
+            lost = {kind: pool.submit(long, kind) for kind in kinds}
+            time.sleep(0.9)
+            assert not any(one.done() for one in lost.values())
+            began = time.monotonic()
+            lose(hosts)
+            for kind, one in lost.items():
+                text, when = one.result()
+                assert when - began < limits["plain" if kind == "none" else "lens"], kind
+                if way == PIPELINE and kind != "none":
+                    assert "CaptureError: a worker on another host has gone" in text
+        _, alive = psutil.wait_procs(tree, timeout=LEARN_S)
+        assert not alive, "vLLM ends the server"
+        hosts.cut_power()
+        assert not [name for name in os.listdir(folder) if "inspect-lens" in name]
+    assert not hosts.pids_of_second()
 
 
 def test_engines_on_two_hosts_and_one_that_is_lost(hosts: TwoHosts) -> None:

@@ -17,7 +17,7 @@ from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import Block, Failure, encode
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
-__all__ = ["FarWorker", "block_bytes"]
+__all__ = ["FarWorker", "block_bytes", "block_of"]
 
 CHUNK = 1000
 """Bytes of a frame, so that blocks of a few kilobytes take several."""
@@ -26,6 +26,33 @@ CHUNK = 1000
 def block_bytes(seed: int, nbytes: int) -> np.ndarray[Any, Any]:
     """What lies in a block."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def block_of(arena: ArenaWriter, seq: int, offset: int, floats: int, *, stream: int = 0) -> Block:
+    """The message about rows that lie in a worker's memory.
+
+    Args:
+        arena: the memory.
+        seq: number of the block.
+        offset: where it lies, in bytes.
+        floats: how many numbers of 32 bits it has.
+        stream: whose rows they are.
+    """
+    return Block(
+        worker=arena.name,
+        reader=0,
+        seq=seq,
+        offset=offset,
+        shape=(1, floats, 1),
+        dtype="float32",
+        stream=stream,
+        tap=0,
+        path="eager",
+        numbers=b"",
+        counts=b"",
+        first=b"",
+        listed={},
+    )
 
 
 class _Half:
@@ -49,21 +76,7 @@ class _Half:
         self.placed = max(self.placed, self.arena.bytes_in_use)
         self.arena.view.data[offset : offset + 4 * floats] = block_bytes(seed, 4 * floats)
         self.arena.view.landed[0] = self.seq
-        block = Block(
-            worker=self.arena.name,
-            reader=0,
-            seq=self.seq,
-            offset=offset,
-            shape=(1, floats, 1),
-            dtype="float32",
-            stream=seed,
-            tap=0,
-            path="eager",
-            numbers=b"",
-            counts=b"",
-            first=b"",
-            listed={},
-        )
+        block = block_of(self.arena, self.seq, offset, floats, stream=seed)
         return self.put(encode(block), block)
 
     def message(self, seed: int, nbytes: int) -> bool:

@@ -22,6 +22,7 @@ from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from inspect_lens._vllm.metrics import METRICS
+from inspect_lens._vllm.traces import ATTRIBUTES
 
 from .coverage import coverage_markdown
 from .figures import figure_files
@@ -75,6 +76,12 @@ def metrics_markdown() -> str:
         for m in METRICS
     ]
     return "\n".join(rows)
+
+
+def traces_markdown() -> str:
+    """The table of attributes of spans."""
+    rows = ["| attribute | meaning |", "|---|---|"]
+    return "\n".join(rows + [f"| `{name}` | {meaning} |" for name, meaning in ATTRIBUTES.items()])
 
 
 def evals_markdown() -> str:
@@ -143,6 +150,10 @@ def generated_files() -> dict[str, str]:
     )
     gallery = content["docs/gallery.md"]
     content["docs/gallery.md"] = _between(gallery, "docs/gallery.md", "oracles", oracles_markdown())
+    serve = content["docs/how-to/serve.md"]
+    content["docs/how-to/serve.md"] = _between(
+        serve, "docs/how-to/serve.md", "traces", traces_markdown()
+    )
     for model in (LensRequest, Receipt):
         schema = json.dumps(
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True

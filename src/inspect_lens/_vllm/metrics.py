@@ -9,15 +9,17 @@ each function here does nothing. None is called for a single token or step, and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from inspect_lens.errors import LensError
 from inspect_lens.spec import LensRequest
+
+from . import traces
+from .noting import KINDS, Holder
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -42,9 +44,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("vllm.inspect_lens")
-
-KINDS = ("capture", "steer", "edit", "probe", "lens", "qk", "hook")
-"""What a request may ask for, each the value of a label."""
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
@@ -129,9 +128,8 @@ METRICS: tuple[Metric, ...] = (
 """Every metric; `docs/how-to/serve.md` lists the same, and a test compares."""
 
 
-class _Holder:
-    made: ClassVar[dict[str, Any]] = {}
-    """Metrics by name; none where nobody could read them."""
+_holder: Holder[dict[str, Any]] = Holder("metrics")
+"""Metrics by name; none where nobody could read them."""
 
 
 def begin(registry: CollectorRegistry | None = None) -> None:
@@ -142,7 +140,7 @@ def begin(registry: CollectorRegistry | None = None) -> None:
     Args:
         registry: where to; by default the one that vLLM's route shows.
     """
-    if _Holder.made:
+    if _holder.made is not None:
         return
     try:
         # Here: what is imported earlier than vLLM has prepared for several processes counts alone.
@@ -156,7 +154,7 @@ def begin(registry: CollectorRegistry | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - a server must not fail for want of metrics
         logger.warning("inspect_lens: no metrics: %s: %s", type(error).__name__, error)
         return
-    _Holder.made = made
+    _holder.made = made
 
 
 def _made(metric: Metric, registry: CollectorRegistry) -> Any:
@@ -174,28 +172,10 @@ def _made(metric: Metric, registry: CollectorRegistry) -> Any:
     )
 
 
-P = ParamSpec("P")
 E = TypeVar("E", bound=BaseException)
 
 
-def _guarded(note: Callable[Concatenate[dict[str, Any], P], None]) -> Callable[P, None]:
-    """Make a function do nothing where there are no metrics, and never raise."""
-
-    @functools.wraps(note)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        if not (made := _Holder.made):
-            return
-        try:
-            note(made, *args, **kwargs)
-        except Exception:
-            # Once: what fails for one request would for all.
-            _Holder.made = {}
-            logger.exception("inspect_lens: metrics are off from now on")
-
-    return run
-
-
-@_guarded
+@_holder.guarded
 def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
     """Count a request that is handed to the engine.
 
@@ -213,26 +193,27 @@ def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> No
             made["inspect_lens_requests_total"].labels(kind).inc()
 
 
-@_guarded
+@_holder.guarded
 def running(made: dict[str, Any], n: int) -> None:
     """Note how many choices are under way."""
     made["inspect_lens_running"].set(n)
 
 
-@_guarded
+@_holder.guarded
 def refused_as(made: dict[str, Any], status: int, error: str) -> None:
     """Count a refusal by its HTTP status and the name of its error."""
     made["inspect_lens_refusals_total"].labels(str(status), error).inc()
 
 
 def refused(error: E) -> E:
-    """Count a request that is refused, and return its error for whoever raises it.
+    """Count and trace a request that is refused, and return its error for whoever raises it.
 
     Args:
         error: one of ours; else it ends the process, and is not counted. One that a server
             answers with HTTP 500 counts as a failure.
     """
     if isinstance(error, LensError):
+        traces.refused(error)
         if error.status < 500:
             refused_as(error.status, type(error).__name__)
         else:
@@ -240,7 +221,7 @@ def refused(error: E) -> E:
     return error
 
 
-@_guarded
+@_holder.guarded
 def _failed(made: dict[str, Any], error: BaseException) -> None:
     # Classes of others are many; a metric has one series for each value of a label.
     name = type(error).__name__ if isinstance(error, LensError) else "Fault"
@@ -253,7 +234,7 @@ def failed(error: E) -> E:
     return error
 
 
-@_guarded
+@_holder.guarded
 def delivered(made: dict[str, Any], completion: Any) -> None:
     """Count what a choice's response has.
 
@@ -269,7 +250,7 @@ def delivered(made: dict[str, Any], completion: Any) -> None:
     made["inspect_lens_bytes_total"].inc(n_bytes)
 
 
-@_guarded
+@_holder.guarded
 def _waited(made: dict[str, Any], seconds: float) -> None:
     made["inspect_lens_wait_seconds"].observe(seconds)
 
@@ -284,7 +265,7 @@ def waited() -> Iterator[None]:
         _waited(time.perf_counter() - began)
 
 
-@_guarded
+@_holder.guarded
 def stored(made: dict[str, Any], waiting: int, n_bytes: int, most: int, expired: int) -> None:
     """Note what the store of results holds.
 
@@ -301,20 +282,20 @@ def stored(made: dict[str, Any], waiting: int, n_bytes: int, most: int, expired:
     made["inspect_lens_store_expired_total"].inc(expired)
 
 
-@_guarded
+@_holder.guarded
 def keeps(made: dict[str, Any], n_bytes: int) -> None:
     """Note bytes of rows that are kept for later prompts."""
     made["inspect_lens_row_cache_bytes"].set(n_bytes)
 
 
-@_guarded
+@_holder.guarded
 def looked_up(made: dict[str, Any], asked: int, found: int) -> None:
     """Count prompt positions whose rows were looked up, and those whose rows were there."""
     made["inspect_lens_row_cache_queries_total"].inc(asked)
     made["inspect_lens_row_cache_hits_total"].inc(found)
 
 
-@_guarded
+@_holder.guarded
 def sunk(made: dict[str, Any], sink: str, status: str, rows: int, n_bytes: int) -> None:
     """Count a result at a sink.
 
@@ -330,7 +311,7 @@ def sunk(made: dict[str, Any], sink: str, status: str, rows: int, n_bytes: int) 
     made["inspect_lens_sink_bytes_total"].labels(sink).inc(n_bytes)
 
 
-@_guarded
+@_holder.guarded
 def sink_holds(made: dict[str, Any], sink: str, queued: int, spilled: int) -> None:
     """Note bytes that wait for a sink, in memory and on a disk."""
     made["inspect_lens_sink_queue_bytes"].labels(sink).set(queued)

@@ -59,7 +59,7 @@ class Read:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
-    monkeypatch.setattr(metrics._Holder, "made", {})
+    monkeypatch.setattr(metrics._holder, "made", None)
     registry = CollectorRegistry()
     metrics.begin(registry)
     return Read(registry)
@@ -97,7 +97,8 @@ def test_registered_are_the_metrics_that_the_page_lists(read: Read) -> None:
     expected = {m.name for m in metrics.METRICS} - labelled
     assert {name.removesuffix("_count") for name in shown} == expected
     page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(inspect_lens_\w+)`", page, re.MULTILINE)) == {
+    table = page.partition("<!-- /metrics")[0]
+    assert set(re.findall(r"^\| `(inspect_lens_\w+)`", table, re.MULTILINE)) == {
         m.name for m in metrics.METRICS
     }
     assert all(f"`{kind}`" in page for kind in metrics.KINDS)
@@ -313,26 +314,28 @@ def test_positions_whose_rows_are_known_are_hits(read: Read, processor: Any) -> 
 def test_a_fault_of_a_metric_turns_them_off_and_hurts_nobody(
     read: Read, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {**metrics._Holder.made}
+    made = {**(metrics._holder.made or {})}
     del made["inspect_lens_requests_total"]
-    monkeypatch.setattr(metrics._Holder, "made", made)
+    monkeypatch.setattr(metrics._holder, "made", made)
     core = process(processor, IDS, parameters(extra(capture={}), {}))
     assert core.sampling_params.extra_args
-    assert metrics._Holder.made == {}
+    assert metrics._holder.made is None
 
 
 def test_metrics_that_cannot_be_registered_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._Holder, "made", {})
+    monkeypatch.setattr(metrics._holder, "made", None)
     registry = CollectorRegistry()
     metrics.begin(registry)
     metrics.begin(registry)
-    assert len(metrics._Holder.made) == len(metrics.METRICS), "a second engine changes nothing"
-    monkeypatch.setattr(metrics._Holder, "made", {})
+    assert len(metrics._holder.made or {}) == len(metrics.METRICS), (
+        "a second engine changes nothing"
+    )
+    monkeypatch.setattr(metrics._holder, "made", None)
     metrics.begin(registry)
-    assert metrics._Holder.made == {}, "somebody has these names"
+    assert metrics._holder.made is None, "somebody has these names"
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     metrics.begin()
-    assert metrics._Holder.made == {}
+    assert metrics._holder.made is None
     metrics.running(3)
 
 

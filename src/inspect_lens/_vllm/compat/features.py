@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Feature = Literal[
-    "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors"
+    "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors", "traces"
 ]
 
 FEATURES: dict[Feature, str] = {
@@ -45,6 +45,7 @@ FEATURES: dict[Feature, str] = {
     "busy": "HTTP 429 where buffers are full",
     "sweeps": "patch sweeps in a server",
     "connectors": "engines with a KV connector",
+    "traces": "spans for OpenTelemetry",
 }
 
 
@@ -125,6 +126,12 @@ LEANS: tuple[Lean, ...] = (
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
     Lean(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
+    # Of a request that vLLM traces, and of the context in which it begins spans.
+    Lean("vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint", "traces"),
+    Lean("vllm.v1.engine:EngineCoreRequest.trace_headers", "traces"),
+    Lean("vllm.v1.engine:EngineCoreRequest.arrival_time", "traces"),
+    Lean("vllm.tracing.otel:_get_smart_context", "traces"),
+    Lean("vllm.tracing.otel:extract_trace_context", "traces"),
     # Methods of a connector that the scheduler calls.
     Lean(f"{_CONNECTOR}.on_new_request", "connectors"),
     Lean(f"{_CONNECTOR}.get_num_new_matched_tokens", "connectors"),

@@ -148,7 +148,7 @@ DOORS: tuple[Door, ...] = (
     Door("_vllm.frontend.wrappers:_process_inputs.process_inputs", "own call", _OWN),
     Door("_vllm.frontend.wrappers:_add_request.add_request", "own call", _OWN),
     Door("_vllm.frontend.wrappers:_async_generate.generate", "own call", _OWN),
-    Door("_vllm.frontend.wrappers:_attached_for_http", "own call", "the request itself"),
+    Door("_vllm.frontend.delivering:attached_for_http", "own call", "the request itself"),
     Door("_vllm.frontend.wrappers:_engine_step.step", "own call", "requests of the step"),
     Door("_vllm.http.responses:decorate", "own call", _OWN),
     Door("_vllm.http.responses:_collect", "own call", _OWN),

@@ -13,10 +13,11 @@ import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.protocol.hosts import Address
 from inspect_lens._settings import Settings
-from inspect_lens._vllm import metrics
+from inspect_lens._vllm import metrics, traces
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
+from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.http.shared_payloads import open_door
@@ -113,6 +114,8 @@ class FrontEnd:
         processor.inspect_lens_refusal = reason
         if facts is not None:
             self.sinks.learn(facts, settings.sinks)
+        if reason is None and is_traced(vllm_config):
+            traces.begin(parent_of)
         if reason is None and is_serving():
             metrics.begin()
             payloads.report()

@@ -5,9 +5,7 @@ The front-end is the API server, or the user's own process with offline `LLM` or
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import contextvars
 import logging
 import threading
 from collections import deque
@@ -15,18 +13,16 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NoReturn
 
 from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.seams import is_in_process
-from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.results.alarms import stop_at_alarm
 from inspect_lens._vllm.results.ended import named
-from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.outputs import (
-    attached,
     choices_of,
     has_fields,
     has_tickets,
@@ -35,7 +31,7 @@ from inspect_lens._vllm.results.outputs import (
     ticket_keys,
 )
 from inspect_lens._vllm.results.ticket import Ticket
-from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
+from inspect_lens._vllm.sinks.process import is_by_rule, settle_now
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY
 
@@ -51,6 +47,7 @@ from .admission import (
     seal_recorded,
     without_lens_keys,
 )
+from .delivering import attached_for_http
 from .expecting import expect, said_by
 from .matched_tokens import with_positions
 from .state import front_end
@@ -131,6 +128,8 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             results.abandon([key])
             pass_over(error, uses_lens=not is_recorded)
             params.extra_args = {k: v for k, v in extra.items() if k != ENVELOPE_KEY} or None
+        if not is_recorded:
+            traces.requested(request, extra[ENVELOPE_KEY])
         try:
             result = original(self, request, prompt, parent_req, *args, **kwargs)
         except BaseException:
@@ -204,6 +203,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     results.recorded.put(ticket)
                 else:
                     completion.inspect_lens_ticket = ticket
+                    traces.text_ended(key)
             elif results.streams_tokens(key):
                 completion.inspect_lens_scores = results.take_new_scores(
                     key, self.detokenizer.num_output_tokens()
@@ -270,7 +270,9 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
                     results.spoil(key, error)
         if is_apart and not done:
             results.prepare(_unprepared(self.output_processor))
-        if errors := results.attach_all(done):
+        errors = results.attach_all(done)
+        traces.delivered(done)
+        if errors:
             if not _deferring.is_on:
                 _raise_first(errors)
             # Raised by `run_engine` once the batch is done: raising here would leave the batch's
@@ -313,7 +315,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
                 if has_tickets(output):
-                    missing -= await _attached_for_http(output)
+                    missing -= await attached_for_http(output)
                 if output.finished and missing > 0:
                     raise CaptureError(
                         f"{CaptureError.__name__}: {missing} choices of this request finished "
@@ -335,48 +337,6 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs_of(self, *args, **kwargs)
 
     return generate
-
-
-async def _attached_for_http(output: Any) -> int:
-    """Attach results, encoded where this process serves HTTP; returns how many choices got one."""
-    loop, front, before = asyncio.get_running_loop(), front_end(), attached(output)
-    try:
-        if front.results.is_light(output, encodes=is_serving()):
-            await arrivals_of(loop, front.results).attach(output)
-            _encode(output)
-        else:
-            # It copies or compresses much, for which no other response has to wait.
-            own = contextvars.copy_context()  # whose request this is
-            await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output)
-            if offers([output]):
-                await settle(output, front.results.timeout_s)
-                await loop.run_in_executor(front.waiting, own.run, _encode, output)
-    except CapacityError as error:
-        raise busy(str(error)) from error
-    except CaptureError as error:
-        # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
-        raise CaptureError(f"{CaptureError.__name__}: {error}") from error
-    except (LensError, asyncio.CancelledError):
-        raise
-    except BaseException as error:
-        # A SystemExit in a task ends the event loop, and with it the server.
-        if ends_process(error):
-            raise
-        raise CaptureError(f"{CaptureError.__name__}: {fault_of(error)}") from error
-    return attached(output) - before
-
-
-def _attach_and_encode(output: Any) -> None:
-    front_end().results.attach(output)
-    if not offers([output]):
-        _encode(output)
-
-
-def _encode(output: Any) -> None:
-    if is_serving():
-        for completion in output.outputs:
-            if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
-                completion.inspect_lens_json = as_json(completion)
 
 
 FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

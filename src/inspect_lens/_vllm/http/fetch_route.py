@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from inspect_lens._vllm import traces
 from inspect_lens._vllm.metrics import refused_as
 
 from .payloads import CLIENT, TTL_S, PayloadStore
@@ -29,10 +31,12 @@ def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Pat
     from fastapi import Request, Response
 
     async def fetch_activations(handle: str, request: Any) -> Any:
+        began = time.time_ns()
         try:
             data = await fetch_payload(handle, payloads, siblings())
         except LookupError:
             refused_as(404, "UnknownHandle")
+            traces.fetched(handle, began, 404, 0)
             return Response(
                 status_code=404,
                 content=f"handle {handle!r} is of another server process; ask again over a "
@@ -40,11 +44,13 @@ def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Pat
             )
         if data is None:
             refused_as(410, "ExpiredHandle")
+            traces.fetched(handle, began, 410, 0)
             return Response(
                 status_code=410,
                 content=f"handle {handle!r} has expired {TTL_S:g} s after its result came, or was "
                 "fetched before",
             )
+        traces.fetched(handle, began, 200, len(data))
         if not takes_any_buffer(request.app):
             data = bytes(data)
         return Response(content=data, media_type="application/octet-stream")

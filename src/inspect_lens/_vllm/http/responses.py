@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
@@ -357,6 +358,8 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
         add_sweep_route(app, lambda: _Front.end)
         app.add_middleware(RefuseLostKeys)
         app.add_middleware(ReadBodies, front_end=lambda: _Front.end)
+        if traces.is_on():
+            app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
 
     return register
 

@@ -16,6 +16,7 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
 from inspect_lens._engine.protocol.hosts import Links
+from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.metrics import failed, running, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
@@ -211,6 +212,7 @@ class Results:
             expected = self._expected.get(key)
             for choice in tuple(self._choices.get(expected.request if expected else key, ())):
                 self._unsent.pop(choice, None)
+                traces.left(choice)
                 if self.take_over(choice) is not None:
                     self.the_collector().discard(choice)
 
@@ -281,10 +283,10 @@ class Results:
             feed_together(c.whole for job in jobs for c in job.choices if c.whole is not None)
             for job in jobs:
                 self._has_done(self._finish, job)
-        except BaseException:
+        except BaseException as error:
             # Interrupted: nobody will ask for what the others were to get.
             for job in begun:
-                self._drop(job)
+                self._drop(job, error)
             raise
         return [job.take_error() for job in begun]
 
@@ -331,7 +333,7 @@ class Results:
         try:
             work(job)
         except LensError as error:
-            self._drop(job)
+            self._drop(job, error)
             for choice in job.choices:
                 if (steer_hash := choice.expected.envelope.steer_hash) is not None:
                     self._failures[steer_hash.rpartition(":")[2]] += 1
@@ -341,13 +343,14 @@ class Results:
             if ends_process(error):
                 raise
             logger.exception("inspect_lens: the results of a request could not be put together")
-            self._drop(job)
+            self._drop(job, error)
             job.error = as_exception(failed(error))
             return False
         return True
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: Job, error: BaseException) -> None:
         for choice in job.choices:
+            traces.failed(choice.ticket.key, error)
             self.the_collector().discard(choice.ticket.key)
             self._unsent.pop(choice.ticket.key, None)
 

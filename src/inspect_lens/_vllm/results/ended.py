@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from inspect_lens._engine.collect.far import Far
+from inspect_lens._vllm import traces
 from inspect_lens._vllm.metrics import failed
 from inspect_lens.errors import CaptureError, LensError
 
@@ -79,6 +80,7 @@ class Running:
             found = self._queues.pop(key, None)
         if found is None:
             return
+        traces.failed(key, error)
         loop, queue = found
         try:
             loop.call_soon_threadsafe(queue.put, failed(error))

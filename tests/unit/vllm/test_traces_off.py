@@ -1,0 +1,58 @@
+"""Where spans are on, and what a process without them does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens._vllm import traces
+from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
+from inspect_lens._vllm.frontend import state
+from inspect_lens._vllm.frontend.state import FrontEnd
+from tests.kit.repository import ROOT
+from tests.unit.vllm.test_traces import Sent, off
+
+__all__ = ["off"]
+
+
+def test_a_process_without_spans_imports_nothing() -> None:
+    code = (
+        "import sys, inspect_lens._vllm.traces as t; t.left('x'); t.delivered([]); "
+        "t.fetched('h', 0, 200, 1); print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {name for name in run.stdout.split() if name.startswith("opentelemetry")}
+
+
+def test_without_the_package_there_are_no_spans(off: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    traces.begin(parent_of)
+    assert not traces.is_on()
+
+
+@pytest.mark.parametrize("endpoint", [None, "http://localhost:4317"])
+def test_a_front_end_begins_them_where_its_engine_is_traced(
+    off: Sent, monkeypatch: pytest.MonkeyPatch, endpoint: str | None
+) -> None:
+    monkeypatch.setattr(state, "refusal", lambda config: None)
+    monkeypatch.setattr(state, "facts_of", lambda config, settings: None)
+    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(_api_process_count=1),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
+    )
+    FrontEnd().learn(SimpleNamespace(), config)
+    assert traces.is_on() is is_traced(config) is (endpoint is not None)
+
+
+def test_the_page_lists_every_span() -> None:
+    page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(inspect_lens_\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
+    assert rows == [traces.REQUEST, traces.REFUSAL, traces.FETCH]
