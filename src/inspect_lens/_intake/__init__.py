@@ -18,7 +18,7 @@ from ._files import (
     stem,
     write_file,
 )
-from ._jobs import Source, Stored, fetch_from, fetched, write_job
+from ._jobs import Source, Stored, fetch_from, fetched, file_job, write_job
 from ._payload import Payload, decode_file, encode_file, read_vector
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "fetch_from",
     "fetch_payload",
     "fetched",
+    "file_job",
     "has_file",
     "is_local",
     "join",

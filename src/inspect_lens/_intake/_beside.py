@@ -30,7 +30,7 @@ from ._serve import LAST_WRITES_S
 __all__ = ["BESIDE", "Beside", "Lost"]
 
 STARTS_AFTER = 8
-"""Captures without one: below that, starting it costs more than it saves."""
+"""Files without one: below that, starting it costs more than it saves."""
 STARTS = 3
 """After so many processes that died, threads do it all."""
 
@@ -67,7 +67,7 @@ class Beside:
         self._out = bytearray()
         self._ready = False
         self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
-        self._waiting: dict[int, asyncio.Future[Stored]] = {}
+        self._waiting: dict[int, asyncio.Future[Stored | None]] = {}
         self._number = 0
 
     @property
@@ -81,7 +81,7 @@ class Beside:
         return self._ready
 
     def prepare(self) -> None:
-        """Say that a capture is on its way; the process starts when there are enough of them."""
+        """Say that a file is on its way; the process starts when there are enough of them."""
         self._wanted += 1
         if self._socket is None and self._wanted > STARTS_AFTER and self._started <= STARTS:
             with self._lock:
@@ -89,20 +89,20 @@ class Beside:
         if not self._ready:
             self._attach()
 
-    def send(self, job: bytes) -> asyncio.Future[Stored] | None:
+    def send(self, job: bytes) -> asyncio.Future[Stored | None] | None:
         """Hand a job over.
 
         Args:
-            job: from `write_job`.
+            job: from `write_job` or `file_job`.
 
         Returns:
-            The result to wait for (it raises `CaptureError`, or `Lost`), or None where no process
-            is ready for this event loop.
+            The result to wait for (None of a file; it raises `CaptureError`, or `Lost`), or None
+            where no process is ready for this event loop.
         """
         if not self._ready or not self._attach():
             return None
         self._number += 1
-        future: asyncio.Future[Stored] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Stored | None] = asyncio.get_running_loop().create_future()
         self._waiting[self._number] = future
         self._write(frame(b'%s,"id":%d}' % (job, self._number)))
         return future
@@ -252,7 +252,8 @@ class Beside:
         if future is None or future.done():
             return  # its call was cancelled
         if "stored" in answer:
-            future.set_result(Stored(*answer["stored"]))
+            stored = answer["stored"]
+            future.set_result(None if stored is None else Stored(*stored))
         elif "error" in answer:
             future.set_exception(CaptureError(answer["error"]))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,7 +19,17 @@ from ._decode import ChoiceFields, fetch_payload
 from ._files import stamp_of, write_file
 from ._payload import Payload, encode_file
 
-__all__ = ["Source", "Stored", "fetch_from", "fetch_job", "fetched", "store", "write_job"]
+__all__ = [
+    "Source",
+    "Stored",
+    "content_of",
+    "fetch_from",
+    "fetch_job",
+    "fetched",
+    "file_job",
+    "store",
+    "write_job",
+]
 
 PATH = "/v1/activations/"
 
@@ -132,6 +143,25 @@ def write_job(
     }
     asked = _asked(request.capture, request.qk, request.lens)
     return b'%s,"asked":%s' % (to_json(job)[:-1], asked)
+
+
+def file_job(content: bytes, path: str) -> bytes:
+    """Spell a job that writes a small file, whose contents are here already.
+
+    Args:
+        content: of the file.
+        path: of the file, local and absolute.
+
+    Returns:
+        JSON, without its closing brace, so that a number can be added.
+    """
+    return b'{"content":"%s","path":%s' % (base64.b64encode(content), to_json(path))
+
+
+def content_of(job: Mapping[str, Any]) -> bytes | None:
+    """The contents that a job from `file_job` brings; None for another job."""
+    given = job.get("content")
+    return None if given is None else base64.b64decode(given)
 
 
 @lru_cache(maxsize=64)

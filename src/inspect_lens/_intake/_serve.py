@@ -15,8 +15,9 @@ from typing import Any
 
 from inspect_lens.errors import CaptureError
 
+from ._files import write_file
 from ._frames import Frames, frame
-from ._jobs import Stored, fetch_job, store
+from ._jobs import Stored, content_of, fetch_job, store
 
 __all__ = ["THREADS", "serve"]
 
@@ -78,8 +79,13 @@ class _Server:
         job = json.loads(text)
         self._send({"id": job["id"], **self._answer(job)})
 
-    def _answer(self, job: Mapping[str, Any]) -> dict[str, Stored | str]:
+    def _answer(self, job: Mapping[str, Any]) -> dict[str, Stored | str | None]:
         try:
+            content = content_of(job)
+            if content is not None:
+                with self._writing:
+                    write_file(job["path"], [content])
+                return {"stored": None}
             payload = fetch_job(job)
             with self._writing:
                 return {"stored": store(payload, job["path"])}

@@ -311,6 +311,8 @@ class LensAPI(ServerCalls):
                 args = over_binary(args)
                 if call is not None:
                     expect(call.keep)
+            elif call is not None and call.request is not None and call.request.scores_tokens:
+                expect(call.keep)
             if args:
                 asked = call.request if call is not None else None
                 if asked is not None and not (asked.steer or asked.edits or asked.hooks):

@@ -20,7 +20,7 @@ from inspect_lens.spec import LensRequest
 
 from ._metadata import LensMetadata
 from ._response import LensFields
-from ._take import Keep, file_of, in_thread, take
+from ._take import Keep, file_of, take, write_small
 
 __all__ = ["attach", "origin_of"]
 
@@ -110,7 +110,7 @@ def _score_data(
     """Token scores of each choice, taken out of its receipt: a log and a capture do without."""
     prompt = fields.prompt_token_ids
     made: Scored = []
-    if request is None or not any(use.tokens for use in request.probes):
+    if request is None or not request.scores_tokens:
         return made
     for received, choice in zip(fields.choices, output.choices, strict=False):
         message, ids, receipt = choice.message, received.token_ids, received.receipt or {}
@@ -126,17 +126,18 @@ def _score_data(
 async def _keep_scores(output: ModelOutput, made: Scored, *, keep: Keep) -> None:
     """Put token scores beside the log, and handles into the output."""
     writes = keep.mode == "sidecar" or (keep.mode != "memory" and keep.place is not None)
+    root = keep.place.root if keep.place is not None else None
+    handles, files = [], {}
+    for message, data in made:
+        uri, path = file_of(keep, message.id or uuid4().hex, ".scores") if writes else (None, "")
+        handle, content = ProbeScores.keep(data, uri=uri, root=root)
+        handles.append(handle)
+        if uri is not None:
+            files[path] = content
+    if files:
+        await write_small(files, keep)
 
-    def store() -> list[ProbeScores]:
-        handles = []
-        for message, data in made:
-            name = message.id or uuid4().hex
-            uri = file_of(keep, name, ".scores")[0] if writes else None
-            root = keep.place.root if keep.place is not None else None
-            handles.append(ProbeScores.keep(data, uri=uri, root=root))
-        return handles
-
-    for index, (handle, (message, _)) in enumerate(zip(await in_thread(store), made, strict=True)):
+    for index, (handle, (message, _)) in enumerate(zip(handles, made, strict=True)):
         captured = _activations_in(output.metadata if index == 0 else message.metadata)
         handle.beside(captured)
         if message.id:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from inspect_lens._intake import (
     Source,
     Stored,
     encode_file,
+    file_job,
     is_local,
     join,
     write_file,
@@ -29,7 +31,17 @@ from inspect_lens.spec import LensRequest
 
 from ._response import LensFields, fetch_payloads, missing_activations
 
-__all__ = ["TAKERS", "Keep", "Mode", "expect", "file_of", "in_thread", "keep_payload", "take"]
+__all__ = [
+    "TAKERS",
+    "Keep",
+    "Mode",
+    "expect",
+    "file_of",
+    "in_thread",
+    "keep_payload",
+    "take",
+    "write_small",
+]
 
 TAKERS = 8
 """Threads that fetch and write at once; each holds a call's activations as they came and decoded.
@@ -63,7 +75,7 @@ class Keep(NamedTuple):
 
 
 def expect(keep: Keep) -> None:
-    """Say that a call is on its way which captures beside its response."""
+    """Say that a call is on its way with a file to write: of activations, or of token scores."""
     if keep.is_local_file:
         BESIDE.prepare()
 
@@ -137,17 +149,41 @@ async def _take_beside(
     root = keep.place.root if keep.place is not None else None
     if stored is None:
         return None
+    found = [facts for facts in stored if facts is not None]
     return [
         Activations.stored(facts, uri=uri, root=root)
-        for facts, uri in zip(stored, uris, strict=True)
+        for facts, uri in zip(found, uris, strict=True)
     ]
+
+
+async def write_small(files: Mapping[str, bytes], keep: Keep) -> None:
+    """Write small files whose contents are here, without holding the event loop.
+
+    Args:
+        files: contents by address.
+        keep: where they go.
+
+    Raises:
+        CaptureError: a file could not be written.
+    """
+    if keep.is_local_file and BESIDE.is_ready:
+        # In a thread each system call would wait for the interpreter of a busy event loop.
+        with contextlib.suppress(Lost):
+            if await _all_done([file_job(content, path) for path, content in files.items()]):
+                return
+
+    def write() -> None:
+        for path, content in files.items():
+            write_file(path, [content])
+
+    await in_thread(write)
 
 
 def _is_beside(entry: object) -> bool:
     return isinstance(entry, Mapping) and ("handle" in entry or "__json__" in entry)
 
 
-async def _all_done(jobs: Sequence[bytes]) -> list[Stored] | None:
+async def _all_done(jobs: Sequence[bytes]) -> list[Stored | None] | None:
     waiting = [BESIDE.send(job) for job in jobs]
     found = [future for future in waiting if future is not None]
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from inspect_lens._intake import join, write_file
+from inspect_lens._intake import join
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model.stored._handle import Activations
 from inspect_lens.model.stored._logged import LoggedHandle
@@ -62,8 +62,10 @@ class ProbeScores(LoggedHandle):
     _activations: Activations | None = PrivateAttr(default=None)
 
     @classmethod
-    def keep(cls, data: ScoreData, *, uri: str | None, root: str | None) -> ProbeScores:
-        """Make a handle; write the file where there is a place for one. Not for the event loop.
+    def keep(
+        cls, data: ScoreData, *, uri: str | None, root: str | None
+    ) -> tuple[ProbeScores, bytes]:
+        """Make a handle, whose scores are in memory; the caller writes the file.
 
         Args:
             data: of one call.
@@ -71,14 +73,9 @@ class ProbeScores(LoggedHandle):
             root: folder of the log.
 
         Returns:
-            The handle.
-
-        Raises:
-            CaptureError: the file could not be written.
+            The handle, and the contents of its file.
         """
         content = data.encode()
-        if uri is not None:
-            write_file(join(root or "", uri), [content])
         handle = cls.model_construct(
             _fields_set=_FIELDS,
             probes=tuple(dict.fromkeys(column.by.probe for column in data.columns)),
@@ -89,7 +86,7 @@ class ProbeScores(LoggedHandle):
             root=root,
         )
         SCORES.put(handle._key, data)  # noqa: SLF001 - its own
-        return handle
+        return handle, content
 
     @classmethod
     def from_reference(cls, reference: Mapping[str, Any]) -> ProbeScores:
@@ -204,7 +201,7 @@ class ProbeScores(LoggedHandle):
 def _unpickle(reference: dict[str, Any], data: bytes | None) -> ProbeScores:
     if data is None:
         return ProbeScores.from_reference(reference)
-    return ProbeScores.keep(ScoreData.decode(data, where="cached scores"), uri=None, root=None)
+    return ProbeScores.keep(ScoreData.decode(data, where="cached scores"), uri=None, root=None)[0]
 
 
 _FIELDS = set(ProbeScores.model_fields)

@@ -132,6 +132,11 @@ class LensRequest(WireModel):
         return not (self.capture is None and self.qk is None and self.lens is None)
 
     @property
+    def scores_tokens(self) -> bool:
+        """Whether its answer has the score of each token."""
+        return any(use.tokens for use in self.probes)
+
+    @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensors that it brings."""
         edited = (tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
