@@ -6,11 +6,12 @@ python -m benchmarks.eval --shape organism --samples 8 --runs 1 --out eval.json 
 ```
 
 The same eval through Inspect's own `vllm` provider on a server without the lens, without a scorer
-and with Inspect's `includes()`; the same provider on a server with the lens; and through ours:
-nothing asked, a layer captured, captured and scored, its mean captured and scored, and a probe in
-the engine with its scorer. All servers live side by side; a round is one Inspect process that runs
-every arm of every load, and the order of arms moves on from round to round. Seconds are those of
-`eval()`, the written log included. The exit code says whether a limit was missed.
+and with Inspect's `includes()`; the first of these once more, which shows how far equal evals are
+apart; and through ours: nothing asked, a layer captured, captured and scored, its mean captured and
+scored, and a probe in the engine with its scorer. All servers live side by side; a round is one
+Inspect process that runs every arm of every load, and the order of arms moves on from round to
+round. Seconds are those of `eval()`, the written log included. The exit code says whether a limit
+was missed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["LIMITS", "limits_missed", "main", "parse", "plan", "summarise"]
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = (
-    "plain", "plain-scored", "server", "idle", "capture", "capture-scored", "mean-scored",
+    "plain", "plain-scored", "plain-again", "idle", "capture", "capture-scored", "mean-scored",
     "probe-scored",
 )  # fmt: skip
 PEER = "peer"

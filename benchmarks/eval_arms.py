@@ -128,9 +128,8 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
         "mean-scored": {"layers": [layer], "positions": "completion", "reduce": "mean"},
     }
     options: dict[str, Any] = {"api_key": "none"}
-    if not _is_ours(arm) and arm != "peer":
-        url = urls["lens" if arm == "server" else "plain"]
-        return get_model(f"vllm/{asked['served']}", base_url=url + "/v1", **options)
+    if arm.startswith("plain"):
+        return get_model(f"vllm/{asked['served']}", base_url=urls["plain"] + "/v1", **options)
     if arm == "peer":
         return get_model(f"vllm-lens/{asked['served']}", base_url=urls["peer"] + "/v1", **options)
     if arm in captures:
@@ -138,17 +137,12 @@ def _model(arm: str, asked: dict[str, Any]) -> Model:
     return get_model(f"lens/{asked['served']}", base_url=urls["lens"] + "/v1", **options)
 
 
-def _is_ours(arm: str) -> bool:
-    """Whether an arm's model is of this package's provider."""
-    return arm not in ("plain", "plain-scored", "server", "peer")
-
-
 def _set_collector(arm: str) -> None:
     """Leave the garbage collector as a process would find it that runs this arm alone."""
     gc.unfreeze()
     gc.set_threshold(*PYTHONS_THRESHOLD)
     gc.collect()  # what an arm before has left
-    if not _is_ours(arm):
+    if arm.startswith("plain") or arm == "peer":
         return
     from inspect_lens.model.provider._garbage import collect_less
 

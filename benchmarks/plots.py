@@ -39,6 +39,7 @@ _EVALS: Final = {
 _EVAL_ARMS: Final = {
     "capture-scored": "capture and score", "mean-scored": "capture the mean, score",
     "probe-scored": "probe in the engine",
+    "peer": "vllm-lens 1.3.0, no scorer",
 }  # fmt: skip
 
 Read = Callable[[str], dict[str, Any]]

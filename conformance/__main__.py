@@ -55,7 +55,9 @@ def _backend(options: argparse.Namespace, model: Path, work: Path) -> Backend:
     if options.backend.startswith(("http://", "https://")):
         from .over_http import OverHttp
 
-        return OverHttp(options.backend, model, profile=options.profile)
+        return OverHttp(
+            options.backend, model, profile=options.profile, inspect_path=options.inspect_path
+        )
     packages = {"inspect-lens": OWN, "vllm-lens": PEER}
     if options.backend not in packages:
         raise SystemExit(f"--backend {options.backend!r}: {sorted(packages)} or http://HOST:PORT")

@@ -29,11 +29,12 @@ TIMEOUT_S = 300.0
 class OverHttp:
     """One server that somebody else started, with the options of one profile."""
 
-    def __init__(self, url: str, model: Path, *, profile: Profile) -> None:
+    def __init__(self, url: str, model: Path, *, profile: Profile, inspect_path: str = "") -> None:
         self.name, self.version = "http", ""
         self.environment: dict[str, Any] = {}
         self.max_ranks = 1
         self._url, self._model, self._profile = url.rstrip("/"), model, profile
+        self._inspect_path = inspect_path
 
     @contextlib.contextmanager
     def engine(self, profile: Profile, *, tensor_parallel: int = 1) -> Iterator[Engine]:
@@ -59,9 +60,10 @@ class OverHttp:
         """Run the Inspect child with the provider that is installed here."""
         with httpx.Client(base_url=self._url, timeout=TIMEOUT_S) as client:
             served = client.get("/v1/models").json()["data"][0]["id"]
+        path = [self._inspect_path, str(ROOT / "src"), str(ROOT)]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "CONFORMANCE_BACKEND": "inspect-lens",
             "CONFORMANCE_MODEL": served,
             "VLLM_BASE_URL": "http://127.0.0.1:9/v1",

@@ -92,7 +92,7 @@ def test_every_arm_runs_and_gets_what_it_asks_for(
     assert [(line["load"], line["arm"]) for line in lines] == asked["plan"]
     assert all(line["seconds"] > 0 and line["log_bytes"] > 0 for line in lines)
     # Warm-up of two, then three samples, then two agents of three turns; on one server each.
-    assert len(plain) == 2 * (2 + 3 + 6)  # without a scorer, and with one
+    assert len(plain) == 3 * (2 + 3 + 6)  # without a scorer, with one, and once more without
     assert len(posted) == 5 * (2 + 3 + 6)
     requests = [parse_extra_args(body.get("vllm_xargs")) for body in posted]
     kinds = Counter(
