@@ -53,7 +53,7 @@ def score(
 
     check_over(over)
     if not Path(log).is_file() and "://" not in log:
-        raise ArtifactError(f"{log}: no such log")
+        raise ArtifactError(f"{log}: there is no such log; check the path")
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")
