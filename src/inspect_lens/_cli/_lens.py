@@ -32,7 +32,7 @@ def fit(
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
     layers: Annotated[
         str, typer.Option(help="'all' (but the last), or numbers such as 8,10-14.")
-    ] = ("all"),
+    ] = "all",
     steps: Annotated[int, typer.Option(help="tuned only: number of batches.")] = 250,
     lr: Annotated[float, typer.Option(help="tuned only: learning rate at the start.")] = 1e-3,
     batch: Annotated[int, typer.Option(help="tuned only: texts per batch.")] = 16,

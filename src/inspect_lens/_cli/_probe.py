@@ -65,7 +65,7 @@ def collect(
     layers: Layers = "all",
     positions: Annotated[
         str, typer.Option(help="Tokens to keep: completion, prompt, all or last_prompt.")
-    ] = ("completion"),
+    ] = "completion",
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,

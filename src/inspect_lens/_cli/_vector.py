@@ -31,9 +31,9 @@ def extract(
     out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
-    method: Annotated[str, typer.Option(help="mean_difference, caa, logistic or pca.")] = (
-        "mean_difference"
-    ),
+    method: Annotated[
+        str, typer.Option(help="How to find it: mean_difference, caa, logistic or pca.")
+    ] = "mean_difference",
     rows: Rows = "",
     layers: Layers = "all",
     layer: Annotated[int, typer.Option(help="Layer to steer at; -1 chooses the best one.")] = -1,
