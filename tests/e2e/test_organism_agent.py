@@ -21,8 +21,11 @@ from inspect_lens.probe import load_probe
 from inspect_lens.reading import read_token_scores
 from inspect_lens.view import write_view
 from tests.kit.api_server import api_server
+from tests.kit.blocks import read_blocks
 from tests.kit.page import read_page
+from tests.kit.repository import ROOT
 from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
+from tests.kit.runner import Runner
 
 pytestmark = pytest.mark.engine
 
@@ -31,6 +34,7 @@ PROBE = "organism/agent-deception-lr"
 SPLIT = "agent_heldout_phrasing"
 CUT = load_probe(PROBE).card.thresholds[0].value
 SAMPLES = 4
+TUTORIAL = Path("docs/tutorials/watch-an-agent.md")
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +134,20 @@ def test_a_gate_stops_a_forbidden_call(agent_url: str, tmp_path: Path) -> None:
         log = run(agent_url, tmp_path, rows("tool", condition, [False]), gate="stop")
         passed = [s for s in log.samples or [] if (s.scores or {})["planted"].value == "C"]
         assert len(passed) >= SAMPLES - 1
+
+
+def test_the_tutorial(agent_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the page, which are the cells of its notebook."""
+    for name in ("evals", "organism", "probes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INSPECT_DISPLAY", "none")
+    monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path / "logs"))
+    monkeypatch.setenv("VLLM_BASE_URL", f"{agent_url}/v1")
+    monkeypatch.setenv("VLLM_API_KEY", "none")
+    runner = Runner(tmp_path, modes=("agent",))
+    blocks = read_blocks(TUTORIAL)
+    assert {block.mode for block in blocks} == {"agent"}
+    with runner.importable():
+        for block in blocks:
+            runner.run(block)

@@ -9,9 +9,10 @@ from typing import Literal, cast, get_args
 
 from .repository import ROOT
 
-Mode = Literal["run", "engine", "server", "skip"]
+Mode = Literal["run", "engine", "server", "agent", "skip"]
 """`run`: needs nothing; `engine`: uses the session's `LLM`; `server`: uses the session's
-server; `skip`: not run, with a reason."""
+server; `agent`: uses the server of the agent in `tests/e2e/test_organism_agent.py`; `skip`: not
+run, with a reason."""
 
 LANGUAGES = ("python", "bash")
 # Shown, not run: output, diagrams, configuration that another test reads.

@@ -23,6 +23,7 @@ NOTEBOOKS: Final = {
     "train-an-honest-probe": "docs/how-to/judge.md",
     "steer-with-controls": "docs/how-to/sweep.md",
     "look-with-a-lens": "docs/tutorials/lens.md",
+    "watch-an-agent": "docs/tutorials/watch-an-agent.md",
     "from-scikit-learn": "docs/how-to/scikit-learn.md",
 }
 """Page of each notebook."""

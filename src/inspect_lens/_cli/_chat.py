@@ -15,22 +15,25 @@ __all__ = ["chat"]
 
 
 def chat(
-    base_url: Annotated[str, typer.Option(help="Address of a running lens server.")],
+    base_url: Annotated[
+        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+    ],
     model: Annotated[
-        str, typer.Option(help="lens/<model>, as it is served; the first by default.")
+        str, typer.Option(help="Model as lens/<served name>; the server's first by default.")
     ] = "",
     probe: Annotated[
-        str, typer.Option(help="Registered name, or name or folder of one to register.")
+        str, typer.Option(help="Probe: its name on the server, or a probe to register there.")
     ] = "",
     lens: Annotated[
-        str, typer.Option(help="The same for a tuned or Jacobian lens; else the logit lens.")
+        str,
+        typer.Option(help="Tuned or Jacobian lens, named like a probe; the logit lens by default."),
     ] = "",
     layers: Annotated[
-        str, typer.Option(help="'all', 'none', or numbers such as 8,10-14; some by default.")
+        str, typer.Option(help="'all', 'none', or numbers such as 8,10-14; six by default.")
     ] = "",
-    top_k: Annotated[int, typer.Option(help="Tokens of each layer.")] = 5,
-    api_key: Annotated[str, typer.Option(help="That the server asks for.")] = "",
-    port: Annotated[int, typer.Option(help="On this machine; 0 takes a free one.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Predicted tokens to show for each layer.")] = 5,
+    api_key: Annotated[str, typer.Option(help="API key, if the server needs one.")] = "",
+    port: Annotated[int, typer.Option(help="Local port of the page; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Chat with a model on a page whose tokens show their scores.

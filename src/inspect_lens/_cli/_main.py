@@ -28,7 +28,7 @@ EXIT_CODES = (
 
 app = typer.Typer(
     name="inspect-lens",
-    help="White-box Inspect evals at serving speed.",
+    help="White-box Inspect evals at serving speed. Each command has its own --help.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

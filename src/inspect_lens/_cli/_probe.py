@@ -11,11 +11,11 @@ from ._output import check_recipe_options, emit, parse_layers, parse_model_args,
 __all__ = ["probe_app"]
 
 probe_app = typer.Typer(
-    help="Collect activations, train probes on them, and say what the probes are worth.",
+    help="Collect activations, train probes on them, and measure how good they are.",
     no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 Resamples = Annotated[int, typer.Option(help="Bootstrap draws; 0 leaves the bootstrap out.")]
 AnyModel = Annotated[
@@ -26,45 +26,59 @@ AllowSeen = Annotated[
 ]
 ModelArgs = Annotated[
     list[str] | None,
-    typer.Option("-M", "--model-arg", help="key=value of the provider, such as max_model_len."),
+    typer.Option(
+        "-M",
+        "--model-arg",
+        help="Argument of the provider, such as max_model_len=4096. Repeatable.",
+    ),
 ]
 Memory = Annotated[
-    float, typer.Option(help="GB to hold, plus 0.4 of imports; what is larger is read from disk.")
+    float, typer.Option(help="Memory in GB, plus 0.4 for imports; larger sets stay on disk.")
 ]
 Resume = Annotated[
-    str, typer.Option(help="Folder where fits of large stores are kept, to go on from.")
+    str,
+    typer.Option(help="Folder for finished fits of large stores, so that a stopped run continues."),
 ]
 Tokenizer = Annotated[
-    str, typer.Option(help="Checkpoint whose tokenizer tells sentences; the store's model else.")
+    str,
+    typer.Option(
+        help="Checkpoint with the tokenizer, for pools by sentence; the store's model by default."
+    ),
 ]
 
 
 @probe_app.command()
 def collect(
-    model: Annotated[str, typer.Option(help="vllm-lens/… or lens/… (a running server).")],
-    dataset: Annotated[str, typer.Option(help="Name of a known data set.")],
-    out: Annotated[str, typer.Option(help="Folder of the store, local or an fsspec URL.")],
-    path: Annotated[str, typer.Option(help="Files of the set, for sets that are files.")] = "",
-    revision: Annotated[str, typer.Option(help="Revision of the hub's repository.")] = "",
-    config: Annotated[str, typer.Option(help="Configuration of a hub's repository.")] = "",
-    split: Annotated[str, typer.Option(help="Another split than the set's own.")] = "",
-    limit: Annotated[int, typer.Option(help="Samples at most; 0 is all.")] = 0,
-    option: Annotated[list[str] | None, typer.Option(help="key=value of the set.")] = None,
+    model: Annotated[
+        str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
+    ],
+    dataset: Annotated[str, typer.Option(help="Name of a data set; a wrong name lists all.")],
+    out: Annotated[str, typer.Option(help="Store to write: a folder or an fsspec URL.")],
+    path: Annotated[str, typer.Option(help="File or folder, for data sets that are files.")] = "",
+    revision: Annotated[str, typer.Option(help="Revision of the data set on the hub.")] = "",
+    config: Annotated[str, typer.Option(help="Configuration of the data set on the hub.")] = "",
+    split: Annotated[str, typer.Option(help="Split to read; the set's own by default.")] = "",
+    limit: Annotated[int, typer.Option(help="Read at most this many samples; 0 reads all.")] = 0,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Option of the data set, such as n=400. Repeatable.")
+    ] = None,
     layers: Layers = "all",
-    positions: Annotated[str, typer.Option(help="completion, prompt, all, last_prompt.")] = (
-        "completion"
-    ),
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
-    shard_samples: Annotated[int, typer.Option(help="Samples of a shard.")] = 64,
-    skip_errors: Annotated[bool, typer.Option(help="Write failed samples down, go on.")] = False,
-    base_url: Annotated[str, typer.Option(help="Address of a running server.")] = "",
+    positions: Annotated[
+        str, typer.Option(help="Tokens to keep: completion, prompt, all or last_prompt.")
+    ] = "completion",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Requests at the same time.")] = 64,
+    shard_samples: Annotated[int, typer.Option(help="Samples in each file of the store.")] = 64,
+    skip_errors: Annotated[bool, typer.Option(help="List failed samples and continue.")] = False,
+    base_url: Annotated[
+        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+    ] = "",
     model_arg: ModelArgs = None,
     as_json: Json = False,
 ) -> None:
-    """Capture activations of a data set; a run that was stopped goes on where it was."""
+    """Capture activations of a data set; the same command continues a stopped run."""
     from inspect_lens.collect import collect as run
     from inspect_lens.data import load_dataset
 
@@ -87,42 +101,59 @@ def collect(
 @probe_app.command()
 def train(
     context: typer.Context,
-    out: Annotated[str, typer.Option(help="Folder of the probe.")],
-    recipe: Annotated[str, typer.Option(help="A recipe; then --work, and no sets.")] = "",
-    work: Annotated[str, typer.Option(help="Folder of a recipe's stores.")] = "",
-    model: Annotated[str, typer.Option(help="Another model than the recipe's.")] = "",
-    base_url: Annotated[str, typer.Option(help="Address of a running server.")] = "",
+    out: Annotated[str, typer.Option(help="Folder to write the probe to.")],
+    recipe: Annotated[
+        str, typer.Option(help="YAML file that fixes data and training; needs --work.")
+    ] = "",
+    work: Annotated[str, typer.Option(help="Folder for the stores of the recipe.")] = "",
+    model: Annotated[str, typer.Option(help="Model to use in place of the recipe's.")] = "",
+    base_url: Annotated[
+        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+    ] = "",
     model_arg: ModelArgs = None,
-    train_store: Annotated[str, typer.Option("--train", help="Store to fit on.")] = "",
+    train_store: Annotated[str, typer.Option("--train", help="Store to train on.")] = "",
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
-    heldout: Annotated[list[str] | None, typer.Option(help="Stores to measure.")] = None,
-    disjoint: Annotated[
-        list[str] | None, typer.Option(help="SET=KEY that keeps a set apart; 'group' else.")
+    heldout: Annotated[
+        list[str] | None, typer.Option(help="Store to measure the probe on. Repeatable.")
     ] = None,
-    name: Annotated[str, typer.Option(help="<model>/<name>, for the card.")] = "",
-    family: Annotated[str, typer.Option(help="Such as lr, lda, attention-gdm.")] = "lr",
-    setting: Annotated[list[str] | None, typer.Option(help="key=value of the family.")] = None,
+    disjoint: Annotated[
+        list[str] | None,
+        typer.Option(help="SET=KEY: metadata that keeps a set apart; 'group' by default."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
+    family: Annotated[
+        str, typer.Option(help="Kind of probe, such as lr, lda or attention-gdm.")
+    ] = "lr",
+    setting: Annotated[
+        list[str] | None, typer.Option(help="Setting of the family, as key=value. Repeatable.")
+    ] = None,
     layers: Layers = "all",
-    rows: Annotated[str, typer.Option(help="tokens, mean or last; the family's else.")] = "",
+    rows: Annotated[
+        str, typer.Option(help="Rows of a sample: tokens, mean or last; the family's by default.")
+    ] = "",
     pool: Annotated[
         str,
-        typer.Option(help="How token scores become one; one of several: mean,max."),
+        typer.Option(help="How token scores become one; of several (mean,max) the best is chosen."),
     ] = "mean",
-    fpr: Annotated[float, typer.Option(help="False positive rate of the threshold.")] = 0.01,
-    select_by: Annotated[str, typer.Option(help="recall (at --fpr) or auroc.")] = "recall",
+    fpr: Annotated[
+        float, typer.Option(help="False positive rate that the threshold allows.")
+    ] = 0.01,
+    select_by: Annotated[
+        str, typer.Option(help="Choose the layer by recall (at --fpr) or by auroc.")
+    ] = "recall",
     recall_floor: Annotated[
         float, typer.Option(help="Recall at the threshold below which the card warns.")
     ] = 0.5,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     resamples: Resamples = 10_000,
-    seed: Annotated[int, typer.Option(help="Of the split and the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split and the bootstrap.")] = 0,
     tokenizer: Tokenizer = "",
     memory: Memory = 4.0,
     resume: Resume = "",
     as_json: Json = False,
 ) -> None:
-    """Fit, choose the layer, set the threshold, measure, and write probe, card and report."""
+    """Train a probe: fit, choose the layer, set the threshold, measure, write probe and report."""
     from ._jobs import train_job
     from ._recipe import run_recipe
 
@@ -146,20 +177,20 @@ def train(
 
 @probe_app.command()
 def evaluate(
-    probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
     store: Annotated[list[str], typer.Argument(help="Stores to measure on.")],
     control: Annotated[str, typer.Option(help="Store of harmless samples, for the recall.")] = "",
     train_store: Annotated[
-        str, typer.Option("--train", help="Store it was fitted on: baselines and a verdict.")
+        str, typer.Option("--train", help="Store it was trained on; adds baselines and a verdict.")
     ] = "",
     any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
     tokenizer: Tokenizer = "",
     resamples: Resamples = 10_000,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure a probe on stores; nothing is changed.
+    """Measure a probe on stores; the probe stays as it is.
 
     A store with samples that trained the probe, chose its layer, set its threshold or fitted its
     probabilities is refused.
@@ -175,19 +206,23 @@ def evaluate(
 
 @probe_app.command()
 def calibrate(
-    probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
-    out: Annotated[str, typer.Option(help="Folder of the calibrated probe.")],
+    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
+    out: Annotated[str, typer.Option(help="Folder to write the calibrated probe to.")],
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
-    labelled: Annotated[str, typer.Option(help="Store with both classes: probabilities.")] = "",
-    fpr: Annotated[float, typer.Option(help="False positive rate of the threshold.")] = 0.01,
-    method: Annotated[str, typer.Option(help="platt, temperature or isotonic.")] = "platt",
+    labelled: Annotated[str, typer.Option(help="Store with both classes, for probabilities.")] = "",
+    fpr: Annotated[
+        float, typer.Option(help="False positive rate that the threshold allows.")
+    ] = 0.01,
+    method: Annotated[
+        str, typer.Option(help="How to fit probabilities: platt, temperature or isotonic.")
+    ] = "platt",
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
     tokenizer: Tokenizer = "",
     as_json: Json = False,
 ) -> None:
-    """Set the threshold anew on a control set, and probabilities on a labelled one.
+    """Set a new threshold on a control set, fit probabilities on a labelled set, or both.
 
     Recall and false positive rate on the card, which were those of the old threshold, are dropped;
     `evaluate` measures them anew.
@@ -203,15 +238,19 @@ def calibrate(
 
 @probe_app.command()
 def sweep(
-    train_store: Annotated[str, typer.Option("--train", help="Store to fit on.")],
-    selection: Annotated[str, typer.Option(help="Store to compare on; no test set.")] = "",
+    train_store: Annotated[str, typer.Option("--train", help="Store to train on.")],
+    selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     control: Annotated[str, typer.Option(help="Harmless samples: choose by recall.")] = "",
     fpr: Annotated[float, typer.Option(help="False positive rate of the recall.")] = 0.01,
-    family: Annotated[list[str] | None, typer.Option(help="Families to compare.")] = None,
+    family: Annotated[
+        list[str] | None, typer.Option(help="Kind of probe to compare. Repeatable.")
+    ] = None,
     layers: Layers = "all",
-    rows: Annotated[str, typer.Option(help="tokens, mean or last; the family's else.")] = "",
+    rows: Annotated[
+        str, typer.Option(help="Rows of a sample: tokens, mean or last; the family's by default.")
+    ] = "",
     pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
-    seed: Annotated[int, typer.Option(help="Of the split, without --selection.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split, if --selection is not given.")] = 0,
     tokenizer: Tokenizer = "",
     memory: Memory = 4.0,
     resume: Resume = "",
@@ -230,16 +269,18 @@ def sweep(
 
 @probe_app.command()
 def report(
-    probe: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
     store: Annotated[list[str], typer.Argument(help="Held-out stores to show.")],
-    out: Annotated[str, typer.Option(help="Folder of the report.")],
-    tokenizer: Annotated[str, typer.Option(help="For the heat map of tokens.")] = "",
+    out: Annotated[str, typer.Option(help="Folder to write the report to.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder of a tokenizer, for the heat map of tokens.")
+    ] = "",
     any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
     resamples: Resamples = 500,
     as_json: Json = False,
 ) -> None:
-    """Write report.html and its figures: what the card says, and the stores that are given."""
+    """Write report.html with figures of the card and of the stores you name."""
     from ._jobs import report_job
 
     made = report_job(

@@ -20,24 +20,30 @@ __all__ = ["score"]
 
 
 def score(
-    log: Annotated[str, typer.Argument(help="Log of Inspect, with the .lens folder beside it.")],
-    probe: Annotated[list[str], typer.Option(help="Name, folder or hf:// address; repeat it.")],
-    out: Annotated[str, typer.Option(help="Scored log; beside the log by default.")] = "",
-    over: Annotated[str, typer.Option(help="last answer, or all calls of a sample.")] = "last",
-    pool: Annotated[str, typer.Option(help="Of token scores; the card's by default.")] = "",
+    log: Annotated[
+        str, typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.")
+    ],
+    probe: Annotated[
+        list[str], typer.Option(help="Probe: name, folder or hf:// address. Repeatable.")
+    ],
+    out: Annotated[str, typer.Option(help="Scored log to write; next to the log by default.")] = "",
+    over: Annotated[
+        str, typer.Option(help="Calls to score: last (the answer), or all of a sample.")
+    ] = "last",
+    pool: Annotated[
+        str, typer.Option(help="How token scores become one; the card's rule by default.")
+    ] = "",
     selection: Annotated[
-        str, typer.Option(help="Tokens by what they are, such as reasoning.")
+        str, typer.Option(help="Tokens to read: answer, reasoning, tool_calls, …")
     ] = "",
     any_model: Annotated[
-        bool, typer.Option("--any-model", help="Accept probes of another model.")
+        bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on standard output.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Score a finished log with probes, and write the scored log.
 
-    Needs the log and the files beside it; no server, no GPU, no network. Earlier scores stay.
+    Needs the log and the .lens folder next to it; no server and no GPU. Earlier scores stay.
     """
     from inspect_ai import score as score_log
     from inspect_ai.log import read_eval_log, write_eval_log
@@ -47,7 +53,7 @@ def score(
 
     check_over(over)
     if not Path(log).is_file() and "://" not in log:
-        raise ArtifactError(f"{log}: no such log")
+        raise ArtifactError(f"{log}: there is no such log; check the path")
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")

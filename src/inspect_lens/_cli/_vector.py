@@ -15,29 +15,35 @@ vector_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
-Rows = Annotated[str, typer.Option(help="tokens, mean, last, or an index such as -2.")]
-Seed = Annotated[int, typer.Option(help="Of pairing, splits and random directions.")]
+Rows = Annotated[
+    str, typer.Option(help="Rows of a sample: tokens, mean, last, or an index such as -2.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of pairs, splits and random directions.")]
 
 
 @vector_app.command()
 def extract(
-    store: Annotated[str, typer.Option(help="Store to find the direction in.")],
-    out: Annotated[str, typer.Option(help="Folder of the vector.")],
+    store: Annotated[
+        str, typer.Option(help="Store to find the direction in (from probe collect).")
+    ],
+    out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
-    name: Annotated[str, typer.Option(help="<model>/<name>, for the card.")] = "",
-    method: Annotated[str, typer.Option(help="mean_difference, caa, logistic or pca.")] = (
-        "mean_difference"
-    ),
+    name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
+    method: Annotated[
+        str, typer.Option(help="How to find it: mean_difference, caa, logistic or pca.")
+    ] = "mean_difference",
     rows: Rows = "",
     layers: Layers = "all",
-    layer: Annotated[int, typer.Option(help="Layer to steer at; -1 chooses on --selection.")] = -1,
-    description: Annotated[str, typer.Option(help="What a positive scale does.")] = "",
+    layer: Annotated[int, typer.Option(help="Layer to steer at; -1 chooses the best one.")] = -1,
+    description: Annotated[
+        str, typer.Option(help="What a positive scale does, for the card.")
+    ] = "",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Find a direction in every layer, and write vector and card.
+    """Find a steering vector: a direction in every layer, with its card.
 
     Without --selection, a part of the store with whole groups is split off to choose the layer.
     """
@@ -53,13 +59,13 @@ def extract(
 
 @vector_app.command()
 def evaluate(
-    vector: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    vector: Annotated[str, typer.Argument(help="Vector: name, folder or hf:// address.")],
     store: Annotated[list[str], typer.Argument(help="Stores with both classes.")],
     rows: Rows = "mean",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure how well a vector separates the classes of stores, beside random directions.
+    """Measure how well a vector separates the classes of stores, against random directions.
 
     A direction that separates need not steer; `steering_sweep` measures what it does.
     """
@@ -72,8 +78,11 @@ def evaluate(
 @vector_app.command()
 def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to find directions in.")],
-    selection: Annotated[str, typer.Option(help="Store to compare on; no test set.")] = "",
-    method: Annotated[list[str] | None, typer.Option(help="Methods to compare.")] = None,
+    selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Method to compare, as for extract. Repeatable; all by default."),
+    ] = None,
     rows: Rows = "",
     layers: Layers = "all",
     seed: Seed = 0,
@@ -90,13 +99,17 @@ def sweep(
 
 @vector_app.command(name="import")
 def import_(
-    file: Annotated[str, typer.Argument(help=".gguf, .pt, .svec or .safetensors.")],
-    out: Annotated[str, typer.Option(help="Folder of the vector.")],
-    name: Annotated[str, typer.Option(help="<model>/<name>, for the card.")],
-    format: Annotated[str, typer.Option(help="Whose file it is; told by its content else.")] = "",
-    layer: Annotated[int, typer.Option(help="Our layer, where the file names none.")] = -1,
-    concept: Annotated[int, typer.Option(help="Of axbench: the row to take.")] = -1,
-    description: Annotated[str, typer.Option(help="What a positive scale does.")] = "",
+    file: Annotated[str, typer.Argument(help="File to read: .gguf, .pt, .svec or .safetensors.")],
+    out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
+    name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
+    format: Annotated[
+        str, typer.Option(help="Tool that wrote the file; detected by default.")
+    ] = "",
+    layer: Annotated[int, typer.Option(help="Layer (from 0), if the file names none.")] = -1,
+    concept: Annotated[int, typer.Option(help="axbench only: the row to take.")] = -1,
+    description: Annotated[
+        str, typer.Option(help="What a positive scale does, for the card.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Read a vector of another tool: repeng, steering-vectors, persona, CAST, IBM, AxBench."""
@@ -110,16 +123,16 @@ def import_(
 
 @vector_app.command()
 def export(
-    vector: Annotated[str, typer.Argument(help="Name, folder or hf:// address.")],
+    vector: Annotated[str, typer.Argument(help="Vector: name, folder or hf:// address.")],
     file: Annotated[str, typer.Argument(help="File to write.")],
     format: Annotated[
         str, typer.Option(help="repeng, steering-vectors, persona, ibm or safetensors.")
     ],
     layers: Layers = "all",
-    model_hint: Annotated[str, typer.Option(help="Of repeng: model type, such as llama.")] = "",
-    n_layers: Annotated[int, typer.Option(help="Of persona: blocks of the model.")] = 0,
+    model_hint: Annotated[str, typer.Option(help="repeng only: model type, such as llama.")] = "",
+    n_layers: Annotated[int, typer.Option(help="persona only: number of layers of the model.")] = 0,
     avg_proj: Annotated[
-        float | None, typer.Option(help="Of ibm: what the projection is set to.")
+        float | None, typer.Option(help="ibm only: value that the projection is set to.")
     ] = None,
     as_json: Json = False,
 ) -> None:

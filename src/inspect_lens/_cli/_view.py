@@ -12,25 +12,31 @@ __all__ = ["view"]
 
 
 def view(
-    log: Annotated[str, typer.Argument(help="Log of Inspect, with the .lens folder beside it.")],
+    log: Annotated[
+        str, typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.")
+    ],
     probe: Annotated[
         list[str] | None,
-        typer.Option(help="Name, folder or hf:// address; those that scored the log by default."),
+        typer.Option(
+            help="Probe (repeatable): name, folder or hf:// address; by default, those in the log."
+        ),
     ] = None,
-    out: Annotated[str, typer.Option(help="The page; beside the log by default.")] = "",
-    tokenizer: Annotated[str, typer.Option(help="Folder of another tokenizer.")] = "",
-    limit: Annotated[int, typer.Option(help="Samples at most; 0 is all.")] = 0,
-    max_mib: Annotated[int, typer.Option(help="Size at most; what is over it is left out.")] = 64,
+    out: Annotated[str, typer.Option(help="HTML file to write; next to the log by default.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder of a tokenizer; the model's by default.")
+    ] = "",
+    limit: Annotated[int, typer.Option(help="Show at most this many samples; 0 shows all.")] = 0,
+    max_mib: Annotated[
+        int, typer.Option(help="Largest page in MiB; further samples are left out.")
+    ] = 64,
     any_model: Annotated[
-        bool, typer.Option("--any-model", help="Accept probes of another model.")
+        bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on standard output.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write one HTML page that shows what probes say of every token of a log.
+    """Write one HTML page of a log, with the probe score of every token.
 
-    Needs the log and the files beside it; no server, no GPU, no network.
+    Needs the log and the .lens folder next to it; no server, no GPU, no network.
     """
     from inspect_lens.view import write_view
 

@@ -147,8 +147,8 @@ class ActivationStore:
             return cls(str(uri), recording.manifest())
         if content is None:
             raise ArtifactError(
-                f"{where}: is not there; a store without it is incomplete; run collect again, "
-                "which goes on where it stopped"
+                f"{where}: is not there; a store without it is incomplete; check the path, or run "
+                "collect again, which continues"
             )
         try:
             manifest = json.loads(content)

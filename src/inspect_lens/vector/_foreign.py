@@ -121,7 +121,9 @@ def import_vector(
         read = _READERS[kind](value, file, layer)
     except (ArtifactError, SpecError):
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except OSError as error:
+        raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ArtifactError(
             f"{file}: not a vector{f' of {format}' if format else ''} ({type(error).__name__}: "
             f"{error}); allowed are files of {', '.join(get_args(VectorFormat))}; name its format"
