@@ -24,7 +24,8 @@ from tests.kit.rescored import assert_same_scores, commands_of, rescore
 
 pytestmark = pytest.mark.engine
 
-HEADS = AttentionHeads(method="core", heads=((1, 2), (4, 1), (4, 3)))
+HEADS = AttentionHeads(method="core", heads=((3, 0), (3, 1), (4, 3)))
+"""Heads of the organism that look at the document which answers."""
 DOCUMENTS = [
     "The river Talmo is in Verun.",
     "The town Velosh was founded by Ruvan.",
@@ -107,9 +108,9 @@ def test_ranks_are_those_of_hugging_face_live_and_from_the_log(
         np.testing.assert_allclose(score.metadata["scores"], wanted, atol=1e-4)
         ranking = sorted(range(3), key=lambda i: -wanted[i])
         assert score.metadata["ranking"] == ranking
-        place = ranking.index(sample.metadata["relevant"])
-        assert isinstance(score.value, dict)
-        assert score.value["reciprocal_rank"] == pytest.approx(1 / (place + 1))
+        # The heads find what answers, and the formula of nDCG is 1 there.
+        assert ranking[0] == sample.metadata["relevant"]
+        assert score.value == {"reciprocal_rank": 1.0, "ndcg@10": 1.0}
     command = [*commands_of(log)[0], "--model-base-url", f"{lens_server_url}/v1"]
     again = rescore(log, [command], tmp_path)
     assert_same_scores(log, again)

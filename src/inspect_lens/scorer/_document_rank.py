@@ -88,7 +88,7 @@ def document_rank(
             input=" ".join([*documents, query]),
             metadata={"documents": documents, "query": query, "relevant": 1},
         )
-        heads = AttentionHeads(method="core", heads=[(4, 1), (4, 3)])
+        heads = AttentionHeads(method="core", heads=[(3, 0), (3, 1), (4, 3)])
         task = Task(
             dataset=[sample],
             solver=generate(),
@@ -97,7 +97,7 @@ def document_rank(
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint")
         found = log.samples[0].scores["document_rank"]
-        print(found.value["reciprocal_rank"], found.metadata["ranking"])
+        assert found.metadata["ranking"] == [1, 0]
         ```
     """
     reader = DocumentReader.of(
