@@ -9,7 +9,6 @@ inspect eval inspect_lens/sae_clamp -T sae=<sae> -T latent=<number> -T values=0,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
@@ -27,7 +26,7 @@ from inspect_ai.solver import TaskState
 from evals.sae_clamp.dataset import clamp_dataset
 from inspect_lens.scorer import edit_effects, edit_rates, sae_feature
 from inspect_lens.solver import latent_sweep
-from inspect_lens.spec import Site
+from inspect_lens.spec import LatentMode, Site
 
 __all__ = ["activation_by_value", "behaviour_by_value", "behaviour_seen", "sae_clamp"]
 
@@ -43,7 +42,7 @@ def sae_clamp(
     data: str,
     phrases: Sequence[str] | str | None = None,
     criterion: str | None = None,
-    mode: Literal["set", "add"] = "set",
+    mode: LatentMode = "set",
     only_if_active: bool = False,
     controls: int = 3,
     layer: int | None = None,
@@ -64,7 +63,7 @@ def sae_clamp(
         phrases: the behaviour is an answer with one of these texts, in any case.
         criterion: the behaviour is what a model in the role `grader` finds in the answer by this
             criterion. Without it and without phrases, it is an answer with a target of its row.
-        mode: `set`, or `add` to add to the activation.
+        mode: `set`, `add` to add to the activation, or `at_least` to raise it.
         only_if_active: leave tokens alone on which the latent is not active.
         controls: random latents beside it.
         layer: that the autoencoder reads; that of its file by default.

@@ -59,9 +59,10 @@ def test_an_end_to_end_test_uses_it(component: Component) -> None:
 RESCORED_ELSEWHERE = {
     "oracle_answer": "test_oracle.py",
     "attention_tracker": "test_evals.py",
+    "document_rank": "test_document_rank.py",
     "edit_effects": "test_steering_evals.py",
 }
-"""One asks a server while it scores, so it cannot be scored again without one; one reads queries
+"""Two ask a server while they score, so they cannot be scored again without one; one reads queries
 and keys, which a steering sweep does not capture; and one reads variants of edits."""
 
 

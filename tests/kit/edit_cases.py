@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from inspect_lens.spec import (
     EditBase,
     Insert,
     Latent,
+    LatentMode,
     LowRank,
     ProjectOut,
     Replace,
@@ -84,12 +85,15 @@ def edit_cases(
     out = w.astype(np.float64)
     basis = np.linalg.qr(random_rows(seed + 3, 3, width).T.astype(np.float64))[0]
 
-    def latent(h: Wide, *, threshold: float, value: float, add: bool, only: bool) -> Wide:
+    def latent(h: Wide, *, threshold: float, value: float, mode: LatentMode, only: bool) -> Wide:
         z = float(h @ e) + 0.25
-        active = z > threshold
-        if only and not active:
+        activation = z if z > threshold else 0.0
+        if only and not z > threshold:
             return h
-        return np.asarray(h + (value if add else value - (z if active else 0.0)) * d)
+        after = {
+            "set": value, "add": activation + value, "at_least": max(activation, value),
+        }[mode]  # fmt: skip
+        return np.asarray(h + (after - activation) * d)
 
     def swapped(h: Wide) -> Wide:
         both = np.stack([wide, out], axis=1)
@@ -134,14 +138,14 @@ def edit_cases(
             (
                 Latent(
                     encoder=e, decoder=d, bias=0.25, threshold=t, value=2.0,
-                    mode="add" if add else "set", only_if_active=only, **at,
+                    mode=mode, only_if_active=only, **at,
                 ),
-                lambda h, t=t, add=add, only=only: latent(
-                    h, threshold=t, value=2.0, add=add, only=only
+                lambda h, t=t, mode=mode, only=only: latent(
+                    h, threshold=t, value=2.0, mode=mode, only=only
                 ),
             )
             for t in (0.0, 1.0)
-            for add in (False, True)
+            for mode in get_args(LatentMode)
             for only in (False, True)
         ),
         (Replace(rows=v, **at), lambda h: wide),

@@ -7,6 +7,7 @@ from ._calls import CallReading, Calls, Over, calls_to_read, check_over, read_ca
 from ._cell_scores import CellScores
 from ._cells import CellKind, SteeringCell, SteeringCells, read_cells
 from ._columns import captured_calls_column, lens_column
+from ._documents import DocumentReader, DocumentReading
 from ._given import (
     GIVEN_TOKENS,
     WITHHELD,
@@ -37,6 +38,8 @@ __all__ = [
     "CellScores",
     "ContrastiveAnswer",
     "ContrastiveAnswers",
+    "DocumentReader",
+    "DocumentReading",
     "FocusReading",
     "GivenTokens",
     "LatentCall",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 
-from inspect_ai.model import ModelOutput
+from inspect_ai.model import ChatMessage, ModelOutput
 
-from inspect_lens.attention import QueriesKeys, Span
+from inspect_lens._shipped import model_path
+from inspect_lens._token_texts import TokenTexts
+from inspect_lens.attention import AttentionHeads, QueriesKeys, Span
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import activations
 
@@ -67,7 +70,6 @@ def find_texts(pieces: Sequence[str], texts: Sequence[str]) -> list[Span | None]
         one that is not there.
     """
     whole = "".join(pieces)
-    stops = list(accumulate(len(piece) for piece in pieces))
     found: list[Span | None] = []
     start = 0
     for text in texts:
@@ -77,10 +79,16 @@ def find_texts(pieces: Sequence[str], texts: Sequence[str]) -> list[Span | None]
             found.append(None)
             continue
         start = at + len(wanted)
-        first = next(i for i, stop in enumerate(stops) if stop > at)
-        last = next(i for i, stop in enumerate(stops) if stop >= start)
-        found.append((first, last + 1))
+        found.append(tokens_of(pieces, at, start))
     return found
+
+
+def tokens_of(pieces: Sequence[str], start: int, stop: int) -> Span:
+    """(first, behind the last) token that holds a part of the characters from start to stop."""
+    ends = list(accumulate(len(piece) for piece in pieces))
+    first = next(i for i, end in enumerate(ends) if end > start)
+    last = next(i for i, end in enumerate(ends) if end >= stop)
+    return first, last + 1
 
 
 def require_span(span: Span | None, what: str) -> Span:
@@ -91,3 +99,61 @@ def require_span(span: Span | None, what: str) -> Span:
             "may change it, or tokenizer= names that of another model"
         )
     return span
+
+
+def prompt_pieces(
+    output: ModelOutput, model_name: str | None, tokenizer: str | None, what: str
+) -> list[str]:
+    """Text of each token of a call's prompt.
+
+    Args:
+        output: of a call that captured something.
+        model_name: of its model, with its provider.
+        tokenizer: folder or name to take instead of the model's.
+        what: reads the texts, for the error.
+
+    Returns:
+        The texts; joined they are the prompt as the model saw it.
+
+    Raises:
+        ArtifactError: nothing was captured, or there is no tokenizer on this machine.
+    """
+    handle = activations(output)
+    if handle is None:
+        raise ArtifactError(f"{what}: this call captured nothing; use lens_config(qk=[…])")
+    texts = TokenTexts.of(model_name or "", tokenizer=tokenizer)
+    if not texts.is_known:
+        raise ArtifactError(
+            f"{what}: told by the texts of tokens. {texts.note} Allowed is "
+            "tokenizer= with the folder of a checkpoint"
+        )
+    return texts.texts(handle.prompt_token_ids)
+
+
+def messages_before(output: ModelOutput, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages before the answer; all of them where the answer is not among them."""
+    answer = output.message.id if output.choices else None
+    at = next((i for i, m in enumerate(messages) if answer is not None and m.id == answer), None)
+    return list(messages[:at])
+
+
+def bare_name(model: str) -> str:
+    """A model's name without its provider and its adapter."""
+    return model.partition("/")[2].partition(":")[0]
+
+
+def check_model_of(heads: AttentionHeads, model: str) -> None:
+    """Refuse heads of another model than the one that made a call."""
+    listed, name = heads.model, bare_name(model)
+
+    def place(of: str) -> str:
+        # A folder may be written in several ways, and the shipped model has a name, too.
+        path = Path(model_path(of)).expanduser()
+        return str(path.resolve()) if path.is_dir() else of
+
+    if listed and place(listed) != place(name):
+        raise ArtifactError(
+            f"heads: the list is of the model {listed!r}, and this is {name!r}; heads of one model "
+            "say nothing of another. Find its own with calibrate_tracker or find_core_heads, or "
+            "pass check_model=False where both names are of the same model"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -12,8 +11,6 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import ChatMessage, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens._shipped import model_path
-from inspect_lens._token_texts import TokenTexts
 from inspect_lens.attention import (
     AttentionHeads,
     Head,
@@ -24,9 +21,17 @@ from inspect_lens.attention import (
     load_heads,
 )
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import activations, know_log
+from inspect_lens.model import know_log
 
-from ._queries_keys import find_texts, read_queries_keys, require_span
+from ._queries_keys import (
+    bare_name,
+    check_model_of,
+    find_texts,
+    messages_before,
+    prompt_pieces,
+    read_queries_keys,
+    require_span,
+)
 from ._threads import in_thread
 
 __all__ = ["FocusReading", "TrackerReader", "calibrate_tracker"]
@@ -168,23 +173,14 @@ class TrackerReader:
             SpecError: a head was not captured.
         """
         if self.check_model and self.heads is not None and model_name is not None:
-            _check_model(self.heads.model, model_name)
+            check_model_of(self.heads, model_name)
         captured = read_queries_keys(output)
-        handle = activations(output)
-        assert handle is not None  # or there were no queries and keys
-        ids = handle.prompt_token_ids
-        texts = TokenTexts.of(model_name or "", tokenizer=self.tokenizer)
-        if not texts.is_known:
-            raise ArtifactError(
-                f"attention tracker: told by the texts of tokens. {texts.note} Allowed is "
-                "tokenizer= with the folder of a checkpoint"
-            )
-        pieces = texts.texts(ids)
-        prompt = _prompt(output, messages)
+        pieces = prompt_pieces(output, model_name, self.tokenizer, "attention tracker")
+        prompt = messages_before(output, messages)
         instruction = self._spans(self.instruction, "instruction", pieces, prompt, metadata)
         data = self._spans(self.data, "data", pieces, prompt, metadata)
         shares = instruction_shares(
-            captured, self._heads(captured), instruction, data, query=len(ids) - 1
+            captured, self._heads(captured), instruction, data, query=len(pieces) - 1
         )
         return FocusReading(shares, instruction, data)
 
@@ -299,34 +295,6 @@ def calibrate_tracker(
     empty = np.empty((0, len(heads or ())))
     normal, attack = (np.stack(rows) if rows else empty for rows in (shares[False], shares[True]))
     return find_tracker_heads(
-        normal, attack, heads or (), n_std=n_std, model=_bare(log.eval.model),
+        normal, attack, heads or (), n_std=n_std, model=bare_name(log.eval.model),
         data=log.eval.dataset.name or log.eval.task,
     )  # fmt: skip
-
-
-def _bare(model: str) -> str:
-    """A model's name without its provider and its adapter."""
-    return model.partition("/")[2].partition(":")[0]
-
-
-def _check_model(listed: str, model: str) -> None:
-    name = _bare(model)
-
-    def place(of: str) -> str:
-        # A folder may be written in several ways, and the shipped model has a name, too.
-        path = Path(model_path(of)).expanduser()
-        return str(path.resolve()) if path.is_dir() else of
-
-    if listed and place(listed) != place(name):
-        raise ArtifactError(
-            f"heads: the list is of the model {listed!r}, and this is {name!r}; heads of one model "
-            "say nothing of another. Find its own with calibrate_tracker, or pass "
-            "check_model=False where both names are of the same model"
-        )
-
-
-def _prompt(output: ModelOutput, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages before the answer."""
-    answer = output.message.id if output.choices else None
-    at = next((i for i, m in enumerate(messages) if answer is not None and m.id == answer), None)
-    return list(messages[:at])

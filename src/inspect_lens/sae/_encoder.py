@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import RESID_POST, Latent, Positions, Site
+from inspect_lens.spec import RESID_POST, Latent, LatentMode, Positions, Site
 
 __all__ = ["SparseAutoencoder", "SparseEncoder"]
 
@@ -255,19 +255,19 @@ class SparseAutoencoder(SparseEncoder):
         latent: int,
         value: float,
         *,
-        mode: Literal["set", "add"] = "set",
+        mode: LatentMode = "set",
         only_if_active: bool = False,
         layers: Sequence[int] | None = None,
         site: Site | None = None,
         positions: Positions = "all",
         threshold: float | None = None,
     ) -> Latent:
-        """The edit that sets or increases one latent.
+        """The edit that sets, raises or increases one latent.
 
         Args:
             latent: number of the feature.
-            value: the activation afterwards, or what is added to it.
-            mode: `set` or `add`.
+            value: the activation afterwards, its minimum, or what is added to it.
+            mode: `set`, `add`, or `at_least` for a minimum.
             only_if_active: leave tokens alone on which the latent is not active.
             layers: at which it acts; by default the layer of the file.
             site: where in these layers; by default that of the file.

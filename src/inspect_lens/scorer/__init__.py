@@ -2,6 +2,7 @@
 
 from ._cascade import probe_cascade
 from ._coherence import coherence
+from ._document_rank import document_rank
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._dose_table import DoseRow
 from ._edit_effects import edit_effects, edit_rates
@@ -31,6 +32,7 @@ __all__ = [
     "calibration_error",
     "coherence",
     "deception_probe",
+    "document_rank",
     "dose_curves",
     "dose_metric",
     "dose_response",

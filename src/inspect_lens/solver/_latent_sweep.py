@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from inspect_ai.log import transcript
 from inspect_ai.model import ModelOutput
@@ -15,7 +15,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.reading import CellKind, LatentReader, read_rows
 from inspect_lens.reading._threads import in_thread
 from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
-from inspect_lens.spec import Latent, Positions, Site
+from inspect_lens.spec import Latent, LatentMode, Positions, Site
 
 from ._attempt import refuse_tools
 from ._cells import BASELINE, CellPlan, SweepRun, refuse_steered
@@ -28,7 +28,7 @@ def latent_sweep(
     sae: str | Path | SparseAutoencoder,
     latents: int | Sequence[int] | Mapping[str, int],
     values: Sequence[float],
-    mode: Literal["set", "add"] = "set",
+    mode: LatentMode = "set",
     only_if_active: bool = False,
     controls: int = 3,
     layer: int | None = None,
@@ -54,7 +54,7 @@ def latent_sweep(
         latents: their numbers, or numbers by a name of yours, such as `{"bridge": 31164}`; without
             names they are called `latent_31164`. Each is edited alone.
         values: activations to set, or to add; 0 switches a latent off.
-        mode: `set` or `add`.
+        mode: `set`, `add`, or `at_least` for a minimum.
         only_if_active: leave tokens alone on which the latent is not active.
         controls: control latents of each latent; 0 for none.
         layer: at which they are edited; by default that of the file.

@@ -18,25 +18,21 @@ from inspect_ai.model import (
     ChatMessageTool,
     ChatMessageUser,
     ModelOutput,
-    ModelUsage,
     get_model,
 )
 from inspect_ai.solver import generate
 
-from inspect_lens._intake import Payload, encode_file
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import Activations, activations, know_log
+from inspect_lens.model import activations, know_log
 from inspect_lens.reading import TrackerReader, calibrate_tracker, read_queries_keys
 from inspect_lens.reading._queries_keys import find_texts
 from inspect_lens.scorer import attention_tracker
-from inspect_lens.spec import TensorData
 from inspect_lens.train import fit_threshold
-from tests.kit.planted_log import TOKENIZER, encode
+from tests.kit.planted_attention import HEADS as ALL
+from tests.kit.planted_attention import LAYERS, SIZE, Looks, attending
+from tests.kit.planted_log import TOKENIZER
 
-SIZE = 96
-LAYERS = (1, 4)
-ALL = [(1, 0), (1, 1), (4, 0), (4, 1)]
 DRAWN = (4, 1)
 """The head that looks at an injection."""
 MESSAGES: list[ChatMessage] = [
@@ -58,33 +54,18 @@ def answer(
     messages: Sequence[ChatMessage], focus: Callable[[tuple[int, int]], float], folder: Path
 ) -> Any:
     """A call whose heads pay this share of their attention to the system message."""
-    ids, reply = encode(messages, "Ruvan.")
-    spans = [between(ids, role) for role in ("system", "user")]
-    n = len(ids) + len(reply) - 1
-    assert n <= SIZE
-    q = np.zeros((2, n, 2, SIZE), dtype=np.float32)
-    k = np.zeros((2, n, 1, SIZE), dtype=np.float32)
-    k[:, np.arange(n), 0, np.arange(n)] = 1
-    for layer, head in ALL:
-        row = np.full(SIZE, 1e-3)
-        for (first, stop), mass in zip(spans, (focus((layer, head)), 0.0), strict=True):
-            share = mass if first == spans[0][0] else 1 - focus((layer, head))
-            row[first:stop] = share / (stop - first)
-        q[LAYERS.index(layer), len(ids) - 1, head] = np.log(row)
-    payload = Payload(
-        tensors={"attn_q": TensorData(q, "float32"), "attn_k": TensorData(k, "float32")},
-        layers={"attn_q": LAYERS, "attn_k": LAYERS},
-        prompt_token_ids=tuple(ids), token_ids=tuple(reply),
-    )  # fmt: skip
-    uri = f"planted.lens/{payload.sha256}.safetensors"
-    (folder / uri).parent.mkdir(exist_ok=True)
-    (folder / uri).write_bytes(b"".join(encode_file(payload)))
-    handle = Activations.of(payload, uri=uri, root=str(folder))
-    output = ModelOutput.from_content("mockllm/model", "Ruvan.")
-    output.usage = ModelUsage()  # else Inspect downloads a tokenizer to count
-    meta = {"scale": 1.0, "num_heads": 2, "num_kv_heads": 1, "head_size": SIZE}
-    output.metadata = {"activations": handle, "qk_layers": [1, 4], "qk_meta": [meta, meta]}
-    return output
+
+    def look(ids: list[int]) -> Looks:
+        system, user = (between(ids, role) for role in ("system", "user"))
+        rows = {}
+        for head in ALL:
+            row, share = np.full(SIZE, 1e-3), focus(head)
+            row[slice(*system)] = share / (system[1] - system[0])
+            row[slice(*user)] = (1 - share) / (user[1] - user[0])
+            rows[head] = row
+        return {len(ids) - 1: rows}
+
+    return attending(messages, look, folder)
 
 
 HEADS = AttentionHeads(method="attention_tracker", model="model", heads=(DRAWN,))

@@ -18,7 +18,7 @@ from ._instruction import (
     Kind,
     run_program,
 )
-from ._latent import Latent
+from ._latent import Latent, LatentMode
 from ._rows import Renormalise, Replace, Zero
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 from ._union import EDITS, Edit, parse_edits
@@ -45,6 +45,7 @@ __all__ = [
     "Instruction",
     "Kind",
     "Latent",
+    "LatentMode",
     "LowRank",
     "ProjectOut",
     "Renormalise",

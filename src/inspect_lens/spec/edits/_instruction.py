@@ -57,10 +57,11 @@ class Kind(IntEnum):
     CLIP = 2
     """`y = a*(min(max(x, b), c) - x)`."""
     LATENT_SET = 3
-    """`y = c - act(x + a)`, where `act(z)` is `z` above the threshold `b` and else 0; 0 where
-    `d` is not 0 and the latent is not active."""
+    """`y = c - act(x + a)`, where `act(z)` is `z` above the threshold `b` and else 0. It is 0 where
+    `d` is 1 or 3 and the latent is not active, and where `d` is 2 or 3 and `act(x + a)` is `c` or
+    more."""
     LATENT_ADD = 4
-    """`y = c`; 0 where `d` is not 0 and `act(x + a)` is 0."""
+    """`y = c`; 0 where `d` is 1 and the latent is not active."""
     BLEND = 5
     """`s += a*(write - s)`: nothing is read."""
     PART = 6
@@ -172,9 +173,10 @@ def _factor(one: Instruction, x: float, norm: float) -> float:
     if one.kind == Kind.CLIP:
         return a * (min(max(x, b), c) - x)
     active = x + a > b
-    if d and not active:
+    activation = x + a if active else 0.0
+    if (d in (1, 3) and not active) or (d >= 2 and activation >= c):
         return 0.0
-    return c - (x + a if active else 0.0) if one.kind == Kind.LATENT_SET else c
+    return c - activation if one.kind == Kind.LATENT_SET else c
 
 
 def _sigmoid(z: float) -> float:

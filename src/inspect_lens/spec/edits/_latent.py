@@ -13,16 +13,20 @@ from inspect_lens.spec.values._tensor import TensorData
 from ._base import EditBase
 from ._instruction import Instruction, Kind
 
-__all__ = ["Latent"]
+__all__ = ["Latent", "LatentMode"]
+
+LatentMode = Literal["set", "add", "at_least"]
+"""What becomes of an activation: a value, the value added, or the value where it is less."""
 
 
 class Latent(EditBase):
-    """Set a sparse autoencoder's latent, or add to it, and leave the rest of the stream alone.
+    """Set, raise or add to a sparse autoencoder's latent, and leave the rest of the stream alone.
 
     The latent's activation is `z = <encoder, h> + bias` where `z > threshold`, else 0: JumpReLU,
     or ReLU with a threshold of 0. With `mode="set"` the stream becomes
-    `h + (value - activation) * decoder`, with `mode="add"` `h + value * decoder`. What the
-    autoencoder does not explain stays as it is.
+    `h + (value - activation) * decoder`, with `mode="add"` `h + value * decoder`. With
+    `mode="at_least"` it is set where the activation is below `value`; other tokens stay as they
+    are. What the autoencoder does not explain stays as it is.
 
     A TopK autoencoder has no threshold of its own: whether a latent is among the k largest depends
     on all others. Give the smallest activation that its latents have on your data (BatchTopK
@@ -61,9 +65,9 @@ class Latent(EditBase):
     threshold: Number = Field(default=0.0, allow_inf_nan=False, ge=0)
     """The latent is active above it."""
     value: Number = Field(allow_inf_nan=False)
-    """The activation afterwards, or what is added to it."""
-    mode: Literal["set", "add"] = "set"
-    """Whether `value` takes the place of the activation or is added to it."""
+    """The activation afterwards, its minimum, or what is added to it."""
+    mode: LatentMode = "set"
+    """Whether `value` takes the place of the activation, is its minimum, or is added to it."""
     only_if_active: Flag = False
     """Leave tokens alone on which the latent is not active."""
 
@@ -76,7 +80,8 @@ class Latent(EditBase):
         return self
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
-        kind = Kind.LATENT_SET if self.mode == "set" else Kind.LATENT_ADD
-        params = (self.bias, self.threshold, self.value, float(self.only_if_active))
+        kind = Kind.LATENT_ADD if self.mode == "add" else Kind.LATENT_SET
+        left = float(self.only_if_active) + (2.0 if self.mode == "at_least" else 0.0)
+        params = (self.bias, self.threshold, self.value, left)
         read = np.ascontiguousarray(self.at("encoder", index))
         return (Instruction(kind, read, np.ascontiguousarray(self.at("decoder", index)), params),)

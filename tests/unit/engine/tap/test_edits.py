@@ -17,6 +17,7 @@ from inspect_lens.spec import (
     Ablate,
     Add,
     Gate,
+    Latent,
     LensRequest,
     Renormalise,
     Replace,
@@ -55,7 +56,7 @@ def test_the_op_equals_the_definition_for_every_operation(seed: int) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**20), st.lists(st.integers(0, 24), min_size=1, max_size=8), st.booleans())
+@given(st.integers(0, 2**20), st.lists(st.integers(0, 28), min_size=1, max_size=8), st.booleans())
 def test_chains_equal_the_definition(seed: int, chosen: list[int], is_split: bool) -> None:
     cases = edit_cases(seed)
     edits = [cases[i % len(cases)][0] for i in chosen]
@@ -73,6 +74,32 @@ def test_chains_equal_the_definition(seed: int, chosen: list[int], is_split: boo
         wanted = run_program(stream + other, program) - other
         scale = max(1.0, float(np.abs(wanted).max()))
         np.testing.assert_allclose(out[1][p].numpy(), wanted, rtol=1e-3, atol=1e-3 * scale)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_latent_is_raised_where_it_is_less_and_no_other_bit_changes(only: bool) -> None:
+    e, d = random_rows(11, 2)
+    d /= float(e @ d)  # what is written is read again
+    x = streams(12)
+    z = x[1].numpy().astype(np.float64) @ e.astype(np.float64)
+    value = float(np.quantile(z[z > 0], 0.5))
+    raised = (z < value) & ((z > 0) | (not only))
+    assert 0 < raised.sum() < len(z)
+    edit = Latent(
+        encoder=e, decoder=d, value=value, mode="at_least", only_if_active=only, layers=[1]
+    )
+    state = make_state()
+    _, steering = admitted(LensRequest(edits=[edit]), state)
+    out = run(state, configs_of(steering), x)[1]
+    for p in range(N_FED):
+        if not raised[p]:
+            assert torch.equal(out[p], x[1][p])
+            continue
+        was = max(z[p], 0.0)
+        wanted = x[1][p].numpy().astype(np.float64) + (value - was) * d
+        np.testing.assert_allclose(out[p].numpy(), wanted, rtol=1e-4, atol=1e-4)
+        if z[p] > 0:
+            assert float(out[p].numpy() @ e) == pytest.approx(value, rel=1e-3, abs=1e-3)
 
 
 def test_positions_phases_and_rows_of_their_own() -> None:

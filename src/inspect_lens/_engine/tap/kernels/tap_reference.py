@@ -182,13 +182,14 @@ def _maps(
     zero, one = torch.zeros_like(x), torch.ones_like(x)
     z = x + a
     is_active = z > b
-    is_left = (d != 0) & ~is_active
+    activation = torch.where(is_active, z, zero)
+    is_left = ((d == 1) | (d == 3)) & ~is_active | (d >= 2) & (activation >= c)
     clipped = torch.minimum(torch.maximum(x, b), c)
     options = {
         Kind.LINEAR: a * x + b,
         Kind.NORM: a * norm,
         Kind.CLIP: a * (clipped - x),
-        Kind.LATENT_SET: torch.where(is_left, zero, c - torch.where(is_active, z, zero)),
+        Kind.LATENT_SET: torch.where(is_left, zero, c - activation),
         Kind.LATENT_ADD: torch.where(is_left, zero, c),
         Kind.BLEND: a,
         Kind.PART: a,

@@ -185,11 +185,12 @@ def _tap(  # noqa: C901
                     direction = tl.load(vector, mask=inside & (read != 0), other=0.0)
                     x = tl.sum(direction * seen, axis=0)
                     z = x + a
-                    is_left = (d != 0) & (z <= b)
+                    activation = tl.where(z > b, z, 0.0)
+                    is_left = ((d == 1) | (d == 3)) & (z <= b) | (d >= 2) & (activation >= c)
                     y = a * x + b
                     y = tl.where(kind == NORM, a * norm, y)
                     y = tl.where(kind == CLIP, a * (tl.minimum(tl.maximum(x, b), c) - x), y)
-                    y = tl.where(kind == LATENT_SET, c - tl.where(z > b, z, 0.0), y)
+                    y = tl.where(kind == LATENT_SET, c - activation, y)
                     y = tl.where(kind == LATENT_ADD, c, y)
                     is_latent = (kind == LATENT_SET) | (kind == LATENT_ADD)
                     y = tl.where(is_latent & is_left, 0.0, y)

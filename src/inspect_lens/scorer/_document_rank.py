@@ -1,0 +1,206 @@
+"""`document_rank`: where the relevant document stands when attention ranks those of a prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from inspect_ai.event import ModelEvent
+from inspect_ai.log import transcript
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput, get_model
+from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
+from inspect_ai.solver import TaskState
+
+from inspect_lens.attention import AttentionHeads
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model import lens_config
+from inspect_lens.model.request._body import read_body, respelled
+from inspect_lens.reading import DocumentReader
+from inspect_lens.reading._threads import in_thread
+from inspect_lens.spec import LensRequest
+
+__all__ = ["document_rank"]
+
+_DEPTH: Final = 10
+"""Places that count for nDCG; the paper reports nDCG@10."""
+
+
+@scorer(metrics={"*": [mean(), stderr()]})
+def document_rank(
+    heads: str | AttentionHeads,
+    documents: str = "documents",
+    query: str = "query",
+    relevant: str = "relevant",
+    empty: str = "N/A",
+    check_model: bool = True,
+    tokenizer: str | None = None,
+) -> Scorer:
+    """Rank the documents of each prompt by the attention of CoRe heads, and grade the order.
+
+    Attention has habits that no query changes. So the scorer asks the same model a second time,
+    with `N/A` in the place of the query, and subtracts what its documents get. That call has the
+    config of the first one, with its edits and its adapter, and samples one token. The first call
+    is read live or from the log: run the task with `config=lens_config(qk=heads.layers)`.
+
+    Args:
+        heads: list of the model's CoRe heads: name below `heads/`, path, or a list.
+            `inspect_lens.attention.find_core_heads` finds them.
+        documents: key of the sample's metadata with the texts of the documents, in the order in
+            which they stand in the prompt.
+        query: key of the sample's metadata with the text of the query, which stands once behind
+            them.
+        relevant: key of the sample's metadata with the number of the relevant document, from 0,
+            or a list of them.
+        empty: text in the place of the query in the second call.
+        check_model: refuse a model of another name than the list's.
+        tokenizer: folder or name of the tokenizer; by default that of the model.
+
+    Returns:
+        The scorer. Its value has `reciprocal_rank`, which is 1 where a relevant document stands
+        first and 1/2 where the best stands second, and `ndcg@10`. The answer is the number of the
+        document that stands first; `ranking` and `scores` are in the metadata. A sample without
+        an answer is unscored.
+
+    Raises:
+        ArtifactError: no such list; while scoring, queries and keys or texts that are missing,
+            another model, a call that is not in the transcript, or no tokenizer on this machine.
+        SpecError: an argument is wrong; while scoring, a layer that was not captured.
+
+    Source:
+        Tran et al. 2025, arXiv:2510.02219; the second call is of Chen et al. 2024,
+        arXiv:2410.02642.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+        from inspect_ai.dataset import Sample
+        from inspect_ai.solver import generate
+
+        from inspect_lens.attention import AttentionHeads
+        from inspect_lens.model import lens_config
+        from inspect_lens.scorer import document_rank
+
+        documents = ["The river Talmo is in Verun.", "The town Velosh was founded by Ruvan."]
+        query = "Who founded the town Velosh?"
+        sample = Sample(
+            input=" ".join([*documents, query]),
+            metadata={"documents": documents, "query": query, "relevant": 1},
+        )
+        heads = AttentionHeads(method="core", heads=[(3, 0), (3, 1), (4, 3)])
+        task = Task(
+            dataset=[sample],
+            solver=generate(),
+            scorer=document_rank(heads),
+            config=lens_config(qk=heads.layers, max_tokens=1),
+        )
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint")
+        found = log.samples[0].scores["document_rank"]
+        assert found.metadata["ranking"] == [1, 0]
+        ```
+    """
+    reader = DocumentReader.of(
+        heads,
+        documents=documents,
+        query=query,
+        empty=empty,
+        tokenizer=tokenizer,
+        check_model=check_model,
+    )
+
+    async def score(state: TaskState, target: Target) -> Score:
+        if not state.output.choices:
+            return Score.unscored(
+                reason="no_tokens",
+                explanation="A limit ended the sample before the model answered.",
+            )
+        wanted = _relevant(state.metadata, documents, relevant)
+        prompt = reader.without_query(state.messages, state.metadata, state.output)
+        blank = await _ask_again(state, prompt, reader.heads)
+        reading = await in_thread(
+            lambda: reader.read_captured(
+                state.output, blank, metadata=state.metadata, model_name=str(state.model)
+            )
+        )
+        ranking = reading.ranking
+        places = sorted(ranking.index(number) for number in wanted)
+        return Score(
+            value={"reciprocal_rank": 1 / (places[0] + 1), f"ndcg@{_DEPTH}": _ndcg(places)},
+            answer=str(ranking[0]),
+            explanation=f"{len(reader.heads.heads)} heads rank the documents "
+            f"{', '.join(map(str, ranking))}; relevant: {', '.join(map(str, sorted(wanted)))}.",
+            metadata={
+                "ranking": list(ranking),
+                "scores": reading.scores.tolist(),
+                "documents": [list(span) for span in reading.documents],
+                "query": list(reading.query),
+                "empty_query": list(reading.empty_query),
+            },
+        )
+
+    return score
+
+
+async def _ask_again(
+    state: TaskState, prompt: list[ChatMessage], heads: AttentionHeads
+) -> ModelOutput:
+    """The same call with another prompt, which captures what ranking reads and nothing else."""
+    message_id = state.output.message.id
+    event = next(
+        (
+            event
+            for event in reversed(transcript().events)
+            if isinstance(event, ModelEvent)
+            and event.output.choices
+            and event.output.message.id == message_id
+        ),
+        None,
+    )
+    if event is None:
+        raise ArtifactError(
+            "document_rank: the call of this answer is not in the sample's transcript, so it "
+            "cannot be made again without its query; score answers of generate()"
+        )
+    model = get_model()
+    if str(model) != event.model:
+        raise ArtifactError(
+            f"document_rank: {event.model} answered, and the model of this eval is {model}; "
+            "attention of two models cannot be compared. Score with the model that answered"
+        )
+    body, request = read_body(event.config.extra_body)
+    asked = request or LensRequest()
+    # What changes the computation stays; what only reads it, and sends rows somewhere, does not.
+    same = LensRequest(steer=asked.steer, edits=asked.edits, hooks=asked.hooks)
+    config = event.config.merge(GenerateConfig(max_tokens=1, num_choices=1))
+    config.extra_body = respelled(body, same)
+    return await model.generate(
+        prompt,
+        tools=event.tools,
+        tool_choice=event.tool_choice,
+        config=lens_config(qk=heads.layers, base=config),
+    )
+
+
+def _relevant(metadata: Mapping[str, Any], documents: str, relevant: str) -> set[int]:
+    """Numbers of the relevant documents of a sample."""
+    found, texts = metadata.get(relevant), metadata.get(documents)
+    n = len(texts) if isinstance(texts, Sequence) else 0
+    numbers = list(found) if isinstance(found, list | tuple) else [found]
+    whole = {i for i in numbers if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < n}
+    if not whole or len(whole) < len(numbers):
+        raise ArtifactError(
+            f"relevant={relevant!r}: this sample's metadata has {found!r} there, and {n} "
+            "documents; needed is the number of the relevant one, from 0, or a list of them, each "
+            "once"
+        )
+    return whole
+
+
+def _ndcg(places: Sequence[int]) -> float:
+    """Normalised discounted cumulative gain of the first places, where relevance is 0 or 1."""
+
+    def gain(at: Sequence[int]) -> float:
+        return math.fsum(1 / math.log2(place + 2) for place in at if place < _DEPTH)
+
+    return gain(places) / gain(range(len(places)))
