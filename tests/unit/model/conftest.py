@@ -4,13 +4,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
 
+from inspect_lens._intake import Beside, _beside
+from inspect_lens.model.response import _take
 from inspect_lens.model.server import _server
+from inspect_lens.model.stored._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
 
 GetModel = Callable[..., Model]
@@ -86,3 +90,30 @@ def _no_limiter_of_another_event_loop() -> None:
     from inspect_ai.util._concurrency import init_concurrency
 
     init_concurrency()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Beside]:
+    """One process for these tests."""
+    made = Beside()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def beside(running: Beside, monkeypatch: pytest.MonkeyPatch) -> Beside:
+    """It starts at the first capture."""
+    monkeypatch.setattr(_beside, "STARTS_AFTER", 0)
+    monkeypatch.setattr(_beside, "STARTS", 100)
+    monkeypatch.setattr(_take, "BESIDE", running)
+    MEMORY.clear()
+    return running
+
+
+async def ready(beside: Beside) -> int:
+    beside.prepare()
+    with anyio.fail_after(60):
+        while not beside.is_ready:
+            await anyio.sleep(0.01)
+    assert beside.pid is not None
+    return beside.pid

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +22,15 @@ from inspect_ai.solver import Generate, TaskState, solver
 from inspect_lens._intake import Beside, _beside, read_file
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import (
-    ProbeScores,
     lens_config,
-    probe_scores,
     read_activations,
     resident_activation_bytes,
 )
 from inspect_lens.model.response import _take
 from inspect_lens.model.stored._handle import MEMORY
-from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.fake_server import FakeLensServer, residual
 
-from .conftest import GetModel
+from .conftest import GetModel, ready
 
 pytestmark = pytest.mark.anyio
 
@@ -43,33 +38,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Beside]:
-    """One process for these tests."""
-    made = Beside()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def beside(running: Beside, monkeypatch: pytest.MonkeyPatch) -> Beside:
-    """It starts at the first capture."""
-    monkeypatch.setattr(_beside, "STARTS_AFTER", 0)
-    monkeypatch.setattr(_beside, "STARTS", 100)
-    monkeypatch.setattr(_take, "BESIDE", running)
-    MEMORY.clear()
-    return running
-
-
-async def ready(beside: Beside) -> int:
-    beside.prepare()
-    with anyio.fail_after(60):
-        while not beside.is_ready:
-            await anyio.sleep(0.01)
-    assert beside.pid is not None
-    return beside.pid
 
 
 def check(acts: Any, layer: int = 1, hidden: int = 8) -> None:
@@ -370,50 +338,3 @@ for i in count():
     process.stdout.close()
     written = [read_file(str(path)) for path in tmp_path.glob("*.safetensors")]
     assert {len(data or b"") for data in written} == {16 << 20}
-
-
-async def test_token_scores_are_written_there_too(
-    beside: Beside,
-    model_of: GetModel,
-    server: FakeLensServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where the event loop is busy, a thread waits for it at each system call."""
-    await ready(beside)
-    monkeypatch.setattr(_take, "write_file", None)  # what a thread would call
-    facts = ProbeCard(name="org/sum", layers=(2,), hidden=8)
-    probe = Probe.from_direction(np.arange(1.0, 9.0), card=facts)
-    model = model_of(server, activations_dir=str(tmp_path / "a"), probes=[probe])
-    output = await model.generate("a b c")
-    found = probe_scores(output)
-    assert found is not None
-    (path,) = (tmp_path / "a").rglob("*.scores.safetensors")
-    assert hashlib.sha256(path.read_bytes()).hexdigest().startswith(found.sha256)
-    again = ProbeScores.from_reference(found.model_dump())
-    np.testing.assert_array_equal(again.of("org/sum").scores, found.of("org/sum").scores)
-    (tmp_path / "file").touch()
-    lost = model_of(server, activations_dir=str(tmp_path / "file"), probes=[probe])
-    with pytest.raises(CaptureError, match="could not write"):
-        await lost.generate("a b c")
-
-
-async def test_token_scores_start_it_and_are_not_lost_with_it(
-    beside: Beside, model_of: GetModel, server: FakeLensServer, tmp_path: Path
-) -> None:
-    facts = ProbeCard(name="org/sum", layers=(2,), hidden=8)
-    probe = Probe.from_direction(np.arange(1.0, 9.0), card=facts)
-    model = model_of(server, activations_dir=str(tmp_path), probes=[probe])
-    calls = 0
-    with anyio.fail_after(60):
-        while not beside.is_ready:
-            await model.generate("a b c")
-            calls += 1
-    assert beside.pid is not None
-    os.kill(beside.pid, signal.SIGSTOP)
-    async with anyio.create_task_group() as group:
-        for i in range(4):
-            group.start_soon(model.generate, f"word {i}")
-        await anyio.sleep(0.3)
-        os.kill(beside.pid, signal.SIGKILL)
-    assert len(list(tmp_path.rglob("*.scores.safetensors"))) == calls + 4
