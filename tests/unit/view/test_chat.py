@@ -152,12 +152,21 @@ def test_a_port_that_is_taken_is_named(server: Endless) -> None:
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(server: Endless) -> None:
     command = [sys.executable, "-m", "inspect_lens._cli", "chat", "--base-url", server.url]
     command += ["--probe", "lies", "--layers", "2-4", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        page = httpx.get(url)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+    # A shell has its background jobs ignore the signal, and so would what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            page = httpx.get(url)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     assert page.status_code == 200
     assert '"layers":[2,3,4]' in page.text
     with pytest.raises(httpx.ConnectError):
