@@ -19,8 +19,9 @@ from sklearn.exceptions import ConvergenceWarning
 from torch.nn import functional
 
 from ._moments import Moments, RowSource, accumulate, prefetch, read_blocks
+from ._row_view import Again, RowView
 
-__all__ = ["Logistic", "solve_logistic", "whitening_bytes"]
+__all__ = ["Logistic", "reads_within", "solve_logistic"]
 
 Floats = NDArray[np.float64]
 _SAMPLE: Final = 65_536  # rows that the preconditioner is made of
@@ -70,8 +71,8 @@ def solve_logistic(
         max_iter: steps of L-BFGS.
         tol: largest component of the gradient of the mean loss at the end.
         device: where torch computes.
-        whiten: hold a few matrices of hidden x hidden numbers (`whitening_bytes`), for fewer
-            passes; without them columns are scaled one by one.
+        whiten: hold a few matrices of hidden x hidden numbers, for fewer passes; without them
+            columns are scaled one by one.
         precise: compute in float64, which takes longer: sums of float32 logits lead to about
             1e-4 of the optimum, whatever `tol`.
 
@@ -128,9 +129,19 @@ def solve_logistic(
     )  # fmt: skip
 
 
-def whitening_bytes(hidden: int) -> int:
-    """What `solve_logistic` holds to whiten rows."""
-    return 8 * _MATRICES * hidden**2
+def reads_within(view: RowView, layer: int) -> tuple[Again, bool]:
+    """Split the memory of a store between what whitens rows and rows that are kept.
+
+    Args:
+        view: rows of a store.
+        layer: one of its layers.
+
+    Returns:
+        The rows, as often as they are asked for; and `whiten` of `solve_logistic`.
+    """
+    memory, matrices = view.data.memory * 1e9, 8 * _MATRICES * view.hidden**2
+    whiten = matrices <= memory
+    return view.again(layer, spare=memory - matrices * whiten), whiten
 
 
 def _whitener(sample: Moments | None, moments: Moments, scale: Floats) -> tuple[Floats, Floats]:

@@ -16,7 +16,7 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from inspect_lens.train.families._sklearn import SklearnProbe
 
-from ._logistic_stream import solve_logistic, whitening_bytes
+from ._logistic_stream import reads_within, solve_logistic
 from ._moments import require_both
 from ._row_view import RowView
 
@@ -74,9 +74,7 @@ def fit_sklearn(
         low, high = compute_class_weight(model.class_weight, classes=classes, y=labels)
         by_class = np.where(labels, high, low)
         each = by_class if each is None else each * by_class
-    memory, matrices = view.data.memory * 1e9, whitening_bytes(view.hidden)
-    whiten = matrices <= memory
-    read = view.again(layer, spare=memory - matrices * whiten)
+    read, whiten = reads_within(view, layer)
 
     def source() -> Iterator[Any]:
         for index, rows in read():

@@ -25,7 +25,7 @@ from ._closed import closed_bytes, fit_closed
 from ._descent import fit_ccs, fit_torch_logistic
 from ._held import fit_held, sample_weights
 from ._kept_fits import keep, restore
-from ._logistic_stream import whitening_bytes
+from ._logistic_stream import reads_within
 from ._members import fit_members
 from ._row_view import RowView
 from ._sklearn_stream import fit_sklearn, is_streamed
@@ -149,9 +149,8 @@ def _fit_sklearn(view: RowView, made: SklearnProbe, layer: int) -> None:
 
 
 def _fit_logistic(view: RowView, made: LogisticProbe, layer: int) -> None:
-    memory, matrices, labels = view.data.memory * 1e9, whitening_bytes(view.hidden), view.labels
-    whiten = matrices <= memory
-    read = view.again(layer, spare=memory - matrices * whiten)
+    labels = view.labels
+    read, whiten = reads_within(view, layer)
     fit_logistic(made, lambda: ((rows, labels[at]) for at, rows in read()), whiten=whiten)
 
 
