@@ -9,7 +9,7 @@ The same eval through Inspect's own `vllm` provider on a server without the lens
 and with Inspect's `includes()`; the first of these once more, which shows how far equal evals are
 apart; and through ours: nothing asked, a layer captured, captured and scored, its mean captured and
 scored, and a probe in the engine with its scorer. All servers live side by side; a round is one
-Inspect process that runs every arm of every load, and the order of arms moves on from round to
+Inspect process that runs every arm of every load, and the order of arms changes from round to
 round. Seconds are those of `eval()`, the written log included. The exit code says whether a limit
 was missed.
 """
@@ -46,7 +46,7 @@ ARMS = (
 PEER = "peer"
 PEER_NEEDS = {"VLLM_PLUGINS": "activations", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Its own default, stated: vllm-lens reads the first model runner's internals."""
-LIMITS = {"probe-scored": 1.03, "capture-scored": 1.08, "mean-scored": 1.08, "capture": 1.03}
+LIMITS = {"probe-scored": 1.03, "capture-scored": 1.08, "capture": 1.03}
 """Seconds of an arm over those of `plain`, medians of all rounds."""
 SCORED = "plain-scored"
 """What a scored arm is compared with, too: any scorer at all takes time of Inspect's event loop."""
@@ -149,9 +149,20 @@ def loads(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan(arms: Sequence[str], names: Sequence[str], number: int) -> list[tuple[str, str]]:
-    """Arms of each load in the order of a round: over rounds each stands in each place."""
-    first = number % len(arms)
-    return [(load, arm) for load in names for arm in (*arms[first:], *arms[:first])]
+    """Arms of each load in the order of a round.
+
+    What ran before an arm leaves its mark on servers and clock. The orders are a Williams square:
+    over as many rounds as there are arms, each stands in each place, and, where their number is
+    even, follows each other one once (E. J. Williams, Aust. J. Sci. Res. A 2, 1949).
+
+    Args:
+        arms: to run.
+        names: of the loads.
+        number: of the round.
+    """
+    n = len(arms)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]
+    return [(load, arms[(step + number) % n]) for load in names for step in zigzag]
 
 
 def start(

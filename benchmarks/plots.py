@@ -106,7 +106,7 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
     for arm, said in (("eager", "vLLM, eager mode"), ("hf", "transformers with a hook")):
         ratios = _ratios(read, ("others-h200-eager-hf",), "8x256", arm)
         peers.append(Row(f"{said}, 8 requests", ratios))
-    sweep = read("sweep-cpu")["median_seconds"]
+    sweep = read("cpu")["steering_sweep"]["median_seconds"]
     loses = [
         Row("256 edit programs at once, 512 requests",
             _ratios(read, _COST[2:], "512x128", "programs-256")),

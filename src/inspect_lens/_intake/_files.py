@@ -139,7 +139,9 @@ def _replace(path: str, parts: Iterable[bytes | memoryview]) -> None:
     """Write a local file in few system calls.
 
     Each gives the interpreter away, and a thread that wants it back from a busy event loop waits
-    5 ms, so this counts more than the bytes.
+    5 ms, so this counts more than the bytes. The disk is not waited for: an agent's calls write
+    faster than disks are. A machine that loses its power may lose files of the last half minute;
+    their hashes in the log tell.
     """
     folder = os.path.dirname(path)
     temporary = os.path.join(folder, f".{uuid4().hex}.tmp")
@@ -152,7 +154,6 @@ def _replace(path: str, parts: Iterable[bytes | memoryview]) -> None:
     try:
         try:
             _write_all(file, parts)
-            os.fsync(file)
         finally:
             os.close(file)
         os.replace(temporary, path)

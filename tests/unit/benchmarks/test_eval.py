@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ from tests.kit.fake_server import FakeLensServer
 ARMS = driver.ARMS
 
 
-def test_over_rounds_each_arm_stands_in_each_place() -> None:
+def test_over_rounds_each_arm_stands_in_each_place_and_after_each_other_arm() -> None:
     names = ("a", "b")
     rounds = [driver.plan(ARMS, names, i) for i in range(len(ARMS))]
     for one in rounds:
         assert Counter(one) == Counter((load, arm) for load in names for arm in ARMS)
     for place in range(len(ARMS)):
         assert {one[place][1] for one in rounds} == set(ARMS)
+    pairs = Counter(
+        (before[1], after[1])
+        for one in rounds
+        for before, after in pairwise(one)
+        if before[0] == after[0]
+    )
+    assert set(pairs.values()) == {len(names)}
+    assert len(pairs) == len(ARMS) * (len(ARMS) - 1)
 
 
 def run(arm: str, seconds: float, *, load: str = "x", number: int = 0) -> dict[str, Any]:

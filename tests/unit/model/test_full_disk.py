@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,16 @@ def test_an_eval_says_so_in_its_log(
     model = model_of(server, activations_dir=str(folder))
     options: dict[str, Any] = {"model": model, "log_format": "json", "n": 1}
 
-    sync = os.fsync
+    write = os.writev
 
-    def no_room(file: int) -> None:
+    def no_room(file: int, parts: Sequence[memoryview]) -> int:
         # The log lies on a disk, too: it has one of its own here.
         if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
             raise OSError(errno.ENOSPC, "No space left on device")
-        sync(file)
+        return write(file, parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", no_room)
+        patch.setattr(os, "writev", no_room)
         # Captures of tests before may have started the process beside, which writes with its own.
         patch.setattr(_take, "BESIDE", Beside())
         log = run_eval(server, config=lens_config(capture="all"), **options)
