@@ -1,0 +1,118 @@
+"""The soak over HTTP: its load, its growth, what it calls wrong, and clients on a fake server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.endurance import SETTLE_S, growth, judge
+from benchmarks.endurance_load import SHARES, Load, Seen, Target, draw, outcomes, percentiles
+from benchmarks.shapes import SHAPES
+from tests.kit.fake_server import FakeLensServer
+
+TINY = SHAPES["tiny"]
+
+
+def samples(life: int, level: float, slope: float) -> list[dict[str, Any]]:
+    """One life: anything while it settles, then a line."""
+    settling = [{"life": life, "s": s, "own_mib": 9e9} for s in (0.0, SETTLE_S - 1)]
+    steady = [SETTLE_S + 10 * i for i in range(20)]
+    return settling + [{"life": life, "s": s, "own_mib": level + slope * s / 3600} for s in steady]
+
+
+@given(slope=st.floats(-1e3, 1e3), levels=st.lists(st.floats(0, 1e4), min_size=1, max_size=4))
+def test_growth_is_of_a_life_and_not_of_its_level(slope: float, levels: list[float]) -> None:
+    each = itertools.chain(*(samples(i, level, slope) for i, level in enumerate(levels)))
+    found = growth(list(each), "own_mib")
+    assert found == pytest.approx(slope, abs=1e-3)
+
+
+def test_too_short_a_life_tells_nothing() -> None:
+    assert growth(samples(1, 5.0, 1.0)[:4], "own_mib") is None
+
+
+def part(**changes: Any) -> dict[str, Any]:
+    calm = {
+        "outcomes": {"plain": {"done": 9}, "left": {"left": 2}, "steer": {"server down": 1}},
+        "growth_per_hour": {"own_mib": 10.0, "descriptors": 0.0, "shared_mib": 0.0},
+    }
+    event = {"kind": "rolled", "outcomes": {"done": 3, "left": 1}, "processes_left": 0}
+    return {"seconds": 3600.0, "plain": calm, "lens": calm, "events": [event], **changes}
+
+
+def test_a_calm_part_has_no_problem() -> None:
+    assert judge(part(), []) == []
+
+
+def test_what_is_wrong_is_said() -> None:
+    lens = part()["lens"]
+    grown = lens | {"growth_per_hour": {"own_mib": 200.0, "descriptors": 30.0, "shared_mib": 0.0}}
+    assert judge(part(lens=grown), []) == [
+        "memory grew by 190 MiB per hour more than without", "30 descriptors more",
+    ]  # fmt: skip
+    broken = lens | {"outcomes": {"plain": {"HTTP 500: x": 2}}}
+    assert judge(part(lens=broken), []) == ["lens: 2 plain: HTTP 500: x"]
+    assert judge(part(), ["psm_1"]) == ["left in shared memory: psm_1"]
+    rolled = {"kind": "rolled", "outcomes": {"ClientPayloadError": 2}, "processes_left": 1}
+    assert judge(part(events=[rolled]), []) == [
+        "rolled: 1 processes left", "rolled: 2 requests: ClientPayloadError",
+    ]  # fmt: skip
+    # Of a killed engine, requests have to end, in whatever way.
+    killed = {"kind": "killed", "outcomes": {"ClientPayloadError": 2}, "processes_left": 0}
+    assert judge(part(events=[killed]), []) == []
+    waiting = killed | {"outcomes": {"open": 1}}
+    assert judge(part(events=[waiting]), []) == ["killed: 1 requests: open"]
+
+
+def test_both_servers_are_asked_the_same_at_the_same_times() -> None:
+    one, two = (list(itertools.islice(draw(3, 4.0, TINY.vocab), 4000)) for _ in range(2))
+    assert one == two
+    assert sum(ask.wait_s for ask in one) == pytest.approx(4000 / 4.0, rel=0.1)
+    for kind, share in SHARES.items():
+        assert sum(ask.kind == kind for ask in one) / 4000 == pytest.approx(share, abs=0.03)
+    longest = max(len(ask.prompt) + ask.sampled for ask in one)
+    assert longest <= TINY.max_model_len
+
+
+def test_percentiles_are_of_plain_requests_that_ended() -> None:
+    def seen(kind: Any, outcome: str, first: float) -> Seen:
+        return Seen(kind, 0.0, outcome, first_s=first, gaps_s=[first / 10])
+
+    many = [seen("plain", "done", i / 1000) for i in range(101)]
+    others = [seen("steer", "done", 9.0), seen("plain", "HTTP 500", 9.0)]
+    found = percentiles([*many, *others])
+    assert found["requests"] == 101
+    assert found["first_token_ms"] == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert found["between_tokens_ms"]["p95"] == 9.5
+    assert outcomes([*many, *others]) == {
+        "plain": {"HTTP 500": 1, "done": 101}, "steer": {"done": 1},
+    }  # fmt: skip
+    assert percentiles(others) == {}
+
+
+def test_what_a_client_sees_of_a_server_that_is_down_has_a_name() -> None:
+    target = Target("http://127.0.0.1:9", with_lens=True)
+    load = Load(target, TINY)
+    asyncio.run(load.run(draw(0, 50.0, TINY.vocab), time.monotonic() + 0.2))
+    assert load.seen
+    assert all("Connect" in one.outcome for one in load.seen)
+    target.is_down = True
+    load = Load(target, TINY)
+    asyncio.run(load.run(draw(0, 50.0, TINY.vocab), time.monotonic() + 0.2))
+    assert {one.outcome for one in load.seen} == {"server down"}
+    assert not load.in_flight
+
+
+def test_an_answer_without_what_was_asked_for_is_no_success() -> None:
+    with FakeLensServer(model="model", dialect="plain") as server:
+        load = Load(Target(server.url, with_lens=True), TINY)
+        asyncio.run(load.run(draw(0, 50.0, TINY.vocab), time.monotonic() + 0.6))
+    found = outcomes(load.seen)
+    assert "done" not in found.get("steer", {})
+    assert "done" not in found.get("capture-1", {})
