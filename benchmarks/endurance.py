@@ -42,8 +42,8 @@ from .shapes import SHAPES, Shape
 __all__ = ["growth", "judge", "main"]
 
 SAMPLE_S = 10.0
-SETTLE_S = 240.0
-"""Of a server's life that growth leaves out: pools and caches fill."""
+SETTLE_S = 600.0
+"""Of a server's life that growth leaves out: pools fill, and results wait up to 300 s."""
 ENDS_WITHIN_S = 60.0
 """In which requests of a killed engine have to end, and its processes to be gone."""
 GROWTH_MIB = 64.0
@@ -120,7 +120,7 @@ def growth(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Growth per hour, by least squares, each life of a server with a level of its own.
 
     Args:
-        samples: with `life`, `s` and the name.
+        samples: with `life`, `s`, `processes` and the name.
         name: of the number.
 
     Returns:
@@ -129,7 +129,10 @@ def growth(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
     hours: list[float] = []
     values: list[float] = []
     for life in {sample["life"] for sample in samples}:
-        kept = [s for s in samples if s["life"] == life and s["s"] >= SETTLE_S]
+        of_it = [s for s in samples if s["life"] == life]
+        # Of a server that ends, some processes are gone.
+        whole = max(s["processes"] for s in of_it)
+        kept = [s for s in of_it if s["s"] >= SETTLE_S and s["processes"] == whole]
         if len(kept) < 3:
             continue
         at = np.array([s["s"] for s in kept]) / 3600

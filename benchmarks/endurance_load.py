@@ -141,6 +141,8 @@ class Load:
             seen.outcome = await self._ask(session, ask, seen)
         except TimeoutError:
             seen.outcome = "no end"
+        except (aiohttp.ClientError, OSError) as error:
+            seen.outcome = type(error).__name__  # its text has a port
         except Exception as error:  # noqa: BLE001 - counted; the load goes on
             seen.outcome = f"{type(error).__name__}: {error}"[:200]
         if was_down and seen.outcome not in ("done", "left"):

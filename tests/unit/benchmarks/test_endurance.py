@@ -20,10 +20,15 @@ TINY = SHAPES["tiny"]
 
 
 def samples(life: int, level: float, slope: float) -> list[dict[str, Any]]:
-    """One life: anything while it settles, then a line."""
-    settling = [{"life": life, "s": s, "own_mib": 9e9} for s in (0.0, SETTLE_S - 1)]
-    steady = [SETTLE_S + 10 * i for i in range(20)]
-    return settling + [{"life": life, "s": s, "own_mib": level + slope * s / 3600} for s in steady]
+    """One life: anything while it settles, then a line, then some processes are gone."""
+    at = [0.0, SETTLE_S - 1, *(SETTLE_S + 10 * i for i in range(20)), SETTLE_S + 200]
+    held: list[dict[str, Any]] = [
+        {"life": life, "s": s, "processes": 4, "own_mib": level + slope * s / 3600} for s in at
+    ]
+    for i, changes in {0: 9e9, 1: 9e9, -1: 0.0}.items():
+        held[i]["own_mib"] = changes
+    held[-1]["processes"] = 2
+    return held
 
 
 @given(slope=st.floats(-1e3, 1e3), levels=st.lists(st.floats(0, 1e4), min_size=1, max_size=4))
