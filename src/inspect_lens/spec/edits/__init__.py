@@ -19,6 +19,7 @@ from ._instruction import (
     run_program,
 )
 from ._latent import Latent, LatentMode
+from ._latents import MOST_LATENTS, Latents, Reconstruct
 from ._rows import Renormalise, Replace, Zero
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 from ._union import EDITS, Edit, parse_edits
@@ -28,6 +29,7 @@ __all__ = [
     "EDITS",
     "EDIT_REFERENCE",
     "MOST_INSTRUCTIONS",
+    "MOST_LATENTS",
     "NEXT_TOKEN",
     "N_LATCHES",
     "N_REGISTERS",
@@ -46,8 +48,10 @@ __all__ = [
     "Kind",
     "Latent",
     "LatentMode",
+    "Latents",
     "LowRank",
     "ProjectOut",
+    "Reconstruct",
     "Renormalise",
     "Replace",
     "Rotate",

@@ -66,6 +66,8 @@ class EditBase(WireModel):
 
     tensor_fields: ClassVar[dict[str, int]] = {}
     """Fields that hold tensors, and the number of dimensions that each has for one layer."""
+    number_fields: ClassVar[frozenset[str]] = frozenset({"bias"})
+    """Those of them that hold a number for each direction, and are not as wide as the stream."""
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -130,7 +132,7 @@ class EditBase(WireModel):
 
         def read(name: str) -> TensorData:
             judge = None
-            if limits is not None and name != "bias":
+            if limits is not None and name not in cls.number_fields:
                 judge = limits.edit_judge(values.get("site"), is_part=is_part)
             return freeze_tensor(as_tensor_data(values[name], field=name, judge=judge))
 
@@ -153,7 +155,7 @@ class EditBase(WireModel):
                 )
             if not np.isfinite(tensor.to_float32()).all():
                 raise ValueError(f"{name} holds NaN or infinity; every value has to be finite")
-            if n and name != "bias":
+            if n and name not in self.number_fields:
                 if width not in (None, shape[-1]):
                     raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")
                 width = shape[-1]
@@ -215,7 +217,7 @@ class EditBase(WireModel):
     def width(self) -> int | None:
         """Width of its tensors; None where it has none."""
         for name, tensor in self.tensors.items():
-            if self.tensor_fields[name] and name != "bias":
+            if self.tensor_fields[name] and name not in self.number_fields:
                 return tensor.shape[-1]
         return None
 
