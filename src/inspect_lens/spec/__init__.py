@@ -72,6 +72,8 @@ from .edits import (
     chosen_numbers,
     parse_edits,
     run_program,
+    sampled_match,
+    token_gate,
 )
 from .engine._facts import EngineFacts, rows_for
 from .engine._limits import TensorLimits
@@ -248,6 +250,7 @@ __all__ = [
     "result_name",
     "rows_for",
     "run_program",
+    "sampled_match",
     "shown",
     "split_body",
     "tap_order",
@@ -255,4 +258,5 @@ __all__ = [
     "tap_points",
     "to_extra_args",
     "to_wire_args",
+    "token_gate",
 ]

@@ -21,6 +21,7 @@ from ._instruction import (
 from ._latent import Latent, LatentMode
 from ._latents import MOST_LATENTS, Latents, Reconstruct
 from ._rows import Renormalise, Replace, Zero
+from ._sampled import check_token_ids, sampled_match, token_gate
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 from ._union import EDITS, Edit, parse_edits
 
@@ -59,8 +60,11 @@ __all__ = [
     "Set",
     "Swap",
     "Zero",
+    "check_token_ids",
     "choice_sites",
     "chosen_numbers",
     "parse_edits",
     "run_program",
+    "sampled_match",
+    "token_gate",
 ]

@@ -29,6 +29,7 @@ from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_t
 from ._choice import CHOICES, Choice, Chosen, choice_sites
 from ._gate import TENSOR_REFERENCE, Gate, tensor_reference
 from ._instruction import Instruction, Row
+from ._sampled import sampled_match
 
 __all__ = ["EDIT_REFERENCE", "TENSOR_REFERENCE", "EditBase", "unit"]
 
@@ -51,7 +52,8 @@ class EditBase(WireModel):
     """Where in those layers: see `Site`."""
     positions: Positions = "all"
     """Tokens it acts on: `all`, `prompt`, `completion`, `last_prompt`, a mask over the prompt,
-    absolute positions, negative ones counted from the end of the prompt, or a `TokenMatch`."""
+    absolute positions, negative ones counted from the end of the prompt, or a `TokenMatch`, also
+    of sampled tokens."""
     phase: Phase = "both"
     """Only those of the positions that are `prefill` or `decode` tokens."""
     heads: tuple[int, ...] | None = None
@@ -118,6 +120,21 @@ class EditBase(WireModel):
                 "use 'last_prompt', 'completion', or a number"
             )
         return found
+
+    @model_validator(mode="after")
+    def _check_sampled(self) -> Self:
+        if sampled_match(self.positions) is not None:
+            if self.phase == "prefill":
+                raise ValueError(
+                    "phase='prefill' beside positions among='completion' selects no token; leave "
+                    "one of them out"
+                )
+            if self.when is not None:
+                raise ValueError(
+                    "when beside positions among='completion': the id of a token is looked at by "
+                    "a gate, and an edit has one; leave one of them out"
+                )
+        return self
 
     @model_validator(mode="before")
     @classmethod
