@@ -168,7 +168,7 @@ def test_edits_of_sampled_tokens_with_some_ids_equal_the_reference(width: int) -
     launch(hidden, None, tap=1, state=state)
     torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(hidden[:6], before[:6]), "a prompt keeps its bits"
-    one, other = (torch.from_numpy(x).to("cuda") for x in (v, 4.0 * w))
+    one, other = (torch.tensor(x, device="cuda") for x in (v, 4.0 * w))
     wanted = torch.stack([one + other, one, one + other, other])
     torch.testing.assert_close(hidden[6:] - before[6:], wanted, rtol=1e-3, atol=1e-4)
 
