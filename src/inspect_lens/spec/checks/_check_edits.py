@@ -60,7 +60,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         ```
     """
     rows, at_tap = 0, Counter[TapPoint]()
-    gates = set()
+    gates: set[tuple[object, ...]] = set()
     latches = set()
     for i, edit in enumerate(edits):
         field = f"edits[{i}]"
