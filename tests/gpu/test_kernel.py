@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens.spec import N_LATCHES, Add, Gate, LensRequest, Renormalise, Scale, TapPoint, Zero
+from inspect_lens.spec import (
+    N_LATCHES,
+    Add,
+    Gate,
+    LensRequest,
+    Renormalise,
+    Scale,
+    TapPoint,
+    TokenMatch,
+    Zero,
+)
 from tests.kit.edit_cases import edit_cases, random_rows
 from tests.kit.edit_table import (
     N_PROMPT,
@@ -127,6 +137,40 @@ def test_programs_of_all_operations_equal_the_reference(
         assert torch.equal(hidden[3], before[3]), "tokens without edits keep their bits"
         scale = float(expected.abs().max())
         torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("width", [24, 4096])
+def test_edits_of_sampled_tokens_with_some_ids_equal_the_reference(width: int) -> None:
+    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+    from inspect_lens._engine.tap.kernels.tap_triton import launch
+
+    v, w = random_rows(61, 2, width) / width**0.5
+    some = TokenMatch(token_ids=[0, 3, 200_000], among="completion")
+    others = TokenMatch(token_ids=[3], among="completion", exclude=True)
+    edits = [
+        Add(vector=v, layers=[1], positions=some),
+        Add(vector=w, scale=4.0, layers=[1], positions=others),
+    ]
+    state = make_state(width=width, device="cuda")
+    _, steering = admitted(LensRequest(edits=edits), state)
+    configs = configs_of(steering)
+    n, fed = len(configs), [3, 3, 3, 3, 3, 3, 0, 3, 200_000, 7]
+    ids = torch.tensor(fed, dtype=torch.int32, device="cuda")
+    state.bank.fed.source = lambda: ids
+    state.bank.fed.note()
+    state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32, device="cuda")
+    state.header[0] = n
+    state.flags.fill_(1)
+    hidden = torch.randn(n, width, device="cuda")
+    expected, before = hidden.clone(), hidden.clone()
+    edit_rows(expected, None, state.bank.table[:, 1][state.tokens[:n, 0].long()], state.bank)
+    state.bank.registers.zero_()
+    launch(hidden, None, tap=1, state=state)
+    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(hidden[:6], before[:6]), "a prompt keeps its bits"
+    one, other = (torch.tensor(x, device="cuda") for x in (v, 4.0 * w))
+    wanted = torch.stack([one + other, one, one + other, other])
+    torch.testing.assert_close(hidden[6:] - before[6:], wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_gates_that_stay_open_equal_the_reference() -> None:

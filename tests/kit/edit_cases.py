@@ -17,8 +17,10 @@ from inspect_lens.spec import (
     Insert,
     Latent,
     LatentMode,
+    Latents,
     LowRank,
     ProjectOut,
+    Reconstruct,
     Replace,
     Rotate,
     Scale,
@@ -65,6 +67,52 @@ def _turn(plane: NDArray[Any], degrees: float) -> Callable[[Wide], Wide]:
         return np.asarray(rest + x * first + y * second)
 
     return turned
+
+
+def _several_latents(
+    seed: int, short: np.float32, at: dict[str, Any], v: NDArray[np.float32]
+) -> list[tuple[EditBase, Callable[[Wide], Wide]]]:
+    """Edits of four latents at once, and reconstructions by them."""
+    width, wide = len(v), v.astype(np.float64)
+    encoder, decoder = random_rows(seed + 4, 8, width).reshape(2, 4, width) * short
+    some: dict[str, Any] = {
+        "encoder": encoder,
+        "decoder": decoder,
+        "bias": np.array([0.25, -0.5, 0.0, 1.0]),
+    }
+    some["threshold"] = limits = np.array([0.0, 0.5, 1.0, 0.0])
+    values = np.array([2.0, 0.0, -1.0, 0.5])
+
+    def latents(h: Wide) -> tuple[Wide, NDArray[np.bool_]]:
+        z = encoder.astype(np.float64) @ h + some["bias"]
+        return np.where(z > limits, z, 0.0), z > limits
+
+    def several(h: Wide, *, mode: LatentMode, only: bool) -> Wide:
+        was, is_active = latents(h)
+        after = {
+            "set": values, "add": was + values, "at_least": np.maximum(was, values),
+        }[mode]  # fmt: skip
+        step = np.where(is_active | (not only), after - was, 0.0)
+        return np.asarray(h + step @ decoder.astype(np.float64))
+
+    return [
+        *(
+            (
+                Latents(value=values, mode=mode, only_if_active=only, **some, **at),
+                lambda h, mode=mode, only=only: several(h, mode=mode, only=only),
+            )
+            for mode in get_args(LatentMode)
+            for only in (False, True)
+        ),
+        (
+            Reconstruct(decoder_bias=v, **some, **at),
+            lambda h: latents(h)[0] @ decoder.astype(np.float64) + wide,
+        ),
+        (
+            Reconstruct(strength=0.5, **some, **at),
+            lambda h: 0.5 * h + 0.5 * latents(h)[0] @ decoder.astype(np.float64),
+        ),
+    ]
 
 
 def edit_cases(
@@ -148,6 +196,7 @@ def edit_cases(
             for mode in get_args(LatentMode)
             for only in (False, True)
         ),
+        *_several_latents(seed, short, at, v),
         (Replace(rows=v, **at), lambda h: wide),
         (Replace(rows=v, alpha=0.25, **at), lambda h: 0.75 * h + 0.25 * wide),
         (Zero(**at), lambda h: 0.0 * h),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import RESID_POST, Latent, LatentMode, Positions, Site
+from inspect_lens.spec import (
+    RESID_POST,
+    Latent,
+    LatentMode,
+    Latents,
+    Positions,
+    Reconstruct,
+    Site,
+)
 
 __all__ = ["SparseAutoencoder", "SparseEncoder"]
 
@@ -290,6 +298,87 @@ class SparseAutoencoder(SparseEncoder):
             only_if_active=only_if_active, layers=(layer,) if layers is None else tuple(layers),
             site=where, positions=positions,
         )  # fmt: skip
+
+    def latents(
+        self,
+        values: Mapping[int, float],
+        *,
+        mode: LatentMode = "set",
+        only_if_active: bool = False,
+        layers: Sequence[int] | None = None,
+        site: Site | None = None,
+        positions: Positions = "all",
+        threshold: float | None = None,
+    ) -> Latents:
+        """The edit that sets, raises or increases up to 63 latents, all read from one stream.
+
+        Args:
+            values: by number of the feature: as `value` of `latent`.
+            mode: see `latent`; so are the others.
+            only_if_active: leave each latent alone where it is not active.
+            layers: at which it acts; by default the layer of the file.
+            site: where in these layers; by default that of the file.
+            positions: tokens that it acts on.
+            threshold: above which all of them are active; by default those of the file.
+
+        Returns:
+            The edit.
+
+        Raises:
+            SpecError: as for `latent`.
+        """
+        where = self._chosen(list(values), layers, site, threshold)
+        return Latents(
+            value=np.asarray(list(values.values()), dtype=np.float32), mode=mode,
+            only_if_active=only_if_active, positions=positions, **where,
+        )  # fmt: skip
+
+    def reconstruction(
+        self,
+        latents: Sequence[int],
+        *,
+        strength: float = 1.0,
+        layers: Sequence[int] | None = None,
+        site: Site | None = None,
+        positions: Positions = "all",
+        threshold: float | None = None,
+    ) -> Reconstruct:
+        """The edit that puts what up to 63 latents make of the stream in its place.
+
+        Args:
+            latents: numbers of the features that are kept.
+            strength: share of the stream that is replaced.
+            layers: see `latents`; so are the others.
+            site: where in these layers.
+            positions: tokens that it acts on.
+            threshold: above which all of them are active.
+
+        Returns:
+            The edit.
+
+        Raises:
+            SpecError: as for `latent`.
+        """
+        where = self._chosen(latents, layers, site, threshold)
+        return Reconstruct(
+            decoder_bias=self.decoder_bias, strength=strength, positions=positions, **where
+        )
+
+    def _chosen(
+        self,
+        latents: Sequence[int],
+        layers: Sequence[int] | None,
+        site: Site | None,
+        threshold: float | None,
+    ) -> dict[str, Any]:
+        """Fields of an edit of several latents."""
+        at = self._latents(latents)
+        layer, where = self.settle(None if layers is None else layers[0], site)
+        return {
+            "encoder": self.weight[at], "decoder": self.decoder[at], "bias": self.bias[at],
+            "threshold": [self._threshold(int(one), threshold) for one in at],
+            "layers": (layer,) if layers is None else tuple(layers), "site": where,
+        }  # fmt: skip
 
     def _threshold(self, latent: int, given: float | None) -> float:
         if given is not None:

@@ -72,6 +72,24 @@ def test_an_edit_moves_the_stream_by_the_latents_own_row(
         np.testing.assert_allclose(run_program(row, edit.program(0)) - row, step, atol=2e-3)
 
 
+def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -> None:
+    sae, path, scale = saved("jumprelu", tmp_path)
+    made = read_autoencoder(path, norm_scale=scale)
+    kept = [17, 3, 5]
+    latents = sae(torch.from_numpy(ROWS))
+    clamped, only = latents.clone(), torch.zeros_like(latents)
+    clamped[:, 17], clamped[:, 3] = 8.0, 0.0
+    only[:, kept] = latents[:, kept]
+    moved = (sae.decode(clamped) - sae.decode(latents)).numpy()
+    several, whole = made.latents({17: 8.0, 3: 0.0}, layers=[4]), made.reconstruction(kept)
+    assert (several.layers, whole.layers, whole.site) == ((4,), (9,), "resid_post")
+    for row, step, decoded in zip(ROWS, moved, sae.decode(only).numpy(), strict=True):
+        np.testing.assert_allclose(run_program(row, several.program(0)) - row, step, atol=2e-3)
+        np.testing.assert_allclose(run_program(row, whole.program(0)), decoded, atol=2e-3)
+    with pytest.raises(SpecError, match="this sparse autoencoder has 0 to"):
+        made.reconstruction([10**6])
+
+
 def test_a_top_k_edit_needs_a_threshold(tmp_path: Path) -> None:
     made = read_autoencoder(saved("topk b_dec", tmp_path)[1])
     with pytest.raises(SpecError, match="among the 5 largest"):

@@ -83,6 +83,8 @@ class RequestTable:
         """Of requests that steer some positions differently."""
         self.latched: set[int] = set()
         """Requests with gates whose decisions last, so that taps have to know the positions."""
+        self.by_id: set[int] = set()
+        """Requests with edits of sampled tokens that have some ids."""
         self._free = list(range(capacity - 1, -1, -1))
 
     def take(self) -> int:
@@ -108,6 +110,7 @@ class RequestTable:
         self.listed.pop(slot, None)
         self.named.pop(slot, None)
         self.latched.discard(slot)
+        self.by_id.discard(slot)
         self._free.append(slot)
 
 

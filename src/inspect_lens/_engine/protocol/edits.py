@@ -28,7 +28,9 @@ from inspect_lens.spec import (
     is_mask,
     phase_range,
     resolve_positions,
+    sampled_match,
     tap_point,
+    token_gate,
 )
 
 from .gate_history import MOST_POSITIONS, history_rows
@@ -111,6 +113,11 @@ class EditEnvelope(Edited):
         return int(one.gate >= NEXT_TOKEN)
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether it looks at the ids of tokens that are fed to the model."""
+        return self._first is not None and self._first.kind == Kind.TOKEN_GATE
+
+    @property
     def _first(self) -> Instruction | None:
         """A gate is a program of its own, of one instruction."""
         program = self.programs[0][0]
@@ -145,6 +152,7 @@ def seal_edits(
         SpecError: a position lies outside the request, or none is left of an edit.
     """
     registers: dict[tuple[object, ...], int] = {}
+    """By content: gates of scope `token`, and those of sampled tokens with some ids."""
     latches: dict[tuple[object, ...], int] = {}
     sealed: list[EditEnvelope] = []
     for i, edit in enumerate(edits):
@@ -162,6 +170,12 @@ def seal_edits(
             gate = known[content]
             if edit.when.shadow:
                 continue
+        if (match := sampled_match(edit.positions)) is not None:
+            ids = frozenset(match.token_ids or ()), match.exclude
+            gate = registers.setdefault(ids, len(registers))
+            one = token_gate(match, width_of(edit.site), gate)
+            looks = (((one,),),) * len(edit.layers)
+            sealed.append(EditEnvelope(edit.site, edit.layers, looks, *where, _digest(looks)))
         chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
         listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
         programs = tuple(
@@ -202,7 +216,7 @@ def _where(
     listed: tuple[int, ...] | None = None
     if positions == "prompt":
         span = range(span.start, min(span.stop, n_prompt))
-    elif positions == "completion":
+    elif positions == "completion" or sampled_match(positions) is not None:
         span = range(max(span.start, n_prompt), span.stop)
     elif positions != "all":
         found = resolve_positions(

@@ -138,6 +138,11 @@ class Roster:
         if request.group is not None:
             self._groups.give(request.group)
 
+    def note_fed(self) -> None:
+        """Have taps know the ids of the tokens of a step that is about to run, if any asks."""
+        if self.table.by_id:
+            self._bank.fed.note()
+
     def apart(self, batch: Batch, poisoned: Collection[str]) -> tuple[Batch, list[str]]:
         """Tell requests that begin behind blocks of the cache under a bad salt from all others.
 
@@ -221,6 +226,9 @@ class Roster:
             table.config[slot] = steering.config
             table.record[slot] = request.number % BOARD_SIZE
             table.until[slot] = envelope.steer_until
+            if any(edit.reads_ids for edit in envelope.edits):
+                self._bank.fed.check()
+                table.by_id.add(slot)
             if any(edit.latch is not None for edit in envelope.edits):
                 table.latched.add(slot)
                 # One that was pre-empted keeps what its gates have decided.

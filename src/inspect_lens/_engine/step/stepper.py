@@ -224,6 +224,8 @@ class Stepper:
             position: absolute position of each one's first token.
         """
         self._outbox.begin_step()
+        self.take_up()
+        self._roster.note_fed()
         n_tokens, position = n_tokens[: len(keys)], position[: len(keys)]
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):

@@ -33,6 +33,7 @@ from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
 
+from .fed import Fed
 from .latches import Latches
 from .table_entries import Held, Part, Placing, Programs, Share, Shared, Vectors
 
@@ -53,6 +54,7 @@ class BankTensors:
         table: (configurations, taps) int32; the first entry of a configuration at a tap, or 0.
         registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
         latches: gates whose decisions last.
+        fed: ids of the tokens of the running step.
     """
 
     vectors: torch.Tensor
@@ -61,6 +63,7 @@ class BankTensors:
     table: torch.Tensor
     registers: torch.Tensor
     latches: Latches
+    fed: Fed
 
     @classmethod
     def allocate(
@@ -74,12 +77,15 @@ class BankTensors:
             torch.zeros(rows, taps, dtype=torch.int32, device=device),
             torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
             Latches.allocate(BOARD_SIZE, device),
+            Fed(torch.zeros(max_tokens, dtype=torch.int32, device=device)),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = (self.vectors, self.entries, self.params, self.table, self.registers)
+        tensors = (
+            self.vectors, self.entries, self.params, self.table, self.registers, self.fed.ids,
+        )  # fmt: skip
         return self.latches.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -127,6 +133,11 @@ class Bank:
     def rows_in_use(self) -> int:
         """Vectors that some request holds."""
         return self._vectors.in_use
+
+    @property
+    def fed(self) -> Fed:
+        """Ids of the tokens of the running step."""
+        return self._tensors.fed
 
     def admit(self, envelope: Envelope, tap_index: dict[TapPoint, int]) -> Steering:
         """Place the edits of one request.

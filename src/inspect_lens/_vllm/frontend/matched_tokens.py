@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import LensRequest, TokenMatch
+from inspect_lens.spec import LensRequest, Positions, TokenMatch, sampled_match
 
 __all__ = ["needs_prompt", "spans_of", "with_positions"]
 
@@ -16,11 +16,17 @@ _MOST_SECONDS: Final = 0.25
 
 
 def needs_prompt(request: LensRequest) -> bool:
-    """Whether a request names tokens by what they are."""
+    """Whether a request names tokens of its prompt by what they are."""
     capture = request.capture
     return (capture is not None and isinstance(capture.positions, TokenMatch)) or any(
-        isinstance(edit.positions, TokenMatch) for edit in request.edits
+        _in_prompt(edit.positions) is not None for edit in request.edits
     )
+
+
+def _in_prompt(positions: Positions) -> TokenMatch | None:
+    """What is to be found in the prompt; sampled tokens are found in the step that feeds them."""
+    is_found = isinstance(positions, TokenMatch) and sampled_match(positions) is None
+    return positions if isinstance(positions, TokenMatch) and is_found else None
 
 
 def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: Any) -> LensRequest:
@@ -49,8 +55,8 @@ def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: A
         found = prompt.find(capture.positions, "capture.positions")
         changed["capture"] = capture.model_copy(update={"positions": found})
     changed["edits"] = tuple(
-        edit.model_copy(update={"positions": prompt.find(edit.positions, f"edits[{i}].positions")})
-        if isinstance(edit.positions, TokenMatch)
+        edit.model_copy(update={"positions": prompt.find(match, f"edits[{i}].positions")})
+        if (match := _in_prompt(edit.positions)) is not None
         else edit
         for i, edit in enumerate(request.edits)
     )

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import torch
 
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
@@ -59,6 +60,7 @@ class RunnerV1:
                 guarded(self._stepper, self._end)
             return result
 
+        self._stepper.state.bank.fed.source = self._fed
         runner._dummy_run = idle(self._stepper, runner._dummy_run)
         runner._update_states = update_states
         runner._prepare_inputs = prepare_inputs
@@ -83,6 +85,11 @@ class RunnerV1:
         self._stepper.begin(
             keys, np.cumsum(counts) - counts, counts, batch.num_computed_tokens_cpu[: len(keys)]
         )
+
+    def _fed(self) -> torch.Tensor:
+        """Ids of the tokens of this step: written before `_prepare_inputs` returns."""
+        ids: torch.Tensor = self._runner.input_ids.gpu
+        return ids
 
     def _end(self) -> None:
         self._stepper.end_step(self._path())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens._vllm.compat.guard import guarded, idle
@@ -69,6 +71,7 @@ class RunnerV2:
                 guarded(self._stepper, self._end)
             return result
 
+        self._stepper.state.bank.fed.source = self._fed
         state.add_request = add_request
         self._runner._dummy_run = idle(self._stepper, dummy_run)
         state.remove_request = remove_request
@@ -93,6 +96,11 @@ class RunnerV2:
             input_batch.num_scheduled_tokens,
             input_batch.num_computed_tokens_np,
         )
+
+    def _fed(self) -> torch.Tensor:
+        """Ids of the tokens of this step: written before `preprocess_state` is called."""
+        ids: torch.Tensor = self._runner.input_buffers.input_ids
+        return ids
 
     def _end(self) -> None:
         self._stepper.end_step(self._path())

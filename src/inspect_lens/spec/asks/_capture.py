@@ -120,7 +120,13 @@ class CaptureSpec(BaseModel):
     @field_validator("positions", mode="before")
     @classmethod
     def _positions(cls, value: Any) -> Any:
-        return parse_positions(value, field="positions", may_match=True)
+        found = parse_positions(value, field="positions", may_match=True)
+        if isinstance(found, TokenMatch) and found.among == "completion":
+            raise ValueError(
+                "among='completion' belongs to edits: how many rows a capture has is known before "
+                "tokens are sampled; capture 'completion', and take the rows of the ids you want"
+            )
+        return found
 
     @model_validator(mode="after")
     def _check_phase(self) -> Self:

@@ -1,4 +1,4 @@
-"""Tokens of a prompt that are meant by their text or by their ids, and not by their place."""
+"""Tokens that are meant by their text or by their ids, and not by their place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.values._strict import integers, shown
@@ -20,10 +28,13 @@ Which = Literal["all", "first", "last"]
 
 
 class TokenMatch(BaseModel):
-    """Tokens of the prompt that match a regular expression, or that have one of some ids.
+    """Tokens of the prompt that match a regular expression, or tokens that have one of some ids.
 
     Give it as `positions` of a capture or of an edit. The server finds the tokens in the prompt as
     the model gets it, chat template included, and the receipt tells their positions.
+
+    With `among="completion"` an edit acts on sampled tokens that have one of the ids. The engine
+    looks at each as it is fed to the model, on the device. Captures cannot ask for that.
 
     Example:
         ```python
@@ -48,7 +59,9 @@ class TokenMatch(BaseModel):
     tokens: Which = "all"
     """All tokens of each match, or its first or its last one."""
     exclude: bool = False
-    """Take all other tokens of the prompt instead."""
+    """Take all other tokens instead: of the prompt, or of the completion."""
+    among: Literal["prompt", "completion"] = "prompt"
+    """Where tokens are looked for: in the prompt, or among sampled tokens, by `token_ids` alone."""
 
     @field_validator("token_ids", mode="before")
     @classmethod
@@ -77,7 +90,26 @@ class TokenMatch(BaseModel):
     def _check(self) -> Self:
         if (self.pattern is None) == (self.token_ids is None):
             raise ValueError("give either a pattern or token_ids")
+        if self.among == "completion":
+            if self.token_ids is None:
+                raise ValueError(
+                    "a pattern beside among='completion': a sampled token is known by its id alone "
+                    "while the model runs; give token_ids"
+                )
+            if self.matches != "all" or self.tokens != "all":
+                raise ValueError(
+                    "matches and tokens belong to among='prompt'; every sampled token that has "
+                    "one of the ids is meant"
+                )
         return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self)
+        if self.among == "prompt":
+            # The form that older servers know.
+            form.pop("among", None)
+        return form
 
     def __str__(self) -> str:
         given = {

@@ -16,7 +16,9 @@ from inspect_lens.spec.edits import (
     EditBase,
     Instruction,
     Kind,
+    check_token_ids,
     chosen_numbers,
+    sampled_match,
 )
 from inspect_lens.spec.engine._facts import EngineFacts, rows_for
 from inspect_lens.spec.engine._sites import (
@@ -58,7 +60,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         ```
     """
     rows, at_tap = 0, Counter[TapPoint]()
-    gates = set()
+    gates: set[tuple[object, ...]] = set()
     latches = set()
     for i, edit in enumerate(edits):
         field = f"edits[{i}]"
@@ -66,6 +68,11 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         width = facts.width_of(edit.site)
         chosen = chosen_numbers(edit.choice, width, field)
         _check_width(edit, chosen, facts, field)
+        if (match := sampled_match(edit.positions)) is not None:
+            check_token_ids(match, width, facts.vocab, field)
+            gates.add((frozenset(match.token_ids or ()), match.exclude))
+            at_tap.update(tap_point(edit.site, layer) for layer in edit.layers)
+            rows += len(edit.layers) * rows_for(width, facts.hidden)
         if edit.when is not None:
             check_writable(edit.when.site, f"{field}.when.site")
             check_layers((edit.when.layer,), edit.when.site, facts, f"{field}.when.layer")

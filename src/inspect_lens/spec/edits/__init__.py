@@ -19,7 +19,9 @@ from ._instruction import (
     run_program,
 )
 from ._latent import Latent, LatentMode
+from ._latents import MOST_LATENTS, Latents, Reconstruct
 from ._rows import Renormalise, Replace, Zero
+from ._sampled import check_token_ids, sampled_match, token_gate
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 from ._union import EDITS, Edit, parse_edits
 
@@ -28,6 +30,7 @@ __all__ = [
     "EDITS",
     "EDIT_REFERENCE",
     "MOST_INSTRUCTIONS",
+    "MOST_LATENTS",
     "NEXT_TOKEN",
     "N_LATCHES",
     "N_REGISTERS",
@@ -46,8 +49,10 @@ __all__ = [
     "Kind",
     "Latent",
     "LatentMode",
+    "Latents",
     "LowRank",
     "ProjectOut",
+    "Reconstruct",
     "Renormalise",
     "Replace",
     "Rotate",
@@ -55,8 +60,11 @@ __all__ = [
     "Set",
     "Swap",
     "Zero",
+    "check_token_ids",
     "choice_sites",
     "chosen_numbers",
     "parse_edits",
     "run_program",
+    "sampled_match",
+    "token_gate",
 ]

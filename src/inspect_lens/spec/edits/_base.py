@@ -29,6 +29,7 @@ from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_t
 from ._choice import CHOICES, Choice, Chosen, choice_sites
 from ._gate import TENSOR_REFERENCE, Gate, tensor_reference
 from ._instruction import Instruction, Row
+from ._sampled import sampled_match
 
 __all__ = ["EDIT_REFERENCE", "TENSOR_REFERENCE", "EditBase", "unit"]
 
@@ -51,7 +52,8 @@ class EditBase(WireModel):
     """Where in those layers: see `Site`."""
     positions: Positions = "all"
     """Tokens it acts on: `all`, `prompt`, `completion`, `last_prompt`, a mask over the prompt,
-    absolute positions, negative ones counted from the end of the prompt, or a `TokenMatch`."""
+    absolute positions, negative ones counted from the end of the prompt, or a `TokenMatch`, also
+    of sampled tokens."""
     phase: Phase = "both"
     """Only those of the positions that are `prefill` or `decode` tokens."""
     heads: tuple[int, ...] | None = None
@@ -66,6 +68,8 @@ class EditBase(WireModel):
 
     tensor_fields: ClassVar[dict[str, int]] = {}
     """Fields that hold tensors, and the number of dimensions that each has for one layer."""
+    number_fields: ClassVar[frozenset[str]] = frozenset({"bias"})
+    """Those of them that hold a number for each direction, and are not as wide as the stream."""
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -117,6 +121,21 @@ class EditBase(WireModel):
             )
         return found
 
+    @model_validator(mode="after")
+    def _check_sampled(self) -> Self:
+        if sampled_match(self.positions) is not None:
+            if self.phase == "prefill":
+                raise ValueError(
+                    "phase='prefill' beside positions among='completion' selects no token; leave "
+                    "one of them out"
+                )
+            if self.when is not None:
+                raise ValueError(
+                    "when beside positions among='completion': the id of a token is looked at by "
+                    "a gate, and an edit has one; leave one of them out"
+                )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _tensors(cls, values: Any, info: ValidationInfo) -> Any:
@@ -130,7 +149,7 @@ class EditBase(WireModel):
 
         def read(name: str) -> TensorData:
             judge = None
-            if limits is not None and name != "bias":
+            if limits is not None and name not in cls.number_fields:
                 judge = limits.edit_judge(values.get("site"), is_part=is_part)
             return freeze_tensor(as_tensor_data(values[name], field=name, judge=judge))
 
@@ -153,7 +172,7 @@ class EditBase(WireModel):
                 )
             if not np.isfinite(tensor.to_float32()).all():
                 raise ValueError(f"{name} holds NaN or infinity; every value has to be finite")
-            if n and name != "bias":
+            if n and name not in self.number_fields:
                 if width not in (None, shape[-1]):
                     raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")
                 width = shape[-1]
@@ -215,7 +234,7 @@ class EditBase(WireModel):
     def width(self) -> int | None:
         """Width of its tensors; None where it has none."""
         for name, tensor in self.tensors.items():
-            if self.tensor_fields[name] and name != "bias":
+            if self.tensor_fields[name] and name not in self.number_fields:
                 return tensor.shape[-1]
         return None
 

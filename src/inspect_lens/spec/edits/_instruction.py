@@ -74,15 +74,18 @@ class Kind(IntEnum):
     register."""
     COSINE_GATE = 9
     """As `GATE`, of `x/|s|`."""
-    LATCH = 10
+    TOKEN_GATE = 10
+    """Nothing is edited: whether the id of the token, plus one, is a number of `read` goes to a
+    register; where `a` is 1, whether it is none. Zeros of `read` are no ids."""
+    LATCH = 11
     """Nothing is edited: where `x > b`, the register opens for the tokens behind this one."""
-    COSINE_LATCH = 11
+    COSINE_LATCH = 12
     """As `LATCH`, of `x/|s|`."""
-    RUNNING = 12
+    RUNNING = 13
     """Nothing is edited: of `m = d*x + (1 - d)*m'`, where `m'` is that of the token before, or `x`
     of the first one, `sigmoid(a*(m - b))` goes to the register. For infinite `a` it is whether the
     gate is open: it opens where `m > b`, and closes where `m < c` and not `m > b`."""
-    COSINE_RUNNING = 13
+    COSINE_RUNNING = 14
     """As `RUNNING`, of `x/|s|`."""
 
 
@@ -112,6 +115,7 @@ def run_program(
     stream: NDArray[np.floating],
     program: Sequence[Instruction],
     registers: NDArray[np.floating] | None = None,
+    token_id: int | None = None,
 ) -> NDArray[np.float64]:
     """Edit the stream of one token: the definition of a program, in float64.
 
@@ -120,6 +124,7 @@ def run_program(
         program: the instructions, in order.
         registers: (`NEXT_TOKEN + N_LATCHES`,); values of gates, which gates without a state write
             to. What others find depends on other tokens, so they write nothing here.
+        token_id: of the token, for programs that ask for it; None is no token's.
 
     Returns:
         (width,) float64; the stream after the program.
@@ -146,6 +151,10 @@ def run_program(
         norm = float(np.linalg.norm(seen))
         x = 0.0 if one.read is None else float(one.read.astype(np.float64) @ seen)
         a, b, _, _ = one.params
+        if one.kind == Kind.TOKEN_GATE:
+            is_named = token_id is not None and bool(np.any(one.read == token_id + 1))
+            gates[one.gate] = float(is_named != bool(a))
+            continue
         if one.kind in (Kind.GATE, Kind.COSINE_GATE):
             at = x / norm if one.kind == Kind.COSINE_GATE and norm else x
             gates[one.gate] = float(at > b) if np.isinf(a) else _sigmoid(a * (at - b))

@@ -14,6 +14,7 @@ from inspect_lens.spec.values._strict import explain, shown
 from ._base import EditBase
 from ._directions import Ablate, Add, Clamp, Scale, Set
 from ._latent import Latent
+from ._latents import Latents, Reconstruct
 from ._rows import Renormalise, Replace, Zero
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 
@@ -31,6 +32,8 @@ Edit: TypeAlias = Annotated[
     | Swap
     | LowRank
     | Latent
+    | Latents
+    | Reconstruct
     | Replace
     | Zero
     | Renormalise,
@@ -41,8 +44,8 @@ Edit: TypeAlias = Annotated[
 EDITS: dict[str, type[EditBase]] = {
     kind.model_fields["op"].default: kind
     for kind in (
-        Add, Ablate, Clamp, Set, Scale, ProjectOut, Rotate, Insert, Swap, LowRank, Latent, Replace,
-        Zero, Renormalise,
+        Add, Ablate, Clamp, Set, Scale, ProjectOut, Rotate, Insert, Swap, LowRank, Latent, Latents,
+        Reconstruct, Replace, Zero, Renormalise,
     )
 }  # fmt: skip
 """Every operation by its name."""

@@ -17,7 +17,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.worker.runner_v1 import RunnerV1
 from inspect_lens._vllm.worker.runner_v2 import RunnerV2
-from inspect_lens.spec import ENVELOPE_KEY
+from inspect_lens.spec import ENVELOPE_KEY, Add, TokenMatch
 from tests.kit.steps import HIDDEN, Worker, exporter, sealed
 
 
@@ -27,17 +27,23 @@ class Model:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.passes: list[bool] = []
+        self.ids = torch.zeros(8, dtype=torch.int32)
+        """What a runner's buffer holds when it has prepared a step."""
+        self.edited: list[list[bool]] = []
+        """Of each pass, the tokens that were edited."""
 
     def __call__(self, n: int) -> None:
         hidden = torch.zeros(n, HIDDEN)
         tap(hidden, None, self.worker.ctls[0])
         self.passes.append(bool(hidden.any()))
+        self.edited.append(hidden.any(dim=-1).tolist())
 
 
 class FakeV2:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.vllm_config: Any = None
+        self.input_buffers = SimpleNamespace(input_ids=model.ids)
         self._gone: set[str] = set()
         nothing = lambda *args, **kwargs: None  # noqa: E731
         self.model_state = SimpleNamespace(
@@ -78,6 +84,7 @@ class FakeV1:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.vllm_config: Any = None
+        self.input_ids = SimpleNamespace(gpu=model.ids)
         self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(8, int))
         self._waiting: list[Any] = []
         self._gone: set[str] = set()
@@ -153,6 +160,48 @@ def test_a_repeated_step_is_over_for_dummy_runs_and_for_others(runner: Any) -> N
     assert runner.model.passes[-1] is False
     assert not stepper.is_armed
     collector.discard("a")
+    collector.close()
+
+
+def test_sampled_tokens_with_some_ids_are_edited_also_where_steps_repeat(runner: Any) -> None:
+    model, collector = runner.model, Collector()
+    fed = model.worker.state.bank.fed
+    asked: list[torch.Tensor] = []
+    read = fed.source
+    fed.source = lambda: (asked.append(model.ids), read())[1]
+    plain = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[0])
+    chosen = TokenMatch(token_ids=[5, 6], among="completion")
+    requests = {
+        "v": LensRequest(steer=(plain,)),
+        "a": LensRequest(edits=(Add(vector=np.ones(HIDDEN), layers=[0], positions=chosen),)),
+    }
+    envelopes = {key: sealed(collector, one, 2, 40) for key, one in requests.items()}
+    for key, envelope in envelopes.items():
+        collector.open(key, envelope)
+    runner.add("v", {ENVELOPE_KEY: envelopes["v"].pack()})
+    runner.step({"v": (0, 2)})
+    assert not asked, "nobody asks for ids, and nothing is copied"
+    runner.add("a", {ENVELOPE_KEY: envelopes["a"].pack()})
+    model.ids[:] = 5
+    runner.step({"v": (2, 1), "a": (0, 2), "b": (0, 1)})
+    assert model.edited[-1] == [True, False, False, False], "a prompt is left alone"
+    for step, ids in enumerate([(5, 5, 5), (5, 7, 5), (7, 6, 6), (6, 5, 7), (1, 4, 5)]):
+        model.ids[:3] = torch.tensor(ids)
+        runner.step({"v": (3 + step, 1), "a": (2 + step, 1), "b": (1 + step, 1)})
+        assert model.edited[-1] == [True, ids[1] in (5, 6), False]
+    # Computed again: what was sampled comes in one chunk with the prompt.
+    runner.remove("a")
+    runner.step({"b": (6, 1)})
+    runner.add("a", {ENVELOPE_KEY: envelopes["a"].pack()})
+    model.ids[:6] = torch.tensor([5, 5, 5, 7, 6, 5])
+    runner.step({"a": (0, 6)})
+    assert model.edited[-1] == [False, False, True, False, True, True]
+    runner.remove("a")
+    asked.clear()
+    runner.step({"v": (9, 1), "b": (7, 1)})
+    assert not asked
+    for key in envelopes:
+        collector.discard(key)
     collector.close()
 
 

@@ -75,7 +75,12 @@ def edit_rows(
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
         factor, share, gate, score = _maps(kind, bank.params[entry], x, norm, before)
         register = (code >> GATE_SHIFT).long() - 1
-        found = gate.squeeze(-1), score.squeeze(-1)
+        gate = gate.squeeze(-1)
+        if bool((kind == Kind.TOKEN_GATE).any()):
+            named = (directions == (bank.fed.ids[index] + 1).unsqueeze(-1)).any(-1)
+            is_open = (named != (bank.params[entry][:, 0] != 0)).to(gate.dtype)
+            gate = torch.where(kind.squeeze(-1) == Kind.TOKEN_GATE, is_open, gate)
+        found = gate, score.squeeze(-1)
         _note(bank, kind.squeeze(-1), register, owned, found, bank.params[entry])
         gates = _gates(bank, register, owned).unsqueeze(-1)
         delta += vectors_at(bank, write, width) * (factor * gates)

@@ -34,6 +34,7 @@ LATENT_SET = tl.constexpr(int(Kind.LATENT_SET))
 LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
 BLEND, PART = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.PART))
 RENORM = tl.constexpr(int(Kind.RENORM))
+TOKEN_GATE = tl.constexpr(int(Kind.TOKEN_GATE))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
 LATCH, COSINE_LATCH = tl.constexpr(int(Kind.LATCH)), tl.constexpr(int(Kind.COSINE_LATCH))
 RUNNING = tl.constexpr(int(Kind.RUNNING))
@@ -118,6 +119,7 @@ def _tap(  # noqa: C901
     entries,
     factors,
     registers,
+    fed,
     latches,
     histories,
     noted,
@@ -219,7 +221,13 @@ def _tap(  # noqa: C901
                     elif kind >= GATE:
                         step = tl.where(at_gate > b, 1.0, 0.0)
                         smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
-                        tl.store(gates, tl.where(a > STEEPEST, step, smooth))
+                        is_by_id = kind == TOKEN_GATE
+                        fed_id = tl.load(fed + token, mask=is_by_id, other=-1).to(tl.float32) + 1
+                        # Zeros are no ids, and lie behind the end of the row, too.
+                        named = tl.max(tl.where(direction == fed_id, 1.0, 0.0), axis=0)
+                        value = tl.where(a > STEEPEST, step, smooth)
+                        value = tl.where(is_by_id, tl.abs(named - a), value)
+                        tl.store(gates, value)
                         # A later entry of this tap may read it.
                         tl.debug_barrier()
                     is_own = (register >= 0) & (lasting < 0)
@@ -285,6 +293,7 @@ def launch(
         bank.entries,
         bank.params,
         bank.registers,
+        bank.fed.ids,
         bank.latches.first,
         bank.latches.history,
         bank.latches.noted,

@@ -1,0 +1,96 @@
+"""Edits of sampled tokens with some ids, inside a real engine that schedules ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inspect_lens import LensRequest
+from inspect_lens.spec import Ablate, Add, EditBase, TokenMatch
+from tests.engine.conftest import HIDDEN, Engine, tokens
+from tests.kit.edit_cases import random_rows
+
+pytestmark = pytest.mark.engine
+
+N = 16
+
+
+def ask(*edits: EditBase) -> dict[str, Any]:
+    return {"inspect_lens": LensRequest(capture={"layers": "all"}, edits=edits)}
+
+
+def sampled(ids: list[int], *, exclude: bool = False) -> TokenMatch:
+    return TokenMatch(token_ids=ids, among="completion", exclude=exclude)
+
+
+def rows_of(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output.activations["residual_stream"]
+    return found
+
+
+def ids_of(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def edits(positions: Any, seed: int) -> list[EditBase]:
+    v, w = random_rows(seed, 2, HIDDEN)
+    return [
+        Add(vector=v, scale=0.3, layers=[0, 2], positions=positions),
+        Ablate(direction=w, layers=[3], positions=positions),
+    ]
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_the_answer_is_that_of_the_same_edits_at_the_positions_of_these_tokens(
+    engine: Engine, exclude: bool
+) -> None:
+    prompts = [tokens(20 + 7 * i, seed=i) for i in range(6)]
+    plain = engine.run(prompts, max_tokens=N)
+    # Ids that occur in the prompt as well, where nothing may happen.
+    chosen = [sorted({*ids_of(out)[2:9:3], *p[:4]}) for out, p in zip(plain, prompts, strict=True)]
+    asked: list[dict[str, Any] | None] = []
+    for i, ids in enumerate(chosen):
+        asked += [ask(*edits(sampled(ids, exclude=exclude), 50 + i)), None]
+    both = engine.run([p for p in prompts for _ in range(2)], asked, max_tokens=N)
+    for out, alone in zip(both[1::2], plain, strict=True):
+        assert ids_of(out) == ids_of(alone), "plain requests of the batch are left alone"
+    fed = [ids_of(out)[:-1] for out in both[::2]]
+    places = [
+        [len(prompt) + k for k, token in enumerate(mine) if (token in ids) != exclude]
+        for prompt, mine, ids in zip(prompts, fed, chosen, strict=True)
+    ]
+    assert all(places), "the first of the ids is sampled before anything is edited"
+    n_acted, n_fed = sum(map(len, places)), sum(map(len, fed))
+    assert 3 <= n_acted <= n_fed - 3
+    listed = [ask(*edits(where, 50 + i)) for i, where in enumerate(places)]
+    wanted = engine.run(prompts, listed, max_tokens=N)
+    bare = engine.run(prompts, ask(), max_tokens=N)
+    for i, (out, same, free) in enumerate(zip(both[::2], wanted, bare, strict=True)):
+        assert ids_of(out) == ids_of(same)
+        torch.testing.assert_close(rows_of(out), rows_of(same), rtol=1e-4, atol=1e-4)
+        end = places[i][0]
+        a, b = rows_of(out), rows_of(free)
+        torch.testing.assert_close(a[:, :end], b[:, :end], rtol=1e-4, atol=1e-4)
+        moved = (a[0, end] - b[0, end]).numpy()
+        np.testing.assert_allclose(moved, 0.3 * random_rows(50 + i, 2, HIDDEN)[0], atol=1e-3)
+
+
+def test_ids_that_are_never_sampled_change_no_bit(engine: Engine) -> None:
+    prompt = tokens(33, seed=4)
+    bare = engine.run([prompt], ask(), max_tokens=N)[0]
+    unused = [t for t in range(200) if t not in ids_of(bare)][:20]
+    out = engine.run([prompt], ask(*edits(sampled(unused), 70)), max_tokens=N)[0]
+    assert ids_of(out) == ids_of(bare)
+    assert torch.equal(rows_of(out), rows_of(bare))
+    every = engine.run([prompt], ask(*edits(sampled(unused, exclude=True), 70)), max_tokens=N)[0]
+    wanted = engine.run([prompt], ask(*edits("completion", 70)), max_tokens=N)[0]
+    assert ids_of(every) == ids_of(wanted)
+    assert engine.stats()["steering_rows"] == 0
+
+
+def test_ids_that_the_model_does_not_have_are_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"edits\[0\].positions.token_ids: 10000000"):
+        engine.run([tokens(8)], ask(*edits(sampled([10**7]), 71)))
