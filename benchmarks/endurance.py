@@ -44,6 +44,8 @@ __all__ = ["growth", "judge", "main"]
 SAMPLE_S = 10.0
 SETTLE_S = 600.0
 """Of a server's life that growth leaves out: pools fill, and results wait up to 300 s."""
+SPAN_S = 300.0
+"""Of samples of one life, below which their noise is more than what an hour makes of it."""
 ENDS_WITHIN_S = 60.0
 """In which requests of a killed engine have to end, and its processes to be gone."""
 GROWTH_MIB = 64.0
@@ -124,7 +126,7 @@ def growth(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
         name: of the number.
 
     Returns:
-        None where there are too few samples after the first minutes.
+        None where no server lived long enough.
     """
     hours: list[float] = []
     values: list[float] = []
@@ -133,7 +135,7 @@ def growth(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
         # Of a server that ends, some processes are gone.
         whole = max(s["processes"] for s in of_it)
         kept = [s for s in of_it if s["s"] >= SETTLE_S and s["processes"] == whole]
-        if len(kept) < 3:
+        if not kept or kept[-1]["s"] - kept[0]["s"] < SPAN_S:
             continue
         at = np.array([s["s"] for s in kept]) / 3600
         of = np.array([s[name] for s in kept], dtype=float)

@@ -21,7 +21,7 @@ TINY = SHAPES["tiny"]
 
 def samples(life: int, level: float, slope: float) -> list[dict[str, Any]]:
     """One life: anything while it settles, then a line, then some processes are gone."""
-    at = [0.0, SETTLE_S - 1, *(SETTLE_S + 10 * i for i in range(20)), SETTLE_S + 200]
+    at = [0.0, SETTLE_S - 1, *(SETTLE_S + 10 * i for i in range(40)), SETTLE_S + 400]
     held: list[dict[str, Any]] = [
         {"life": life, "s": s, "processes": 4, "own_mib": level + slope * s / 3600} for s in at
     ]
@@ -39,7 +39,7 @@ def test_growth_is_of_a_life_and_not_of_its_level(slope: float, levels: list[flo
 
 
 def test_too_short_a_life_tells_nothing() -> None:
-    assert growth(samples(1, 5.0, 1.0)[:4], "own_mib") is None
+    assert growth(samples(1, 5.0, 1.0)[:20], "own_mib") is None
 
 
 def part(**changes: Any) -> dict[str, Any]:
