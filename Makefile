@@ -27,12 +27,13 @@ demo: env  ## make the environment and run the demonstration, all of it on this 
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests that
-	@# share an engine share a process, too. Tests wait a good deal: three processes for two cores.
+	@# share an engine share a process, too. Tests wait a good deal, those with engines most: three
+	@# and four processes for two cores.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
 	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 --durations=25 \
 	    || failed="$$failed pytest"; \
-	  $(PYTEST) -m "engine and not gpu and not nightly" -n 3 --dist loadscope --durations=25 \
+	  $(PYTEST) -m "engine and not gpu and not nightly" -n 4 --dist loadscope --durations=25 \
 	    $(ENGINES) || failed="$$failed engines"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 

@@ -16,8 +16,9 @@ What it does not prove: forward passes are vLLM's dummy runs, whose tokens are a
 cache. (Where vLLM gives a sequence two tokens, the second one sees a place of it, so the check
 empties it first.) So the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part
 of it. Rows that two eager passes do not agree on (NaN, states that dummy runs change) are not
-compared. Of the sizes that graphs were captured for, one or two are run. Ranks that send nothing
-have no rows to compare; they take part in the passes.
+compared, nor those behind them, which are computed from them. Of the sizes that graphs were
+captured for, one or two are run. Ranks that send nothing have no rows to compare; they take part in
+the passes.
 """
 
 from __future__ import annotations
@@ -357,6 +358,7 @@ def _judge(
     most = 0.05 if own.ring.dtype == torch.float32 else 0.5
     base = plain.ring.float()
     steady = (_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
+    steady = steady.cummin(dim=0).values  # what follows something unsteady agrees by chance
     if steered_at is not None and check.can_steer and steady[steered_at]:
         steered = base[steered_at].clone()
         steered[1] += check.vectors(shape)

@@ -308,6 +308,23 @@ def test_rows_that_eager_passes_do_not_agree_on_are_not_compared(
     assert worker.is_clean()
 
 
+def test_rows_behind_those_agree_by_chance_and_are_not_compared_either(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        # As memory that nothing has written: the same for all eager passes, another in graphs.
+        chance = torch.ones(x.shape) if mode == "NONE" else -torch.ones(x.shape)
+        return [x, torch.randn(x.shape, generator=generator), chance][i]
+
+    worker.runner.hurt = hurt
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        worker.check()
+    assert "1 of 3 rows of a token compared" in caplog.messages[-1]
+    assert worker.is_clean()
+
+
 def test_rows_that_cannot_be_steered_do_not_stop_the_start(
     worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
