@@ -36,7 +36,7 @@ from tests.kit.process_tree import cpu_model, usage
 from tests.kit.tiny_models import write_words
 
 from .arms import ARMS
-from .endurance_load import Load, Target, draw, outcomes, percentiles
+from .endurance_load import GONE, Load, Target, draw, outcomes, percentiles
 from .shapes import SHAPES, Shape
 
 __all__ = ["growth", "judge", "main"]
@@ -289,7 +289,7 @@ def judge(found: Mapping[str, Any], shm_left: Sequence[str]) -> list[str]:
             problems.append(f"{event['kind']}: {event['processes_left']} processes left")
         # Who was told to end has time to finish; of a killed engine, requests only have to end.
         bad = {"open", "no end"} if event["kind"] == "killed" else event["outcomes"].keys()
-        for outcome in bad & event["outcomes"].keys() - {"done", "left"}:
+        for outcome in bad & event["outcomes"].keys() - {"done", "left", GONE}:
             problems.append(f"{event['kind']}: {event['outcomes'][outcome]} requests: {outcome}")
     return problems + [f"left in shared memory: {name}" for name in shm_left]
 

@@ -17,7 +17,7 @@ from .arms import ARMS
 from .served import body
 from .shapes import Shape
 
-__all__ = ["SHARES", "Ask", "Load", "Seen", "Target", "draw", "outcomes", "percentiles"]
+__all__ = ["GONE", "SHARES", "Ask", "Load", "Seen", "Target", "draw", "outcomes", "percentiles"]
 
 Kind = Literal["plain", "steer", "capture-1", "capture-all", "probes-16x4", "left", "slow"]
 SHARES: Mapping[Kind, float] = {
@@ -26,6 +26,8 @@ SHARES: Mapping[Kind, float] = {
 }  # fmt: skip
 """`capture-all` never fetches its rows, `left` goes away after some tokens, `slow` reads slowly."""
 LENS_KINDS = ("steer", "capture-1", "capture-all", "probes-16x4")
+GONE = "rows went with their server"
+"""Between an answer and the fetch of its rows: those of the answers of a server end with it."""
 PAUSE_S = 0.5
 """Between two reads of a slow client."""
 N_PROMPTS = 64
@@ -205,8 +207,11 @@ class Load:
             return f"rows of shape {entry['shape']}, not {(n_layers, rows, self._shape.hidden)}"
         if ask.kind == "capture-all":
             return "done"
-        async with session.get(f"{url}/v1/activations/{entry['handle']}") as answer:
-            data = await answer.read()
+        try:
+            async with session.get(f"{url}/v1/activations/{entry['handle']}") as answer:
+                data = await answer.read()
+        except aiohttp.ClientConnectionError:
+            return GONE
         whole = answer.status == 200 and len(data) == entry["nbytes"]
         return "done" if whole else f"HTTP {answer.status} for the rows, {len(data)} bytes"
 

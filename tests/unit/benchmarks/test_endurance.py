@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.endurance import SETTLE_S, growth, judge
-from benchmarks.endurance_load import SHARES, Load, Seen, Target, draw, outcomes, percentiles
+from benchmarks.endurance_load import GONE, SHARES, Load, Seen, Target, draw, outcomes, percentiles
 from benchmarks.shapes import SHAPES
 from tests.kit.fake_server import FakeLensServer
 
@@ -47,7 +47,7 @@ def part(**changes: Any) -> dict[str, Any]:
         "outcomes": {"plain": {"done": 9}, "left": {"left": 2}, "steer": {"server down": 1}},
         "growth_per_hour": {"own_mib": 10.0, "descriptors": 0.0, "shared_mib": 0.0},
     }
-    event = {"kind": "rolled", "outcomes": {"done": 3, "left": 1}, "processes_left": 0}
+    event = {"kind": "rolled", "outcomes": {"done": 3, "left": 1, GONE: 1}, "processes_left": 0}
     return {"seconds": 3600.0, "plain": calm, "lens": calm, "events": [event], **changes}
 
 
