@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 )
 def test_a_server_is_replaced_and_its_engine_killed_under_load(tmp_path: Path) -> None:
     out = tmp_path / "endurance.json"
-    words = ["--minutes", "2.5", "--event-minutes", "0.8", "--server", "enforce_eager=true"]
+    words = ["--minutes", "3.5", "--event-minutes", "0.7", "--server", "enforce_eager=true"]
     assert main([*words, "--out", str(out)]) == 0
     (found,) = json.loads(out.read_text("utf-8"))["parts"]
     assert [event["kind"] for event in found["events"]] == ["rolled", "killed"]
