@@ -291,12 +291,10 @@ class SparseAutoencoder(SparseEncoder):
             SpecError: no such latent, no layer is known, or a TopK without threshold.
         """
         (at,) = self._latents([latent])
-        layer, where = self.settle(None if layers is None else layers[0], site)
         return Latent(
             encoder=self.weight[at], decoder=self.decoder[at], bias=float(self.bias[at]),
             threshold=self._threshold(int(at), threshold), value=value, mode=mode,
-            only_if_active=only_if_active, layers=(layer,) if layers is None else tuple(layers),
-            site=where, positions=positions,
+            only_if_active=only_if_active, positions=positions, **self._place(layers, site),
         )  # fmt: skip
 
     def latents(
@@ -373,12 +371,16 @@ class SparseAutoencoder(SparseEncoder):
     ) -> dict[str, Any]:
         """Fields of an edit of several latents."""
         at = self._latents(latents)
-        layer, where = self.settle(None if layers is None else layers[0], site)
         return {
             "encoder": self.weight[at], "decoder": self.decoder[at], "bias": self.bias[at],
             "threshold": [self._threshold(int(one), threshold) for one in at],
-            "layers": (layer,) if layers is None else tuple(layers), "site": where,
+            **self._place(layers, site),
         }  # fmt: skip
+
+    def _place(self, layers: Sequence[int] | None, site: Site | None) -> dict[str, Any]:
+        """Layers and site of an edit; those of the file where nothing is said."""
+        layer, where = self.settle(None if layers is None else layers[0], site)
+        return {"layers": (layer,) if layers is None else tuple(layers), "site": where}
 
     def _threshold(self, latent: int, given: float | None) -> float:
         if given is not None:

@@ -74,6 +74,7 @@ from .edits import (
     run_program,
     sampled_match,
     token_gate,
+    token_gate_key,
 )
 from .engine._facts import EngineFacts, rows_for
 from .engine._limits import TensorLimits
@@ -259,4 +260,5 @@ __all__ = [
     "to_extra_args",
     "to_wire_args",
     "token_gate",
+    "token_gate_key",
 ]

@@ -31,6 +31,7 @@ from inspect_lens.spec import (
     sampled_match,
     tap_point,
     token_gate,
+    token_gate_key,
 )
 
 from .gate_history import MOST_POSITIONS, history_rows
@@ -171,8 +172,7 @@ def seal_edits(
             if edit.when.shadow:
                 continue
         if (match := sampled_match(edit.positions)) is not None:
-            ids = frozenset(match.token_ids or ()), match.exclude
-            gate = registers.setdefault(ids, len(registers))
+            gate = registers.setdefault(token_gate_key(match), len(registers))
             one = token_gate(match, width_of(edit.site), gate)
             looks = (((one,),),) * len(edit.layers)
             sealed.append(EditEnvelope(edit.site, edit.layers, looks, *where, _digest(looks)))

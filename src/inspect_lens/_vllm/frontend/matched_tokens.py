@@ -25,8 +25,9 @@ def needs_prompt(request: LensRequest) -> bool:
 
 def _in_prompt(positions: Positions) -> TokenMatch | None:
     """What is to be found in the prompt; sampled tokens are found in the step that feeds them."""
-    is_found = isinstance(positions, TokenMatch) and sampled_match(positions) is None
-    return positions if isinstance(positions, TokenMatch) and is_found else None
+    if isinstance(positions, TokenMatch) and sampled_match(positions) is None:
+        return positions
+    return None
 
 
 def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: Any) -> LensRequest:

@@ -19,6 +19,7 @@ from inspect_lens.spec.edits import (
     check_token_ids,
     chosen_numbers,
     sampled_match,
+    token_gate_key,
 )
 from inspect_lens.spec.engine._facts import EngineFacts, rows_for
 from inspect_lens.spec.engine._sites import (
@@ -70,7 +71,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         _check_width(edit, chosen, facts, field)
         if (match := sampled_match(edit.positions)) is not None:
             check_token_ids(match, width, facts.vocab, field)
-            gates.add((frozenset(match.token_ids or ()), match.exclude))
+            gates.add(token_gate_key(match))
             at_tap.update(tap_point(edit.site, layer) for layer in edit.layers)
             rows += len(edit.layers) * rows_for(width, facts.hidden)
         if edit.when is not None:

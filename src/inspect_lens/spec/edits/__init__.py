@@ -21,7 +21,7 @@ from ._instruction import (
 from ._latent import Latent, LatentMode
 from ._latents import MOST_LATENTS, Latents, Reconstruct
 from ._rows import Renormalise, Replace, Zero
-from ._sampled import check_token_ids, sampled_match, token_gate
+from ._sampled import check_token_ids, sampled_match, token_gate, token_gate_key
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
 from ._union import EDITS, Edit, parse_edits
 
@@ -67,4 +67,5 @@ __all__ = [
     "run_program",
     "sampled_match",
     "token_gate",
+    "token_gate_key",
 ]

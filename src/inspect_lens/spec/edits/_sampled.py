@@ -13,7 +13,7 @@ from inspect_lens.spec.engine._sites import SiteWidth
 
 from ._instruction import Instruction, Kind
 
-__all__ = ["check_token_ids", "sampled_match", "token_gate"]
+__all__ = ["check_token_ids", "sampled_match", "token_gate", "token_gate_key"]
 
 _END: Final = 1 << 24
 """Ids are below: float32 holds these numbers, and no others, exactly."""
@@ -66,6 +66,18 @@ def check_token_ids(match: TokenMatch, width: SiteWidth, vocab: int, field: str)
             f"{field}.positions.token_ids: {len(ids)} ids; {room} at most at {width.site}, which "
             "has as many numbers on a rank"
         )
+
+
+def token_gate_key(match: TokenMatch) -> tuple[object, ...]:
+    """What is alike for edits of a request that can share one gate.
+
+    Args:
+        match: of sampled tokens.
+
+    Returns:
+        Hashable; by the set of ids, and not by their order.
+    """
+    return frozenset(match.token_ids or ()), match.exclude
 
 
 def token_gate(match: TokenMatch, width: SiteWidth, register: int) -> Instruction:
