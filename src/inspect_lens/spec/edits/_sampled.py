@@ -76,6 +76,15 @@ def token_gate_key(match: TokenMatch) -> tuple[object, ...]:
 
     Returns:
         Hashable; by the set of ids, and not by their order.
+
+    Example:
+        ```python
+        from inspect_lens.spec import TokenMatch, token_gate_key
+
+        one = TokenMatch(token_ids=[13, 5], among="completion")
+        same = TokenMatch(token_ids=[5, 13], among="completion")
+        assert token_gate_key(one) == token_gate_key(same)
+        ```
     """
     return frozenset(match.token_ids or ()), match.exclude
 
