@@ -143,7 +143,8 @@ def loads(options: argparse.Namespace) -> dict[str, Any]:
         made[name] = {"connections": connections, "samples": samples, "turns": 1}
     if options.turns > 1:
         made[f"agent of {options.turns} turns"] = {
-            "connections": options.agents, "samples": options.agents, "turns": options.turns,
+            "connections": options.agents, "samples": options.agent_samples or options.agents,
+            "turns": options.turns,
         }  # fmt: skip
     return made
 
@@ -352,10 +353,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=384, help="of the first load")
     parser.add_argument("--fewer-samples", type=int, default=160, help="of the next loads")
     parser.add_argument(
-        "--connections", nargs="+", type=int, default=[256, 32], help="of each load"
+        "--connections", nargs="*", type=int, default=[256, 32], help="of each load"
     )
     parser.add_argument("--turns", type=int, default=20, help="of the tool agent; 1 leaves it out")
-    parser.add_argument("--agents", type=int, default=32, help="tool agents at once")
+    parser.add_argument("--agents", type=int, default=16, help="tool agents at once")
+    parser.add_argument("--agent-samples", type=int, default=48, help="0: as many as agents")
     parser.add_argument("--warm", type=int, default=8, help="samples before an arm's first run")
     parser.add_argument("--kv-gib", type=float, default=20.0, help="key-value cache of each server")
     parser.add_argument("--peer-runs", type=int, default=1, help="rounds of vllm-lens")

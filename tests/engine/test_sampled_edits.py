@@ -8,39 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens import LensRequest
-from inspect_lens.spec import Ablate, Add, EditBase, TokenMatch
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import random_rows
+from tests.kit.sampled_edits import N, ask, check_sampled_edits, ids_of, rows_of, sampled
+from tests.kit.sampled_edits import edits as edits_of
 
 pytestmark = pytest.mark.engine
 
-N = 16
+LAYERS = (0, 2, 3)
 
 
-def ask(*edits: EditBase) -> dict[str, Any]:
-    return {"inspect_lens": LensRequest(capture={"layers": "all"}, edits=edits)}
+def edits(positions: Any, seed: int) -> list[Any]:
+    return edits_of(positions, seed, HIDDEN, LAYERS)
 
 
-def sampled(ids: list[int], *, exclude: bool = False) -> TokenMatch:
-    return TokenMatch(token_ids=ids, among="completion", exclude=exclude)
-
-
-def rows_of(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output.activations["residual_stream"]
-    return found
-
-
-def ids_of(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
-
-
-def edits(positions: Any, seed: int) -> list[EditBase]:
-    v, w = random_rows(seed, 2, HIDDEN)
-    return [
-        Add(vector=v, scale=0.3, layers=[0, 2], positions=positions),
-        Ablate(direction=w, layers=[3], positions=positions),
-    ]
+def test_one_request_after_another_in_a_batch_of_their_like(engine: Engine) -> None:
+    prompts = [tokens(20 + 7 * i, seed=i) for i in range(6)]
+    check_sampled_edits(engine.run, prompts, HIDDEN, LAYERS, 1e-4)
 
 
 @pytest.mark.parametrize("exclude", [False, True])

@@ -33,6 +33,7 @@ from tests.kit.architectures import CASES, LAYERS, Case, write
 from tests.kit.engine_probes import check_probes
 from tests.kit.reference import HuggingFace
 from tests.kit.repository import ROOT
+from tests.kit.sampled_edits import check_sampled_edits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +44,9 @@ HIDDEN = 512
 TAPS = 3 * LAYERS + 1
 MIN_COSINE, MAX_ERROR, MIN_SHARE = 0.998, 0.08, 0.8
 """bfloat16: sums over ranks are added in another order, layer upon layer."""
+
+SAME_BATCH = 2e-2
+"""Of rows of one batch that runs twice: bfloat16 keeps three digits."""
 
 PROMPTS = [tokens(n, seed=n) for n in (1, 17, 64, 300)]
 STEERED_LAYERS = (1, LAYERS - 1)
@@ -194,6 +198,8 @@ def test_an_engine_on_several_gpus_equals_one(name: str) -> None:
     try:
         seen = observe(engine)
         check_probes(engine.llm, engine.run, PROMPTS, HIDDEN, LAYERS)
+        edited = (0, LAYERS // 2, LAYERS - 1)
+        check_sampled_edits(engine.run, PROMPTS, HIDDEN, edited, SAME_BATCH)
         sent = [tap for taps in engine.llm.collective_rpc("inspect_lens_taps") for tap in taps]
         engine.run([tokens(9)], max_tokens=2)
         left = engine.llm.collective_rpc("inspect_lens_stats")
