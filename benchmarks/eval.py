@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns 1 where a limit was missed, else 0."""
     options = parse(arguments)
     started = time.perf_counter()
-    runs = kept(options)
-    result: dict[str, Any] = {"options": settings(options), "runs": runs}
+    runs, before = kept(options)
+    result: dict[str, Any] = {"options": settings(options), "kept": before, "runs": runs}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, contextlib.ExitStack() as stack:
         asked = prepare(options, Path(folder))
         kinds = ["plain", "lens", *([PEER] if options.peer_path else [])]
@@ -86,13 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if result["missed"] else 0
 
 
-def kept(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """With `--keep`, what the file has of other loads."""
+def kept(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """With `--keep`, what the file has of other loads, and how these were measured."""
     file = Path(options.out)
     if not options.keep or not file.exists():
-        return []
-    found: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["runs"]
-    return [run for run in found if run["load"] not in loads(options)]
+        return [], None
+    found = json.loads(file.read_text("utf-8"))
+    runs = [run for run in found["runs"] if run["load"] not in loads(options)]
+    return runs, {name: found[name] for name in ("options", "environment") if name in found}
 
 
 def note(runs: list[dict[str, Any]], run: dict[str, Any]) -> None:

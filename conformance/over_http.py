@@ -60,7 +60,9 @@ class OverHttp:
         """Run the Inspect child with the provider that is installed here."""
         with httpx.Client(base_url=self._url, timeout=TIMEOUT_S) as client:
             served = client.get("/v1/models").json()["data"][0]["id"]
-        path = [self._inspect_path, str(ROOT / "src"), str(ROOT)]
+        path = [
+            self._inspect_path, str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""),
+        ]  # fmt: skip
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),

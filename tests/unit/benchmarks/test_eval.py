@@ -126,8 +126,9 @@ def test_an_arm_that_does_not_get_what_it_asks_for_ends_the_round(tmp_path: Path
 def test_runs_of_other_loads_are_kept_when_asked(tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     runs = [run("plain", 1.0, load="256 connections"), run("plain", 2.0, load="32 connections")]
-    file.write_text(json.dumps({"runs": runs}))
+    file.write_text(json.dumps({"runs": runs, "options": {"runs": 6}}))
     given = ["--out", str(file), "--connections", "32", "--turns", "1"]
-    assert driver.kept(driver.parse(given)) == []
-    assert driver.kept(driver.parse([*given, "--keep"])) == runs[:1]
-    assert driver.kept(driver.parse(["--out", str(tmp_path / "none.json"), "--keep"])) == []
+    nothing: tuple[list[Any], None] = ([], None)
+    assert driver.kept(driver.parse(given)) == nothing
+    assert driver.kept(driver.parse([*given, "--keep"])) == (runs[:1], {"options": {"runs": 6}})
+    assert driver.kept(driver.parse(["--out", str(tmp_path / "none.json"), "--keep"])) == nothing
