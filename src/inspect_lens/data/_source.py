@@ -95,13 +95,14 @@ def read_hub(
     except ImportError:
         raise ArtifactError(
             f"{repository}: needs the package datasets; install inspect-lens[train], or download "
-            "the files and pass path="
+            "the files and name them: path=, `--path` of probe collect, or `-T data=` of an eval"
         ) from None
     try:
         loaded = datasets.load_dataset(repository, config, split=split, revision=revision)
     except Exception as error:  # noqa: BLE001 (the hub raises errors of many packages)
         raise ArtifactError(
             f"{repository} (split {split!r}, revision {revision!r}): could not be loaded "
-            f"({type(error).__name__}: {error}); check access and names, or pass path= with files"
+            f"({type(error).__name__}: {error}); check access and names, or download the files and "
+            "name them: path=, `--path` of probe collect, or `-T data=` of an eval"
         ) from None
     yield from loaded

@@ -120,7 +120,14 @@ async def read_rows(
         except ArtifactError as error:
             problem = str(error)
     if source == "captured":
-        raise ArtifactError(_advice(problem, layers, "use source='auto' to recompute"))
+        raise ArtifactError(
+            _advice(
+                problem,
+                layers,
+                "to recompute on the model, use source='auto', or `inspect score` with "
+                "-S source=auto",
+            )
+        )
     prompt, completion = _token_ids(output, problem, layers)
     if source == "auto" and was_steered(output, handle):
         raise ArtifactError(

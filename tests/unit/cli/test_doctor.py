@@ -86,3 +86,14 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = run("--model", str(tmp_path))
     assert done.exit_code != 0
     assert "config.json" in str(done.exception)
+
+
+def test_one_cause_is_told_once_and_a_client_what_it_can_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_doctor, "problems", lambda: {"lens": "vLLM is not installed"})
+    monkeypatch.setattr(_doctor, "_version", {"inspect-lens": "0.1.0"}.get)
+    done = run()
+    assert done.exit_code == 1
+    assert done.stdout.count("vLLM is not installed") == 1
+    assert "lens/<model>" in done.stdout
