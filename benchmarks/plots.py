@@ -157,7 +157,7 @@ _PALETTES: Final = {
              "other": "#f0a35e", "back": "#1b1d23"},
 }  # fmt: skip
 _WIDTH, _ROW, _HEAD, _LEFT, _RIGHT = 820, 18, 30, 292, 632
-_LOW, _HIGH = 0.85, 10.0
+_LOW, _HIGH = 0.8, 10.0
 
 
 def draw(shown: Sequence[Section], palette: str) -> str:
