@@ -112,8 +112,9 @@ def stamp_of(path: str) -> str | None:
 
 
 def parent(uri: str) -> str:
-    """Everything before the last slash."""
-    return uri.rpartition("/")[0]
+    """Everything before the last slash; `/` for what lies at the root of the disk."""
+    folder = uri.rpartition("/")[0]
+    return folder or "/" * uri.startswith("/")
 
 
 def stem(uri: str) -> str:

@@ -57,6 +57,21 @@ def test_what_is_read_is_what_was_written(
         assert (new.turn, new.threshold, new.layers) == (old.turn, old.threshold, old.layers)
 
 
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_they_lie_beside_activations_that_are_in_no_folder_of_their_own(
+    tmp_path: Path, is_absolute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    handle = beside(tmp_path)
+    (file,) = tmp_path.glob("**/*.safetensors")
+    moved = file.rename(tmp_path / "mine.safetensors")
+    uri, root = (str(moved), None) if is_absolute else (moved.name, str(tmp_path))
+    alone = handle.model_copy(update={"uri": uri, "root": root})
+    reference = save_token_scores([record([1.0])], beside=alone)
+    assert [path.parent for path in tmp_path.glob("**/scores-*")] == [tmp_path]
+    assert read_token_scores(reference)[0].scores.tolist() == [1.0]  # type: ignore[arg-type]
+
+
 def test_from_a_score_a_sample_a_log_and_its_path(tmp_path: Path) -> None:
     log = run([call([1.0, 4.0]), call([2.0])], probe_score(PROBE), folder=tmp_path)
     assert log.samples is not None

@@ -55,7 +55,8 @@ def write_sidecar(
     if place is None:
         return None
     digest = hashlib.sha256(data).hexdigest()[:_DIGITS]
-    uri = f"{place.folder}/{name}-{digest[:12]}.safetensors"
+    # Beside activations without a folder, a slash before the name would be the root of the disk.
+    uri = join(place.folder, f"{name}-{digest[:12]}.safetensors")
     write_file(join(place.root, uri), [data])
     return {"$lens": kind, "uri": uri, "root": place.root, "sha256": digest}
 
