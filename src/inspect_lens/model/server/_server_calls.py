@@ -9,6 +9,7 @@ from urllib.parse import quote
 import anyio.from_thread
 import anyio.to_thread
 import httpx
+from typing_extensions import override
 
 from inspect_lens._fetch import HTTPError
 from inspect_lens._intake import Source, fetch_from, fetched
@@ -22,6 +23,7 @@ from inspect_lens.spec import LensRequest
 from ._lens_service import LensService
 from ._lora import adapter_of, announce
 from ._probe_service import ProbeService
+from ._startup import while_telling
 
 __all__ = ["FETCH_TIMEOUT_S", "ServerCalls"]
 
@@ -35,6 +37,14 @@ class ServerCalls(VLLMAPI):
     _is_peer: bool | None = None
     _binary: bool | None = None
     _init_base_url: str | None
+
+    @override
+    async def _ensure_server_started(self) -> None:
+        start = super()._ensure_server_started
+        if self._init_base_url is not None or self._server.process is not None:
+            await start()
+        else:
+            await while_telling(self._server, start)
 
     async def plain_client(self) -> LensClient:
         """A client of the server, which is started where needed, for threads of its own."""

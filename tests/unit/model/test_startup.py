@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import anyio
+import pytest
+from inspect_ai.model import get_model
+
+from inspect_lens.model._host import VLLMServer
+from inspect_lens.model.server import _server, _startup
+from tests.kit.fake_server import FakeLensServer
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What Inspect was told to show."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr(_startup, "display_counter", lambda *said: found.append(said))
+    monkeypatch.setattr(_startup, "EVERY_S", 0.02)
+    return found
+
+
+@pytest.mark.anyio
+async def test_seconds_are_told_until_the_server_is_there(shown: list[tuple[str, str]]) -> None:
+    async def start() -> None:
+        await anyio.sleep(0.2)
+
+    await _startup.while_telling(VLLMServer(), start)
+    assert shown[0] == ("vLLM server", "starts, 0 s")
+    assert len(shown) >= 4
+    assert shown[-1] == ("vLLM server", "started in 0 s")
+    n = len(shown)
+    await anyio.sleep(0.1)
+    assert len(shown) == n, "nothing is told of a server that is there"
+
+
+@pytest.mark.anyio
+async def test_a_server_that_does_not_start_raises_its_own_error(
+    shown: list[tuple[str, str]],
+) -> None:
+    async def start() -> None:
+        raise RuntimeError("no GPU")
+
+    with pytest.raises(RuntimeError, match="no GPU"):
+        await _startup.while_telling(VLLMServer(), start)
+    assert shown[-1] == ("vLLM server", "did not start")
+    with pytest.raises(RuntimeError, match="no GPU"):
+        await _startup.while_telling(VLLMServer(), start)
+
+
+@pytest.mark.anyio
+async def test_many_samples_wait_and_one_tells(shown: list[tuple[str, str]]) -> None:
+    server, ready = VLLMServer(), anyio.Event()
+    async with anyio.create_task_group() as group:
+        for _ in range(50):
+            group.start_soon(_startup.while_telling, server, ready.wait)
+        await anyio.sleep(0.1)
+        ready.set()
+    assert [said for _, said in shown].count("started in 0 s") == 1
+    assert len(shown) < 40
+
+
+@pytest.mark.anyio
+async def test_the_provider_tells_of_servers_of_its_own_alone(
+    shown: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeLensServer(model="org/told") as server:
+        await get_model("lens/org/told", base_url=server.url, memoize=False).generate("hello")
+        assert shown == []
+
+        def start(*_: object, **__: object) -> tuple[str, None, int]:
+            return f"{server.url}/v1", None, 1
+
+        monkeypatch.setattr(_server, "start_local_server", start)
+        monkeypatch.setattr(_server.importlib.util, "find_spec", lambda _: True)
+        monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+        model = get_model("lens/org/told", memoize=False)
+        await model.generate("hello")
+        assert shown[-1] == ("vLLM server", "started in 0 s")
