@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: repository links, the changelog, the Markdown of each page, and `llms.txt`.
+"""Hooks of MkDocs: repository links, the changelog, where code breaks, Markdown, and `llms.txt`.
 
 `llms.txt` lists the pages in the order of the navigation, in the form of llmstxt.org.
 """
@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 _PAGES: list[tuple[str, str, str]] = []
+# Characters up to which a word of code stays on one line; a telephone shows about 40.
+_ONE_LINE = 30
 
 
 def on_config(config: Any) -> Any:
@@ -30,6 +34,27 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         markdown = changelog.read_text(encoding="utf-8").replace("](docs/", "](")
     _PAGES.append((page.file.src_uri, page.title or page.file.name, markdown))
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Say where inline code may break: not inside an option, and in a table inside a long name."""
+    parts = re.split(r"(<pre.*?</pre>|<td.*?</td>)", html, flags=re.DOTALL)
+    return "".join(
+        part
+        if part.startswith("<pre")
+        else re.sub(r"(?<=<code>)[^<]+(?=</code>)", _breaks_of(part.startswith("<td")), part)
+        for part in parts
+    )
+
+
+def _breaks_of(in_table: bool) -> Callable[[re.Match[str]], str]:
+    def word(found: re.Match[str]) -> str:
+        text = found[0]
+        if len(unescape(text)) <= _ONE_LINE:
+            return f'<span class="nb">{text}</span>' if re.search("[-/]", text) else text
+        return re.sub(r"(::|[/_.])(?=\w)", r"\1<wbr>", text) if in_table else text
+
+    return lambda found: re.sub(r"\S+", word, found[0])
 
 
 def on_post_build(*, config: Any) -> None:

@@ -3,7 +3,8 @@ document.querySelector('[data-md-component="search"]')?.setAttribute("aria-label
 // What the theme adds after the page has loaded: wide tables and figures scroll, also with the keyboard, and
 // the buttons of each code block are a landmark of its own.
 const mend = () => {
-  for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset p:has(> img)"))
+  const wide = ".md-typeset__scrollwrap, .md-typeset p:has(> img), .md-typeset .diagram pre > code";
+  for (const wrap of document.querySelectorAll(wide))
     if (wrap.scrollWidth > wrap.clientWidth) wrap.tabIndex = 0;
   document.querySelectorAll(".md-code__nav").forEach((nav, i) => {
     nav.setAttribute("aria-label", `Code block ${i + 1}`);

@@ -87,7 +87,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOutput:
-    """Answer of one request: text, tokens, captured tensors and the receipt."""
+    """Answer to one request: text, tokens, captured tensors and the receipt."""
 
     text: str
     """Generated text."""
@@ -105,7 +105,7 @@ class GenerateOutput:
 
 
 class LensClient:
-    """Client of one server, this package's or vllm-lens'.
+    """HTTP client of one server that runs this package or vllm-lens.
 
     Args:
         base_url: with or without `/v1`.
@@ -290,7 +290,7 @@ class LensClient:
         self._hooks("register", body)
 
     def collect_hook_results(self) -> SavedValues:
-        """What those hooks saved, of finished requests; it stays at the server until cleared.
+        """Get what registered hooks saved for finished requests; the server keeps it until cleared.
 
         Returns:
             By request, by index of the hook as text, what `ctx.saved` held.
@@ -298,11 +298,11 @@ class LensClient:
         return SavedValues.of(decode_saved(self._hooks("collect", {}).get("results") or {}))
 
     def clear_hooks(self) -> None:
-        """Forget the hooks that run on every request, and what they saved."""
+        """Remove the registered hooks from the server, and what they saved."""
         self._hooks("clear", {})
 
     def clear_hook_results(self) -> None:
-        """Forget what those hooks saved, and keep them."""
+        """Delete what registered hooks saved, and keep the hooks."""
         self._hooks("clear_results", {})
 
     def prefetch_params(self, names: Sequence[str]) -> None:
@@ -314,7 +314,7 @@ class LensClient:
         self._hooks("prefetch", {"params": list(names)})
 
     def clear_prefetched(self) -> None:
-        """Forget what was prefetched."""
+        """Undo `prefetch_params`, and free the parameters."""
         self._hooks("clear_prefetched", {})
 
     def _hooks(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -396,4 +396,4 @@ class LensClient:
 
 
 VLLMLensClient = LensClient
-"""The name that vllm-lens uses."""
+"""The name of `LensClient` in vllm-lens."""

@@ -1,4 +1,4 @@
-"""For engines in one's own process: register probes, vectors, lenses and hooks; look after sinks.
+"""Register probes, vectors, lenses and hooks with an engine in your own process.
 
 A server has the same at `/v1/inspect_lens/registry` and `/v1/hooks`. Probes, vectors and
 lenses are also read from INSPECT_LENS_REGISTER at start; hooks need an engine that was started with
@@ -78,7 +78,7 @@ def register(
 
 
 def unregister(llm: Any, name: str) -> None:
-    """Take a name back; requests that run keep what they have.
+    """Unregister a name; requests that already run keep using it.
 
     Args:
         llm: a `vllm.LLM` of this process.
@@ -108,7 +108,7 @@ def unregister(llm: Any, name: str) -> None:
 
 
 def registered() -> dict[str, dict[str, Any]]:
-    """Names of the probes, vectors and lenses that requests of this process can use.
+    """List registered probes, vectors and lenses.
 
     Returns:
         By name: kind, sha256, layers.
@@ -191,7 +191,7 @@ def register_hooks(
 
 
 def collect_hook_results(llm: Any) -> dict[str, dict[str, dict[str, Any]]]:
-    """What persistent hooks saved, of the requests that have finished; it stays until cleared.
+    """Get what persistent hooks saved for finished requests; it is kept until cleared.
 
     Args:
         llm: a `vllm.LLM` of this process.
@@ -228,7 +228,7 @@ def collect_hook_results(llm: Any) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def clear_hook_results(llm: Any) -> None:
-    """Forget what persistent hooks saved, and keep the hooks.
+    """Delete what persistent hooks saved, and keep the hooks.
 
     Args:
         llm: a `vllm.LLM` of this process.
@@ -258,7 +258,7 @@ def clear_hook_results(llm: Any) -> None:
 
 
 def clear_hooks(llm: Any) -> None:
-    """Forget the persistent hooks of an engine, and what they saved.
+    """Remove the persistent hooks of an engine, and what they saved.
 
     Args:
         llm: a `vllm.LLM` of this process.
@@ -309,7 +309,7 @@ def prefetch_params(llm: Any, names: Sequence[str]) -> None:
 
 
 def clear_prefetched(llm: Any) -> None:
-    """Forget what was prefetched.
+    """Undo `prefetch_params`, and free the parameters.
 
     Args:
         llm: a `vllm.LLM` of this process.
@@ -351,7 +351,7 @@ def _manage(llm: Any, action: str, payload: Any) -> None:
 
 
 def sinks() -> dict[str, dict[str, Any]]:
-    """Stores and functions that get rows of requests too, as INSPECT_LENS_SINKS names them.
+    """List the sinks that record rows of requests, as INSPECT_LENS_SINKS names them.
 
     Returns:
         By name: what it records, what waits for it, and what became of results.
@@ -373,7 +373,7 @@ def sinks() -> dict[str, dict[str, Any]]:
 
 
 def flush_sinks(timeout: float = 60.0) -> bool:
-    """Have what waits in memory for sinks written now, and wait for it.
+    """Write what waits in memory for sinks, and return when it is written.
 
     A process that ends in order does so by itself, for at most 10 seconds.
 

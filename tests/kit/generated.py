@@ -50,9 +50,9 @@ class _Schema(GenerateJsonSchema):
 
 def settings_markdown() -> str:
     """The table of settings."""
-    rows = ["| variable | type | default | meaning |", "|---|---|---|---|"]
+    rows = ["| variable, type, default | meaning |", "|---|---|"]
     rows += [
-        f"| `{name}` | {kind} | `{default}` | {meaning} |"
+        f"| `{name}`<br>{kind}, `{default}` | {meaning} |"
         for name, kind, default, meaning in settings_table()
     ]
     return "\n".join(rows)

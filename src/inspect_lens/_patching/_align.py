@@ -12,14 +12,16 @@ from inspect_lens.spec import parse_positions, resolve_positions
 __all__ = ["Align", "Alignment", "align_tokens", "choose_positions", "find_subject"]
 
 Align = Literal["equal", "ends"]
-"""`equal` refuses prompts of unequal token length; `ends` aligns their common beginning from the
+"""How the tokens of two prompts are paired.
+
+`equal` refuses prompts of unequal token length; `ends` aligns their common beginning from the
 left and all other tokens from the right, so that the last token of one name meets the last of the
 other."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The tokens of a corrupted prompt and those of a clean one."""
+    """Which tokens of the clean prompt belong to which of the corrupted one."""
 
     pairs: tuple[int | None, ...]
     """By position in the corrupted prompt, the position in the clean one; None has no partner."""

@@ -22,13 +22,13 @@ from ._figure import draw_cells
 __all__ = ["CausalTrace", "PatchCell", "PatchSweep", "RunScore", "Source"]
 
 Source = Literal["clean", "zero", "mean", "rows"]
-"""What is put in: rows of the clean run, zeros, the mean of given rows, or given rows."""
+"""What to patch in: rows of the clean run, zeros, a mean of given rows, or given rows."""
 
 Array = NDArray[np.float64]
 
 
 class PatchCell(NamedTuple):
-    """One layer and one position, as soon as its run is done."""
+    """Result for one layer and one position."""
 
     layer: int
     position: int
@@ -42,7 +42,7 @@ class PatchCell(NamedTuple):
 
 
 class RunScore(NamedTuple):
-    """One run's prediction behind its prompt."""
+    """What one run predicts after its prompt."""
 
     logprob: float
     """Natural log-probability of the answer's token."""
@@ -109,7 +109,7 @@ class _Saved:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PatchSweep(_Saved):
-    """Activation patching over layers and positions."""
+    """Result of `patch_sweep`: what each patched layer and position changes."""
 
     FORMAT: ClassVar[str] = "inspect_lens.patch_sweep/1"
 
@@ -215,7 +215,7 @@ class PatchSweep(_Saved):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CausalTrace(_Saved):
-    """Causal tracing: what restoring one row brings back under noise at the subject."""
+    """Result of `causal_trace`: what each restored row brings back."""
 
     FORMAT: ClassVar[str] = "inspect_lens.causal_trace/1"
 

@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Raw text, token ids, or chat messages. Messages that end with one of the assistant are continued
+"""A prompt as raw text, token ids or chat messages.
+
+Messages that end with one of the assistant are continued
 there; after any other the assistant begins to speak."""
 
 

@@ -37,7 +37,7 @@ def shard_name(writer: str, number: int) -> str:
 
 
 class ShardWriter:
-    """Writes shards of one process; several may write to one folder at once.
+    """Writes activations to shard files; several processes may share a folder.
 
     Args:
         uri: the folder, a local path or fsspec URL.
@@ -155,7 +155,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class RecordedShard:
-    """A finished shard of a recording."""
+    """A finished file (shard) of what a server records."""
 
     uri: str
     """Of the file."""
@@ -180,7 +180,7 @@ class RecordedShard:
 
 
 class Recording:
-    """Reads what servers record, also while they do.
+    """Reads activations that servers record, also while they are still writing.
 
     Args:
         uri: the folder, a local path or fsspec URL.
@@ -238,7 +238,7 @@ class Recording:
 
     @classmethod
     def find(cls, uri: str) -> Recording | None:
-        """Open a recording; None where the folder holds none.
+        """Open a recording, or return None if the folder holds none.
 
         Raises:
             ArtifactError: its first file cannot be read.

@@ -32,7 +32,7 @@ _STORAGE: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord:
-    """What a store knows of a sample, apart from its activations."""
+    """Facts that a store keeps of one sample: label, tokens, text and more."""
 
     index: int
     """In the data set."""
@@ -55,7 +55,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A sample with its activations."""
+    """One stored sample and its activations."""
 
     record: SampleRecord
     acts: TensorData | None
@@ -73,7 +73,7 @@ class Captured:
 
 
 def encode_shard(samples: Sequence[Captured]) -> bytes:
-    """Content of a shard file.
+    """Encode samples and activations as the bytes of a shard file.
 
     Args:
         samples: in order; those with rows agree on layers, width and dtype.

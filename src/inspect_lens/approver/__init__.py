@@ -1,4 +1,4 @@
-"""Approve tool calls by a probe of the turn that makes them.
+"""Approve or refuse tool calls by a probe of the turn that makes them.
 
 The approver works in any eval that captures, and gates judge turns by the same code.
 """

@@ -24,8 +24,9 @@ Action = Literal["reject", "terminate", "escalate"]
 """What happens to a call above the threshold: the model hears that it was refused, the sample
 ends, or the next approver of the policy decides."""
 OnMissing = Literal["error", "reject", "escalate"]
-"""What happens to a call whose turn has no activations: the sample fails, the call is refused,
-or the next approver decides."""
+"""What to do with a call whose turn has no activations.
+
+The sample fails (`error`), the call is refused, or the next approver decides."""
 
 
 @approver

@@ -1,4 +1,4 @@
-"""Attention patterns from captured queries and keys, and what reads them: numpy only.
+"""Compute attention patterns from captured queries and keys, and score heads by them.
 
 Attention Tracker finds injected prompts by a few heads, and CoRe heads rank documents.
 """

@@ -22,7 +22,7 @@ _Compute = Callable[
 ]
 
 Head = tuple[int, int]
-"""Layer and query head, both from 0."""
+"""An attention head as (layer, query head), both counted from 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class QueriesKeys:
         )
 
     def all_heads(self) -> tuple[Head, ...]:
-        """Every (layer, head), in order."""
+        """List every captured (layer, head), in order."""
         pairs = zip(self.layers, self.facts, strict=True)
         return tuple((layer, head) for layer, facts in pairs for head in range(facts.num_heads))
 

@@ -17,7 +17,7 @@ _LATENT: Final = ("kv_lora_rank", "use_mla")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """Facts of one attention layer: with queries and keys they determine its pattern.
+    """Settings of one attention layer that its pattern needs beside queries and keys.
 
     Example:
         ```python
@@ -97,7 +97,7 @@ class AttentionFacts:
         return made
 
     def kv_head(self, head: int) -> int:
-        """Key head of a query head."""
+        """Number of the key head that a query head reads."""
         return head // (self.num_heads // self.num_kv_heads)
 
     def _check(self) -> None:

@@ -18,14 +18,14 @@ from ._captured import Head
 __all__ = ["AttentionHeads", "HeadMethod", "HeadsFound", "import_heads", "load_heads"]
 
 HeadMethod = Literal["attention_tracker", "core", "imported"]
-"""What chose the heads; `imported` for a list of another tool."""
+"""Method that chose the heads; `imported` for a list from another tool."""
 
 _FORMAT: Final = "inspect_lens/heads/1"
 _FOLDER: Final = "heads"
 
 
 class HeadsFound(BaseModel):
-    """Where a list of heads is from."""
+    """How a list of heads was found: method, settings and data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -91,7 +91,7 @@ class AttentionHeads(BaseModel):
         return self.model_copy(update={"threshold": threshold})
 
     def save(self, path: str | Path) -> Path:
-        """Write the list as JSON.
+        """Write the heads, how they were chosen and their threshold as JSON.
 
         Args:
             path: of the file; its folder is made. Below `heads/` it is found by name.
@@ -107,7 +107,7 @@ class AttentionHeads(BaseModel):
 
 
 def load_heads(name: str | Path | AttentionHeads | Mapping[str, Any]) -> AttentionHeads:
-    """Read a list of heads.
+    """Load a list of attention heads by name or path.
 
     Args:
         name: path of the file; or its name below `heads/` of the working directory, of a folder
@@ -144,7 +144,7 @@ def load_heads(name: str | Path | AttentionHeads | Mapping[str, Any]) -> Attenti
 
 
 def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> AttentionHeads:
-    """Read a list of heads of another tool.
+    """Read a list of heads that another tool wrote.
 
     Args:
         path: a configuration of Attention Tracker or of IBM's vLLM-Hook, which has

@@ -23,12 +23,12 @@ __all__ = [
 ]
 
 BLOCK_BYTES: Final = 64 << 20
-"""Memory that one block of a pattern may take, with what computing it takes."""
+"""Bytes that one block of an attention pattern may take while it is computed."""
 _CELL_BYTES: Final = 24
 """Of one query and key: logits, weights, distance, mask and a spare copy."""
 
 Span = tuple[int, int]
-"""First token of a range, and the one behind its last."""
+"""A range of tokens as (first, end); `end` is the token after the last."""
 
 
 class PatternBlock(NamedTuple):

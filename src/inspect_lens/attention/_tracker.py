@@ -28,7 +28,7 @@ def instruction_shares(
     *,
     query: int = -1,
 ) -> NDArray[np.float64]:
-    """Share of each head's attention that goes to the instruction, of what goes to it and the data.
+    """Attention to the instruction, as a share of that to instruction and data, for each head.
 
     Args:
         captured: queries and keys of the call.
@@ -88,7 +88,7 @@ def focus_score(
     *,
     query: int = -1,
 ) -> float:
-    """Focus of a model on its instruction: low where something in the data draws it away.
+    """Score how much a model attends to its instruction; low if the data draws it away.
 
     Args:
         captured: queries and keys of the call.

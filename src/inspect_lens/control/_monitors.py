@@ -30,8 +30,9 @@ from inspect_lens.spec import Positions
 __all__ = ["OnMissing", "coup_probe_monitor_builder", "probe_monitor_builder"]
 
 OnMissing = Literal["error", "default", "recompute"]
-"""What happens to a message without activations: the sample fails, it gets
-`default_suspicion_score`, or its tokens are fed to the model again."""
+"""What to do with a message without activations.
+
+The sample fails, it gets `default_suspicion_score`, or its tokens are fed to the model again."""
 
 
 @control_agent
@@ -48,7 +49,7 @@ def probe_monitor_builder(
     recompute_role: str = "untrusted",
     check_model: bool = True,
 ) -> Agent:
-    """Probe monitor.
+    """ControlArena monitor that scores each step with a probe.
 
     Reads a trained probe of the activations with which the policy wrote its last message, and
     writes the suspicion into that message as every ControlArena monitor does. Nothing is

@@ -31,7 +31,7 @@ Reader = Callable[..., Iterable[ProbeSample]]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """What is known about a set before it is loaded."""
+    """Facts about a data set, known before it is loaded: licence, label, source."""
 
     title: str
     read: Reader
@@ -156,7 +156,7 @@ def load_dataset(
     limit: int | None = None,
     **options: Any,
 ) -> ProbeDataset:
-    """Load a set by name; nothing that may not be passed on comes with this package.
+    """Load a data set by name, from this package, a file or the Hugging Face hub.
 
     Args:
         name: one of `DATASETS`.

@@ -27,9 +27,9 @@ from inspect_lens.errors import ArtifactError, CaptureError
 __all__ = ["MANIFEST", "STORE_FORMAT", "ActivationStore", "read_whole", "write_whole"]
 
 MANIFEST: Final = "manifest.json"
-"""Written last: a folder with it is complete."""
+"""Name of the file that is written last; a store that has it is complete."""
 STORE_FORMAT: Final = "inspect_lens.activation_store/1"
-"""Marks the manifest."""
+"""Format name in a store's manifest."""
 
 
 def write_whole(uri: str, content: bytes) -> None:

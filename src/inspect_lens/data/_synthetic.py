@@ -47,7 +47,7 @@ _QUESTIONS: Final = (
 
 
 def instructed_pairs(*, n: int = 160, seed: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Facts that every model knows, asked under an honest and under a deceptive instruction.
+    """Build a data set of simple facts, asked under honest and deceptive instructions.
 
     Args:
         n: samples, at most 512; half of them under either instruction. No two are the same.
@@ -122,7 +122,7 @@ def planted_activations(
     offset: float = 3.0,
     seed: int = 0,
 ) -> Planted:
-    """White noise, and a direction in one layer that tells positives from negatives.
+    """Make random activations with a planted direction that tells positives from negatives.
 
     Args:
         n: samples, half of them positive; two of a group.

@@ -1,4 +1,4 @@
-"""Tuned and Jacobian lenses: files with cards, and what they do to rows, in numpy.
+"""Load and apply tuned and Jacobian lenses, which read a layer as a prediction.
 
 `inspect_lens.train` fits them. An engine applies those that are registered with it.
 """

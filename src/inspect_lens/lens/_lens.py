@@ -21,7 +21,7 @@ __all__ = ["Lens"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Lens:
-    """A tuned lens or a Jacobian lens.
+    """A tuned or Jacobian lens: one translation per layer, with a card.
 
     A row `h` of a layer becomes `h + A h + b` (tuned) or `J h` (jacobian). The model's final norm
     and unembedding make a prediction of it.
@@ -85,7 +85,7 @@ class Lens:
         return self.card.layers
 
     def translate(self, rows: ArrayLike, layer: int) -> NDArray[np.float32]:
-        """What the final norm and the unembedding read in the place of some rows.
+        """Translate rows of a layer into rows for the final norm and the unembedding.
 
         Args:
             rows: (…, hidden) of the residual stream behind the layer.
@@ -109,7 +109,7 @@ class Lens:
         return np.asarray(made, dtype=np.float32)
 
     def token_direction(self, unembedding: ArrayLike, layer: int) -> NDArray[np.float32]:
-        """Directions in the stream of a layer that raise tokens, to first order.
+        """Directions in a layer that make tokens more likely, to first order.
 
         That is `M^T u` for a row `u` of the unembedding, where `M` is `J`, or `I + A` of a tuned
         lens. The final norm is left out: it rescales the result and removes its mean part.
@@ -136,7 +136,7 @@ class Lens:
     def token_vector(
         self, unembedding: ArrayLike, layer: int, *, scale: float = 1.0, norm_match: bool = False
     ) -> SteeringVector:
-        """A steering vector that raises a token: see `token_direction`.
+        """Make a steering vector that makes a token more likely.
 
         Args:
             unembedding: (hidden,); one row of the unembedding matrix.

@@ -24,7 +24,7 @@ def frozen_swap(
     positions: Sequence[int],
     strength: float = 1.0,
 ) -> SteeringVector:
-    """Steering that gives each of two tokens the place of the other.
+    """Make a steering vector that exchanges two tokens in captured rows.
 
     With the directions `V` of both tokens in a layer (`Lens.token_direction`), a row `h` of a clean
     run has the coordinates `c = V⁺ h`, and `strength · V (swapped c - c)` is added to it. The

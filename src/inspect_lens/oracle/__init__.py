@@ -1,4 +1,4 @@
-"""Let models say in words what their activations hold: oracles, and self-explanation.
+"""Ask in words about activations: with an oracle, or by the model itself.
 
 Each answer comes with controls.
 """

@@ -46,7 +46,7 @@ __all__ = ["OraclePlan", "ask_oracle", "plan_asking"]
 
 
 class OraclePlan(NamedTuple):
-    """How an oracle is to be asked; judged before any sample runs."""
+    """Checked settings for asking an oracle."""
 
     oracle: Oracle
     questions: tuple[str, ...]
@@ -95,7 +95,7 @@ def plan_asking(
     source: str = "auto",
     served_as: str | None = None,
 ) -> OraclePlan:
-    """Judge the arguments of `ask_oracle`, before there is anything to ask about.
+    """Check the arguments of `ask_oracle` before a model runs.
 
     Args:
         questions: as for `ask_oracle`.

@@ -31,7 +31,7 @@ _TRAINING: Final = re.compile(
 
 
 class OracleConfig(BaseModel):
-    """The format of one oracle.
+    """Prompt format of an oracle, and the layers it was trained on.
 
     Source:
         arXiv:2512.15674 and its published adapters.
@@ -116,7 +116,7 @@ class OracleConfig(BaseModel):
 
 
 def read_config(folder: str | Path) -> OracleConfig:
-    """Read and judge the `ao_config.json` of an oracle; nothing is filled in.
+    """Read and check the `ao_config.json` of an oracle; missing fields raise an error.
 
     Args:
         folder: of the adapter, or the file itself.

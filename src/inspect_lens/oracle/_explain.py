@@ -28,12 +28,13 @@ from ._shown import Shown, Source, find_activations, parse_inputs, select_rows
 __all__ = ["EXPLAIN", "ExplainPlan", "explain_rows", "plan_explaining"]
 
 EXPLAIN: Final = "Say in one sentence what the word{} means."
-"""The prompt; `{}` is where the placeholders stand. No punctuation touches them, since tokenizers
-merge it."""
+"""Default prompt for self-explanation; `{}` is the place of the placeholders.
+
+No punctuation touches them, since tokenizers merge it."""
 
 
 class ExplainPlan(NamedTuple):
-    """Which rows a model is to explain, and in which prompt; judged before any sample runs."""
+    """Checked settings for self-explanation: which rows to explain, and in which prompt."""
 
     prompt: str
     start: str
@@ -83,7 +84,7 @@ def plan_explaining(
     max_tokens: int = 30,
     source: str = "auto",
 ) -> ExplainPlan:
-    """Judge the arguments of `explain_rows`, before there is anything to explain.
+    """Check the arguments of `explain_rows` before a model runs.
 
     Args:
         prompt: as for `explain_rows`.
@@ -159,7 +160,7 @@ async def explain_rows(
     max_tokens: int = 30,
     source: str = "auto",
 ) -> list[OracleAnswer]:
-    """Let a model explain its own residual stream in words.
+    """Let a model explain its own activations in words.
 
     Each row of the generation takes the place of the stream at the placeholders of another
     prompt, and the same model answers that prompt. No adapter is needed. With one placeholder and

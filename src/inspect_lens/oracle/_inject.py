@@ -19,12 +19,13 @@ Control = Literal["text_only", "shuffled", "random"]
 permuted. `random`: Gaussian rows of the same norms."""
 
 CONTROLS: Final[tuple[Control, ...]] = get_args(Control)
+"""Names of the controls that can be asked beside an oracle."""
 
 
 def injection(
     config: OracleConfig, rows: NDArray[np.float32], positions: tuple[int, ...]
 ) -> SteeringVector:
-    """Put rows in at the placeholders: `h + coefficient * ||h|| * v / ||v||`.
+    """Make the edits that add rows at placeholders: `h + coefficient * ||h|| * v / ||v||`.
 
     Only the prompt is touched: positions are those of placeholders, which are in it.
 
@@ -71,7 +72,7 @@ def injection(
 
 
 def shuffled_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
-    """Permute the dimensions, all rows in the same way.
+    """Permute the dimensions of all rows in the same way, as a control.
 
     Norms, the values in each row and all angles between rows stay; what is lost is which
     direction of the stream a value belongs to, and so all that the model wrote there. It needs
@@ -100,7 +101,7 @@ def shuffled_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> 
 
 
 def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
-    """Gaussian rows, each of the norm of the row in whose place it stands.
+    """Draw Gaussian rows with the norms of the given rows, as a control.
 
     Args:
         rows: (rows, hidden).

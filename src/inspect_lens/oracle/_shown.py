@@ -35,7 +35,9 @@ InputKind = Literal["tokens", "segment", "full_seq"]
 `full_seq`: every token of prompt and completion together."""
 
 Source = Literal["auto", "captured", "recompute"]
-"""`captured`: of the generation; `recompute`: from its token ids; `auto`: the first, else the
+"""Where activations come from: the generation itself, or its tokens fed again.
+
+`captured`: of the generation; `recompute`: from its token ids; `auto`: the first, else the
 second."""
 
 LayerChoice: TypeAlias = int | float | Sequence[int] | None

@@ -33,7 +33,7 @@ from ._runs import open_runs
 __all__ = ["Over", "patch_sweep"]
 
 Over = Literal["requests", "server"]
-"""Who runs the cells: this process sends a request for each, or a server gets one for all."""
+"""`requests` sends one request per cell; `server` sends one for the whole sweep."""
 
 
 def patch_sweep(

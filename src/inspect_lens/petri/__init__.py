@@ -1,4 +1,4 @@
-"""Show the auditor of a Petri audit a probe of the target, and let it steer the target.
+"""Let the auditor of a Petri audit read a probe of the target, and steer the target.
 
 `lens_audit_solver` has all of it in one solver.
 

@@ -42,7 +42,7 @@ def eval_awareness_approver(
     max_tokens: int = 32,
     check_model: bool = True,
 ) -> Approver:
-    """Approver that lets the target read what the auditor is about to send, and a probe watch.
+    """Probe the target on each message before it is sent, and refuse what looks like a test.
 
     The counterpart of Petri's `realism_approver` from inside: not whether a judge finds the
     scenario believable, but whether the target does. The target answers the conversation with

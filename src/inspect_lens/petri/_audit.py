@@ -34,7 +34,7 @@ def lens_audit_solver(
     check_model: bool = True,
     judged: bool = False,
 ) -> Solver:
-    """Petri's audit of a model whose inside the auditor can read and change.
+    """Run Petri's audit with an auditor that can read and steer the target's activations.
 
     The engine runs the probe on every turn of the target. The auditor gets `read_probe`, and
     `ask_activation_oracle` and `steer_target` where there is an oracle or a vector. Without a

@@ -79,7 +79,7 @@ class CallReading(NamedTuple):
 
 
 def check_over(over: str) -> None:
-    """Refuse another word than those of `Over`.
+    """Raise an error for a value of `over` that does not exist.
 
     Args:
         over: as a user wrote it.
@@ -159,7 +159,7 @@ def calls_to_read(state: TaskState, over: Over = "last") -> Calls:
 
 
 async def read_calls(reader: ProbeReader, turns: Sequence[Turn]) -> list[CallReading]:
-    """Apply a probe to calls, one after the other.
+    """Read a probe on several model calls.
 
     A call in a role is compared with the card by the model that made it, and is fed again to the
     model of that role alone, if it is still the one that made it.

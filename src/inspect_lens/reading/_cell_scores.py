@@ -9,7 +9,7 @@ __all__ = ["CellScores"]
 
 
 class CellScores(StoreModel):
-    """Numbers of one sample's cells, in its store."""
+    """Scores of the cells of a sweep for one sample, in its store."""
 
     values: list[float | None] = Field(default_factory=list)
     """One per cell, in their order; None where the scorer gave none. Empty without a scorer."""

@@ -14,12 +14,12 @@ __all__ = ["CellKind", "SteeringCell", "SteeringCells", "read_cells"]
 _KEY = "SteeringCells:cells"
 
 CellKind = Literal["vector", "random", "orthogonal", "baseline"]
-"""What was added: the vector itself, a random or an orthogonal one of its norm, or nothing.
+"""What steered a cell: the vector, a random or orthogonal control, or nothing.
 Of `edit_sweep` and `latent_sweep`, `vector` is the edit that is meant, and `random` its control."""
 
 
 class SteeringCell(BaseModel):
-    """One generation of a sweep."""
+    """One answer of a sweep, with the vector, layer and scale that steered it."""
 
     model_config = ConfigDict(frozen=True)
 

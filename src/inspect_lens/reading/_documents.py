@@ -28,7 +28,7 @@ __all__ = ["DocumentReader", "DocumentReading"]
 
 @dataclass(frozen=True)
 class DocumentReading:
-    """What attention says of the documents of one prompt."""
+    """Relevance of the documents of one prompt, by attention."""
 
     scores: NDArray[np.float64]
     """(documents,) of `document_scores`: larger is more relevant."""

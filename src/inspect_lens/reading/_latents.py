@@ -111,7 +111,7 @@ class LatentReading:
 
 
 class LatentCall(NamedTuple):
-    """Reading of a latent on one of several calls, with the call that it belongs to."""
+    """Reading of a latent, with the call that it belongs to."""
 
     turn: Turn
     reading: LatentReading

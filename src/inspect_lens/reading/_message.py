@@ -18,7 +18,7 @@ __all__ = ["call_of", "read_call", "read_message"]
 def call_of(
     message: ChatMessage | str, output: ModelOutput | None = None
 ) -> ProbeScores | Activations | ModelOutput | None:
-    """Find what is known of the call that wrote a message.
+    """Find the model call that wrote a message.
 
     Args:
         message: assistant message, or its id.

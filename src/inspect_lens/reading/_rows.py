@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 Source = Literal["auto", "captured", "recompute"]
-"""`captured`: of the generation, what probes in the engine said, else captured rows; `recompute`:
+"""Where scores come from: the generation itself, or its tokens fed again.
+
+`captured`: of the generation, what probes in the engine said, else captured rows; `recompute`:
 from the token ids; `auto`: the first, else the second."""
 
 

@@ -42,7 +42,7 @@ _METADATA: Final = "metadata:"
 
 @dataclass(frozen=True)
 class FocusReading:
-    """What the heads of one call look at."""
+    """Focus score of one call, with the attention of each head."""
 
     shares: NDArray[np.float64]
     """(heads,) share of the attention to instruction and data that goes to the instruction."""

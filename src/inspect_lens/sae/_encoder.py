@@ -36,7 +36,7 @@ _HOOK: Final = re.compile(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseEncoder:
-    """What makes features of activations: an encoder, and when a feature counts.
+    """Encoder of a sparse autoencoder: computes its features from activations.
 
     A feature is `relu(weight · x + bias)`; 0 where that is not above its `threshold` (JumpReLU),
     or where it is not among the `top_k` largest of its token (TopK).
@@ -95,7 +95,7 @@ class SparseEncoder:
         return layer, RESID_POST
 
     def settle(self, layer: int | None = None, site: Site | None = None) -> tuple[int, Site]:
-        """Layer and site at which it is used.
+        """Find the layer and the site at which to use the encoder.
 
         Args:
             layer: as a user gave it; None takes that of the file.
@@ -157,7 +157,7 @@ class SparseEncoder:
         return np.where(counts, inner, 0.0)
 
     def cut(self, rows: ArrayLike) -> NDArray[np.float64] | None:
-        """What a feature has to exceed to be among the largest of its row.
+        """Value that a feature must exceed to be among the largest of its row.
 
         Args:
             rows: (rows, hidden) float.
@@ -212,7 +212,7 @@ class SparseEncoder:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseAutoencoder(SparseEncoder):
-    """A sparse autoencoder with its decoder: what changes the stream when a latent is edited.
+    """A sparse autoencoder with its decoder, so that its latents can be edited.
 
     Example:
         ```python
@@ -240,7 +240,7 @@ class SparseAutoencoder(SparseEncoder):
     """(hidden,)."""
 
     def reconstruct(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """What the autoencoder makes of rows.
+        """Reconstruct rows from their latents.
 
         Args:
             rows: (rows, hidden) float.

@@ -41,7 +41,7 @@ def coherence(
     weighted: bool = False,
     model: str | Model | None = None,
 ) -> Scorer:
-    """How well an answer hangs together; a check on what steering breaks.
+    """Score how coherent an answer is, to see what steering breaks.
 
     `judge` asks a model for 0 to 100. It is as good as the judge, which may take an odd opinion for
     incoherence.

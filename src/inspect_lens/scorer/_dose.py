@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @metric(scores="unreduced")
 def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
-    """What a sweep found, at the best scale that leaves answers whole.
+    """Effect of a steering sweep, at the best scale that keeps answers coherent.
 
     `scale` is that with the largest `effect`, up or down, among those at which the answers' share
     that did not fall apart is at least 0.9 of the unsteered ones'. `effect` is the mean value there
@@ -191,7 +191,7 @@ def dose_curves(
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, DoseResponse]:
-    """The curve of each kind of vector, of scores of `dose_response`.
+    """Read the dose-response curve of each vector and control from a scored log.
 
     A prompt that lacks a value at a scale that others have, or unsteered, is left out of the curve
     of that kind of vector; a kind that no prompt has complete has no curve.
@@ -256,7 +256,7 @@ def dose_table(
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> list[DoseRow]:
-    """What each vector, layer and scale of a sweep did to the answers, with controls.
+    """List the effect of each vector, layer and scale of a sweep, with controls.
 
     Args:
         scores: as for `dose_curves`.

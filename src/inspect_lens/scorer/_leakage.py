@@ -134,7 +134,7 @@ def length_auroc(label: str = "label", interval: bool = False) -> Metric:
 
 @scorer(metrics=[words_auroc(), length_auroc()])
 def leakage_baseline(text: Text = "completion") -> Scorer:
-    """Note length and words of each sample's text, for metrics that try to tell the label by them.
+    """Record words and length of each text, to measure whether they give the label away.
 
     Put it beside a probe's scorer: where the text alone separates the classes as well, the probe
     may read the text and not what it is meant to find.

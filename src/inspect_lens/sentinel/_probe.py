@@ -28,8 +28,9 @@ from inspect_lens.spec import Positions
 __all__ = ["OnMissing", "probe_call_monitor", "probe_monitor"]
 
 OnMissing = Literal["error", "abstain", "recompute"]
-"""What happens to a step without activations: the sample fails, the monitor says nothing, or
-the tokens are fed to the active model again."""
+"""What to do with a step without activations.
+
+The sample fails, the monitor says nothing, or the tokens are fed to the active model again."""
 
 
 @monitor(portable=False, version=1)

@@ -30,6 +30,7 @@ from ._withhold import withhold
 __all__ = ["GateAction", "ReadBy", "Tried", "probe_gate", "turn_by_turn"]
 
 GateAction = Literal["flag", "stop", "resample", "steer"]
+"""What `probe_gate` does with an answer above the threshold."""
 ENGINE = "engine:"
 
 

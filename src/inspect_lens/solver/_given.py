@@ -23,7 +23,7 @@ def read_given(
     site: Site = RESID_POST,
     completion: str = "completion",
 ) -> Solver:
-    """Feed a given answer to the model and keep activations; nothing is generated.
+    """Capture activations of a given answer; nothing is generated.
 
     For data sets whose answers were written by another model, or that are plain statements. The
     answer becomes the output of the sample, so scorers and the token page read it like one that

@@ -69,7 +69,7 @@ def train_probe(
     notes: Sequence[str] = (),
     command: str = "",
 ) -> AnyProbe:
-    """Train a probe and write down everything about it.
+    """Train a probe, set its threshold, and measure it on held-out sets.
 
     One direction per layer is fitted on the tokens of `train`; the layer is chosen by its recall
     on `selection` at the rate `fpr` of `control`; the threshold is set on `control`; `heldout` sets

@@ -40,7 +40,7 @@ class DosePoint:
 
 @dataclass(frozen=True)
 class DoseResponse:
-    """The curve of one kind of vector."""
+    """Dose-response curve of one vector or control, with its effect and rank correlation."""
 
     points: tuple[DosePoint, ...]
     """By scale, ascending; the unsteered answers are the point at 0."""
@@ -97,7 +97,7 @@ def dose_response(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> DoseResponse:
-    """The curve of one vector, with intervals over prompts.
+    """Compute the dose-response curve of a vector, with intervals over prompts.
 
     Prompts are drawn with replacement, each with all of its answers, and every number is computed
     anew from each draw. Several answers of a prompt at one scale (controls of several seeds)

@@ -31,7 +31,7 @@ def export_vector(
     n_layers: int | None = None,
     avg_proj: float | None = None,
 ) -> Path:
-    """Write a steering vector as a file of another tool; scale 1 is written.
+    """Write a steering vector in the file format of another tool, at scale 1.
 
     Args:
         vector: what to write.

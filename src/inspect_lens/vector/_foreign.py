@@ -41,7 +41,7 @@ __all__ = ["VectorFormat", "import_vector", "load_torch"]
 VectorFormat = Literal[
     "repeng", "steering-vectors", "persona", "refusal", "cast", "ibm", "axbench", "safetensors"
 ]
-"""Whose file it is."""
+"""Tool whose file format is meant."""
 
 _PERSONA: Final = re.compile(r"_(response_avg|prompt_avg|prompt_last)_diff\.pt$")
 _AXBENCH: Final = re.compile(r"_weight\.pt$")

@@ -25,7 +25,7 @@ _UNIT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Vector:
-    """A direction per layer, and the length that `scale=1` stands for.
+    """A steering vector: a direction and a length for each layer, with a card.
 
     The length is the distance between the two classes along the direction, whatever method found
     it, so that `scale=1` goes once from one class to the other.

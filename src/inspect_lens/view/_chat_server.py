@@ -109,7 +109,7 @@ class ChatPage:
         return key is not None and secrets.compare_digest(key.encode(), self._key.encode())
 
     def html(self) -> str:
-        """The page."""
+        """The chat page as HTML."""
         setup = self._talk.setup
         facts = {**asdict(setup), "key": self._key, "server": self._talk.server}
         return fill(

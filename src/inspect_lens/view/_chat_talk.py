@@ -30,7 +30,7 @@ DETOKENIZE_AT_ONCE: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSetup:
-    """What a chat asks the server for with every answer."""
+    """What a chat page asks the server for with every answer."""
 
     model: str
     probe: str | None
@@ -84,7 +84,7 @@ class ChatTalk:
     def answer(
         self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float
     ) -> Generator[dict[str, Any]]:
-        """Have the model answer.
+        """Stream the model's answer to a conversation.
 
         Args:
             messages: of the chat, the last of the user.
@@ -197,7 +197,7 @@ def open_talk(
     top_k: int = 5,
     api_key: str | None = None,
 ) -> ChatTalk:
-    """Find out what a server has, and register what it lacks.
+    """Connect to a server for a chat page, and register the probe and lens it lacks.
 
     Args:
         base_url: of the server, with or without `/v1`.

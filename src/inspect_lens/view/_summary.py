@@ -21,7 +21,7 @@ SOURCE: Final = "inspect_lens"
 def sparkline(
     values: ArrayLike, *, width: int = 32, low: float | None = None, high: float | None = None
 ) -> str:
-    """Numbers as a line of small bars.
+    """Draw numbers as a line of small bars.
 
     Args:
         values: (tokens,); NaN is a space.

@@ -29,7 +29,7 @@ def probe_viewer(
     low: float | None = None,
     high: float | None = None,
 ) -> ViewerConfig:
-    """List samples by what probes say of them, the highest first: `Task(viewer=…)`.
+    """Configure Inspect's viewer to sort samples by probe score: `Task(viewer=…)`.
 
     Args:
         probes: names of scorers; a mapping gives, per scorer with dict scores, the keys to show.

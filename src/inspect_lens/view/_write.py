@@ -29,7 +29,7 @@ from ._series import Source, kept_sources, make_sources
 __all__ = ["MAX_PAGE_BYTES", "WrittenView", "write_view"]
 
 MAX_PAGE_BYTES = 64 << 20
-"""Default bound of a page; browsers open pages of this size within seconds."""
+"""Default limit for the size of a token page, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def write_view(
     any_model: bool = False,
     progress: bool = False,
 ) -> WrittenView:
-    """Write one self-contained HTML page that shows what probes say of every token of a log.
+    """Write one self-contained HTML page with the probe score of every token of a log.
 
     Works from the log and the files beside it: no server, no GPU, no network, also when the page
     is read. Token scores are computed here, from the activations that the log's calls captured.

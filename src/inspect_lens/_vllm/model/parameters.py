@@ -120,7 +120,7 @@ class Parameters:
             raise problems[0]
 
     def clear(self) -> None:
-        """Forget what was prefetched."""
+        """Undo `prefetch_params`, and free the parameters."""
         self._kept.clear()
 
     def _shares(self, name: str, ranks: Ranks) -> list[torch.Tensor]:

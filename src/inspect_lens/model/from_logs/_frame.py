@@ -24,7 +24,7 @@ _COLUMNS: Final = (
 
 
 def activations_df(logs: EvalLog | str | Path | Sequence[EvalLog | str | Path]) -> pd.DataFrame:
-    """List the captured calls of logs, one row each; no tensor is read.
+    """Data frame of all model calls in logs that captured, one row each.
 
     Needs pandas, which inspect_lens does not install by itself.
 

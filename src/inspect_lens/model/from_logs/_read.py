@@ -32,7 +32,7 @@ KEY = "activations"
 
 
 class CapturedCall(NamedTuple):
-    """One call of a log that captured something."""
+    """A logged model call with captured activations."""
 
     sample_id: str | int | None
     epoch: int | None
@@ -45,7 +45,7 @@ def activations(
     *,
     log: str | None = None,
 ) -> Activations | None:
-    """Get the activations of one model call, live or out of a log.
+    """Get the activations of one model call, live or from a log.
 
     Args:
         source: the output, its model event, its metadata, or any of these as plain data.
@@ -173,7 +173,7 @@ def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | N
 
 
 def know_log(location: str) -> None:
-    """Say where a log is, so that references of its calls resolve beside it.
+    """Tell where a log file is, so that activations next to it are found.
 
     Args:
         location: path or fsspec URL of the log.
@@ -193,7 +193,7 @@ def know_log(location: str) -> None:
 
 
 def resident_activation_bytes() -> int:
-    """Bytes of activations that this process holds now, at most INSPECT_LENS_MEMORY_BYTES.
+    """Count the bytes of activations in memory; INSPECT_LENS_MEMORY_BYTES is the limit.
 
     One call alone may be larger than that; it is held until the next one comes.
 

@@ -20,7 +20,7 @@ KEY = "probe_scores"
 
 
 class ScoredCall(NamedTuple):
-    """One call of a log that probes in the engine scored."""
+    """A logged model call that probes in the engine scored."""
 
     message_id: str | None
     scores: ProbeScores
@@ -29,7 +29,7 @@ class ScoredCall(NamedTuple):
 def probe_scores(
     source: ProbeScores | ModelOutput | ModelEvent | Mapping[str, Any] | None,
 ) -> ProbeScores | None:
-    """Get what probes in the engine said of one model call, live or out of a log.
+    """Get the scores of probes in the engine for one model call, live or from a log.
 
     Args:
         source: the output, its model event, its metadata, or any of these as plain data.
@@ -74,7 +74,7 @@ def probe_scores(
 
 
 def probe_scores_for(message: ChatMessage | str) -> ProbeScores | None:
-    """Get what probes in the engine said of the call that produced a message.
+    """Get the scores of probes in the engine for the call that wrote a message.
 
     Args:
         message: assistant message, or its id.

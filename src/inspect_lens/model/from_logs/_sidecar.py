@@ -20,7 +20,7 @@ _DIGITS = 16
 def write_sidecar(
     data: bytes, *, kind: str, name: str, beside: Activations | ProbeScores | None = None
 ) -> dict[str, Any] | None:
-    """Write a file beside the log of this eval and return what to put into the log.
+    """Write a file next to the log of this eval, and return the reference for the log.
 
     The name holds the hash of the content, so scoring a log again writes the same file again.
 
@@ -62,7 +62,7 @@ def write_sidecar(
 
 
 def read_sidecar(reference: Mapping[str, Any], *, kind: str) -> bytes:
-    """Read the file behind a reference.
+    """Read the file that a reference in a log names.
 
     Args:
         reference: what `write_sidecar` returned, live or out of a log.

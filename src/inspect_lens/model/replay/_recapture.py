@@ -30,7 +30,7 @@ __all__ = ["recapture", "recaptures"]
 
 
 def recaptures(model: Model) -> bool:
-    """Whether `recapture` works with a model.
+    """Tell whether `recapture` works with a model.
 
     Args:
         model: any.

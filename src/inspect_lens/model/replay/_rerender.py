@@ -26,7 +26,7 @@ async def reread(
     tools: Sequence[ToolInfo] = (),
     site: Site = RESID_POST,
 ) -> Activations:
-    """Capture a finished conversation: render it with the chat template and feed it.
+    """Capture a finished conversation: render it again with the chat template, and feed it.
 
     For logs without token ids, and for models other than the one that wrote the answer: what
     comes back is how this model reads the text, which is off-policy even where it is the same

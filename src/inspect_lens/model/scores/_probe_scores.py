@@ -161,7 +161,7 @@ class ProbeScores(LoggedHandle):
         return self._load().origin
 
     def beside(self, activations: Activations | None) -> None:
-        """Note what the same call captured."""
+        """Attach the activations that the same call captured."""
         self._activations = activations
 
     def _load(self) -> ScoreData:

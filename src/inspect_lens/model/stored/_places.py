@@ -81,7 +81,7 @@ def is_there(uri: str, root: str | None) -> bool:
 
 
 def find(uri: str, root: str | None) -> tuple[str, bytes]:
-    """Read the file behind a reference.
+    """Read the file that a reference in a log names.
 
     Args:
         uri: as logged; relative to the folder of the log, or absolute.

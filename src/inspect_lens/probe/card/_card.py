@@ -145,7 +145,7 @@ class Threshold(Record):
 
 
 class Calibration(Record):
-    """Map from scores to probabilities."""
+    """How a card turns scores into probabilities."""
 
     method: Literal["platt", "temperature", "isotonic"]
     set: str

@@ -10,7 +10,7 @@ __all__ = ["Found", "found_above"]
 
 
 class Found(NamedTuple):
-    """Recall of a threshold on the held-out sets of a probe's card.
+    """Share of positives that a threshold finds on the held-out sets of a card.
 
     Example:
         ```python
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def found_above(card: ProbeCard, threshold: float) -> Found | None:
-    """How many positives a threshold finds, by the evaluations of a card.
+    """Find the recall of a threshold on the held-out sets of a probe's card.
 
     Args:
         card: of the probe.

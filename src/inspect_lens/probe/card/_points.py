@@ -17,7 +17,7 @@ _NAME = re.compile(r"fpr=([0-9.eE+-]+)")
 
 
 class CardPoint(NamedTuple):
-    """A threshold of a card, with the false positive rate and the control set behind it.
+    """One threshold of a card, with its false positive rate and control set.
 
     Example:
         ```python

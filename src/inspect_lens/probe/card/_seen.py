@@ -58,7 +58,7 @@ class SeenSamples(BaseModel):
         control: Iterable[bytes] | None = None,
         calibration: Iterable[bytes] | None = None,
     ) -> Self:
-        """Hash samples.
+        """Hash the samples that took part in making a probe.
 
         Args:
             by: what the bytes are.

@@ -63,7 +63,7 @@ def fingerprint_model(path: str | Path) -> str | None:
 
 
 def check_model(probe: Probe | NeuralProbe, model: str) -> bool:
-    """Refuse a probe on a model that is known to be another one.
+    """Raise an error if a probe was made for another model.
 
     Args:
         probe: with or without a fingerprint in its card.

@@ -41,7 +41,7 @@ def alarm_delays(
     onsets: Sequence[int] | None = None,
     pool: str | Pool = "last",
 ) -> AlarmDelays:
-    """Tokens from the onset of what is to be found to the first alarm.
+    """Count the tokens between the onset of the behaviour and the first alarm.
 
     Args:
         token_scores: per sample (tokens,) float, in the order of the tokens.

@@ -263,7 +263,7 @@ def _attend(
 
 
 class StreamingHead:
-    """The pool of a neural probe for tokens that arrive in pieces, in a state of fixed size.
+    """Pools the outputs of a neural probe while tokens arrive.
 
     Args:
         pool: the rule.

@@ -112,7 +112,7 @@ def check_scores(scores: ArrayLike) -> NDArray[np.float64]:
 def pool_scores(
     scores: ArrayLike, pool: str | Pool = "mean", *, ends: ArrayLike | None = None
 ) -> float:
-    """Aggregate token scores.
+    """Make one score of the token scores of a sample.
 
     A width larger than the number of tokens is cut to it.
 

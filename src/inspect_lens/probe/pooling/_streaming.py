@@ -161,7 +161,7 @@ _RULES: Final[dict[str, Callable[[Pool], _Rule]]] = {
 
 
 class StreamingPool:
-    """A pool over tokens that arrive in pieces; its memory does not grow with them.
+    """Pools token scores while tokens arrive; memory does not grow.
 
     Args:
         pool: the rule.

@@ -75,7 +75,7 @@ class TokenText:
 def select_tokens(
     tokens: TokenText, selection: str = "completion", *, keep_special: bool = False
 ) -> NDArray[np.bool_]:
-    """Choose tokens by what they are.
+    """Choose tokens by kind, such as answer, reasoning or tool call.
 
     A token is chosen by a span of text when it overlaps it. Tokens marked special are never
     chosen, because a probe that reads `<|im_end|>` reads the template.
@@ -225,4 +225,4 @@ _WITH_ARGUMENT: Final = frozenset({"last", "regex"})
 SELECTIONS: Final = tuple(
     {"last": "last:K", "regex": "regex:PATTERN"}.get(name, name) for name in _RULES
 )
-"""What `select_tokens` understands."""
+"""Names of the token selections that `select_tokens` takes."""

@@ -50,7 +50,7 @@ def compare_auroc(
     groups: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
 ) -> Comparison:
-    """Test of two probes that scored the same samples.
+    """Test whether two probes differ in AUROC on the same samples.
 
     DeLong's test takes samples as independent. With `groups`, of which some hold several samples,
     it is Obuchowski's: the terms of the difference are added up inside each group before their

@@ -23,15 +23,15 @@ __all__ = [
 ]
 
 MIN_GROUPS: Final = 8
-"""Fewest groups of several samples that are drawn for a test or an interval."""
+"""Fewest groups for a test or an interval."""
 MIN_GROUPS_PER_CLASS: Final = 5
-"""Fewest groups that hold a class."""
+"""Fewest groups per class for a test or an interval."""
 MIN_EFFECTIVE: Final = 3.0
-"""Fewest groups of equal size that the groups of a class are worth (Kish)."""
+"""Fewest effective groups (Kish) per class for a test or an interval."""
 
 
 class GroupCounts(NamedTuple):
-    """Groups of a labelled set; samples, where each is a group of its own."""
+    """How many independent groups of samples a labelled set has."""
 
     total: int
     positive: int

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class OperatingPoint(NamedTuple):
-    """What a threshold does on a labelled set."""
+    """Recall and false positive rate of a threshold on a labelled set."""
 
     recall: float
     """Share of positives above the threshold."""
@@ -41,7 +41,7 @@ class OperatingPoint(NamedTuple):
 def split_classes(
     labels: ArrayLike, scores: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Scores of the positives and of the negatives.
+    """Split scores into those of positives and of negatives.
 
     Args:
         labels: (samples,) 0 and 1, or bools.

@@ -35,7 +35,7 @@ _OTHERS = {
 
 
 def encode_saved(value: Any) -> Any:
-    """Make JSON of a value that a hook saved.
+    """Encode a value that a hook saved as JSON.
 
     Args:
         value: None, bool, number, text, `TensorData` of any dtype, or lists and mappings of them.
@@ -71,7 +71,7 @@ def encode_saved(value: Any) -> Any:
 
 
 def decode_saved(value: Any, *, field: str = "hook_results") -> Any:
-    """Read what `encode_saved` or vllm-lens made.
+    """Decode values that a hook saved, from their JSON form.
 
     Args:
         value: JSON.

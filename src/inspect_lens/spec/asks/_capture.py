@@ -21,7 +21,7 @@ SiteChoice = Site | tuple[Site, ...]
 """One site, or several in the order of `SITES`."""
 
 Reduce = Literal["none", "mean", "last", "max", "norm"]
-"""What is made of the rows of the selected tokens before they are returned."""
+"""How the engine reduces the rows of the selected tokens before it returns them."""
 
 RowDType = Literal["model", "float32", "bfloat16", "float16"]
 """dtype of a result; `model` is that of the residual stream in the engine."""

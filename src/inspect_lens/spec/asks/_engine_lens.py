@@ -53,7 +53,7 @@ _SHAPES: dict[str, dict[str, str]] = {
 
 
 class LensEntry(BaseModel):
-    """What a front-end knows of a registered lens; the workers have its tensors."""
+    """A registered lens without its tensors, which the workers hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -234,7 +234,7 @@ class EngineLens(WireModel):
 def check_engine_lens(
     lens: EngineLens | LensEntry, facts: EngineFacts, field: str = "lens"
 ) -> None:
-    """Judge a lens against the engine that is to apply it.
+    """Check a lens against the engine that will apply it.
 
     Args:
         lens: the lens.

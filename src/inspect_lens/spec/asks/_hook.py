@@ -112,7 +112,7 @@ class FunctionCode:
         return cls(data, name if is_function_name(name) else "", code_python())
 
     def wire(self) -> dict[str, str]:
-        """JSON form; vllm-lens reads `cloudpickle` and passes over the rest."""
+        """JSON form of the function; vllm-lens reads the field `cloudpickle`."""
         form = {"cloudpickle": base64.b64encode(self.data).decode("ascii")}
         return form | {k: v for k, v in (("name", self.name), ("python", self.python)) if v}
 

@@ -11,7 +11,7 @@ from inspect_lens.spec.values._strict import shown
 __all__ = ["POOLS", "SENTENCE_POOL", "Pool", "check_engine_pool", "parse_pool"]
 
 SENTENCE_POOL: Final = "sentence_mean_max"
-"""The one rule that has to know where sentences end."""
+"""Name of the pooling rule that needs the ends of sentences."""
 
 _PLAIN: Final = ("mean", "last", "max")
 _WIDE: Final[dict[str, float]] = {
@@ -26,11 +26,11 @@ _WHOLE_TEXT = re.compile(r"0*([1-9][0-9]{0,6})")
 _RATE_TEXT = re.compile(r"[0-9.eE+-]{1,32}")
 
 POOLS: Final = (*_PLAIN, *_WIDE, SENTENCE_POOL)
-"""Names of the rules; `parse_pool` says which take a parameter after a colon."""
+"""Names of the rules that make one score of a sample's token scores."""
 
 
 class Pool(NamedTuple):
-    """A rule and its parameter, written `mean` or `top_k_mean:5`."""
+    """How token scores become one score: `mean`, `top_k_mean:5` and others."""
 
     name: str
     """One of `POOLS`."""
@@ -56,7 +56,7 @@ class Pool(NamedTuple):
 
 
 def parse_pool(value: str) -> Pool:
-    """Read a pool as a user writes it.
+    """Parse the name of a pooling rule, such as `top_k_mean:5`.
 
     Args:
         value: `mean`, `last`, `max`, `top_k_mean` (k 5), `rolling_mean_max` (window 10),
@@ -111,7 +111,7 @@ def _parameter(name: str, text: str) -> float | None:
 
 
 def check_engine_pool(value: str) -> str:
-    """Judge a pool that is to run inside the engine.
+    """Check that a pooling rule can run inside the engine.
 
     Args:
         value: as `parse_pool` reads it.

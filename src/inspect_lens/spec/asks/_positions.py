@@ -24,14 +24,18 @@ __all__ = [
 ]
 
 PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
+"""Names for ranges of tokens."""
 Positions: TypeAlias = PositionName | tuple[StrictBool, ...] | tuple[int, ...] | TokenMatch
-"""A named range; a mask, which has one boolean per prompt token; explicit positions, of which
+"""Which tokens of a request are meant: a named range, a mask, numbers or a match.
+
+A mask has one boolean per prompt token. Of explicit positions,
 negative ones count from the end of the prompt; or what tokens of the prompt match. `last` is the
 last token that is fed to the model, `last_prompt` the last one of the prompt."""
 
 Phase = Literal["prefill", "decode", "both"]
-"""`prefill`: tokens of the prompt; `decode`: sampled tokens that are fed back. A token's position
-decides, not the step that computes it."""
+"""`prefill`: tokens of the prompt; `decode`: sampled tokens that are fed back.
+
+A token's position decides, not the step that computes it."""
 
 
 def parse_positions(value: object, *, field: str, may_match: bool = False) -> Positions:
@@ -91,7 +95,7 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
 
 
 def is_mask(positions: Positions) -> bool:
-    """Whether positions are one boolean per prompt token.
+    """Tell whether positions are a mask, one boolean per prompt token.
 
     Args:
         positions: what `parse_positions` returned.
@@ -136,7 +140,7 @@ def phase_range(phase: Phase, n_prompt: int, n_max: int) -> range:
 def in_phase(
     where: range | tuple[int, ...], phase: Phase, *, n_prompt: int, n_max: int
 ) -> range | tuple[int, ...]:
-    """Those of some positions that belong to a phase.
+    """Keep the positions that belong to a phase.
 
     Args:
         where: what `resolve_positions` returned.

@@ -22,7 +22,7 @@ __all__ = ["check_probe", "check_request"]
 def check_request(
     request: LensRequest, facts: EngineFacts, probes: Mapping[str, EngineProbe] | None = None
 ) -> None:
-    """Judge a request against the engine it is meant for.
+    """Check a request against the engine that will run it.
 
     Args:
         request: the parsed request.
@@ -133,7 +133,7 @@ def _captured(request: LensRequest, facts: EngineFacts) -> set[TapPoint]:
 
 
 def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") -> None:
-    """Judge a probe against the engine that is to run it.
+    """Check a probe against the engine that will run it.
 
     Args:
         probe: the probe.

@@ -35,7 +35,7 @@ __all__ = ["check_edits", "check_layers", "check_writable"]
 
 
 def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
-    """Judge edits against the engine that is to carry them out.
+    """Check edits against the engine that will run them.
 
     Args:
         edits: of a request.

@@ -13,7 +13,7 @@ __all__ = ["check_lens"]
 
 
 def check_lens(lens: LogitLens, facts: EngineFacts) -> tuple[TapPoint, ...]:
-    """Judge a logit lens against the engine that is to read it.
+    """Check a logit lens against the engine that will run it.
 
     Args:
         lens: what was asked for.

@@ -38,7 +38,7 @@ def check_eager(hooks: tuple[Hook, ...], skip_cache: bool | None, facts: EngineF
 
 
 def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
-    """Judge queries and keys against the engine that is to capture them.
+    """Check a capture of queries and keys against the engine that will run it.
 
     Args:
         qk: what was asked for.
@@ -74,7 +74,7 @@ def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
 
 
 def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None:
-    """Judge hooks against the engine that is to run them.
+    """Check hooks against the engine that will run them.
 
     Args:
         hooks: of a request, or to be registered.

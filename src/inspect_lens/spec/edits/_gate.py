@@ -181,7 +181,7 @@ class Gate(WireModel):
         return encode_tensor(value) if is_wire(info) else tensor_reference(value)
 
     def instruction(self, register: int) -> Instruction:
-        """What computes the gate.
+        """Make the instruction that computes the gate.
 
         Args:
             register: it goes to.

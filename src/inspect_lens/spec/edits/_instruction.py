@@ -35,13 +35,16 @@ N_REGISTERS = 8
 """Gates of scope `token` that one request may compute."""
 
 N_LATCHES = 4
-"""Gates that one request may compute whose decisions last: of scope `next` or `rest`, or with an
-average or hysteresis. Their registers lie behind the others, in three blocks of this many: latches,
-then running gates that decide on the token they read, then those that decide on the next one."""
+"""How many gates of one request may keep their decision for later tokens.
+
+These have scope `next` or `rest`, an average or hysteresis. Their registers lie behind the others,
+in three blocks of this many: latches, then running gates that decide on the token they read, then
+those that decide on the next one."""
 
 SAME_TOKEN = N_REGISTERS + N_LATCHES
+"""First register of running gates that decide on the token they read."""
 NEXT_TOKEN = SAME_TOKEN + N_LATCHES
-"""First registers of these blocks."""
+"""First register of running gates that decide on the next token."""
 
 
 class Kind(IntEnum):

@@ -20,7 +20,7 @@ _END: Final = 1 << 24
 
 
 def sampled_match(positions: Positions) -> TokenMatch | None:
-    """What says which sampled tokens are meant, by their id.
+    """Find the token match of an edit that acts on sampled tokens.
 
     Args:
         positions: of an edit.
@@ -69,7 +69,7 @@ def check_token_ids(match: TokenMatch, width: SiteWidth, vocab: int, field: str)
 
 
 def token_gate_key(match: TokenMatch) -> tuple[object, ...]:
-    """What is alike for edits of a request that can share one gate.
+    """Key that is equal for edits that can share one gate.
 
     Args:
         match: of sampled tokens.
@@ -90,7 +90,7 @@ def token_gate_key(match: TokenMatch) -> tuple[object, ...]:
 
 
 def token_gate(match: TokenMatch, width: SiteWidth, register: int) -> Instruction:
-    """What finds out whether a token has one of the ids.
+    """Make the gate that opens for tokens with one of some ids.
 
     It needs nothing but the token, so each tap of an edit has one of its own, and so has each
     stage of a pipeline. Ranks that share a row each have all ids in their part of it.

@@ -39,7 +39,7 @@ Edit: TypeAlias = Annotated[
     | Renormalise,
     Field(discriminator="op"),
 ]
-"""Any edit."""
+"""Any of the edits, such as `Ablate` or `Add`."""
 
 EDITS: dict[str, type[EditBase]] = {
     kind.model_fields["op"].default: kind

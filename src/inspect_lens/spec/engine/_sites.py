@@ -38,6 +38,7 @@ Site = Literal[
 """Where a row comes from; `SITE_TABLE` says what each of them is."""
 
 RESID_POST: Site = "resid_post"
+"""The residual stream after a layer, the default site."""
 
 
 class SiteInfo(NamedTuple):

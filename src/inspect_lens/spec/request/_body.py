@@ -25,7 +25,7 @@ class BodyParts(NamedTuple):
 
 
 def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> BodyParts:
-    """Take the lens keys out of a body, wherever they may stand.
+    """Take the lens keys out of a request body, from every place that may hold them.
 
     vLLM passes over fields that it does not know. So a lens key is found at the top level as
     well, and what looks like one, or is a word of ours, in a place that nobody reads is refused.
@@ -71,7 +71,7 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
 
 
 def lens_args(body: Mapping[str, Any] | None, *, where: str = "the body") -> dict[str, Any]:
-    """What a body asks of the lens, and what else stands beside it in `extra_args`.
+    """Split a request body into lens options and the rest of `extra_args`.
 
     Args:
         body: of the request, or None.

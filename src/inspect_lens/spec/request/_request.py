@@ -197,7 +197,7 @@ _PARSED = Parsed(1 << 25)
 
 
 def forget_parsed(request: LensRequest) -> None:
-    """Keep nothing of a request that an engine has refused.
+    """Forget a parsed request that an engine has refused.
 
     Args:
         request: of `parse_extra_args`, which otherwise remembers it for requests like it.

@@ -19,7 +19,7 @@ __all__ = ["as_tensor_data"]
 def as_tensor_data(
     value: object, *, field: str = "tensor", judge: JudgeShape | None = None
 ) -> TensorData:
-    """Convert what a user may hand us to `TensorData`.
+    """Convert an array, torch tensor, list or JSON form to `TensorData`.
 
     Args:
         value: a torch tensor, a numpy array, nested lists of numbers, a `TensorData`, or

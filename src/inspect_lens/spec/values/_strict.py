@@ -94,7 +94,7 @@ Flag = Annotated[StrictBool, BeforeValidator(_flag)]
 
 
 def explain(error: ValidationError) -> str:
-    """What pydantic found, in a few lines; text that no response can hold is escaped.
+    """Put a pydantic error into a few lines.
 
     Args:
         error: of a model.

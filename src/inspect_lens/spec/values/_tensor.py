@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 DType = Literal["float32", "float16", "bfloat16"]
+"""dtypes of tensors in requests and answers."""
 
 _STORAGE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
@@ -107,7 +108,7 @@ class TensorData:
 
 
 def freeze_tensor(tensor: TensorData) -> TensorData:
-    """Cut a tensor loose from the array or torch tensor that the caller may go on to edit.
+    """Copy a tensor, so that later changes of the caller's array have no effect.
 
     Args:
         tensor: any.

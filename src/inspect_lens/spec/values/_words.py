@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 NATIVE_KEY = "inspect_lens"
+"""Key of `extra_args` that takes a whole `LensRequest`."""
 ENVELOPE_KEY = "_inspect_lens"
 """Where the front-end puts what the worker reads; users may not set it."""
 LENS_KEYS = (
@@ -33,8 +34,9 @@ LENS_KEYS = (
     "apply_hooks",
     "output_qk",
 )
+"""Keys of a request that belong to the lens."""
 PLACES = ("vllm_xargs", "extra_args")
-"""Fields of a body under which they may stand, beside its top level."""
+"""Fields of a request body that may hold lens keys, beside its top level."""
 VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 _FIELDS = ("capture", "steer", "steer_named", "probes", "hooks", "qk", "lens", "sink")
@@ -44,13 +46,13 @@ OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name
     "capture_qk": "it is an argument of clients; the key is 'output_qk'",
     "extra_body": "it is an argument of clients, which send its content at the top of the body",
 }
-"""Words of requests and clients that are no keys, and what to do instead."""
+"""Words that are no keys of a request, and what to use instead."""
 
 _LONGEST = 64
 
 
 def refuse_own_word(key: object, where: str) -> None:
-    """Refuse a word of ours that nobody reads where it stands.
+    """Raise an error for a lens key in a place where it has no effect.
 
     Args:
         key: of a body, which vLLM does not know.
@@ -80,7 +82,7 @@ def refuse_own_word(key: object, where: str) -> None:
 def refuse_misspelled(
     key: str, where: str, *, known: Sequence[str] = (*LENS_KEYS, *PLACES), cutoff: float = 0.8
 ) -> None:
-    """Refuse a key that almost is one of the lens, or a place for some.
+    """Raise an error for a key that looks like a misspelled lens key.
 
     Args:
         key: that nobody reads.

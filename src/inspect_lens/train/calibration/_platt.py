@@ -99,7 +99,7 @@ class _Sigmoid(_Calibrator):
 
 
 class PlattCalibrator(_Sigmoid):
-    """p = sigmoid(slope · score + intercept), with Platt's smoothed targets.
+    """Platt calibration: p = sigmoid(slope · score + intercept), with smoothed targets.
 
     Attributes:
         slope_: of the score.
@@ -126,7 +126,7 @@ class PlattCalibrator(_Sigmoid):
 
 
 class TemperatureCalibrator(_Sigmoid):
-    """p = sigmoid(score / temperature), for scores that are logits already.
+    """Temperature calibration: p = sigmoid(score / temperature), for scores that are logits.
 
     Attributes:
         slope_: 1 / temperature.
@@ -158,7 +158,7 @@ class TemperatureCalibrator(_Sigmoid):
 
 
 class IsotonicCalibrator(_Calibrator):
-    """The best non-decreasing map; refuses fewer than 1000 samples, which it would memorise.
+    """Isotonic calibration, the best non-decreasing map; needs 1000 samples or more.
 
     Args:
         allow_few: accept fewer.

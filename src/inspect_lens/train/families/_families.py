@@ -46,11 +46,11 @@ FAMILIES: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     "sae": (SAEFeatureProbe, {}),
     "ensemble": (EnsembleProbe, {}),
 }
-"""Class and settings of each family; `lr` is Apollo's."""
+"""Probe families by name, each with its class and settings."""
 
 
 def make_estimator(name: str, **settings: Any) -> TrainableProbe:
-    """An unfitted estimator by name.
+    """Make an unfitted estimator by the name of its family.
 
     Args:
         name: one of `FAMILIES`.

@@ -69,7 +69,7 @@ class LogisticProbe(DirectionEstimator):
 
 
 class PressureLogisticProbe(LogisticProbe):
-    """`LogisticProbe` as probes of high-stakes conversations use it: a row is a sample's mean.
+    """Logistic regression on the mean of a sample, as for high-stakes conversations.
 
     Args:
         C: inverse of the L2 penalty.

@@ -143,7 +143,7 @@ class SklearnProbe(BinaryEstimator):
 
 
 def as_family(estimator: Any) -> TrainableProbe:
-    """What can be trained: one of our families as it is, a classifier of scikit-learn wrapped.
+    """Make a trainable family of an estimator; scikit-learn classifiers are wrapped.
 
     Args:
         estimator: unfitted.

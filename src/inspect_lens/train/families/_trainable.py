@@ -13,12 +13,12 @@ Rows = Literal["tokens", "mean", "last"]
 
 
 class TrainableProbe(Protocol):
-    """What every family has: scikit-learn's `fit`, and a way to a probe."""
+    """Interface of every probe family: `fit`, and `to_probe`."""
 
     reads: Literal["tokens", "sequences"]
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
-        """Fit.
+        """Fit the classifier to activations and labels.
 
         Args:
             X: rows (rows, hidden), or sequences (tokens, hidden), as `reads` says.
@@ -30,4 +30,4 @@ class TrainableProbe(Protocol):
         """
 
     def to_probe(self, card: ProbeCard) -> AnyProbe:
-        """Freeze what was fitted."""
+        """Make a `Probe` of the fitted weights."""

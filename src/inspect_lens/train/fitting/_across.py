@@ -58,7 +58,7 @@ def transfer_probe(
     allow_few: bool = False,
     seed: int = 0,
 ) -> CarriedProbe:
-    """Carry a linear probe over to another model, by texts that both models have read.
+    """Translate a linear probe to another model, with texts that both models have read.
 
     An affine map from the target's stream to that of the source is fitted by ridge regression on
     the mean of each sample's tokens, and the probe is read through it. Ridge regression fits each

@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 def bag_of_words_scores(
     train_texts: Sequence[str], train_labels: ArrayLike, texts: Sequence[str]
 ) -> Floats:
-    """Scores of a logistic regression on words: what a reader without activations can tell.
+    """Score texts by a logistic regression on words, without activations.
 
     Args:
         train_texts: (samples,) what the probe was trained on, as text.
@@ -83,7 +83,7 @@ def bag_of_words_scores(
 
 
 def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
-    """Scores by length alone, longer or shorter, whichever fits the training set.
+    """Score texts by length alone, longer or shorter as fits the training set.
 
     Args:
         train_lengths: (samples,) tokens or characters.
@@ -108,7 +108,7 @@ def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: Ar
 def random_direction_scores(
     probe: AnyProbe, train: ActivationSet, data: ActivationSet, *, seed: int = 0
 ) -> Floats:
-    """Scores of a random direction at the layers of a probe, scaled and pooled as it is.
+    """Score samples by a random direction, at the layers and with the pool of a probe.
 
     Args:
         probe: whose layers, scaler and pool are used; a learned pool has no meaning for another
@@ -178,7 +178,7 @@ def _random_direction(probe: AnyProbe, seed: int) -> Probe:
 
 
 def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:
-    """Scores of a judge that reads the text, such as a language model.
+    """Score texts by a judge that reads them, such as a language model.
 
     Args:
         texts: (samples,) what the judge reads.
@@ -218,7 +218,7 @@ def baseline(
     *,
     note: str = "",
 ) -> Baseline:
-    """A baseline on a set, with the probability that the probe is no better.
+    """Measure a baseline on a set, and test whether the probe is better.
 
     Where groups of the set hold several samples, test and interval count groups.
 

@@ -30,7 +30,7 @@ def measure_baselines(
     n_random: int = 20,
     seed: int = 0,
 ) -> tuple[Baseline, ...]:
-    """Every baseline on every held-out set.
+    """Measure every baseline on every held-out set.
 
     Args:
         probe: the probe that stands beside them.
@@ -109,7 +109,7 @@ def baselines_within(
     *,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> tuple[Baseline, ...]:
-    """What length and words of a set tell of its own labels, without the training set.
+    """Measure how well length and words of a set tell its own labels.
 
     Words are judged by cross-validation with whole groups; length counts in the direction that
     fits the set, which flatters it. So these are upper bounds of what such a baseline can do, and

@@ -45,7 +45,7 @@ def cascade_frontier(
     shares: Sequence[float] = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
     confidence: float = 0.95,
 ) -> tuple[CascadePoint, ...]:
-    """A cheap probe decides, and a judge decides again where the probe is unsure.
+    """Find what a probe costs and catches if a judge decides the unsure samples.
 
     Scores of a real judge come from a log (`inspect_lens.scorer.read_cascade`), with what each of
     its answers cost. `inspect_lens.report.draw_cascade` draws the points.

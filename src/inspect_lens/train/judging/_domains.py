@@ -47,7 +47,7 @@ def leave_one_domain_out(
     pool: str = "mean",
     seed: int = 0,
 ) -> tuple[DomainScore, ...]:
-    """Train on all domains but one, and judge on that one, for each.
+    """Leave each domain out of training in turn, and measure the probe on it.
 
     A probe trained on a mixture may know every domain by its own marks. What it is worth on a new
     one shows on a domain that it was not trained on. Beside it stand what the domain gives alone,

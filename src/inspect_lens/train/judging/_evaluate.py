@@ -48,7 +48,7 @@ def evaluate_probe(
     n_random: int = 20,
     seed: int = 0,
 ) -> Evaluation:
-    """Measure a probe on a set that decided nothing about it, and what is simpler beside it.
+    """Measure a probe and simpler baselines on a held-out set.
 
     Samples that the probe's card lists as its own (`ProbeCard.seen`) are refused; where the card
     lists none, `Evaluation.n_seen` is None, as nobody can tell.

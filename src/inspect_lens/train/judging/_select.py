@@ -34,7 +34,7 @@ SelectBy = Literal["recall", "auroc"]
 
 
 class LayerChoice(NamedTuple):
-    """The chosen layer, and all that were tried."""
+    """Result of `select_layer`: the chosen layer, and all that were tried."""
 
     probe: AnyProbe
     """Fitted on the training set at the chosen layer, or the layers of an ensemble, without

@@ -32,7 +32,7 @@ MEMORY: Final = 4.0
 
 
 class StoreSet(ActivationSet):
-    """A store that is larger than memory, with the methods of an activation set.
+    """A store that may be larger than memory, with the methods of an activation set.
 
     A layer is read from its own part of every shard, so a sweep over all layers reads the store
     about once. In memory are, of rows of `hidden` float32 numbers:

@@ -90,7 +90,7 @@ def fit_condition(
     layers: Sequence[int] | None = None,
     rows: Literal["mean", "last"] = "mean",
 ) -> Condition:
-    """Search layer, threshold and side for the largest F1.
+    """Find the layer and threshold that tell when to steer, by the largest F1.
 
     Args:
         vector: condition vectors, such as `extract_vector(method="pca")` of prompts that the

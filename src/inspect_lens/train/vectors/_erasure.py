@@ -19,7 +19,7 @@ def erase(
     covariance: ArrayLike | None = None,
     mean: ArrayLike | None = None,
 ) -> Floats:
-    """Take one direction out of rows.
+    """Remove one direction from rows.
 
     Args:
         x: (rows, hidden).

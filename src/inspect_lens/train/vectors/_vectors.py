@@ -24,7 +24,7 @@ VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
 """`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
 
 VectorRows = Literal["tokens", "mean", "last"] | int
-"""What one row is: each selected token, their mean, the last one, or the one at an index."""
+"""Which tokens make a row: each selected one, their mean, the last, or one by index."""
 
 _CAA_ROW: Final = -2  # the letter of an answer such as "(A)"
 _SOURCES: Final[dict[str, str]] = {
@@ -51,7 +51,7 @@ def pair_set(
     model: str = "",
     name: str = "pairs",
 ) -> ActivationSet:
-    """Make an activation set of bare arrays; row i of both sides is one pair.
+    """Make an activation set of contrastive pairs from two arrays; row i of both is a pair.
 
     Args:
         positive: (pairs, layers, hidden) float; what a positive scale should move to.
@@ -114,7 +114,7 @@ def extract_vector(
     notes: Sequence[str] = (),
     command: str = "",
 ) -> Vector:
-    """Find a direction per layer, and write down everything about it.
+    """Find a steering vector, one direction per layer, from labelled activations.
 
     `mean_difference` subtracts the class means. `caa` averages the differences within each group
     (rows at index -2: the letter of an answer such as "(A)" to an A/B question). `logistic` takes
