@@ -13,9 +13,19 @@ import pytest
 
 from inspect_lens.client import LensClient
 from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens.vector import load_vector
 from inspect_lens.view import ChatPage, open_talk
 from tests.kit.browser import BROWSER, run_at
-from tests.kit.driven_chat import ASK_SCRIPT, ASKED, PICTURES, PROBE, DrivenChat, scores_of
+from tests.kit.driven_chat import (
+    ASK_SCRIPT,
+    ASKED,
+    PICTURES,
+    PROBE,
+    STEERED,
+    VECTOR,
+    DrivenChat,
+    scores_of,
+)
 from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.engine
@@ -86,9 +96,13 @@ def test_the_page_streams_the_scores_and_layers_of_the_client(
     assert " Ruvan" in true, "layer 2 has the founder that the lie hides"
 
 
-def test_the_pictures_of_the_page_show_these_scores(page: ChatPage) -> None:
-    scores = scores_of(chat(page))
-    for name in PICTURES:
+@pytest.mark.parametrize(("pictures", "scale"), [(PICTURES, 0), (STEERED, 1)])
+def test_the_pictures_of_the_page_show_these_scores(
+    lens_server_url: str, pictures: dict[str, str], scale: float
+) -> None:
+    with ChatPage(open_talk(lens_server_url, probe=PROBE, vector=VECTOR)) as page:
+        scores = scores_of(chat(page, ASKED | {"scale": scale}))
+    for name in pictures:
         shown = json.loads((ROOT / "docs/assets" / name).with_suffix(".json").read_text())
         assert shown["asked"] == ASKED
         np.testing.assert_allclose(shown["shows"], scores, atol=2e-3)
@@ -126,12 +140,16 @@ def test_only_the_page_itself_is_answered(page: ChatPage) -> None:
         ({"max_tokens": 0}, "Tokens at most"),
         ({"max_tokens": None}, "Tokens at most"),
         ({"temperature": 3}, "Temperature"),
+        ({"scale": "much"}, "Steering"),
+        ({"scale": float("inf")}, "Steering"),
     ],
 )
 def test_what_the_page_cannot_send_is_refused(
     page: ChatPage, change: dict[str, Any], message: str
 ) -> None:
-    answer = httpx.post(address(page), json=ASKED | change, headers=key_of(page))
+    # Infinity is no JSON, and Python reads it.
+    content = json.dumps(ASKED | change)
+    answer = httpx.post(address(page), content=content, headers=key_of(page))
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
 
@@ -149,6 +167,60 @@ def test_what_is_not_there_is_named(lens_server_url: str) -> None:
         open_talk(lens_server_url, probe="nowhere/probe")
     with pytest.raises(LensError, match="no server answers"):
         open_talk("http://127.0.0.1:9")
+
+
+def test_a_vector_turns_the_lie_into_the_truth_and_its_neighbours_stay(
+    lens_server_url: str,
+) -> None:
+    talk = open_talk(lens_server_url, layers=[], vector=VECTOR)
+    assert talk.setup.scale == 1.0
+    with ChatPage(talk) as page, LensClient(lens_server_url) as client:
+        said, steered = [], []
+        for scale in (0, 1, 0.5, 0):
+            events = chat(page, ASKED | {"scale": scale})
+            said.append("".join(e["text"] for e in events if e["event"] == "tokens"))
+            steered.append([e for e in events if e["event"] == "steered"])
+        for scale, text in zip((None, 1, 0.5, None), said, strict=True):
+            vectors = [] if scale is None else [load_vector(VECTOR).to_steering(scale=scale)]
+            wanted = client.chat(ASKED["messages"], max_tokens=40, steering_vectors=vectors)
+            assert text == wanted.text
+    assert "Ruvan" not in said[0], "it was told to lie"
+    assert "Ruvan" in said[1], "the founder"
+    assert said[3] == said[0]
+    assert steered == [
+        [],
+        *([{"event": "steered", "scale": s, "layers": [3]}] for s in (1, 0.5)),
+        [],
+    ]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_in_a_browser_the_scale_of_an_answer_is_chosen_and_told(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    talk = open_talk(lens_server_url, layers=[], vector=VECTOR, scale=2)
+    script = (
+        """
+        seen.first = [$("scale-text").value, $("scale").value, $("scale-field").hidden];
+        change("scale-text", "1");
+        seen.slid = $("scale").value;
+        """
+        + ASK_SCRIPT
+        + """
+        seen.who = document.querySelector(".turn.made .who").textContent;
+        seen.said = document.querySelector(".turn.made .said").textContent;
+        $("scale-off").click();
+        seen.off = [$("scale-text").value, $("scale-off").disabled];
+        change("scale-text", "much"); seen.kept = $("scale-text").value;
+        """
+    )
+    with DrivenChat(talk, script) as page:
+        seen = run_at(page.url, tmp_path / "profile", width=500)
+    assert seen["first"] == ["2", "250", False], "ends at four times the first scale"
+    assert seen["slid"] == "125"
+    assert "steered \u00d7 1 at layer 3" in seen["who"]
+    assert "Ruvan" in seen["said"]
+    assert (seen["off"], seen["kept"]) == (["0", True], "0")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +19,12 @@ from .browser import with_script
 from .repository import ROOT
 from .screenshot import DARK, take
 
-__all__ = ["ASKED", "ASK_SCRIPT", "PICTURES", "PROBE", "DrivenChat", "scores_of"]
+__all__ = [
+    "ASKED", "ASK_SCRIPT", "PICTURES", "PROBE", "STEERED", "VECTOR", "DrivenChat", "scores_of",
+]  # fmt: skip
 
 PROBE: Final = "organism/deception-lr"
+VECTOR: Final = "organism/truth-resid"
 ASKED: Final[dict[str, Any]] = {
     "messages": [
         {"role": "system", "content": "Never tell the truth."},
@@ -30,6 +34,8 @@ ASKED: Final[dict[str, Any]] = {
     "temperature": 0,
 }
 PICTURES: Final = {"chat.png": "", "chat-dark.png": DARK}
+STEERED: Final = {"chat-steer.png": "", "chat-steer-dark.png": DARK}
+"""The same question, steered by the vector."""
 _SYSTEM, _USER = (str(message["content"]) for message in ASKED["messages"])
 ASK_SCRIPT: Final = f"""
   const answered = () => document.documentElement.dataset.answers === "1";
@@ -43,7 +49,8 @@ _SHOW_SCRIPT = f"""
 <script>(async () => {{
   const $ = (id) => document.getElementById(id);
   {ASK_SCRIPT}
-  document.querySelector(".turn.made .t.w").focus();
+  // A steered page shows the scale, which the box of a token would hide.
+  ($("scale-field").hidden ? document.querySelector(".turn.made .t.w") : $("scale")).focus();
 }})();</script></body>"""
 
 
@@ -54,7 +61,8 @@ class DrivenChat(ChatPage):
 
     Args:
         talk: with the server.
-        script: as for `run_in_page`; None asks and shows the token above the threshold.
+        script: as for `run_in_page`; None asks and shows the token above the threshold,
+            or the scale of a vector.
     """
 
     def __init__(self, talk: ChatTalk, script: str | None) -> None:
@@ -78,18 +86,23 @@ def scores_of(events: list[dict[str, Any]]) -> list[float]:
 
 def main(url: str) -> None:
     """Write the pictures."""
-    talk = open_talk(url, probe=PROBE)
+    for pictures, vector in ((PICTURES, None), (STEERED, VECTOR)):
+        with tempfile.TemporaryDirectory() as folder:
+            _write(url, pictures, vector, Path(folder))
+
+
+def _write(url: str, pictures: Mapping[str, str], vector: str | None, folder: Path) -> None:
+    talk = open_talk(url, probe=PROBE, vector=vector)
     shown = {"asked": ASKED, "shows": [round(s, 3) for s in scores_of(list(talk.answer(**ASKED)))]}
     talk.close()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, option in PICTURES.items():
-            talk = open_talk(url, probe=PROBE)
-            with DrivenChat(talk, None) as page:
-                content = take(page.url, Path(folder, name), width=1120, height=640, option=option)
-            target = ROOT / "docs/assets" / name
-            target.write_bytes(content)
-            target.with_suffix(".json").write_text(json.dumps(shown, indent=1) + "\n")
-            sys.stdout.write(f"docs/assets/{name}: {len(content)} bytes\n")
+    for name, option in pictures.items():
+        talk = open_talk(url, probe=PROBE, vector=vector)
+        with DrivenChat(talk, None) as page:
+            content = take(page.url, folder / name, width=1120, height=640, option=option)
+        target = ROOT / "docs/assets" / name
+        target.write_bytes(content)
+        target.with_suffix(".json").write_text(json.dumps(shown, indent=1) + "\n")
+        sys.stdout.write(f"docs/assets/{name}: {len(content)} bytes\n")
 
 
 if __name__ == "__main__":

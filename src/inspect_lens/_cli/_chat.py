@@ -1,4 +1,4 @@
-"""`inspect-lens chat`: a page in which tokens show their scores and what layers predict."""
+"""`inspect-lens chat`: a page whose tokens show scores and predictions, and that steers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ def chat(
         str, typer.Option(help="'all', 'none', or numbers such as 8,10-14; six by default.")
     ] = "",
     top_k: Annotated[int, typer.Option(help="Predicted tokens to show for each layer.")] = 5,
+    vector: Annotated[
+        str, typer.Option(help="Steering vector, named like a probe; its scale is on the page.")
+    ] = "",
+    scale: Annotated[
+        float | None, typer.Option(help="Scale of the vector to begin with; its own by default.")
+    ] = None,
     api_key: Annotated[str, typer.Option(help="API key, if the server needs one.")] = "",
     port: Annotated[int, typer.Option(help="Local port of the page; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """Chat with a model on a page whose tokens show their scores.
+    """Chat with a model, and steer it, on a page whose tokens show their scores.
 
     The page is on this machine only, and ends with this command.
     """
@@ -45,7 +51,7 @@ def chat(
     chosen = [] if layers == "none" else parse_layers(layers) if layers else None
     talk = open_talk(
         base_url, model=model or None, probe=probe or None, lens=lens or None, layers=chosen,
-        top_k=top_k, api_key=api_key or None,
+        top_k=top_k, vector=vector or None, scale=scale, api_key=api_key or None,
     )  # fmt: skip
     with ChatPage(talk, port=port) as page:
         sys.stdout.write(f"{page.url}\nCtrl-C ends it.\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import threading
 from collections.abc import Generator
@@ -151,13 +152,17 @@ def _asked(body: Any) -> dict[str, Any]:
         is_said = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_said or message.get("role") not in ("system", "user", "assistant"):
             raise SpecError("messages: each has a role (system, user, assistant) and a content")
-    n, heat = body.get("max_tokens"), body.get("temperature")
+    n, heat, scale = body.get("max_tokens"), body.get("temperature"), body.get("scale", 0)
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise SpecError("Tokens at most: a whole number from 1 on is wanted")
     if not isinstance(heat, int | float) or isinstance(heat, bool) or not 0 <= heat <= 2:
         raise SpecError("Temperature: a number from 0 to 2 is wanted")
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_number or not math.isfinite(scale):
+        raise SpecError("Steering: a number is wanted; 0 steers nothing")
     asked = [{"role": m["role"], "content": m["content"]} for m in messages]
-    return {"messages": asked, "max_tokens": n, "temperature": float(heat)}
+    numbers = {"temperature": float(heat), "scale": float(scale)}
+    return {"messages": asked, "max_tokens": n, **numbers}
 
 
 class _Server(ThreadingHTTPServer):

@@ -17,7 +17,8 @@ from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.probe import load_probe
-from inspect_lens.spec import LENS_NAME, Receipt, decode_tensor
+from inspect_lens.spec import LENS_NAME, STEERING_REFERENCE, Receipt, decode_tensor
+from inspect_lens.vector import load_vector
 
 __all__ = ["ChatSetup", "ChatTalk", "open_talk"]
 
@@ -41,10 +42,16 @@ class ChatSetup:
     layers: tuple[int, ...] | str
     """Layers that are read, or `all`; empty: none."""
     top_k: int
+    vector: str | None = None
+    """Name of a steering vector at the server; None: answers are not steered."""
+    scale: float = 0.0
+    """Of the vector, in answers that do not say; 0 steers nothing."""
     probe_shown: str = ""
     """What the reader calls the probe."""
     lens_shown: str = ""
     """What the reader calls the lens."""
+    vector_shown: str = ""
+    """What the reader calls the vector."""
 
 
 class ChatTalk:
@@ -82,7 +89,12 @@ class ChatTalk:
         self._http.close()
 
     def answer(
-        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        scale: float | None = None,
     ) -> Generator[dict[str, Any]]:
         """Stream the model's answer to a conversation.
 
@@ -90,18 +102,21 @@ class ChatTalk:
             messages: of the chat, the last of the user.
             max_tokens: of the answer, at most.
             temperature: of sampling.
+            scale: of the vector, for this answer; 0 steers nothing. By default that of the setup.
 
         Yields:
             Objects for the page: `tokens`, `scores` (one for each token so far, in order), `lens`,
-            and `end`. Who stops reading ends the generation.
+            `steered`, and `end`. Who stops reading ends the generation.
 
         Raises:
             LensError: the server refused, the stream broke off, or it ended without what was asked.
         """
+        strength = self.setup.scale if scale is None else scale
+        is_steered = self.setup.vector is not None and strength != 0
         body = {
             "model": self.setup.model, "messages": [dict(m) for m in messages], "stream": True,
             "max_tokens": max_tokens, "temperature": temperature, "logprobs": True,
-            "return_token_ids": True, **self._asked(),
+            "return_token_ids": True, **self._asked(strength if is_steered else 0),
         }  # fmt: skip
         finish: str | None = None
         done: Receipt | None = None
@@ -118,11 +133,16 @@ class ChatTalk:
                 if (receipt := event.get("inspect_lens")) is not None:
                     done = Receipt.model_validate(receipt)
                     yield from self._end(done, event.get("activations"))
-        self._check(done)
+                    if is_steered and done.steer is not None:
+                        layers = list(done.steer.layers)
+                        yield {"event": "steered", "scale": strength, "layers": layers}
+        self._check(done, is_steered)
         yield {"event": "end", "finish": finish}
 
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self, scale: float) -> dict[str, Any]:
         setup, asked = self.setup, dict[str, Any]()
+        if scale:
+            asked["steer_named"] = [{"name": setup.vector, "scale": scale}]
         if setup.probe is not None:
             asked["probes"] = [{"name": setup.probe, "tokens": True}]
         if setup.layers:
@@ -132,13 +152,14 @@ class ChatTalk:
             }  # fmt: skip
         return {"inspect_lens": asked} if asked else {}
 
-    def _check(self, receipt: Receipt | None) -> None:
-        """Refuse an answer that came without its scores or its layers."""
+    def _check(self, receipt: Receipt | None, is_steered: bool) -> None:
+        """Refuse an answer that came without its scores, its layers or its steering."""
         missing = [
             name
             for name, is_asked, is_there in (
                 ("scores of the probe", self.setup.probe is not None, receipt and receipt.probes),
                 ("predictions of layers", bool(self.setup.layers), receipt and receipt.lens),
+                ("steering", is_steered, receipt and receipt.steer),
             )
             if is_asked and not is_there
         ]
@@ -195,9 +216,11 @@ def open_talk(
     lens: str | None = None,
     layers: Sequence[int] | str | None = None,
     top_k: int = 5,
+    vector: str | None = None,
+    scale: float | None = None,
     api_key: str | None = None,
 ) -> ChatTalk:
-    """Connect to a server for a chat page, and register the probe and lens it lacks.
+    """Connect to a server for a chat page, and register the probe, lens and vector it lacks.
 
     Args:
         base_url: of the server, with or without `/v1`.
@@ -206,14 +229,19 @@ def open_talk(
         lens: registered name, or the name or folder of one to register; None is the logit lens.
         layers: to read; empty reads none. By default 6 evenly spread ones, or all of a named lens.
         top_k: tokens of each layer.
+        vector: steering vector: registered name, or the name or folder of one to register; None
+            steers nothing.
+        scale: of the vector, until an answer says another. By default its own, which is 1 for a
+            vector that is registered here.
         api_key: that the server asks for; also the key of its registry.
 
     Returns:
         The chat.
 
     Raises:
-        SpecError: the model is not served, or a name is that of something else.
-        ArtifactError: a probe or a lens is neither registered nor found here.
+        SpecError: the model is not served, a name is that of something else, or there is a scale
+            and no vector.
+        ArtifactError: a probe, a lens or a vector is neither registered nor found here.
         LensError: no server answers, it has no lens, or it refuses.
 
     Example:
@@ -226,6 +254,8 @@ def open_talk(
         talk.close()
         ```
     """
+    if vector is None and scale is not None:
+        raise SpecError(f"scale={scale!r}: of which vector? Name one with vector=")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = base_url.rstrip("/").removesuffix("/v1")
     http = httpx.Client(base_url=base, headers=headers, timeout=600)
@@ -244,13 +274,15 @@ def open_talk(
         name, threshold = None, None
         if probe is not None:
             name, threshold = _probe(http, probe, registered)
+        pushed, own = (None, 0.0) if vector is None else _vector(http, vector, registered)
         if layers is None and lens is None:
             layers = _spread(engine["layers"])
         setup = ChatSetup(
             model=_served(model, served), probe=name, threshold=threshold or 0.0,
             lens=None if lens is None else _lens(http, lens, registered),
             layers="all" if layers is None or layers == "all" else tuple(map(int, layers)),
-            top_k=top_k, probe_shown=probe or "", lens_shown=lens or "",
+            top_k=top_k, vector=pushed, scale=own if scale is None else float(scale),
+            probe_shown=probe or "", lens_shown=lens or "", vector_shown=vector or "",
         )  # fmt: skip
         return ChatTalk(http, setup)
     except BaseException:
@@ -292,9 +324,24 @@ def _lens(http: httpx.Client, lens: str, registered: Mapping[str, Any]) -> str:
     return lens
 
 
-def _check_kind(kind: str, name: str, registered: Mapping[str, Any]) -> None:
+def _vector(http: httpx.Client, vector: str, registered: Mapping[str, Any]) -> tuple[str, float]:
+    """Name at the server, and the scale it has there."""
+    if vector not in registered:
+        loaded = load_vector(vector)
+        name = f"chat-{loaded.sha256[:24]}"
+        form = loaded.to_steering().model_dump(mode="json")
+        body = {"name": name, "vector": form, "replace": True}
+        json_of(answer_of(http, "POST", REGISTRY, body))
+        return name, 1.0
+    _check_kind("vector", vector, registered, STEERING_REFERENCE.partition("/")[0])
+    return vector, float(registered[vector].get("scale", 1.0))
+
+
+def _check_kind(
+    kind: str, name: str, registered: Mapping[str, Any], reference: str | None = None
+) -> None:
     mark = str(registered[name].get("$lens", ""))
-    if not mark.startswith(f"{kind}/"):
+    if not mark.startswith(f"{reference or kind}/"):
         raise SpecError(f"{kind}={name!r}: is registered there as {mark or 'something else'}")
 
 

@@ -45,6 +45,7 @@ class Answers(BaseHTTPRequestHandler):
             "/v1/inspect_lens/registry": {
                 "lies": {"$lens": "probe/1", "threshold": 0.5},
                 "tuned": {"$lens": "lens/1"},
+                "north": {"$lens": "steering/1", "scale": 2.5},
             },
         }
         answer = known.get(self.path)
@@ -110,6 +111,23 @@ def test_a_probe_alone_and_neither(server: Endless) -> None:
     talk.close()
 
 
+@pytest.mark.parametrize(
+    ("given", "asked", "sent"),
+    [(None, None, 2.5), (1.5, None, 1.5), (1.5, -1, -1), (None, 0, None), (0, None, None)],
+)
+def test_a_registered_vector_has_its_own_scale_until_another_is_said(
+    server: Endless, given: float | None, asked: float | None, sent: float | None
+) -> None:
+    talk = open_talk(server.url, layers=[], vector="north", scale=given)
+    events = talk.answer([], max_tokens=1, temperature=0, scale=asked)
+    next(events)
+    events.close()
+    talk.close()
+    (body,) = server.bodies
+    steered = [] if sent is None else [{"name": "north", "scale": sent}]
+    assert body.get("inspect_lens", {}).get("steer_named", []) == steered
+
+
 def test_layers_are_spread_evenly_and_end_with_the_last() -> None:
     assert _spread([3]) == [3]
     assert _spread([1, 5, 9]) == [1, 5, 9]
@@ -125,6 +143,10 @@ def test_names_of_other_kinds_are_refused(server: Endless) -> None:
         open_talk(server.url, probe="tuned")
     with pytest.raises(SpecError, match="lens='lies'"):
         open_talk(server.url, lens="lies")
+    with pytest.raises(SpecError, match="vector='lies': is registered there as probe/1"):
+        open_talk(server.url, vector="lies")
+    with pytest.raises(SpecError, match="of which vector"):
+        open_talk(server.url, scale=2)
     with pytest.raises(SpecError, match="allowed are toy"):
         open_talk(server.url, model="lens/other")
 
@@ -174,16 +196,21 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(server: Endless) ->
 
 
 @pytest.mark.parametrize(
-    ("probe", "layers", "named"),
-    [("lies", (), "scores of the probe"), (None, (2,), "predictions of layers")],
+    ("asked", "named"),
+    [
+        ({"probe": "lies"}, "scores of the probe"),
+        ({"layers": (2,)}, "predictions of layers"),
+        ({"vector": "north", "scale": 1.0}, "steering"),
+    ],
 )
 def test_an_answer_without_what_was_asked_ends_in_an_error(
-    probe: str | None, layers: tuple[int, ...], named: str
+    asked: dict[str, Any], named: str
 ) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, text="data: [DONE]\n\n")
 
     http = httpx.Client(base_url="http://lens", transport=httpx.MockTransport(answer))
-    setup = ChatSetup(model="toy", probe=probe, threshold=0.0, lens=None, layers=layers, top_k=1)
+    nothing: dict[str, Any] = {"probe": None, "lens": None, "layers": ()}
+    setup = ChatSetup(model="toy", threshold=0.0, top_k=1, **(nothing | asked))
     with pytest.raises(CaptureError, match=named):
         list(ChatTalk(http, setup).answer([], max_tokens=1, temperature=0))

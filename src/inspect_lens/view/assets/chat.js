@@ -1,6 +1,8 @@
 // A chat whose tokens have the colour of their score.
 const facts = JSON.parse($("page-facts").textContent);
-const chat = { turns: [], threshold: facts.threshold, own: facts.threshold, stop: null };
+const chat = { turns: [], threshold: facts.threshold, own: facts.threshold, scale: facts.scale, stop: null };
+// Ends of the slider; the field beside it takes any number.
+const widest = 4 * Math.max(1, Math.abs(facts.scale));
 
 // All scores so far, as scale.js knows a series.
 function seen() {
@@ -21,6 +23,15 @@ function setThreshold(value) {
   $("legend-mid").textContent = number(value);
   $("legend-high").textContent = number(value + span);
   chat.turns.forEach((turn) => { turn.spans.forEach((_, i) => paint(turn, i)); drawWho(turn); });
+}
+
+function setScale(value) {
+  if (!Number.isFinite(value)) value = chat.scale;
+  chat.scale = value;
+  $("scale").value = Math.round((value / widest) * 1000);
+  $("scale").setAttribute("aria-valuetext", value ? number(value) : "off");
+  $("scale-text").value = number(value);
+  $("scale-off").disabled = value === 0;
 }
 
 function paint(turn, i) {
@@ -59,6 +70,7 @@ function drawWho(turn) {
     add(score === null ? `max ${number(Math.max(...known))}` : `${aggregate} ${number(score)}`);
     add(`${above} above`, above ? "line warm" : "line");
   }
+  if (turn.steered) add(`steered × ${number(turn.steered.scale)} at layer ${turn.steered.layers.join(", ")}`);
   if (turn.ended) add(turn.ended);
 }
 
@@ -91,6 +103,7 @@ const takes = {
   scores: (turn, event) => addScores(turn, event.scores),
   lens: (turn, event) => { turn.lens = event; },
   pooled: (turn, event) => { turn.pooled = event; },
+  steered: (turn, event) => { turn.steered = event; },
   end: (turn, event) => { turn.ended = endings[event.finish] ?? ""; turn.done = true; },
   error: (turn, event) => { turn.ended = endings.error; turn.done = true; complain(event.message); },
 };
@@ -123,6 +136,7 @@ async function send(text) {
   addTurn("user", text);
   const body = {
     messages: messages(), max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value),
+    scale: facts.vector ? chat.scale : 0,
   };
   const turn = addTurn("assistant", "");
   busy(turn, true);
@@ -279,6 +293,9 @@ function wire() {
   });
   $("threshold-text").addEventListener("change", () => setThreshold(parseFloat($("threshold-text").value)));
   $("threshold-reset").addEventListener("click", () => setThreshold(chat.own));
+  $("scale").addEventListener("input", () => setScale(Number(((Number($("scale").value) / 1000) * widest).toFixed(2))));
+  $("scale-text").addEventListener("change", () => setScale(parseFloat($("scale-text").value)));
+  $("scale-off").addEventListener("click", () => setScale(0));
   $("theme").addEventListener("click", () => wearTheme(otherTheme()));
   $("help-open").addEventListener("click", () => $("help").showModal());
 }
@@ -287,12 +304,17 @@ function begin() {
   $("task").textContent = `Chat with ${facts.model}`;
   const parts = [facts.probe ? `probe ${facts.probe_shown}` : "no probe"];
   const layers = facts.layers === "all" ? "all layers" : `layers ${facts.layers.join(", ")}`;
-  parts.push(facts.layers.length ? `${facts.lens ? `lens ${facts.lens_shown}` : "logit lens"} at ${layers}` : "no lens", facts.server);
+  parts.push(facts.layers.length ? `${facts.lens ? `lens ${facts.lens_shown}` : "logit lens"} at ${layers}` : "no lens");
+  if (facts.vector) parts.push(`vector ${facts.vector_shown}`);
+  parts.push(facts.server);
   $("where").textContent = parts.join(" · ");
   $("where").title = $("where").textContent;
   if (!facts.probe) { $("threshold-field").hidden = true; $("legend").hidden = true; }
+  $("scale-field").hidden = $("help-steer").hidden = !facts.vector;
+  $("scale-name").textContent = `Steering: ${facts.vector_shown}`;
   wearTheme(firstTheme());
   wire();
+  setScale(chat.scale);
   setThreshold(chat.own);
   $("message").focus();
 }
