@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: repository links, the changelog, where code breaks, Markdown, and `llms.txt`.
+"""Hooks of MkDocs: repository links, the changelog, where code breaks, labels, and `llms.txt`.
 
 `llms.txt` lists the pages in the order of the navigation, in the form of llmstxt.org.
 """
@@ -38,6 +38,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 def on_page_content(html: str, **_: Any) -> str:
     """Say where inline code may break: not inside an option, and in a table inside a long name."""
+    # A column without a name has no header to read out.
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
     parts = re.split(r"(<pre.*?</pre>|<td.*?</td>)", html, flags=re.DOTALL)
     return "".join(
         part
@@ -55,6 +57,13 @@ def _breaks_of(in_table: bool) -> Callable[[re.Match[str]], str]:
         return re.sub(r"(::|[/_.])(?=\w)", r"\1<wbr>", text) if in_table else text
 
     return lambda found: re.sub(r"\S+", word, found[0])
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the path to a page: the theme gives it the name of the list of pages beside it."""
+    return output.replace(
+        '<nav class="md-path" aria-label="Navigation"', '<nav class="md-path" aria-label="Path"'
+    )
 
 
 def on_post_build(*, config: Any) -> None:
