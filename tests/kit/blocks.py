@@ -18,7 +18,7 @@ LANGUAGES = ("python", "bash")
 # Shown, not run: output, diagrams, configuration that another test reads.
 INERT = ("console", "json", "mermaid", "text", "toml", "yaml")
 
-_FENCE = re.compile(r"^(?P<indent> *)``` ?(?P<info>\S.*)?$")
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>\S.*)?$")
 _TITLE = re.compile(r'title="([^"]+)"')
 _OUTPUT = "<!-- output -->"
 _MARK = re.compile(r"^\s*<!-- test: (?P<mode>\w+)(?: (?P<reason>.+?))? -->\s*$")
@@ -106,8 +106,7 @@ def parse_blocks(lines: list[str], page: Path, *, first_line: int = 1) -> list[B
 
 
 def _block(page: Path, line: int, info: str, code: str, above: str) -> Block | None:
-    # `{.text .diagram}` is Markdown for a language and a class.
-    language = info.lstrip("{.").split(" ")[0]
+    language = info.split(" ")[0]
     mark = _MARK.match(above)
     if language in INERT and mark is None:
         return None
