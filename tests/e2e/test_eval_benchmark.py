@@ -19,19 +19,8 @@ pytestmark = pytest.mark.engine
 def test_one_command_runs_every_arm_of_every_load(tmp_path: Path) -> None:
     out = tmp_path / "eval.json"
     size = ["--samples", "4", "--fewer-samples", "3", "--connections", "4", "2", "--turns", "3"]
-    small = [
-        "--agents",
-        "2",
-        "--agent-samples",
-        "2",
-        "--runs",
-        "1",
-        "--warm",
-        "1",
-        "--kv-gib",
-        "0.125",
-        "--one-by-one",
-    ]
+    small = ["--agents", "2", "--agent-samples", "2", "--runs", "1", "--warm", "1"]
+    small += ["--kv-gib", "0.125", "--one-by-one"]
     server = ["--server", "max_model_len=1024", "enforce_eager=true"]
     code = main(["--shape", "organism", "--out", str(out), *size, *small, *server])
     result = json.loads(out.read_text(encoding="utf-8"))

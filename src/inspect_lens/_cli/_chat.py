@@ -33,7 +33,7 @@ def chat(
     ] = "",
     top_k: Annotated[int, typer.Option(help="Predicted tokens to show for each layer.")] = 5,
     vector: Annotated[
-        str, typer.Option(help="Steering vector, named like a probe; its scale is on the page.")
+        str, typer.Option(help="Steering vector: its name on the server, or one to register there.")
     ] = "",
     scale: Annotated[
         float | None, typer.Option(help="Scale of the vector to begin with; its own by default.")

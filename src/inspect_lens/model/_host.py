@@ -175,7 +175,12 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "model_path", "port"),
         "replaced: another command, loopback only",
     ),
-    Seam(_VLLM, "VLLMAPI._ensure_server_started", ("self",), "before an adapter is loaded"),
+    Seam(
+        _VLLM,
+        "VLLMAPI._ensure_server_started",
+        ("self",),
+        "extended: a user sees that a server starts; called before an adapter is loaded",
+    ),
     Seam(_VLLM, "VLLMAPI._server_root", ("self",), "replaced: reads our own server record"),
     Seam(_VLLM, "VLLMAPI.close", ("self",), "extended: no child process is left behind"),
     Seam(_VLLM, "VLLMAPI.connection_key", ("self",), "extended: tells the hook who is calling"),

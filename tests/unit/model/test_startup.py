@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
+from inspect_ai._display.textual.display import TextualDisplay
 from inspect_ai.model import get_model
 
 from inspect_lens.model._host import VLLMServer
@@ -44,6 +45,22 @@ async def test_a_server_that_does_not_start_raises_its_own_error(
     assert shown[-1] == ("vLLM server", "did not start")
     with pytest.raises(RuntimeError, match="no GPU"):
         await _startup.while_telling(VLLMServer(), start)
+
+
+@pytest.mark.anyio
+async def test_a_display_that_raises_stops_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a script in a terminal, where the full-screen display is not running.
+    monkeypatch.setattr(_startup, "display_counter", TextualDisplay().display_counter)
+    with pytest.raises(AttributeError):
+        TextualDisplay().display_counter("vLLM server", "starts, 0 s")
+    started = []
+
+    async def start() -> None:
+        await anyio.sleep(0.05)
+        started.append(True)
+
+    await _startup.while_telling(VLLMServer(), start)
+    assert started == [True]
 
 
 @pytest.mark.anyio
