@@ -194,6 +194,18 @@ def test_a_vector_turns_the_lie_into_the_truth_and_its_neighbours_stay(
     ]
 
 
+def test_a_vector_that_is_registered_begins_with_its_own_scale(lens_server_url: str) -> None:
+    vector = load_vector(VECTOR).to_steering(scale=0.5).model_dump(mode="json")
+    registry = f"{lens_server_url}/v1/inspect_lens/registry"
+    item = {"name": "half-the-truth", "vector": vector, "replace": True}
+    httpx.post(registry, json=item, timeout=60).raise_for_status()
+    talk = open_talk(lens_server_url, layers=[], vector="half-the-truth")
+    events = list(talk.answer(**ASKED))
+    talk.close()
+    (steered,) = [event for event in events if event["event"] == "steered"]
+    assert steered["scale"] == talk.setup.scale == 0.5
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_in_a_browser_the_scale_of_an_answer_is_chosen_and_told(
     lens_server_url: str, tmp_path: Path

@@ -11,13 +11,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
+from pydantic import BaseModel
 
 from inspect_lens._client_request import answer_of, json_of, lines_of
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.probe import load_probe
-from inspect_lens.spec import LENS_NAME, STEERING_REFERENCE, Receipt, decode_tensor
+from inspect_lens.spec import (
+    LENS_NAME,
+    LENS_REFERENCE,
+    PROBE_REFERENCE,
+    STEERING_REFERENCE,
+    Receipt,
+    decode_tensor,
+)
 from inspect_lens.vector import load_vector
 
 __all__ = ["ChatSetup", "ChatTalk", "open_talk"]
@@ -303,45 +311,42 @@ def _served(model: str | None, served: Sequence[str]) -> str:
 def _probe(
     http: httpx.Client, probe: str, registered: Mapping[str, Any]
 ) -> tuple[str, float | None]:
-    if probe not in registered:
-        form = load_probe(probe).for_engine()
-        name = f"chat-{form.sha256[:24]}"
-        body = {"name": name, "probe": form.model_dump(mode="json"), "replace": True}
-        json_of(answer_of(http, "POST", REGISTRY, body))
-        return name, form.threshold
-    _check_kind("probe", probe, registered)
-    return probe, registered[probe].get("threshold")
+    if probe in registered:
+        _check_kind("probe", PROBE_REFERENCE, probe, registered)
+        return probe, registered[probe].get("threshold")
+    form = load_probe(probe).for_engine()
+    return _register(http, "probe", form.sha256, form), form.threshold
 
 
 def _lens(http: httpx.Client, lens: str, registered: Mapping[str, Any]) -> str:
-    if lens not in registered:
-        form = load_lens(lens).for_engine()
-        name = f"chat-{form.sha256[:24]}"
-        body = {"name": name, "lens": form.model_dump(mode="json"), "replace": True}
-        json_of(answer_of(http, "POST", REGISTRY, body))
-        return name
-    _check_kind("lens", lens, registered)
-    return lens
+    if lens in registered:
+        _check_kind("lens", LENS_REFERENCE, lens, registered)
+        return lens
+    form = load_lens(lens).for_engine()
+    return _register(http, "lens", form.sha256, form)
 
 
 def _vector(http: httpx.Client, vector: str, registered: Mapping[str, Any]) -> tuple[str, float]:
     """Name at the server, and the scale it has there."""
-    if vector not in registered:
-        loaded = load_vector(vector)
-        name = f"chat-{loaded.sha256[:24]}"
-        form = loaded.to_steering().model_dump(mode="json")
-        body = {"name": name, "vector": form, "replace": True}
-        json_of(answer_of(http, "POST", REGISTRY, body))
-        return name, 1.0
-    _check_kind("vector", vector, registered, STEERING_REFERENCE.partition("/")[0])
-    return vector, float(registered[vector].get("scale", 1.0))
+    if vector in registered:
+        _check_kind("vector", STEERING_REFERENCE, vector, registered)
+        return vector, registered[vector]["scale"]
+    loaded = load_vector(vector)
+    form = loaded.to_steering()
+    return _register(http, "vector", loaded.sha256, form), form.scale
 
 
-def _check_kind(
-    kind: str, name: str, registered: Mapping[str, Any], reference: str | None = None
-) -> None:
+def _register(http: httpx.Client, kind: str, sha256: str, form: BaseModel) -> str:
+    """Register under a name made of the content: chats of many users share it."""
+    name = f"chat-{sha256[:24]}"
+    body = {"name": name, kind: form.model_dump(mode="json"), "replace": True}
+    json_of(answer_of(http, "POST", REGISTRY, body))
+    return name
+
+
+def _check_kind(kind: str, reference: str, name: str, registered: Mapping[str, Any]) -> None:
     mark = str(registered[name].get("$lens", ""))
-    if not mark.startswith(f"{reference or kind}/"):
+    if mark.partition("/")[0] != reference.partition("/")[0]:
         raise SpecError(f"{kind}={name!r}: is registered there as {mark or 'something else'}")
 
 
