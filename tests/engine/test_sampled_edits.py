@@ -10,7 +10,16 @@ import torch
 
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import random_rows
-from tests.kit.sampled_edits import N, ask, check_sampled_edits, ids_of, rows_of, sampled
+from tests.kit.sampled_edits import (
+    N,
+    ask,
+    check_sampled_edits,
+    ids_of,
+    places_of,
+    rows_of,
+    sampled,
+    some_ids,
+)
 from tests.kit.sampled_edits import edits as edits_of
 
 pytestmark = pytest.mark.engine
@@ -33,21 +42,16 @@ def test_the_answer_is_that_of_the_same_edits_at_the_positions_of_these_tokens(
 ) -> None:
     prompts = [tokens(20 + 7 * i, seed=i) for i in range(6)]
     plain = engine.run(prompts, max_tokens=N)
-    # Ids that occur in the prompt as well, where nothing may happen.
-    chosen = [sorted({*ids_of(out)[2:9:3], *p[:4]}) for out, p in zip(plain, prompts, strict=True)]
+    chosen = some_ids(plain, prompts)
     asked: list[dict[str, Any] | None] = []
     for i, ids in enumerate(chosen):
         asked += [ask(*edits(sampled(ids, exclude=exclude), 50 + i)), None]
     both = engine.run([p for p in prompts for _ in range(2)], asked, max_tokens=N)
     for out, alone in zip(both[1::2], plain, strict=True):
         assert ids_of(out) == ids_of(alone), "plain requests of the batch are left alone"
-    fed = [ids_of(out)[:-1] for out in both[::2]]
-    places = [
-        [len(prompt) + k for k, token in enumerate(mine) if (token in ids) != exclude]
-        for prompt, mine, ids in zip(prompts, fed, chosen, strict=True)
-    ]
+    places = places_of(both[::2], prompts, chosen, exclude=exclude)
     assert all(places), "the first of the ids is sampled before anything is edited"
-    n_acted, n_fed = sum(map(len, places)), sum(map(len, fed))
+    n_acted, n_fed = sum(map(len, places)), (N - 1) * len(prompts)
     assert 3 <= n_acted <= n_fed - 3
     listed = [ask(*edits(where, 50 + i)) for i, where in enumerate(places)]
     wanted = engine.run(prompts, listed, max_tokens=N)

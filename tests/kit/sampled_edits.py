@@ -44,10 +44,25 @@ def ids_of(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+def some_ids(plain: list[Any], prompts: list[list[int]]) -> list[list[int]]:
+    """For each prompt ids that it samples, and ids of the prompt, where nothing may happen."""
+    return [sorted({*ids_of(o)[2:9:3], *p[:4]}) for o, p in zip(plain, prompts, strict=True)]
+
+
+def places_of(
+    found: list[Any], prompts: list[list[int]], chosen: list[list[int]], *, exclude: bool
+) -> list[list[int]]:
+    """For each prompt the positions of sampled tokens with its ids; the last one is never fed."""
+    return [
+        [len(p) + k for k, token in enumerate(ids_of(out)[:-1]) if (token in ids) != exclude]
+        for p, out, ids in zip(prompts, found, chosen, strict=True)
+    ]
+
+
 def check_sampled_edits(
     run: Any, prompts: list[list[int]], hidden: int, layers: tuple[int, ...], tolerance: float
 ) -> None:
-    """Ids are read on the device of each stage, so a plain run tells them and a second one proves.
+    """Edits by id equal the same edits at the positions that a first run shows, on every stage.
 
     Args:
         run: `run(prompts, extra_args, max_tokens=...)` generates.
@@ -57,18 +72,14 @@ def check_sampled_edits(
         tolerance: relative and absolute, of rows.
     """
     plain = run(prompts, max_tokens=N)
-    # Ids that occur in the prompt as well, where nothing may happen.
-    chosen = [sorted({*ids_of(o)[2:9:3], *p[:4]}) for o, p in zip(plain, prompts, strict=True)]
+    chosen = some_ids(plain, prompts)
     for exclude in (False, True):
         by_id = [
             ask(*edits(sampled(ids, exclude=exclude), 50 + i, hidden, layers))
             for i, ids in enumerate(chosen)
         ]
         found = run(prompts, by_id, max_tokens=N)
-        places = [
-            [len(p) + k for k, token in enumerate(ids_of(out)[:-1]) if (token in ids) != exclude]
-            for p, out, ids in zip(prompts, found, chosen, strict=True)
-        ]
+        places = places_of(found, prompts, chosen, exclude=exclude)
         assert all(places), "the first of the ids is sampled before anything is edited"
         assert sum(map(len, places)) < (N - 1) * len(prompts)
         listed = [ask(*edits(p, 50 + i, hidden, layers)) for i, p in enumerate(places)]
