@@ -117,8 +117,11 @@ class ChatTalk:
             `steered`, and `end`. Who stops reading ends the generation.
 
         Raises:
+            SpecError: there is a scale and no vector.
             LensError: the server refused, the stream broke off, or it ended without what was asked.
         """
+        if scale and self.setup.vector is None:
+            raise SpecError(f"scale={scale!r}: of which vector? Open the chat with vector=")
         strength = self.setup.scale if scale is None else scale
         is_steered = self.setup.vector is not None and strength != 0
         body = {

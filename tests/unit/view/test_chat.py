@@ -128,6 +128,14 @@ def test_a_registered_vector_has_its_own_scale_until_another_is_said(
     assert body.get("inspect_lens", {}).get("steer_named", []) == steered
 
 
+def test_a_scale_without_a_vector_is_refused_before_anything_is_sent(server: Endless) -> None:
+    talk = open_talk(server.url, layers=[])
+    with pytest.raises(SpecError, match="of which vector"):
+        next(talk.answer([], max_tokens=1, temperature=0, scale=2))
+    talk.close()
+    assert server.bodies == []
+
+
 def test_layers_are_spread_evenly_and_end_with_the_last() -> None:
     assert _spread([3]) == [3]
     assert _spread([1, 5, 9]) == [1, 5, 9]
