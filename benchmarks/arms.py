@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .families import FAMILIES, direction, four_layers, sites_environment
+from .families import FAMILIES, direction, four_layers, router_environment, sites_environment
 from .shapes import Shape
 
 __all__ = ["ARMS", "ENGINES", "Arm", "EngineKind", "Vector", "vector"]
@@ -140,9 +140,10 @@ ENGINES = {
     "lens": EngineKind(has_lens=True),
     "lens-4": EngineKind(_four_layers, has_lens=True),
     "lens-sites": EngineKind(sites_environment, has_lens=True),
+    "lens-router": EngineKind(router_environment, has_lens=True),
 }
-"""`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them, and
-`lens-sites` places inside of attention at these, too."""
+"""`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them,
+`lens-sites` places inside of attention at these, too, and `lens-router` routers of experts."""
 
 ARMS = {
     "default": Arm("plain", note="vLLM's defaults, no plug-in"),

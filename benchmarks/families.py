@@ -10,7 +10,7 @@ import numpy as np
 
 from .shapes import Shape
 
-__all__ = ["FAMILIES", "direction", "four_layers", "sites_environment"]
+__all__ = ["FAMILIES", "direction", "four_layers", "router_environment", "sites_environment"]
 
 Request = Mapping[str, Any] | None
 Asked = Callable[[Shape, int], Request]
@@ -30,6 +30,11 @@ def sites_environment(shape: Shape) -> Mapping[str, str]:
         "INSPECT_LENS_SITES": "resid_post,q,k,z",
         "INSPECT_LENS_LAYERS": ",".join(map(str, four_layers(shape))),
     }
+
+
+def router_environment(shape: Shape) -> Mapping[str, str]:
+    """An engine that taps routers of experts, too."""
+    return {**sites_environment(shape), "INSPECT_LENS_SITES": "resid_post,router_logits"}
 
 
 def four_layers(shape: Shape) -> list[int]:
@@ -94,6 +99,10 @@ def _lens(shape: Shape, i: int) -> Request:
     return {"inspect_lens": {"lens": {"layers": four_layers(shape), "top_k": 5}}}
 
 
+def _router(shape: Shape, i: int) -> Request:
+    return {"inspect_lens": {"capture": {"layers": [shape.layer], "site": "router_logits"}}}
+
+
 def _queries_and_keys(shape: Shape, i: int) -> Request:
     return {"output_qk": [shape.layer]}
 
@@ -111,5 +120,7 @@ FAMILIES: dict[str, tuple[str, Asked, str]] = {
     ),
     "logit-lens": ("lens-sites", _lens, "the five most likely tokens at 4 layers, for all tokens"),
     "qk-1": ("lens-sites", _queries_and_keys, "queries and keys of one layer, all tokens"),
+    "idle-router": ("lens-router", lambda shape, i: None, "four layers and their routers tapped"),
+    "router-1": ("lens-router", _router, "logits of one layer's router, all tokens"),
 }
 """By arm: its engine, the extra arguments of its i-th request, and what it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,32 @@ class Results:
             if name in run:
                 values = self.waits.setdefault(key, {}).setdefault(name, [])
                 values.append(round(float(run[name]), 1))
+
+    @classmethod
+    def kept(cls, file: Mapping[str, Any], environment: Mapping[str, Any]) -> Results:
+        """What a file holds, to add the runs of another command to it.
+
+        Args:
+            file: of `to_json`.
+            environment: of the other command.
+        """
+        found = cls(dict(file["environment"]))
+        found.environment["command"] += f" && {environment['command']}"
+        found.environment["arms"] = {**found.environment["arms"], **environment["arms"]}
+        for run in file["runs"]:
+            key = run["model"], run["load"], run["arm"]
+            found.seconds[key] = list(run["seconds"])
+            found.tokens[key] = round(run["tokens_per_second"] * statistics.median(run["seconds"]))
+            found.preemptions[key] = run["preemptions"]
+        found.engines = dict(file["engines"])
+        for one in file["skipped"]:
+            found.skipped[one["model"], one["load"], one["arm"]] = one["reason"]
+        for name in ("steps", "host", "timeline", "threads"):
+            setattr(found, name, list(file[name]))
+        for one in file["waits"]:
+            names = {k: v for k, v in one.items() if k not in ("model", "load", "arm")}
+            found.waits[one["model"], one["load"], one["arm"]] = names
+        return found
 
     def median(self, key: Key) -> float | None:
         """Median seconds; None where nothing was measured."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -258,14 +259,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parse(arguments)
     words = sys.argv[1:] if arguments is None else arguments
-    results = Results(
-        {
-            # Without folders, which are of one machine.
-            "command": "python -m benchmarks.run "
-            + " ".join(Path(w).name if "/" in w else w for w in words),
-            "arms": {name: ARMS[name].note for name in options.arms},
-        }
-    )
+    environment = {
+        # Without folders, which are of one machine.
+        "command": "python -m benchmarks.run "
+        + " ".join(Path(w).name if "/" in w else w for w in words),
+        "arms": {name: ARMS[name].note for name in options.arms},
+    }
+    out = Path(options.out)
+    results = Results(environment)
+    if options.keep and out.exists():
+        results = Results.kept(json.loads(out.read_text("utf-8")), environment)
     options.deadline = time.monotonic() + options.time_limit
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as work:
         options.work = work
@@ -287,6 +290,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", required=True, help="JSON file")
+    add("--keep", action="store_true", help="add to what the file has, of other models")
     add("--models", nargs="+", default=["llama-8b"], choices=list(SHAPES))
     add("--loads", nargs="+", default=["8x256", "256x128"], choices=list(LOADS))
     add("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))

@@ -69,6 +69,20 @@ def _llama(hidden: int, middle: int, layers: int, heads: int, vocab: int) -> dic
     }
 
 
+def _moe(base: dict[str, Any], middle: int, experts: int, chosen: int) -> dict[str, Any]:
+    return {
+        **base,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": middle,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 SHAPES = {
     "llama-8b": Shape(_llama(4096, 14336, 32, 32, 128256), "bfloat16", kv_gib=24),
     "opt-30b": Shape(
@@ -104,6 +118,19 @@ SHAPES = {
         "bfloat16",
         kv_gib=8,
     ),
+    "qwen3-moe-12": Shape(
+        {
+            **_moe(_llama(2048, 6144, 12, 32, 151936), 768, 128, 8),
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+        "bfloat16",
+        kv_gib=8,
+    ),
+    "tiny-moe": Shape(
+        _moe(_llama(256, 512, 4, 4, 512), 256, 4, 2), "float32", kv_gib=0.0625, max_model_len=256
+    ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
-"""Llama-8B, OPT-30B, Qwen3-0.6B, and one that a CPU runs in a second."""
+"""Llama-8B, OPT-30B, Qwen3-0.6B, Qwen3-30B-A3B with 12 of its 48 layers, and two that a CPU runs in
+a second, one of them with experts."""

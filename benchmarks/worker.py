@@ -139,6 +139,10 @@ class Vllm:
                 edited = output.inspect_lens.steer.n_tokens
                 if edited != len(prompt) + sampled - 1:
                     raise RuntimeError(f"{edited} tokens were edited")
+            elif "capture" in ((request or {}).get("inspect_lens") or {}):
+                rows = output.activations["router_logits"].shape
+                if tuple(rows[:2]) != (1, len(prompt) + sampled - 1):
+                    raise RuntimeError(f"logits of routers are {tuple(rows)}")
             elif (request or {}).get("inspect_lens"):
                 _check_read(output.inspect_lens, len(prompt), sampled)
             elif (request or {}).get("apply_steering_vectors"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.endurance import SETTLE_S, growth, judge
+from benchmarks.endurance_judge import GPU_MIB, SETTLE_S, growth, judge
 from benchmarks.endurance_load import GONE, SHARES, Load, Seen, Target, draw, outcomes, percentiles
 from benchmarks.shapes import SHAPES
 from tests.kit.fake_server import FakeLensServer
@@ -40,6 +40,7 @@ def test_growth_is_of_a_life_and_not_of_its_level(slope: float, levels: list[flo
 
 def test_too_short_a_life_tells_nothing() -> None:
     assert growth(samples(1, 5.0, 1.0)[:20], "own_mib") is None
+    assert growth(samples(1, 5.0, 1.0)[2:20], "own_mib", settle_s=200.0) == pytest.approx(1.0)
 
 
 def part(**changes: Any) -> dict[str, Any]:
@@ -63,6 +64,10 @@ def test_what_is_wrong_is_said() -> None:
     ]  # fmt: skip
     broken = lens | {"outcomes": {"plain": {"HTTP 500: x": 2}}}
     assert judge(part(lens=broken), []) == ["lens: 2 plain: HTTP 500: x"]
+    device = {"device_mib_before": 5.0, "device_mib_after": 5.0 + GPU_MIB}
+    assert judge(part(**device), []) == []
+    more = device | {"device_mib_after": 900.0}
+    assert judge(part(**more), []) == ["895 MiB left on the device"]
     assert judge(part(), ["psm_1"]) == ["left in shared memory: psm_1"]
     rolled = {"kind": "rolled", "outcomes": {"ClientPayloadError": 2}, "processes_left": 1}
     assert judge(part(events=[rolled]), []) == [

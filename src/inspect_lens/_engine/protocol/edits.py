@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     N_LATCHES,
     N_REGISTERS,
     NEXT_TOKEN,
+    Chosen,
     EditBase,
     EngineFacts,
     Gate,
@@ -35,6 +34,7 @@ from inspect_lens.spec import (
 )
 
 from .gate_history import MOST_POSITIONS, history_rows
+from .programs import Program, Programs, content_of, made_once, unpack_programs
 
 __all__ = [
     "EVERY",
@@ -48,8 +48,6 @@ __all__ = [
 
 EVERY = 1 << 62
 """End of a span that has none."""
-
-Program = tuple[Instruction, ...]
 
 
 class Edited:
@@ -82,17 +80,25 @@ class EditEnvelope(Edited):
     """The site asked for."""
     layers: tuple[int, ...]
     """Layer of each entry of `programs`."""
-    programs: tuple[tuple[Program, ...], ...]
-    """By layer: one program for all tokens, or one for each of the listed positions."""
+    made: Programs
+    """What it does."""
     positions: tuple[int, ...] | None
     """None: every token of the span."""
     lo: int
     hi: int
     """The span: only positions of [lo, hi) are edited."""
-    sha256: str
-    """Of the programs."""
     room: int = 0
     """Sampled tokens of which a running gate keeps its decision, at most."""
+
+    @property
+    def programs(self) -> tuple[tuple[Program, ...], ...]:
+        """By layer: one program for all tokens, or one for each of the listed positions."""
+        return self.made.by_layer
+
+    @property
+    def sha256(self) -> str:
+        """Of the programs."""
+        return self.made.sha256
 
     @property
     def latch(self) -> int | None:
@@ -174,17 +180,26 @@ def seal_edits(
         if (match := sampled_match(edit.positions)) is not None:
             gate = registers.setdefault(token_gate_key(match), len(registers))
             one = token_gate(match, width_of(edit.site), gate)
-            looks = (((one,),),) * len(edit.layers)
-            sealed.append(EditEnvelope(edit.site, edit.layers, looks, *where, _digest(looks)))
+            content = token_gate_key(match), width_of(edit.site), gate, len(edit.layers)
+            looks = made_once(content, partial(_repeated, one, len(edit.layers)))
+            sealed.append(EditEnvelope(edit.site, edit.layers, looks, *where))
         chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
-        listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
-        programs = tuple(
-            tuple(_gated(edit.program(index, k, chosen), gate) for k in listed)
-            for index in range(len(edit.layers))
-        )
-        digest = _digest(programs)
-        sealed.append(EditEnvelope(edit.site, edit.layers, programs, *where, digest))
+        content = content_of(edit, width_of(edit.site), gate)
+        made = made_once(content, partial(_programs, edit, chosen, gate))
+        sealed.append(EditEnvelope(edit.site, edit.layers, made, *where))
     return tuple(sealed)
+
+
+def _programs(edit: EditBase, chosen: Chosen | None, gate: int) -> list[list[Program]]:
+    listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
+    return [
+        [_gated(edit.program(index, k, chosen), gate) for k in listed]
+        for index in range(len(edit.layers))
+    ]
+
+
+def _repeated(one: Instruction, n_layers: int) -> list[list[Program]]:
+    return [[(one,)]] * n_layers
 
 
 def check_room(edits: Sequence[EditEnvelope], n_max: int, facts: EngineFacts) -> None:
@@ -243,8 +258,9 @@ def _read_at(gate: Gate, n_prompt: int) -> tuple[tuple[int, ...] | None, int, in
 def _gate(
     gate: Gate, register: int, where: tuple[tuple[int, ...] | None, int, int], room: int
 ) -> EditEnvelope:
-    programs = (((gate.instruction(register),),),)
-    return EditEnvelope(gate.site, (gate.layer,), programs, *where, _digest(programs), room)
+    one = gate.instruction(register)
+    made = made_once((gate.content, register), partial(_repeated, one, 1))
+    return EditEnvelope(gate.site, (gate.layer,), made, *where, room)
 
 
 def _gated(program: Program, gate: int) -> Program:
@@ -254,17 +270,6 @@ def _gated(program: Program, gate: int) -> Program:
         Instruction(one.kind, one.read, one.write, one.params, one.sees_edits, gate)
         for one in program
     )
-
-
-def _digest(programs: Sequence[Sequence[Program]]) -> str:
-    digest = hashlib.sha256()
-    for program in (program for at_layer in programs for program in at_layer):
-        digest.update(b"program")
-        for one in program:
-            digest.update(repr((int(one.kind), one.params, one.sees_edits, one.gate)).encode())
-            for row in (one.read, one.write):
-                digest.update(b"-" if row is None else np.ascontiguousarray(row).tobytes())
-    return digest.hexdigest()
 
 
 def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
@@ -279,12 +284,6 @@ def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
     if not edits:
         return None
     rows: dict[bytes, int] = {}
-
-    def number(row: Any) -> int:
-        if row is None:
-            return -1
-        return rows.setdefault(np.ascontiguousarray(row, dtype="<f4").tobytes(), len(rows))
-
     packed = [
         {
             "site": edit.site,
@@ -294,23 +293,8 @@ def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
             "hi": edit.hi,
             "sha256": edit.sha256,
             "room": edit.room,
-            "programs": [
-                [
-                    [
-                        [
-                            int(one.kind),
-                            number(one.read),
-                            number(one.write),
-                            list(one.params),
-                            one.sees_edits,
-                            one.gate,
-                        ]
-                        for one in program
-                    ]
-                    for program in at_layer
-                ]
-                for at_layer in edit.programs
-            ],
+            "programs": edit.made.packed,
+            "rows": [rows.setdefault(data, len(rows)) for data in edit.made.data],
         }
         for edit in edits
     ]
@@ -324,35 +308,21 @@ def unpack_edits(value: Mapping[str, Any] | None) -> tuple[EditEnvelope, ...]:
         value: the data, or None.
 
     Returns:
-        The edits; rows that were equal share memory.
+        The edits; rows of an edit that are equal share memory.
     """
     if value is None:
         return ()
-    rows = [np.frombuffer(data, dtype="<f4") for data in value["rows"]]
-
-    def instruction(one: Sequence[Any]) -> Instruction:
-        kind, read, write, params, sees_edits, gate = one
-        return Instruction(
-            Kind(kind),
-            None if read < 0 else rows[read],
-            None if write < 0 else rows[write],
-            (params[0], params[1], params[2], params[3]),
-            sees_edits,
-            gate,
-        )
-
+    rows = value["rows"]
     return tuple(
         EditEnvelope(
             edit["site"],
             tuple(edit["layers"]),
-            tuple(
-                tuple(tuple(map(instruction, program)) for program in at_layer)
-                for at_layer in edit["programs"]
+            unpack_programs(
+                edit["sha256"], edit["programs"], tuple([rows[i] for i in edit["rows"]])
             ),
             None if edit["positions"] is None else tuple(edit["positions"]),
             edit["lo"],
             edit["hi"],
-            edit["sha256"],
             edit["room"],
         )
         for edit in value["edits"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -157,8 +156,11 @@ class Placing:
                     self._at_tap.setdefault(tap_index[tap], []).append((i, layer))
         self._seen: dict[tuple[int | None, ...], int] = {}
         self._placed: dict[tuple[_Term, ...], int] = {}
-        self._digests: dict[tuple[int, Share], bytes] = {}
-        """By identity of a row of this request: the hash of a share of it."""
+        self._digests: dict[int, bytes] = {}
+        """By identity of a row of this request: its hash."""
+        for part in parts:
+            if isinstance(part, Programs):
+                self._digests |= part.spec.made.rows
         self.held = Held([], [])
         self.configs: list[int] = []
         """What the request holds."""
@@ -249,19 +251,15 @@ class Placing:
         if row is None:
             return 0
         start, size = share
-        own = row[start : start + size]
-        digest = self._digests.get((id(row), share))
-        if digest is None:
-            digest = self._digests[id(row), share] = hashlib.sha256(own.tobytes()).digest()
         n = -(-size // self._width)
-        # Zeros behind the end of a row: directions of other lengths may begin alike.
-        number, is_new = self._of_vectors.take((digest, size), n)
+        number, is_new = self._of_vectors.take((self._digests[id(row)], share), n)
         self.held.vectors.append(number)
-        if is_new:
-            padded = own
-            if size != n * self._width:
-                padded = np.zeros(n * self._width, dtype=np.float32)
-                padded[:size] = own
+        if is_new and size == n * self._width:
+            parts = np.split(row[start : start + size], n) if n > 1 else [row[start : start + size]]
+            self.new_rows += [(number + i, part) for i, part in enumerate(parts)]
+        elif is_new:
+            padded = np.zeros(n * self._width, dtype=np.float32)
+            padded[:size] = row[start : start + size]
             self.new_rows += [(number + i, part) for i, part in enumerate(np.split(padded, n))]
         return number
 
