@@ -12,7 +12,8 @@ from tests.kit.repository import ROOT
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A scratch directory that holds what pages name by relative path; the current one."""
-    for name in ("benchmarks", "evals", "lenses", "oracles", "organism", "probes", "vectors"):
+    names = ("benchmarks", "docs", "evals", "lenses", "oracles", "organism", "probes", "vectors")
+    for name in names:
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
