@@ -71,8 +71,8 @@ class ServerCalls(VLLMAPI):
     def refused_key(self) -> SpecError:
         """What to say where the server answers 401 to a call."""
         return SpecError(
-            f"api_key: {self._server_root()} refuses it (HTTP 401); allowed is a key of that server; "
-            "set VLLM_API_KEY to one"
+            f"api_key: {self._server_root()} refuses it (HTTP 401); allowed is a key of that "
+            "server; set VLLM_API_KEY to one"
         )
 
     async def _get(self, path: str) -> Any:
