@@ -209,6 +209,22 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     assert "cannot be told: its card does not list its own" in text
 
 
+@pytest.mark.parametrize("package", ["matplotlib", "torch"])
+def test_a_missing_package_names_its_extra(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "sys.argv = 'inspect-lens probe train --train a --control b --out p'.split()\n"
+        "from inspect_lens._cli import main; main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert f"needs the package {package!r}" in ended.stderr
+    assert 'give pip install ".[train]" in a clone' in ended.stderr
+
+
 def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
     with FakeLensServer() as server:
         collect(run, server, "demo", "--limit", 60)
