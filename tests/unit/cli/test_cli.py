@@ -209,10 +209,9 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     assert "cannot be told: its card does not list its own" in text
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "torch"])
-def test_a_missing_package_names_its_extra(package: str) -> None:
+def test_a_missing_package_names_its_extra() -> None:
     code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
+        "import sys; sys.modules['matplotlib'] = None\n"
         "sys.argv = 'inspect-lens probe train --train a --control b --out p'.split()\n"
         "from inspect_lens._cli import main; main()"
     )
@@ -221,7 +220,7 @@ def test_a_missing_package_names_its_extra(package: str) -> None:
     )
     assert ended.returncode == 3, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert f"needs the package {package!r}" in ended.stderr
+    assert "needs the package 'matplotlib'" in ended.stderr
     assert 'give pip install ".[train]" in a clone' in ended.stderr
 
 
