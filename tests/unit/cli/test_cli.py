@@ -80,9 +80,8 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     _, error = run(*[w for w in train if w != "hidden_reason=prompt"][:-3], "--out", "p/x", code=3)
     assert "text-overlap group 'organism'" in error
-    told = re.search(r"as in --disjoint (hidden_reason=\w+)", error)
-    assert told is not None, error
-    run(*[told[1] if w == "hidden_reason=prompt" else w for w in train], "--out", "p/told")
+    (told,) = re.findall(r"as in --disjoint (hidden_reason=\w+)", error)
+    run(*[told if w == "hidden_reason=prompt" else w for w in train], "--out", "p/told")
     probe = run.json(*train, "--out", "p/lr", "--name", "tiny/lr", "--layers", "1-2")
     assert probe["layers"][0] in (1, 2)
     assert [e["name"] for e in probe["evaluations"]] == ["hidden_reason"]
