@@ -45,7 +45,7 @@ class Runner:
             (self.workdir / block.title).write_text(code, encoding="utf-8")
         if block.language == "python":
             self._run_python(code, block)
-        elif block.mode == "run":
+        elif block.mode == "run" and not block.output:
             for words in commands(code):
                 check_command(words)
                 if "engine" in self.modes:
@@ -73,6 +73,8 @@ class Runner:
             cwd=self.workdir, env=env, capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
         assert run.returncode == 0, f"{block.where}:\n{run.stdout[-3000:]}{run.stderr[-3000:]}"
+        if block.output:
+            check_output(block, run.stdout)
 
     @contextmanager
     def importable(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -25,6 +25,15 @@ EXIT_CODES = (
     "wrong · 4 a file is missing or damaged, or made for another model · 5 the server or a "
     "capture failed · 130 interrupted."
 )
+
+EXTRAS: Final = {
+    "cloudpickle": "hooks",
+    "datasets": "train",
+    "matplotlib": "train",
+    "torch": "train",
+    "vllm": "vllm",
+}
+"""By package that a command may lack: the extra of this distribution that brings it."""
 
 app = typer.Typer(
     name="inspect-lens",
@@ -71,6 +80,19 @@ def main() -> None:
         fail(error, 4)
     except LensError as error:
         fail(error, 5)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        fail(_missing(package), 3)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; what is finished is kept\n")
         sys.exit(130)
+
+
+def _missing(package: str) -> UnsupportedError:
+    extra = EXTRAS[package]
+    return UnsupportedError(
+        f"this command needs the package {package!r}, which is not installed; the extra {extra!r} "
+        f'brings it: give pip install ".[{extra}]" in a clone'
+    )

@@ -94,15 +94,30 @@ def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> No
     `group`, `id` and `content` are not enough: these always differ where a text is told in other
     words, and the first is what every set is kept apart by.
     """
-    facts = [ActivationStore.open(u).manifest["dataset"] for u in (train, uri)]
+    stores = [ActivationStore.open(u) for u in (train, uri)]
+    groups = [store.manifest["dataset"]["text_overlap_group"] for store in stores]
     name = Path(uri.rstrip("/")).name
-    shared = facts[0]["text_overlap_group"] == facts[1]["text_overlap_group"]
-    if shared and disjoint.get(name, "group") in ("group", "id", "content"):
+    if groups[0] == groups[1] and disjoint.get(name, "group") in ("group", "id", "content"):
+        apart = _columns_apart(*stores)
+        advice = f"as in --disjoint {name}={apart[0]}" if apart else "and these sets have none"
+        more = f" (or {', '.join(apart[1:])})" if apart[1:] else ""
         raise SpecError(
-            f"{name}: shares its text-overlap group {facts[1]['text_overlap_group']!r} with the "
-            f"training set, so texts may be in both; allowed is a set of another group, or a "
-            f"column that keeps them apart, as in --disjoint {name}=question"
+            f"{name}: shares its text-overlap group {groups[1]!r} with the training set, so texts "
+            f"may be in both; allowed is a set of another group, or a column that keeps them "
+            f"apart, {advice}{more}"
         )
+
+
+def _columns_apart(one: ActivationStore, other: ActivationStore) -> list[str]:
+    """Columns in which two sets share no value; those with most values first."""
+    values: list[dict[str, set[str]]] = [{}, {}]
+    for found, store in zip(values, (one, other), strict=True):
+        for record in store.records():
+            for key, value in record.columns.items():
+                found.setdefault(key, set()).add(value)
+    ours, theirs = values
+    apart = [key for key in ours if key in theirs and not ours[key] & theirs[key]]
+    return sorted(apart, key=lambda key: -len(theirs[key]))
 
 
 def unverified(stores: Sequence[str]) -> tuple[str, ...]:

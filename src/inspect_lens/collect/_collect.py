@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import anyio
 import anyio.to_thread
+import fsspec
 from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens._progress import progress_bar
@@ -167,24 +168,24 @@ async def collect_async(
     name = model if isinstance(model, str) else str(model)
     plan = _plan(name, dataset, how, shard_samples)
     uri = str(out).rstrip("/")
-    _claim(uri, plan)
-    if read_whole(f"{uri}/{MANIFEST}") is not None:
-        return ActivationStore.open(uri)
-    todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k) is None]
-    if todo:
-        async with AsyncExitStack() as stack:
-            live = model
-            if isinstance(live, str):
-                config = GenerateConfig(max_connections=concurrency)
-                live = get_model(live, config=config, memoize=False, **(model_args or {}))
-                await stack.enter_async_context(live)
-            total = len(dataset)
-            waiting = sum(len(_span(k, shard_samples, total)) for k in todo)
-            tick = stack.enter_context(
-                progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
-            )
-            work = _Work(live, dataset, how, uri, shard_samples, concurrency, on_error, tick)
-            await work.run(todo)
+    with _claimed(uri, plan):
+        if read_whole(f"{uri}/{MANIFEST}") is not None:
+            return ActivationStore.open(uri)
+        todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k) is None]
+        if todo:
+            async with AsyncExitStack() as stack:
+                live = model
+                if isinstance(live, str):
+                    config = GenerateConfig(max_connections=concurrency)
+                    live = get_model(live, config=config, memoize=False, **(model_args or {}))
+                    await stack.enter_async_context(live)
+                total = len(dataset)
+                waiting = sum(len(_span(k, shard_samples, total)) for k in todo)
+                tick = stack.enter_context(
+                    progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
+                )
+                work = _Work(live, dataset, how, uri, shard_samples, concurrency, on_error, tick)
+                await work.run(todo)
     return _finish(uri, plan, dataset, shard_samples)
 
 
@@ -278,13 +279,28 @@ def _plan(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -
     }
 
 
-def _claim(uri: str, plan: dict[str, Any]) -> None:
-    """Write the plan, or compare it with the one that is there."""
+@contextmanager
+def _claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
+    """Hold the folder for this run; one that it began and wrote no shard into is free again."""
+    is_new = _claim(uri, plan)
+    try:
+        yield
+    except BaseException:
+        n_shards = -(-plan["dataset"]["n_samples"] // plan["shard_samples"])
+        if is_new and not any(_facts(uri, k) for k in range(n_shards)):
+            with suppress(OSError):
+                filesystem, path = fsspec.core.url_to_fs(f"{uri}/{_PLAN}")
+                filesystem.rm_file(path)
+        raise
+
+
+def _claim(uri: str, plan: dict[str, Any]) -> bool:
+    """Write the plan, or compare it with the one that is there; whether it was written."""
     where = f"{uri}/{_PLAN}"
     content = read_whole(where)
     if content is None:
         write_whole(where, _json(plan))
-        return
+        return True
     there = json.loads(content)
     differ = [
         f"{key}: {there.get(key)!r}, now {value!r}"
@@ -296,6 +312,7 @@ def _claim(uri: str, plan: dict[str, Any]) -> None:
             f"out={uri!r}: holds another run ({'; '.join(differ)[:600]}); allowed is the same run, "
             "which goes on where it stopped; use another folder, or delete this one"
         )
+    return False
 
 
 def _shards(dataset: ProbeDataset, shard_samples: int) -> Iterable[int]:

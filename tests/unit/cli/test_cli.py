@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,8 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     _, error = run(*[w for w in train if w != "hidden_reason=prompt"][:-3], "--out", "p/x", code=3)
     assert "text-overlap group 'organism'" in error
+    (told,) = re.findall(r"as in --disjoint (hidden_reason=\w+)", error)
+    run(*[told if w == "hidden_reason=prompt" else w for w in train], "--out", "p/told")
     probe = run.json(*train, "--out", "p/lr", "--name", "tiny/lr", "--layers", "1-2")
     assert probe["layers"][0] in (1, 2)
     assert [e["name"] for e in probe["evaluations"]] == ["hidden_reason"]
@@ -203,6 +206,21 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     file.write_text(json.dumps(old | {"card": old["card"] | {"seen": None}}))
     text, _ = run(*known)
     assert "cannot be told: its card does not list its own" in text
+
+
+def test_a_missing_package_names_its_extra() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "sys.argv = 'inspect-lens probe train --train a --control b --out p'.split()\n"
+        "from inspect_lens._cli import main; main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert "needs the package 'matplotlib'" in ended.stderr
+    assert 'give pip install ".[train]" in a clone' in ended.stderr
 
 
 def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:

@@ -300,6 +300,23 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
             run(server, dataset(6), tmp_path / "x", concurrency=0)
 
 
+def test_a_run_that_wrote_nothing_keeps_no_folder_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with FakeLensServer(api_key="secret") as server:
+        with pytest.raises(SpecError, match=r"^api_key: http.* \(HTTP 401\).* set VLLM_API_KEY"):
+            run(server, dataset(4), out, layers=[1])
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        with pytest.raises(CaptureError, match="layer 9"):
+            run(server, dataset(4), out, layers=[9])
+        assert run(server, dataset(4), out, layers=[3]).layers == (3,)
+        whole = content(out)
+        with pytest.raises(SpecError, match="holds another run"):
+            run(server, dataset(4), out, layers=[9])
+    assert content(out) == whole
+
+
 def test_a_server_that_does_not_start_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

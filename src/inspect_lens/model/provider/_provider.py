@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 import anyio.to_thread
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
-from openai import APIStatusError, AsyncOpenAI, BadRequestError
+from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
@@ -323,6 +323,8 @@ class LensAPI(ServerCalls):
         asked_for = request | {"extra_body": body}
         try:
             completion = await super()._generate_completion(asked_for, config)
+        except AuthenticationError as error:
+            raise self.refused_key() from error
         except BadRequestError as error:
             if call is None or call.request is None or UNKNOWN not in str(error.body):
                 raise

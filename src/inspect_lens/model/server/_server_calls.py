@@ -15,7 +15,7 @@ from inspect_lens._fetch import HTTPError
 from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens.client import LensClient
-from inspect_lens.errors import CaptureError
+from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model._host import VLLMAPI, ensure_adapter_loaded
 from inspect_lens.model.response._response import LensFields
 from inspect_lens.spec import LensRequest
@@ -67,6 +67,13 @@ class ServerCalls(VLLMAPI):
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def refused_key(self) -> SpecError:
+        """What to say where the server answers 401 to a call."""
+        return SpecError(
+            f"api_key: {self._server_root()} refuses it (HTTP 401); allowed is a key of that "
+            "server; set VLLM_API_KEY to one"
+        )
 
     async def _get(self, path: str) -> Any:
         return await self.http_client.get(
