@@ -101,7 +101,9 @@ def admitted(request: LensRequest, state: TapState) -> tuple[Bank, Steering]:
     """The table with a request's edits in it, and how its tokens are edited."""
     bank = Bank(state.bank)
     index = {point: i for i, point in enumerate(state.taps)}
-    return bank, bank.admit(sealed(request, width=state.bank.vectors.shape[1]), index)
+    steering = bank.admit(sealed(request, width=state.bank.vectors.shape[1]), index)
+    bank.flush()
+    return bank, steering
 
 
 def add_entries(

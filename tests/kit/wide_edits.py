@@ -60,4 +60,6 @@ def admitted_at(edit: EditBase, facts: EngineFacts, state: TapState) -> int:
         dict(seal(request, facts, reply="", n_prompt=4, max_tokens=4).pack())
     )
     bank = Bank(state.bank, state.shares)
-    return bank.admit(envelope, {tap: i for i, tap in enumerate(state.taps)}).config
+    config = bank.admit(envelope, {tap: i for i, tap in enumerate(state.taps)}).config
+    bank.flush()
+    return config

@@ -30,6 +30,7 @@ NAMES = (
     "default", "eager", "vllm-lens", "hf", "idle", "idle-4", "capture-1", "capture-all", "steer",
     "probes-16x4", "steer-256", "ablate-all", "program", "programs-256", "gate", "mixed",
     "swap", "rotate", "latent", "low-rank", "replace", "renormalise", "logit-lens", "qk-1",
+    "idle-router", "router-1",
 )  # fmt: skip
 
 
@@ -131,6 +132,31 @@ def test_shapes_have_the_sizes_of_their_models() -> None:
     d = opt["hidden_size"]
     n_opt = opt["num_hidden_layers"] * (4 * d * d + 2 * d * opt["ffn_dim"]) + opt["vocab_size"] * d
     assert n_opt == pytest.approx(30e9, rel=0.01)
+    moe = SHAPES["qwen3-moe-12"].config
+    of_experts = 3 * 2048 * moe["moe_intermediate_size"]
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    layer = moe["num_experts"] * of_experts + attention + 2048 * moe["num_experts"]
+    # All 48 layers, and of each the experts of one token.
+    ends = 2 * 2048 * moe["vocab_size"]
+    assert 48 * layer + ends == pytest.approx(30.5e9, rel=0.01)
+    of_a_token = layer - (moe["num_experts"] - moe["num_experts_per_tok"]) * of_experts
+    assert 48 * of_a_token + ends == pytest.approx(3.3e9, rel=0.03)
+
+
+def test_the_runs_of_another_command_are_added_to_a_file() -> None:
+    run = {"seconds": 2.0, "tokens": 100, "preemptions": 1, "add_ms": 3.0}
+    one = Results({"command": "a", "arms": {"default": "x"}, "gpu": "H"})
+    one.add(("m", "8x256", "default"), run)
+    one.add(("m", "8x256", "default"), run | {"seconds": 4.0})
+    one.skipped["m", "8x256", "idle"] = "why"
+    one.engines["m/plain"] = {"options": {}}
+    same = Results.kept(one.to_json(), {"command": "b", "arms": {"idle": "y"}})
+    assert same.environment == {
+        "command": "a && b", "arms": {"default": "x", "idle": "y"}, "gpu": "H",
+    }  # fmt: skip
+    assert same.to_json() | {"environment": 0} == one.to_json() | {"environment": 0}
+    same.add(("n", "8x256", "default"), run)
+    assert [r["model"] for r in same.to_json()["runs"]] == ["m", "n"]
 
 
 def test_the_step_clock_takes_the_decode_steps_of_the_fullest_batch() -> None:

@@ -180,12 +180,12 @@ def seal_edits(
         if (match := sampled_match(edit.positions)) is not None:
             gate = registers.setdefault(token_gate_key(match), len(registers))
             one = token_gate(match, width_of(edit.site), gate)
-            content = token_gate_key(match), width_of(edit.site), gate, len(edit.layers)
-            looks = made_once(content, partial(_repeated, one, len(edit.layers)))
+            which = token_gate_key(match), width_of(edit.site), gate, len(edit.layers)
+            looks = made_once(which, partial(_repeated, one, len(edit.layers)))
             sealed.append(EditEnvelope(edit.site, edit.layers, looks, *where))
         chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
-        content = content_of(edit, width_of(edit.site), gate)
-        made = made_once(content, partial(_programs, edit, chosen, gate))
+        same = content_of(edit, width_of(edit.site), gate)
+        made = made_once(same, partial(_programs, edit, chosen, gate))
         sealed.append(EditEnvelope(edit.site, edit.layers, made, *where))
     return tuple(sealed)
 

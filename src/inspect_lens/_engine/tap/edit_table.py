@@ -10,8 +10,8 @@ The steering vectors of one request that meet at one token are summed here, when
 arrives, so that a chain has one entry for the plain ones and one for those that are norm-matched.
 
 The step loop waits while a request is placed. So a sum is known by what it is made of, which the
-front-end has hashed: a tensor that lies here is looked at no more, and what is new of a request is
-made, and goes to the device, all at once.
+front-end has hashed: a tensor that lies here is looked at no more, and what is new of all requests
+that come with a step goes to the device at once, before the step begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from inspect_lens._engine.plan.step_plan import Named
 from inspect_lens._engine.protocol.edits import EVERY
@@ -35,7 +34,7 @@ from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
 
 from .fed import Fed
 from .latches import Latches
-from .table_entries import Held, Part, Placing, Programs, Share, Shared, Vectors
+from .table_entries import Held, Part, Placing, Programs, Row, Share, Shared, Vectors
 
 __all__ = ["Bank", "BankTensors", "Steering"]
 
@@ -128,6 +127,11 @@ class Bank:
         """By request, pre-empted ones too: whose decisions are kept, and their first rows."""
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
+        self._new_vectors: dict[int, Row] = {}
+        self._new_entries: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._new_configs: dict[int, tuple[int, ...]] = {}
+        """By row: what `flush` has to write. A row that was given back and taken again has the
+        content that was taken last."""
 
     @property
     def rows_in_use(self) -> int:
@@ -174,7 +178,7 @@ class Bank:
             behind = placing.config_at(edge, False) if edge else every
             positions = sorted({p for part in parts for p in part.index})
             ids = np.asarray([placing.config_at(p, True) for p in positions], dtype=np.int32)
-            self._write(placing)
+            self._note(placing)
         except BaseException:
             self._release(placing.held, placing.configs)
             raise
@@ -231,7 +235,7 @@ class Bank:
             head = values.reshape(-1)[:HEAD]
             head[:] = 0
             head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
-            _upload(self._tensors.vectors, list(range(row, row + n)), values)
+            self._new_vectors.update(enumerate(values, row))
             self._tensors.latches.history[record, edit.latch].fill_(row)
 
     def drop_history(self, key: str) -> None:
@@ -256,27 +260,33 @@ class Bank:
         for config in configs:
             self._configs.give(config)
 
-    def _write(self, placing: Placing) -> None:
-        """Put what is new of a request where taps read it."""
-        to = self._tensors
-        for new in (placing.new_sums, placing.new_rows, placing.new_entries, placing.new_configs):
-            new.sort(key=itemgetter(0))
+    def _note(self, placing: Placing) -> None:
+        """Keep what is new of a request for `flush`."""
         if placing.new_sums:
-            _upload(to.vectors, [row for row, _ in placing.new_sums], placing.sums())
-        if placing.new_rows:
-            values = np.stack([row for _, row in placing.new_rows])
-            _upload(to.vectors, [number for number, _ in placing.new_rows], values)
-        if placing.new_entries:
-            at = [entry for entry, _, _ in placing.new_entries]
-            words = np.asarray([words for _, words, _ in placing.new_entries], dtype=np.int32)
-            params = np.asarray([params for _, _, params in placing.new_entries], dtype=np.float32)
-            _upload(to.entries, at, words)
-            _upload(to.params, at, params)
-        if placing.new_configs:
-            at = [config for config, _ in placing.new_configs]
-            table = np.asarray([rows for _, rows in placing.new_configs], dtype=np.int32)
-            _upload(to.table, at, table)
-            self.config_taps[at] = table != 0
+            placing.new_sums.sort(key=itemgetter(0))
+            rows = [row for row, _ in placing.new_sums]
+            self._new_vectors.update(zip(rows, placing.sums(), strict=True))
+        self._new_vectors.update(placing.new_rows)
+        for entry, words, params in placing.new_entries:
+            self._new_entries[entry] = words, params
+        for config, first in placing.new_configs:
+            self._new_configs[config] = first
+            self.config_taps[config] = np.asarray(first) != 0
+
+    def flush(self) -> None:
+        """Put what is new where taps read it; needed before the step of requests that came."""
+        to = self._tensors
+        # Forgotten once they are there: a step that fails here must not let the next one run.
+        if self._new_vectors:
+            _upload(to.vectors, self._new_vectors)
+            self._new_vectors.clear()
+        if self._new_entries:
+            _upload(to.entries, {at: words for at, (words, _) in self._new_entries.items()})
+            _upload(to.params, {at: params for at, (_, params) in self._new_entries.items()})
+            self._new_entries.clear()
+        if self._new_configs:
+            _upload(to.table, self._new_configs)
+            self._new_configs.clear()
 
 
 def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
@@ -294,14 +304,17 @@ def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
         )
 
 
-def _upload(target: torch.Tensor, at: list[int], values: NDArray[Any]) -> None:
-    """Write rows of a table, ascending, in one copy."""
-    source, n = torch.from_numpy(values), len(at)
-    if target.is_cuda:
-        # From pageable memory the copy would wait for everything that the GPU has been given.
-        source = source.pin_memory()
-    if at[-1] - at[0] == n - 1:
-        target[at[0] : at[0] + n].copy_(source, non_blocking=True)
+def _upload(target: torch.Tensor, rows: Mapping[int, Any]) -> None:
+    """Write rows of a table in one copy."""
+    at = sorted(rows)
+    # From pageable memory the copy would wait for everything that the GPU has been given.
+    size = len(at), target.shape[1]
+    source = torch.empty(size, dtype=target.dtype, pin_memory=target.is_cuda)
+    values = source.numpy()
+    for i, row in enumerate(at):
+        values[i] = rows[row]
+    if at[-1] - at[0] == len(at) - 1:
+        target[at[0] : at[0] + len(at)].copy_(source, non_blocking=True)
     elif target.is_cuda:
         index = torch.tensor(at).pin_memory().to(target.device, non_blocking=True)
         target.index_copy_(0, index, source.to(target.device, non_blocking=True))

@@ -53,6 +53,7 @@ def test_sums_of_all_kinds_are_what_was_asked_for(bank: Bank) -> None:
     matched = vector(3, seed=3, scale=0.3, norm_match=True, position_indices=[3, 9])
     vectors = everywhere, named, matched
     steering = bank.admit(envelope(*vectors), TAP_INDEX)
+    bank.flush()
     assert steering.named is not None
     configs = dict(
         zip(steering.named.positions.tolist(), steering.named.configs.tolist(), strict=True)
@@ -81,20 +82,22 @@ def test_a_tensor_that_lies_there_is_written_and_looked_at_no_more(
     written: list[int] = []
     upload = edit_table._upload
 
-    def counted(target: Any, at: list[int], values: Any) -> None:
+    def counted(target: Any, rows: Any) -> None:
         if target is bank._tensors.vectors:
-            written.append(len(at))
-        upload(target, at, values)
+            written.append(len(rows))
+        upload(target, rows)
 
     monkeypatch.setattr(edit_table, "_upload", counted)
     shared = vector(3, 8, seed=4, position_indices=range(8))
     first = bank.admit(envelope(shared), TAP_INDEX)
+    bank.flush()
     assert written == [24], "all rows of a request leave in one copy"
     # The same tensor at other tokens is another request, and other steering of the prefix cache.
     moved = shared.model_copy(update={"position_indices": tuple(range(4, 12))})
     asked = envelope(moved)
     monkeypatch.setattr("inspect_lens.spec.TensorData.to_float32", None)
     second = bank.admit(asked, TAP_INDEX)
+    bank.flush()
     assert written == [24]
     assert bank.rows_in_use == 24
     for held in (first, second):
@@ -109,9 +112,38 @@ def test_what_does_not_fit_leaves_nothing_behind(bank: Bank) -> None:
     assert bank.rows_in_use == 24
     again = bank.admit(envelope(vector(2, 8, seed=5)), TAP_INDEX)
     assert again.named is not None
+    bank.flush()
     values = vector(2, 8, seed=5).activations.to_float32()
     for position, config in zip(again.named.positions, again.named.configs, strict=True):
         for tap in (0, 1):
             np.testing.assert_array_equal(added(bank, config, tap, 1.0), values[tap, position])
     bank.release(again)
     bank.release(held)
+
+
+def test_what_comes_with_a_step_is_written_at_once_and_the_last_content_of_a_row_counts(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    upload = edit_table._upload
+
+    def counted(target: Any, rows: Any) -> None:
+        written.append(len(rows))
+        upload(target, rows)
+
+    gone = bank.admit(envelope(vector(3, seed=6)), TAP_INDEX)
+    bank.release(gone)  # before its step
+    first = bank.admit(envelope(vector(3, seed=7)), TAP_INDEX)
+    second = bank.admit(envelope(vector(3, seed=8)), TAP_INDEX)
+    assert first.config == gone.config, "a row that was given back is taken again"
+    monkeypatch.setattr(edit_table, "_upload", None)
+    with pytest.raises(TypeError):
+        bank.flush()  # fails, and forgets nothing
+    monkeypatch.setattr(edit_table, "_upload", counted)
+    bank.flush()
+    bank.flush()
+    assert written == [6, 6, 6, 2], "vectors, instructions and their numbers, configurations"
+    for steering, seed in ((first, 7), (second, 8)):
+        values = vector(3, seed=seed).activations.to_float32()
+        for tap in range(3):
+            np.testing.assert_array_equal(added(bank, steering.config, tap, 1.0), values[tap])

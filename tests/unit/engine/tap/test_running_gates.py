@@ -47,6 +47,7 @@ class One:
         self.steering = self.bank.admit(self.envelope, self.index)
         self.bank.reset(RECORD)
         self.bank.keep_history("a", RECORD, self.envelope, self.index)
+        self.bank.flush()
 
     def feed(self, first: int, end: int, x: list[torch.Tensor]) -> torch.Tensor:
         """Rows of layer 1 after one pass over some positions."""
