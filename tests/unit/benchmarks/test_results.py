@@ -143,22 +143,6 @@ def test_shapes_have_the_sizes_of_their_models() -> None:
     assert 48 * of_a_token + ends == pytest.approx(3.3e9, rel=0.03)
 
 
-def test_the_runs_of_another_command_are_added_to_a_file() -> None:
-    run = {"seconds": 2.0, "tokens": 100, "preemptions": 1, "add_ms": 3.0}
-    one = Results({"command": "a", "arms": {"default": "x"}, "gpu": "H"})
-    one.add(("m", "8x256", "default"), run)
-    one.add(("m", "8x256", "default"), run | {"seconds": 4.0})
-    one.skipped["m", "8x256", "idle"] = "why"
-    one.engines["m/plain"] = {"options": {}}
-    same = Results.kept(one.to_json(), {"command": "b", "arms": {"idle": "y"}})
-    assert same.environment == {
-        "command": "a && b", "arms": {"default": "x", "idle": "y"}, "gpu": "H",
-    }  # fmt: skip
-    assert same.to_json() | {"environment": 0} == one.to_json() | {"environment": 0}
-    same.add(("n", "8x256", "default"), run)
-    assert [r["model"] for r in same.to_json()["runs"]] == ["m", "n"]
-
-
 def test_the_step_clock_takes_the_decode_steps_of_the_fullest_batch() -> None:
     steps = [
         (8, 300, 50.0, 60.0, 9.0),
