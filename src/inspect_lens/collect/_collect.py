@@ -20,6 +20,7 @@ import anyio.to_thread
 import fsspec
 from inspect_ai.model import GenerateConfig, Model, get_model
 
+from inspect_lens._concurrency import first_error
 from inspect_lens._progress import progress_bar
 from inspect_lens.data import (
     MANIFEST,
@@ -216,8 +217,7 @@ class _Work:
                         await requests.acquire()
                         tasks.start_soon(self._one, k, index, requests, open_shards)
         except BaseExceptionGroup as group:
-            # The first failure says what is wrong; the others are its echo.
-            raise _first(group) from None
+            raise first_error(group) from None
 
     async def _one(
         self, k: int, index: int, requests: anyio.Semaphore, open_shards: anyio.Semaphore
@@ -252,13 +252,6 @@ def _skipped(index: int, sample: ProbeSample, reason: str) -> Captured:
         prompt="\n".join(m.content for m in sample.messages),
     )  # fmt: skip
     return Captured(record=record, acts=None, layers=(), positions=(), token_ids=())
-
-
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _plan(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from inspect_ai.model import (
     ModelOutput,
     get_model,
 )
-from inspect_ai.util import collect
 from numpy.typing import NDArray
 
+from inspect_lens._concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations_for
 from inspect_lens.model.request._advice import role_advice
@@ -254,7 +254,7 @@ async def _carry_out(
     # The first answer loads the adapter and fills the cache of prompts for the others.
     pairs = [(question, rows) for question in plan.questions for rows in shown]
     first = [await _answer(plan, target, *pair, draw, origin) for pair in pairs[:1]]
-    rest = await collect(*(_answer(plan, target, *pair, draw, origin) for pair in pairs[1:]))
+    rest = await together(*(_answer(plan, target, *pair, draw, origin) for pair in pairs[1:]))
     return [*first, *rest]
 
 
@@ -270,7 +270,7 @@ async def _answer(
         else:
             make = shuffled_rows if control == "shuffled" else random_rows
             arms[control] = make(shown.rows, seed=draw)
-    outputs = await collect(
+    outputs = await together(
         *(
             answer_prompt(plan.oracle, model, prompt, rows, max_tokens=plan.max_tokens)
             for rows in arms.values()

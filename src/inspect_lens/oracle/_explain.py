@@ -10,9 +10,9 @@ from typing import Final, NamedTuple, cast, get_args
 import anyio.to_thread
 import numpy as np
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, ModelOutput, get_model
-from inspect_ai.util import collect
 from numpy.typing import NDArray
 
+from inspect_lens._concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
 from inspect_lens.model.request._instrument import instrument_message
@@ -240,7 +240,7 @@ async def _explain(
     plain = None
     if "text_only" in plan.controls:
         plain = await _answer(plan, model, messages, prompt, None, 0)
-    return await collect(
+    return await together(
         *(_one(plan, model, messages, prompt, rows, draw, plain, origin) for rows in shown)
     )
 
@@ -263,7 +263,7 @@ async def _one(
     said = dict(
         zip(
             arms,
-            await collect(
+            await together(
                 *(_answer(plan, model, messages, prompt, row, into) for row in arms.values())
             ),
             strict=True,

@@ -12,6 +12,7 @@ from inspect_ai.solver import Generate, TaskState
 from inspect_ai.tool import Tool, ToolDef, ToolFunction
 from inspect_ai.util import span
 
+from inspect_lens._concurrency import first_error
 from inspect_lens.errors import SpecError
 from inspect_lens.reading._aside import ids_of, record_standing
 
@@ -98,11 +99,5 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
             for index, call in enumerate(calls):
                 tasks.start_soon(run, index, call)
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        raise first_error(group) from None
     return [results[i] for i in range(len(calls))]
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
