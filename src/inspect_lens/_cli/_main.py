@@ -81,10 +81,10 @@ def main() -> None:
     except LensError as error:
         fail(error, 5)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        # A part of a package that is there is another fault.
+        if error.name not in EXTRAS:
             raise
-        fail(_missing(package), 3)
+        fail(_missing(error.name), 3)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; what is finished is kept\n")
         sys.exit(130)

@@ -280,8 +280,9 @@ def _claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
         yield
     except BaseException:
         n_shards = -(-plan["dataset"]["n_samples"] // plan["shard_samples"])
-        if is_new and not any(_facts(uri, k) for k in range(n_shards)):
-            with suppress(OSError):
+        # A store that cannot be reached must not hide what went wrong before.
+        with suppress(OSError):
+            if is_new and not any(_facts(uri, k) for k in range(n_shards)):
                 filesystem, path = fsspec.core.url_to_fs(f"{uri}/{_PLAN}")
                 filesystem.rm_file(path)
         raise

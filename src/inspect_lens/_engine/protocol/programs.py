@@ -1,14 +1,14 @@
 """Programs of an edit: made, hashed and read once for all requests that ask for the same.
 
 A program depends on what an edit is, and not on the prompt. To make one from its directions, and
-to hash what came out, takes as long as all that a front-end does for a plain request. A worker
-reads programs in the loop that also starts its steps.
+to hash what came out, takes up to milliseconds. A worker reads programs in the loop that also
+starts its steps.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,14 @@ class Programs:
 
 
 def _of(by_layer: Sequence[Sequence[Program]]) -> Programs:
-    rows: dict[bytes, bytes] = {}
-    """Data of the distinct rows, by hash."""
+    numbers: dict[bytes, int] = {}
+    """Of the distinct rows, by their data."""
 
     def number(row: Any) -> int:
         if row is None:
             return -1
         data = np.ascontiguousarray(row, dtype="<f4").tobytes()
-        digest = hashlib.sha256(data).digest()
-        rows.setdefault(digest, data)
-        return list(rows).index(digest)
+        return numbers.setdefault(data, len(numbers))
 
     packed = tuple(
         tuple(
@@ -73,9 +71,14 @@ def _of(by_layer: Sequence[Sequence[Program]]) -> Programs:
         for at_layer in by_layer
     )  # fmt: skip
     whole = hashlib.sha256(repr(packed).encode())
-    for digest in rows:
+    data, digests = tuple(numbers), _digests(numbers)
+    for digest in digests:
         whole.update(digest)
-    return _read(whole.hexdigest(), packed, tuple(rows.values()), tuple(rows))
+    return _read(whole.hexdigest(), packed, data, digests)
+
+
+def _digests(data: Iterable[bytes]) -> tuple[bytes, ...]:
+    return tuple([hashlib.sha256(one).digest() for one in data])
 
 
 def _read(
@@ -157,9 +160,4 @@ def unpack_programs(sha256: str, packed: Sequence[Any], data: tuple[bytes, ...])
         packed: `Programs.packed`.
         data: `Programs.data`.
     """
-
-    def make() -> Programs:
-        digests = tuple([hashlib.sha256(one).digest() for one in data])
-        return _read(sha256, packed, data, digests)
-
-    return _UNPACKED.get(sha256, make)
+    return _UNPACKED.get(sha256, lambda: _read(sha256, packed, data, _digests(data)))

@@ -110,7 +110,15 @@ class Roster:
                 failed |= self._enter(same)
             except Exception as error:  # noqa: BLE001 - what they have in common is at fault
                 failed |= dict.fromkeys([key for key, _ in same], error)
+        try:
+            self._bank.flush()
+        except Exception as error:  # noqa: BLE001 - of what is new, nobody knows what is there
+            failed |= {key: error for key in coming if self._is_steered(key)}
         return failed
+
+    def _is_steered(self, key: str) -> bool:
+        request = self.by_key.get(key)
+        return request is not None and request.steering is not None
 
     def finish(self, keys: Collection[str]) -> None:
         """Take note that requests, also such as are not here, will not come back."""

@@ -246,10 +246,10 @@ class Stepper:
         self._end_repetition()
         try:
             new = self._roster.new
-            fresh = np.flatnonzero(np.isin(batch.slots, list(new))) if new else _NONE
-            self._begun = batch.take(fresh)
+            self._begun = batch.take(
+                np.flatnonzero(np.isin(batch.slots, list(new))) if new else _NONE
+            )
             batch = self._without_poisoned(batch)
-            self._bank.flush()
             plan = plan_step(
                 batch,
                 self._roster.table,

@@ -11,14 +11,13 @@ arrives, so that a chain has one entry for the plain ones and one for those that
 
 The step loop waits while a request is placed. So a sum is known by what it is made of, which the
 front-end has hashed: a tensor that lies here is looked at no more, and what is new of all requests
-that come with a step goes to the device at once, before the step begins.
+that are taken up together goes to the device at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -263,7 +262,6 @@ class Bank:
     def _note(self, placing: Placing) -> None:
         """Keep what is new of a request for `flush`."""
         if placing.new_sums:
-            placing.new_sums.sort(key=itemgetter(0))
             rows = [row for row, _ in placing.new_sums]
             self._new_vectors.update(zip(rows, placing.sums(), strict=True))
         self._new_vectors.update(placing.new_rows)
@@ -274,19 +272,23 @@ class Bank:
             self.config_taps[config] = np.asarray(first) != 0
 
     def flush(self) -> None:
-        """Put what is new where taps read it; needed before the step of requests that came."""
+        """Put what is new where taps read it, once for all requests that were admitted together.
+
+        Raises:
+            Exception: of the device. The caller has to fail all requests that were admitted since
+                the last call: what is new of them is forgotten, and does not stop later ones.
+        """
         to = self._tensors
-        # Forgotten once they are there: a step that fails here must not let the next one run.
-        if self._new_vectors:
-            _upload(to.vectors, self._new_vectors)
-            self._new_vectors.clear()
-        if self._new_entries:
-            _upload(to.entries, {at: words for at, (words, _) in self._new_entries.items()})
-            _upload(to.params, {at: params for at, (_, params) in self._new_entries.items()})
-            self._new_entries.clear()
-        if self._new_configs:
-            _upload(to.table, self._new_configs)
-            self._new_configs.clear()
+        vectors, self._new_vectors = self._new_vectors, {}
+        entries, self._new_entries = self._new_entries, {}
+        configs, self._new_configs = self._new_configs, {}
+        if vectors:
+            _upload(to.vectors, vectors)
+        if entries:
+            _upload(to.entries, {at: words for at, (words, _) in entries.items()})
+            _upload(to.params, {at: params for at, (_, params) in entries.items()})
+        if configs:
+            _upload(to.table, configs)
 
 
 def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:

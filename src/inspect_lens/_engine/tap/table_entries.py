@@ -254,13 +254,11 @@ class Placing:
         n = -(-size // self._width)
         number, is_new = self._of_vectors.take((self._digests[id(row)], share), n)
         self.held.vectors.append(number)
-        if is_new and size == n * self._width:
-            parts = np.split(row[start : start + size], n) if n > 1 else [row[start : start + size]]
-            self.new_rows += [(number + i, part) for i, part in enumerate(parts)]
-        elif is_new:
-            padded = np.zeros(n * self._width, dtype=np.float32)
-            padded[:size] = row[start : start + size]
-            self.new_rows += [(number + i, part) for i, part in enumerate(np.split(padded, n))]
+        if is_new:
+            own = row[start : start + size]
+            if size != n * self._width:
+                own = np.pad(own, (0, n * self._width - size))
+            self.new_rows += enumerate(own.reshape(n, self._width), number)
         return number
 
     def sums(self) -> Row:

@@ -90,7 +90,6 @@ def test_what_is_sent_is_read_as_it_was(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", EDITS)
 def test_equal_edits_share_what_was_made_for_any_prompt(name: str) -> None:
     one, other = sealed(EDITS[name]()), sealed(EDITS[name](), n_prompt=9)
-    assert [e.made for e in one] == [e.made for e in other]
     assert [id(e.made) for e in one] == [id(e.made) for e in other]
 
 
