@@ -81,10 +81,13 @@ def main() -> None:
     except LensError as error:
         fail(error, 5)
     except ModuleNotFoundError as error:
-        # A part of a package that is there is another fault.
-        if error.name not in EXTRAS:
+        from inspect_lens._extras import is_installed
+
+        package = (error.name or "").partition(".")[0]
+        # Of a package that is there, a part that is not is another fault.
+        if package not in EXTRAS or is_installed(package):
             raise
-        fail(_missing(error.name), 3)
+        fail(_missing(package), 3)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; what is finished is kept\n")
         sys.exit(130)

@@ -20,9 +20,8 @@ from inspect_lens._engine.export.device_copy import CpuCopier
 from inspect_lens._engine.export.transport import Exporter, Rows
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
-from inspect_lens._engine.tap import edit_table
 from inspect_lens._engine.tap.edit_table import Bank
-from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
+from inspect_lens.errors import CapacityError, CaptureError, SpecError
 from tests.kit.steps import (
     CAPTURE,
     HIDDEN,
@@ -149,32 +148,6 @@ def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: 
     assert collector.take("e", counts={ROWS: 0, SCORES: 0}, n_fed=8, timeout_s=5).n_steered == 8
     worker.stepper.remove("e")
     assert worker.stepper.rows_in_use == 0
-
-
-def test_a_device_that_refuses_a_copy_fails_who_was_steered_and_no_later_one(
-    worker: Worker, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(seed: int) -> LensRequest:
-        values = np.random.default_rng(seed).normal(size=(1, HIDDEN))
-        return LensRequest(steer=(SteeringVector(activations=values, layer_indices=[0]),))
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("no pinned memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(edit_table, "_upload", refuse)
-        begin(worker, collector, "e", sealed(collector, asked(0), 4, 2))
-        begin(worker, collector, "c", sealed(collector, CAPTURE, 4, 2))
-        worker.step([("e", 1, 0, 4), ("c", 2, 0, 4)])
-    with pytest.raises(LensError, match="no pinned memory"):
-        collector.take("e", counts={ROWS: 0, SCORES: 0}, n_fed=4, timeout_s=5)
-    got = collector.take("c", counts={ROWS: 4, SCORES: 0}, n_fed=4, timeout_s=5)
-    np.testing.assert_array_equal(got.tensors[ROWS].storage[1], rows(2, 5, 0, 4).numpy())
-    # The same vector again: nothing of what failed is taken for being there.
-    begin(worker, collector, "f", sealed(collector, asked(0), 4, 2))
-    worker.step([("f", 3, 0, 4)])
-    assert collector.take("f", counts={ROWS: 0, SCORES: 0}, n_fed=4, timeout_s=5).n_steered == 4
-    assert worker.stepper.rows_in_use == 1
 
 
 def test_equal_vectors_share_rows(worker: Worker, collector: Collector) -> None:
