@@ -229,6 +229,7 @@ def test_running_gates_equal_the_reference(options: dict[str, Any]) -> None:
     n = 12
     for record in range(n):
         bank.keep_history(str(record), record, sealed(request, width=256), index)
+    bank.flush()
     noted, table = state.bank.latches.noted, state.bank.vectors
     torch.manual_seed(0)
     # A token of each of 12 requests in each of 4 steps that repeat, one of them a second time.

@@ -8,11 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inspect_lens._engine.export.overflow import COLUMN, LATCHES
-from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
-from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
+from inspect_lens._engine.protocol.edits import EVERY
+from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import N_LATCHES, TensorData
@@ -22,20 +21,13 @@ from .stream import Stream
 
 __all__ = ["Pending", "paths_of_all"]
 
-_NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
 
 class Pending:
     """A request whose results are on their way."""
 
     def __init__(self, envelope: Envelope) -> None:
-        self.steer_until = self.n_steered = 0
-        self.spans: set[tuple[int, int]] = set()
-        self.named = _NONE
-        if edited := envelope.edited:
-            self._expect_steering(edited)
-            self.steer_until = envelope.steer_until
-        self._envelope = envelope
+        self._envelope, self._edited = envelope, envelope.edited
+        self.n_steered = len(envelope.edited.taps)
         self.shares: list[tuple[Opening, Worker]] = []
         self.failure: Failure | None = None
 
@@ -60,15 +52,6 @@ class Pending:
     def fail(self, key: str, error: Exception) -> None:
         """Take note that it has failed, for the first reason; the collector's lock is held."""
         self.failure = self.failure or Failure(key, type(error).__name__, str(error))
-
-    def _expect_steering(self, steer: Sequence[SteerEnvelope | EditEnvelope]) -> None:
-        spans = {(s.lo, s.hi) for s in steer if s.positions is None}
-        # Phases do not overlap, so without the whole they are disjoint.
-        self.spans = {(0, EVERY)} if (0, EVERY) in spans else spans
-        named = {p for s in steer for p in s.positions or () if s.lo <= p < s.hi}
-        named = {p for p in named if not any(a <= p < b for a, b in self.spans)}
-        self.named = np.asarray(sorted(named), dtype=np.int64)
-        self.n_steered = len({t for s in steer for t in s.taps})
 
     def fed(self) -> tuple[int, int]:
         """First and one past the last position that all workers report to have steered."""
@@ -110,7 +93,7 @@ class Pending:
     def _notes(self, columns: slice) -> dict[int, int]:
         """By gate that lasts, the number above 0 that its worker has noted of it."""
         found: dict[int, int] = {}
-        if all(edit.latch is None for edit in self._envelope.edits):
+        if not self._edited.has_latches:
             return found
         for opening, worker in self.shares:
             record = worker.reader.view.board[opening.number % BOARD_SIZE]
@@ -118,6 +101,14 @@ class Pending:
                 notes = enumerate(record[LATCHES][columns].tolist())
                 found |= {latch: note for latch, note in notes if note > 0}
         return found
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The ways in which its steps ran, sorted; see `paths_of_all`."""
+        bits = 0
+        for opening, worker in self.shares:
+            bits |= worker.paths_of_one(opening.number)
+        return paths_of(bits)
 
     @property
     def is_told(self) -> bool:
@@ -135,7 +126,7 @@ class Pending:
             return True
         for opening, worker in self.shares:
             record = opening.number % BOARD_SIZE
-            needed = self.steer_until if opening.n_steered else 0
+            needed = self._edited.until if opening.n_steered else 0
             for i, stream in self.streams.items():
                 if opening.shares[i][1]:
                     needed = max(needed, stream.end(counts[i]))
@@ -151,7 +142,7 @@ class Pending:
             return True
         if not self.is_told:
             return False
-        if self.n_steered and self.fed()[1] < min(n_fed, self.steer_until):
+        if self.n_steered and self.fed()[1] < min(n_fed, self._edited.until):
             for opening, worker in self.shares:
                 worker.reader.ask_again(opening.number)
             return False
@@ -196,7 +187,7 @@ class Pending:
 
     def lack(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> str:
         """What has not come of a request that is not ready, in words."""
-        if self.n_steered and (fed := self.fed()[1]) < min(n_fed, self.steer_until):
+        if self.n_steered and (fed := self.fed()[1]) < min(n_fed, self._edited.until):
             return (
                 f"the engine fed {n_fed} tokens and the worker reported steering up to token "
                 f"{fed}, so that the output must not be used,"
@@ -217,8 +208,8 @@ class Pending:
             return 0
         first, last = self.fed()
         last = min(last, n_fed)
-        a, b = self.named.searchsorted((first, last))
-        in_spans = sum(max(0, min(last, hi) - max(first, lo)) for lo, hi in self.spans)
+        a, b = self._edited.named.searchsorted((first, last))
+        in_spans = sum(max(0, min(last, hi) - max(first, lo)) for lo, hi in self._edited.spans)
         return int(b - a) + in_spans
 
 

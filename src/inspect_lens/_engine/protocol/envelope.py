@@ -6,12 +6,11 @@ Positions are resolved here, so the worker never has to know how long a prompt i
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -23,11 +22,13 @@ from inspect_lens.spec import (
 )
 
 from .capture import CaptureEnvelope, seal_capture, seal_qk
-from .edits import EditEnvelope, check_room, pack_edits, seal_edits, unpack_edits
+from .edits import EditEnvelope, unpack_edits
 from .interning import read
+from .kept import Kept
 from .lens import LENS_KEY, LensEnvelope, seal_lens
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
-from .steering import SteerEnvelope, pack_vectors, seal_vector, unpack_vectors
+from .sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
+from .steering import SteerEnvelope, unpack_vectors
 
 __all__ = [
     "CACHED_KEY",
@@ -90,7 +91,8 @@ class Envelope:
     pid: int
     """Its process, which a worker that waits for it looks at."""
     capture: CaptureEnvelope | None
-    steer: tuple[SteerEnvelope, ...]
+    edited: SealedEdits
+    """Everything that changes the stream."""
     probes: ProbesEnvelope | None
     n_prompt: int
     """Prompt tokens."""
@@ -100,22 +102,20 @@ class Envelope:
     """What the prefix cache is salted with: a content hash over the steering, and what keeps a
     request away from blocks that a failed one of the same content left behind."""
 
-    edits: tuple[EditEnvelope, ...] = ()
-    """Other edits, behind the vectors."""
     qk: CaptureEnvelope | None = None
     """Queries and keys, which are a capture of their own beside the other."""
     lens: LensEnvelope | None = None
     """What rows predict."""
 
     @property
-    def edited(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
-        """Everything that changes the stream, in order."""
-        return (*self.steer, *self.edits)
+    def steer(self) -> tuple[SteerEnvelope, ...]:
+        """Steering vectors."""
+        return self.edited.vectors
 
     @property
-    def steer_until(self) -> int:
-        """One past the last position that is edited; `EVERY` when every token is."""
-        return max((s.until for s in self.edited), default=0)
+    def edits(self) -> tuple[EditEnvelope, ...]:
+        """Other edits, behind the vectors."""
+        return self.edited.edits
 
     @cached_property
     def alike(self) -> tuple[bytes | None, ...]:
@@ -132,8 +132,7 @@ class Envelope:
         """Whether all that a worker has to know of the request are two ends and its kind."""
         capture, probes, lens = self.capture, self.probes, self.lens
         return not (
-            self.steer
-            or self.edits
+            self.edited.all
             or self.is_speculative
             or (capture is not None and (capture.token or capture.positions is not None))
             or (probes is not None and probes.positions is not None)
@@ -170,8 +169,8 @@ class Envelope:
                         *[None if part is None else part.pack() for part in self.results],
                     )
                 ),
-                "steer": pack_vectors(self.steer),
-                "edits": pack_edits(self.edits),
+                "steer": self.edited.packed_vectors,
+                "edits": self.edited.packed_edits,
             }
         )
         packed.envelope, packed.uses = self, None
@@ -196,9 +195,21 @@ class Envelope:
         envelope = unpack(value["reply"], value["pid"], rows)
         if not value["steer"] and not value["edits"]:
             return envelope
-        steer = unpack_vectors(value["steer"])
-        edits = unpack_edits(value["edits"])
-        return replace(envelope, steer=steer, edits=edits, steer_hash=value[HASH_KEY])
+        return replace(envelope, edited=_edited(value), steer_hash=value[HASH_KEY])
+
+
+_EDITED: Final[Kept[str, SealedEdits]] = Kept(1024, 1 << 26)
+"""What was read of edits, by `Envelope.steer_hash`."""
+
+
+def _edited(value: Mapping[str, Any]) -> SealedEdits:
+    known = _EDITED.get(value[HASH_KEY])
+    if known is None:
+        known = SealedEdits(unpack_vectors(value["steer"]), unpack_edits(value["edits"]))
+        # How long a gate may run is no part of what is computed, and so not of the hash.
+        if not known.has_latches:
+            _EDITED.keep(value[HASH_KEY], known, known.nbytes)
+    return known
 
 
 _SHARED_MOST = 2048
@@ -212,7 +223,7 @@ def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
         reply=reply,
         pid=pid,
         capture=None if capture is None else CaptureEnvelope.unpack(capture),
-        steer=(),
+        edited=NO_EDITS,
         probes=None if probes is None else ProbesEnvelope.unpack(probes),
         n_prompt=n_prompt,
         is_speculative=is_speculative,
@@ -262,11 +273,7 @@ def seal(
         probes = AskedProbes.of(request.probes, probes or {})
     # The last sampled token is never fed to the model, so it has no row.
     n_max = n_prompt + max(max_tokens, 1) - 1
-    steer = tuple(
-        seal_vector(v, n_prompt, n_max, f"steer[{i}]") for i, v in enumerate(request.steer)
-    )
-    edits = seal_edits(request.edits, n_prompt, n_max, facts.width_of)
-    check_room(edits, n_max, facts)
+    edited = seal_request_edits(request, facts, n_prompt, n_max)
     read = None
     if isinstance(probes, AskedProbes):
         read = seal_probes(probes, n_prompt, n_max, is_live=is_live)
@@ -274,22 +281,11 @@ def seal(
         reply=reply,
         pid=os.getpid(),
         capture=seal_capture(request.capture, facts, n_prompt, n_max, may_overrun=may_overrun),
-        steer=steer,
+        edited=edited,
         probes=read,
         n_prompt=n_prompt,
         is_speculative=facts.is_speculative,
-        steer_hash=epoch(_steer_hash(steer, edits)) if steer or edits else None,
-        edits=edits,
+        steer_hash=epoch(edited.content) if edited.all else None,
         qk=seal_qk(request.qk, facts, n_prompt, n_max),
         lens=seal_lens(request.lens, facts, n_prompt, n_max),
     )
-
-
-def _steer_hash(steer: tuple[SteerEnvelope, ...], edits: tuple[EditEnvelope, ...]) -> str:
-    digest = hashlib.sha256()
-    for s in steer:
-        where = (s.positions, s.lo, s.hi)
-        digest.update(repr((s.taps, s.scale, s.norm_match, where, s.sha256)).encode())
-    for e in edits:
-        digest.update(repr((e.taps, e.positions, e.lo, e.hi, e.sha256)).encode())
-    return digest.hexdigest()

@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from inspect_lens.spec import EditBase, Instruction, Kind, SiteWidth, TensorData
 
+from .kept import Kept
+
 __all__ = ["Program", "Programs", "content_of", "made_once", "unpack_programs"]
 
 Program = tuple[Instruction, ...]
 
-_MOST_BYTES = 1 << 26
-"""Of rows that a process keeps for requests to come."""
+_MOST, _MOST_BYTES = 1 << 14, 1 << 26
+"""Programs, and bytes of their rows, that a process keeps for requests to come."""
 _LIST_BYTES = 1 << 12
 """What a program costs that has no rows."""
 
@@ -104,26 +106,17 @@ def _read(
     return Programs(by_layer, by_identity, data, tuple(packed), sha256)
 
 
-class _Kept:
-    """What was made before, as long as there is room for it."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._nbytes = most, 0
-        self._known: dict[Hashable, Programs] = {}
-
-    def get(self, key: Hashable, make: Callable[[], Programs]) -> Programs:
-        known = self._known.get(key)
-        if known is None:
-            known = make()
-            if self._nbytes + known.nbytes > self._most:
-                self._known, self._nbytes = {}, 0
-            if known.nbytes <= self._most // 8:
-                self._known[key] = known
-                self._nbytes += known.nbytes
-        return known
+_Known = Kept[Hashable, Programs]
+_MADE: Final[_Known] = Kept(_MOST, _MOST_BYTES)
+_UNPACKED: Final[_Known] = Kept(_MOST, _MOST_BYTES)
 
 
-_MADE, _UNPACKED = _Kept(_MOST_BYTES), _Kept(_MOST_BYTES)
+def _once(kept: _Known, key: Hashable, make: Callable[[], Programs]) -> Programs:
+    known = kept.get(key)
+    if known is None:
+        known = make()
+        kept.keep(key, known, known.nbytes)
+    return known
 
 
 def content_of(edit: EditBase, width: SiteWidth, gate: int) -> Hashable:
@@ -149,7 +142,7 @@ def made_once(content: Hashable, make: Callable[[], Sequence[Sequence[Program]]]
         content: what they depend on.
         make: gives them by layer and listed position.
     """
-    return _MADE.get(content, lambda: _of(make()))
+    return _once(_MADE, content, lambda: _of(make()))
 
 
 def unpack_programs(sha256: str, packed: Sequence[Any], data: tuple[bytes, ...]) -> Programs:
@@ -160,4 +153,4 @@ def unpack_programs(sha256: str, packed: Sequence[Any], data: tuple[bytes, ...])
         packed: `Programs.packed`.
         data: `Programs.data`.
     """
-    return _UNPACKED.get(sha256, lambda: _read(sha256, packed, data, _digests(data)))
+    return _once(_UNPACKED, sha256, lambda: _read(sha256, packed, data, _digests(data)))

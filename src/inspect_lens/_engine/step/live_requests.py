@@ -228,16 +228,16 @@ class Roster:
             CapacityError: there is no room for its vectors.
         """
         slot, group, table = request.slot, request.group, self.table
-        steered = {t for s in envelope.edited for t in s.taps if t in self._tap_index}
+        steered = [t for t in envelope.edited.taps if t in self._tap_index]
         if steered:
             request.steering = steering = self._bank.admit(envelope, self._tap_index)
             table.config[slot] = steering.config
             table.record[slot] = request.number % BOARD_SIZE
-            table.until[slot] = envelope.steer_until
-            if any(edit.reads_ids for edit in envelope.edits):
+            table.until[slot] = envelope.edited.until
+            if envelope.edited.reads_ids:
                 self._bank.fed.check()
                 table.by_id.add(slot)
-            if any(edit.latch is not None for edit in envelope.edits):
+            if envelope.edited.has_latches:
                 table.latched.add(slot)
                 # One that was pre-empted keeps what its gates have decided.
                 if request.number in self._numbers.fresh:
@@ -251,7 +251,7 @@ class Roster:
             self._groups.watch_listed(table, slot, envelope)
             self._sender.watch(slot, envelope, group)
         if envelope.is_speculative and self._is_exporting and (self._is_first or group is not None):
-            until = envelope.steer_until if steered and self._is_first else 0
+            until = envelope.edited.until if steered and self._is_first else 0
             if group is not None:
                 until = max(until, int(table.hi[slot]))
             self.drafts.add(slot, envelope.n_prompt, until)

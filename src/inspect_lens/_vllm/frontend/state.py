@@ -12,6 +12,7 @@ from weakref import WeakSet
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.protocol.hosts import Address
+from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import metrics, traces
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
@@ -24,7 +25,7 @@ from inspect_lens._vllm.http.shared_payloads import open_door
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.prompt_rows import keeps_rows
 from inspect_lens._vllm.registered.registry import Given, Registry, parse_shared, start_items
-from inspect_lens._vllm.registered.sealed_batches import MOST_BYTES, SealedBatches
+from inspect_lens._vllm.registered.sealed_batches import SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks.process import Sinks
@@ -46,7 +47,8 @@ __all__ = ["FrontEnd", "front_end", "not_served"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-_JUDGED_MOST = 256
+_JUDGED_MOST, _JUDGED_BYTES = 1024, 1 << 26
+"""Requests, and bytes of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class FrontEnd:
         """API servers in front of the engine; each has a store of tensors of its own."""
         self.siblings: Path | None = None
         """Folder that several of them share."""
-        self._judged: dict[tuple[int, int], _Judged] = {}
+        self._judged: Kept[tuple[int, int], _Judged] = Kept(_JUDGED_MOST, _JUDGED_BYTES)
         self.row_caches: WeakSet[RowCache] = WeakSet()
         """Captured rows of earlier requests, of each engine that is still there."""
         self.results = Results(self.settings.result_timeout_s)
@@ -271,11 +273,10 @@ class FrontEnd:
         except LensError:
             forget_parsed(request)
             raise
-        # Functions and large vectors that came with a request are not worth being kept.
-        if not request.hooks and request.tensor_bytes <= MOST_BYTES:
-            if len(self._judged) >= _JUDGED_MOST:
-                self._judged.clear()
-            self._judged[key] = _Judged(request, facts, version, resolved)
+        # Functions that came with a request are not worth being kept.
+        if not request.hooks:
+            kept = _Judged(request, facts, version, resolved)
+            self._judged.keep(key, kept, request.tensor_bytes)
         return resolved
 
 

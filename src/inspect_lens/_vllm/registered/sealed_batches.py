@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from inspect_lens._engine.protocol.envelope import Packed
+from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens.spec import EngineFacts, LensRequest
 
 from .probe_scores import Reads
 
-__all__ = ["MOST_BYTES", "SealedBatches"]
+__all__ = ["SealedBatches"]
 
-_MOST = 256
+_MOST, _MOST_BYTES = 1024, 1 << 26
+"""Envelopes, and bytes of tensors of their requests."""
 _MOST_LISTED = 1 << 14
 """Positions that are named, and letters of what is asked of probes."""
-MOST_BYTES = 1 << 17
-"""Of the steering vectors of a request that is kept."""
 
 _Key = tuple[int, int, int, int, int, tuple[bool, bool]]
 _Value = tuple[tuple[LensRequest, EngineFacts, Reads | None], Packed]
@@ -31,7 +31,7 @@ class SealedBatches:
             salt: see `Results.salt`; changes when a steered request of some content has failed.
         """
         self._salt = salt
-        self._known: dict[_Key, _Value] = {}
+        self._known: Kept[_Key, _Value] = Kept(_MOST, _MOST_BYTES)
 
     def get(
         self,
@@ -80,13 +80,9 @@ class SealedBatches:
         capture = envelope.capture
         if capture is not None and capture.token:
             return
-        if request.tensor_bytes > MOST_BYTES:
-            return
         n_listed = sum(len(part.positions or ()) for part in envelope.results if part is not None)
         if n_listed + len(packed.uses or "") > _MOST_LISTED:
             return
-        if len(self._known) >= _MOST:
-            self._known.clear()
         key = id(request), id(facts), id(reads), envelope.n_prompt, max_tokens, manner
         # Kept, so that nothing else gets their identity.
-        self._known[key] = (request, facts, reads), packed
+        self._known.keep(key, ((request, facts, reads), packed), request.tensor_bytes)

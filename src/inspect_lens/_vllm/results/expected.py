@@ -164,15 +164,16 @@ def fill(
     # Frozen for everybody else; a copy would be as much work as a new one.
     values = receipt.__dict__
     values["paths"] = collected.paths
-    if steer := expected.envelope.edited:
+    edited = expected.envelope.edited
+    if edited.all:
         n_fed = expected.n_fed(receipt.n_completion)
         values["steer"] = SteerReceipt(
-            layers=tuple(sorted({layer for s in steer for layer in s.layers})),
-            sites=in_site_order(s.site for s in steer),
+            layers=edited.layers,
+            sites=in_site_order(edited.sites),
             n_tokens=collected.n_steered,
             # With steering of sampled tokens alone, those of the prompt came as they are.
-            cached_tokens=cached_tokens if any(s.lo == 0 for s in steer) else 0,
-            vectors=tuple(s.sha256 for s in steer),
+            cached_tokens=cached_tokens if edited.begins_with_prompt else 0,
+            vectors=edited.hashes,
             gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
     if expected.reading is not None:
@@ -190,7 +191,9 @@ def fill(
 
 def _gate_receipts(envelope: Envelope, collected: Collected, n_fed: int) -> tuple[GateReceipt, ...]:
     """When each gate that lasts fired, and how long it was open, in the order of the request."""
-    made = []
+    made: list[GateReceipt] = []
+    if not envelope.edited.has_latches:
+        return ()
     for edit in envelope.edits:
         if (latch := edit.latch) is not None:
             at = collected.fired.get(latch)

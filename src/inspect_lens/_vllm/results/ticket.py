@@ -70,7 +70,7 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
         False where no worker has taken it up, so that it is too early.
     """
     envelope, n_fed = expected.envelope, expected.n_max
-    if not n_fed or envelope.edited or envelope.qk is not None or EAGER_KEY in expected.packed:
+    if not n_fed or envelope.edited.all or envelope.qk is not None or EAGER_KEY in expected.packed:
         return True  # receipts of these are of what was done
     if expected.n_known or envelope.lens is not None:
         return True  # a part of the rows is known already, or more is made of them

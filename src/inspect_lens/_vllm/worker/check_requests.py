@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from inspect_lens._engine.export.overflow import COLUMN, overflow
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart
-from inspect_lens._engine.protocol.envelope import Envelope, SteerEnvelope
+from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
+from inspect_lens._engine.protocol.sealed_edits import SealedEdits
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
+from inspect_lens._engine.protocol.steering import SteerEnvelope
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens.spec import SITE_TABLE, DType, EngineFacts, TensorData
 
@@ -121,11 +123,11 @@ def envelope(
         reply=reply,
         pid=os.getpid(),
         capture=capture(facts, state, n),
-        steer=steer,
+        edited=SealedEdits(steer),
         probes=None,
         n_prompt=n,
         is_speculative=False,
-        steer_hash=f"inspect_lens start-up check {steer[0].sha256}" if steer else None,
+        steer_hash=f"inspect_lens start-up check {n} {steer[0].sha256}" if steer else None,
     ).pack()
 
 

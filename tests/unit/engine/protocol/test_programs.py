@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inspect_lens import LensRequest
 from inspect_lens._engine.protocol import programs as module
 from inspect_lens._engine.protocol.edits import EditEnvelope, pack_edits, seal_edits, unpack_edits
+from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens.spec import (
     Ablate,
     Add,
@@ -79,7 +80,7 @@ EDITS: dict[str, Any] = {
 def test_what_is_sent_is_read_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = sealed(EDITS[name](), EDITS["ablate"]())
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_edits(here)))
-    monkeypatch.setattr(module, "_UNPACKED", module._Kept(1 << 20))
+    monkeypatch.setattr(module, "_UNPACKED", Kept(16, 1 << 20))
     for a, b in zip(here, unpack_edits(wire), strict=True):
         same(a, b)
     # The second time it is found, and is the same object.
@@ -116,15 +117,3 @@ def test_rows_are_sent_once_where_two_edits_have_them() -> None:
     )
     assert packed is not None
     assert packed["rows"] == [shared.astype("<f4").tobytes()]
-
-
-def test_no_more_is_kept_than_there_is_room_for() -> None:
-    made = sealed(EDITS["ablate"]())[0].made
-    kept = module._Kept(16 * made.nbytes)
-    for i in range(40):
-        assert kept.get(i, lambda: made) is made
-        assert kept._nbytes <= 16 * made.nbytes
-    # A single one that would fill most of it is made anew each time.
-    small = module._Kept(2 * made.nbytes)
-    small.get(0, lambda: made)
-    assert not small._known

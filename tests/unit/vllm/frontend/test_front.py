@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from inspect_lens._engine.collect import collector
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.probes import ProbesEnvelope
+from inspect_lens._engine.protocol.sealed_edits import NO_EDITS
 from inspect_lens._vllm.compat import hosts
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
@@ -137,8 +139,9 @@ def test_little_is_kept_of_what_requests_bring(monkeypatch: pytest.MonkeyPatch) 
     ours = facts(8)
     assert front.judged(request, ours) is front.judged(request, ours)
     assert len(front._judged) == 1
-    monkeypatch.setattr(state, "MOST_BYTES", vector.activations.nbytes - 1)
-    front.judged(LensRequest(steer=(vector,)), ours)
+    wide = SteeringVector(activations=np.ones((300, 8192)), layer_indices=range(300))
+    large = replace(facts(8192, n_layers=300), bank_rows=300)
+    front.judged(LensRequest(steer=(wide,)), large)
     assert len(front._judged) == 1, "large vectors are not kept"
     for _ in range(2 * state._JUDGED_MOST):
         front.judged(LensRequest(capture=CaptureSpec(layers=(0,))), facts(8))
@@ -156,7 +159,7 @@ def test_reads_are_those_of_the_names_as_they_stand() -> None:
 
     def packed(item: EngineProbe) -> dict[str, Any]:
         probes = ProbesEnvelope((item.sha256,), item.taps, 1, 3, 9)
-        return dict(Envelope("", 1, None, (), probes, 4, False, None).pack())
+        return dict(Envelope("", 1, None, NO_EDITS, probes, 4, False, None).pack())
 
     sealed = packed(first) | {"uses": reads.wire}
     registry.remove("a")

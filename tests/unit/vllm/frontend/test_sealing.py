@@ -14,10 +14,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from inspect_lens._engine.protocol import kept
 from inspect_lens._engine.protocol.envelope import Envelope, Packed
+from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._vllm.frontend import admission, expecting, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.registered import sealed_batches
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY, EngineProbe, SteeringVector
 from tests.unit.vllm.frontend.test_front import facts, probe
@@ -324,7 +325,8 @@ def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
     other = sealed(processor, steered)
     assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
     assert sealed(processor, steered) is other
-    monkeypatch.setattr(sealed_batches, "MOST_BYTES", 31)
+    least: Kept[Any, Any] = Kept(4, 8 * (kept.BYTES_BESIDE + 31))
+    monkeypatch.setattr(state.front_end().sealed, "_known", least)
     large = steer()
     assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"
 
@@ -341,9 +343,9 @@ def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> 
 
 
 def test_few_envelopes_are_kept(processor: Any) -> None:
-    for n in range(1, 600):
+    for n in range(1, 1200):
         sealed(processor, extra(capture={"layers": [1]}), max_tokens=n)
-    assert 0 < len(state.front_end().sealed._known) <= 256
+    assert len(state.front_end().sealed._known) == 1024
 
 
 def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:

@@ -168,7 +168,11 @@ def test_what_nobody_tells_of_is_looked_at_again(
 
 @pytest.mark.parametrize(
     ("change", "is_told"),
-    [({}, True), ({"steer": ("a vector",)}, False), ({"is_speculative": True}, False)],
+    [
+        ({}, True),
+        ({"edited": SimpleNamespace(all=("a vector",))}, False),
+        ({"is_speculative": True}, False),
+    ],
 )
 def test_what_is_told_of(engine: Engine, change: dict[str, Any], is_told: bool) -> None:
     keys = begun(engine, 1, "both")

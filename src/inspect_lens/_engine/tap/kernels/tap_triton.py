@@ -99,6 +99,24 @@ def _decide(start, position, note, x, a, b, c, weight):
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    """Two sums at once: threads wait for each other once."""
+    return a + c, b + d
+
+
+@triton.jit
+def _instruction(entries, factors, entry):
+    """Code, row that is read and row that is written, four parameters, and the next entry."""
+    at = entries + 4 * entry
+    of = factors + 4 * entry
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2),
+        tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 3),
+        tl.load(at + 3),
+    )  # fmt: skip
+
+
+@triton.jit
 def _decided(start, position):
     """`histories.factors`, of one token."""
     index = position - tl.load(start + FIRST).to(tl.int32)
@@ -156,6 +174,8 @@ def _tap(  # noqa: C901
         place = tl.load(numbers + 2, mask=first >= 0, other=0)
         slot = tl.where(first >= 0, origin + first + place, -1)
         if (row != 0) | (slot >= 0):
+            # Asked for before the stream: each waits for what the one before it found.
+            code, read, write, a, b, c, d, link = _instruction(entries, factors, row)
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
             mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             other = tl.zeros_like(mine)
@@ -164,28 +184,27 @@ def _tap(  # noqa: C901
                 other = tl.load(there, mask=inside, other=0.0).to(tl.float32)
             if row != 0:
                 seen = mine + other
-                norm = tl.sqrt(tl.sum(seen * seen, axis=0))
-                before = norm
+                before = tl.full((), -1.0, tl.float32)
                 delta = tl.zeros_like(mine)
                 record = tl.load(numbers + 3).to(tl.int64)
                 position = tl.load(numbers + 4) + tl.load(header + 2)
                 entry = row
                 while entry != 0:
-                    code = tl.load(entries + 4 * entry)
-                    read = tl.load(entries + 4 * entry + 1)
-                    write = tl.load(entries + 4 * entry + 2)
-                    a = tl.load(factors + 4 * entry)
-                    b = tl.load(factors + 4 * entry + 1)
-                    c = tl.load(factors + 4 * entry + 2)
-                    d = tl.load(factors + 4 * entry + 3)
-                    kind = code & (SEES_EDITS - 1)
-                    register = (code >> GATE_SHIFT) - 1
-                    if (code & SEES_EDITS) != 0:
-                        seen = mine + other + delta
-                        norm = tl.sqrt(tl.sum(seen * seen, axis=0))
                     vector = vectors + read.to(tl.int64) * ROW + offsets
                     direction = tl.load(vector, mask=inside & (read != 0), other=0.0)
-                    x = tl.sum(direction * seen, axis=0)
+                    target = vectors + write.to(tl.int64) * ROW + offsets
+                    is_other = (write != 0) & (write != read)
+                    written = tl.load(target, mask=inside & is_other, other=0.0)
+                    written = tl.where(is_other | (write == 0), written, direction)
+                    # Comes while this one is computed; entry 0, behind the last, does nothing.
+                    coming = _instruction(entries, factors, link)
+                    if (code & SEES_EDITS) != 0:
+                        seen = mine + other + delta
+                    squares, x = tl.reduce((seen * seen, direction * seen), 0, _add_both)
+                    norm = tl.sqrt(squares)
+                    before = tl.where(before < 0, norm, before)
+                    kind = code & (SEES_EDITS - 1)
+                    register = (code >> GATE_SHIFT) - 1
                     z = x + a
                     activation = tl.where(z > b, z, 0.0)
                     is_left = ((d == 1) | (d == 3)) & (z <= b) | (d >= 2) & (activation >= c)
@@ -237,13 +256,12 @@ def _tap(  # noqa: C901
                     if lasting >= N_LATCHES:
                         # Behind those blocks whose gates decide on the token they read.
                         gate = _decided(start, position - tl.where(lasting < 2 * N_LATCHES, 0, 1))
-                    target = vectors + write.to(tl.int64) * ROW + offsets
-                    written = tl.load(target, mask=inside & (write != 0), other=0.0)
                     delta += written * (y * gate)
                     if (share != 0) | (kind == PART):
                         shares = tl.where(kind == PART, -a * direction, share)
                         delta += seen * (shares * gate)
-                    entry = tl.load(entries + 4 * entry + 3)
+                    entry = link
+                    code, read, write, a, b, c, d, link = coming
                 edited = (mine + delta).to(hidden.dtype.element_ty)
                 after = edited.to(tl.float32)
                 stream = after + other

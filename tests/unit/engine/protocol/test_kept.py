@@ -1,0 +1,36 @@
+"""What is kept for requests to come stays within its room, whatever comes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inspect_lens._engine.protocol.kept import BYTES_BESIDE, Kept
+
+MOST, MOST_BYTES = 4, 40 * BYTES_BESIDE
+LARGEST = MOST_BYTES // 8 - BYTES_BESIDE
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2 * LARGEST))))
+def test_it_holds_the_latest_that_fit(asked: list[tuple[int, int]]) -> None:
+    kept: Kept[int, tuple[int, int]] = Kept(MOST, MOST_BYTES)
+    order: list[tuple[int, int]] = []
+    for i, (key, nbytes) in enumerate(asked):
+        kept.keep(key, (key, i), nbytes)
+        if nbytes <= LARGEST:
+            order = [(k, n) for k, n in order if k != key] + [(key, nbytes)]
+            assert kept.get(key) == (key, i)
+        while len(order) > MOST or sum(n + BYTES_BESIDE for _, n in order) > MOST_BYTES:
+            order.pop(0)
+        assert len(kept) == len(order)
+        for k, _ in order:
+            found = kept.get(k)
+            assert found is not None
+            assert found[0] == k
+
+
+def test_a_value_that_would_fill_most_of_it_is_not_kept() -> None:
+    kept: Kept[int, str] = Kept(MOST, MOST_BYTES)
+    kept.keep(0, "fits", LARGEST)
+    kept.keep(1, "too large", LARGEST + 1)
+    assert (kept.get(0), kept.get(1)) == ("fits", None)

@@ -1,0 +1,106 @@
+"""Edits that are resolved once for all prompts, and those that are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from inspect_lens import LensRequest, SteeringVector
+from inspect_lens._engine.protocol.edits import EVERY
+from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
+from inspect_lens.spec import Ablate, Add, Gate, TokenMatch
+from tests.kit.wide_edits import wide_facts
+
+ROW = np.linspace(-1, 1, 128, dtype=np.float32)
+FACTS = wide_facts("resid_post", 128, 1, 128)
+
+
+def vector(**options: Any) -> SteeringVector:
+    shape = options.pop("shape", (1, 128))
+    return SteeringVector(activations=np.ones(shape), layer_indices=[0], **options)
+
+
+def add(**options: Any) -> Add:
+    return Add(vector=ROW, layers=[1], **options)
+
+
+ANY_PROMPT = {
+    "a vector": LensRequest(steer=[vector()]),
+    "an edit": LensRequest(edits=[Ablate(direction=ROW, layers=[0, 1])]),
+    "both, and a gate": LensRequest(
+        steer=[vector()], edits=[add(when=Gate(direction=ROW, layer=0))]
+    ),
+}
+ITS_OWN = {
+    "positions of a vector": LensRequest(steer=[vector(position_indices=[-1], shape=(1, 1, 128))]),
+    "sampled tokens": LensRequest(edits=[add(positions="completion")]),
+    "the prompt": LensRequest(edits=[add(phase="prefill")]),
+    "the last token": LensRequest(edits=[add(positions=[-1])]),
+    "some ids": LensRequest(edits=[add(positions=TokenMatch(token_ids=[3], among="completion"))]),
+    "a gate that lasts": LensRequest(
+        edits=[add(positions="completion", when=Gate(direction=ROW, layer=0, scope="rest"))]
+    ),
+    "one that suits any, and one": LensRequest(edits=[add(), add(phase="decode")]),
+}
+
+
+def sealed(request: LensRequest, n_prompt: int, n_sampled: int = 4) -> SealedEdits:
+    return seal_request_edits(request, FACTS, n_prompt, n_prompt + n_sampled)
+
+
+def same(a: SealedEdits, b: SealedEdits) -> None:
+    assert a.content == b.content
+    assert (a.until, a.taps, a.layers, a.sites) == (b.until, b.taps, b.layers, b.sites)
+    assert (a.spans, a.hashes, a.begins_with_prompt) == (b.spans, b.hashes, b.begins_with_prompt)
+    np.testing.assert_array_equal(a.named, b.named)
+    wires = [msgspec.msgpack.encode((x.packed_vectors, x.packed_edits)) for x in (a, b)]
+    assert wires[0] == wires[1]
+
+
+@pytest.mark.parametrize("name", ANY_PROMPT)
+def test_what_suits_any_prompt_is_resolved_once(name: str) -> None:
+    request = ANY_PROMPT[name]
+    one = sealed(request, 5)
+    assert sealed(request, 9, 100) is one
+    # As if it had been resolved anew.
+    same(sealed(request.model_copy(), 9, 100), one)
+    assert one.spans == {(0, EVERY)}
+    assert one.until == EVERY
+
+
+@pytest.mark.parametrize("name", ITS_OWN)
+def test_what_looks_at_the_prompt_is_resolved_for_each(name: str) -> None:
+    request = ITS_OWN[name]
+    one, other = sealed(request, 5), sealed(request, 9)
+    assert one.content != other.content
+    same(sealed(request.model_copy(), 5), one)
+    same(sealed(request.model_copy(), 9), other)
+
+
+def test_facts_of_another_engine_are_asked_anew() -> None:
+    request = ANY_PROMPT["an edit"]
+    one = sealed(request, 5)
+    assert seal_request_edits(request, replace(FACTS), 5, 9) is not one
+
+
+def test_a_request_without_edits_has_none() -> None:
+    none = sealed(LensRequest(), 5)
+    assert none is NO_EDITS
+    assert (none.until, none.layers, none.taps, len(none.named)) == (0, (), frozenset(), 0)
+
+
+@pytest.mark.parametrize("name", [*ANY_PROMPT, *ITS_OWN])
+def test_a_worker_reads_alike_requests_once_and_gates_that_last_each_time(name: str) -> None:
+    request = (ANY_PROMPT | ITS_OWN)[name]
+    there = seal(
+        request, FACTS, reply="ipc://a", n_prompt=6, max_tokens=4, epoch=lambda c: c + name
+    )
+    wire = msgspec.msgpack.encode(dict(there.pack()))
+    one, other = (Envelope.unpack(msgspec.msgpack.decode(wire)).edited for _ in range(2))
+    same(one, there.edited)
+    assert (one is other) == (name != "a gate that lasts")
