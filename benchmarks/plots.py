@@ -23,9 +23,9 @@ ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _COST: Final = (
-    "cost-h200-1", "cost-h200-2", "cost-h200-4-edits", "cost-h200-5-sites",
+    "cost-h200-1", "cost-h200-2", "cost-h200-5-sites", "cost-h200-6-families",
 )  # fmt: skip
-_FAMILIES: Final = "cost-h100-families"
+_FAMILIES: Final = ("cost-h200-6-families",)
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
 _ARMS: Final = {
@@ -108,13 +108,12 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         peers.append(Row(f"{said}, 8 requests", ratios))
     sweep = read("cpu")["steering_sweep"]["median_seconds"]
     loses = [
-        Row("256 edit programs at once, 512 requests",
-            _ratios(read, _COST[2:], "512x128", "programs-256")),
-        Row("ablation at all layers, 512 requests",
-            _ratios(read, _COST[2:], "512x128", "ablate-all")),
-        *(Row(f"{said}, 512 requests", _ratios(read, (_FAMILIES,), "512x128", arm))
-          for arm, said in (("low-rank", "low-rank edits of 8 directions"),
-                            ("qk-1", "queries and keys, one layer"))),
+        *(Row(f"{said}, 512 requests", _ratios(read, _FAMILIES, "512x128", arm))
+          for arm, said in (("programs-256", "256 edit programs at once"),
+                            ("ablate-all", "ablation at all layers"),
+                            ("low-rank", "low-rank edits of 8 directions"),
+                            ("qk-1", "queries and keys, one layer"),
+                            ("logit-lens", "logit lens, 4 layers"))),
         Row("sweep of a 4M model on a CPU, over hooks", (sweep["engine"] / sweep["hooks"],)),
     ]  # fmt: skip
     return (

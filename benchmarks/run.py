@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,17 @@ def order(arms: Sequence[str], repetition: int) -> list[str]:
 
 
 def plan(
-    loads: Sequence[str], arms: Sequence[str], repetitions: int
+    loads: Sequence[str], arms: Sequence[str], repetitions: int, warm_ups: int = 1
 ) -> Iterator[tuple[str, int, list[str]]]:
-    """Every (load, repetition, arms in order); repetition -1 warms up and is not recorded."""
+    """Every (load, repetition, arms in order); those below 0 warm up and are not recorded."""
     for load in loads:
-        for repetition in range(-1, repetitions):
+        for repetition in range(-warm_ups, repetitions):
             yield load, repetition, order(arms, repetition)
+
+
+def _seed(repetition: int) -> int:
+    """Of the prompts: those of warm-ups come again in what is recorded, with all their lengths."""
+    return repetition if repetition >= 0 else -1 - repetition
 
 
 class Bench:
@@ -66,6 +72,8 @@ class Bench:
     def start(self) -> list[str]:
         """Start every engine that an arm needs, one after the other; returns the arms to run."""
         runnable = []
+        if self.options.start_together:
+            self._start_together()
         for arm in self.options.arms:
             kind = ARMS[arm].engine
             if ARMS[arm].refusal:
@@ -83,6 +91,16 @@ class Bench:
             else:
                 runnable.append(arm)
         return runnable
+
+    def _start_together(self) -> None:
+        """Start all engines at once: sooner, where each leaves cores and memory to the others."""
+        arms = [ARMS[arm] for arm in self.options.arms if not ARMS[arm].refusal]
+        kinds = list(dict.fromkeys(arm.engine for arm in arms))
+        if self.options.served:
+            kinds = [kind for kind in kinds if not ENGINES[kind].is_hf]
+        with ThreadPoolExecutor(max_workers=len(kinds)) as pool:
+            for kind, about in zip(kinds, pool.map(self._start_engine, kinds), strict=True):
+                self.results.engines[f"{self.model}/{kind}"] = {**about, "started": "with others"}
 
     def _start_engine(self, kind: str) -> dict[str, Any]:
         if ENGINES[kind].is_peer and not self.options.peer_path:
@@ -187,9 +205,8 @@ class Bench:
 
     def run(self, arms: Sequence[str]) -> None:
         """Measure; stops with what it has when the time is up."""
-        for load, repetition, turn in plan(self.options.loads, arms, self.options.repetitions):
-            if repetition < 0 and self.options.no_warm_up:
-                continue
+        times = self.options.repetitions, self.options.warm_ups
+        for load, repetition, turn in plan(self.options.loads, arms, *times):
             for arm in turn:
                 key = (self.model, load, arm)
                 if key not in self.results.skipped:
@@ -219,7 +236,7 @@ class Bench:
             self.skip(arm, "its engine ended in an earlier run", [load])
             return
         limit = min(self.left(), self.options.run_limit)
-        asked = {"arm": arm, "load": load, "seed": max(repetition, 0), "limit_s": limit}
+        asked = {"arm": arm, "load": load, "seed": _seed(repetition), "limit_s": limit}
         started = time.monotonic()
         try:
             run = self._ask(child, limit, do="run", **asked)
@@ -295,7 +312,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--loads", nargs="+", default=["8x256", "256x128"], choices=list(LOADS))
     add("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     add("--repetitions", type=int, default=5)
-    add("--no-warm-up", action="store_true", help="record from the first run on")
+    add("--warm-ups", type=int, default=1, help="runs of each arm that are not recorded")
+    add("--start-together", action="store_true", help="start a model's engines at once")
     add("--time-limit", type=float, default=570.0, help="seconds after which to write and end")
     add("--run-limit", type=float, default=300.0, help="seconds of one run of one arm")
     add("--peer-path", default="", help="folder in which vllm-lens is unpacked")

@@ -43,7 +43,7 @@ def test_numbers_in_the_picture_are_those_of_the_files(palette: str) -> None:
     svg = (ROOT / f"docs/assets/benchmarks-{palette}.svg").read_text(encoding="utf-8")
     # From seconds, not from the ratios in the files, and without the functions that draw.
     ratios = []
-    for number in ("1", "2", "4-edits", "5-sites"):
+    for number in ("1", "2", "5-sites"):
         runs = result(f"cost-h200-{number}")["runs"]
         median = {
             run["arm"]: statistics.median(run["seconds"])
@@ -61,6 +61,38 @@ def test_numbers_in_the_picture_are_those_of_the_files(palette: str) -> None:
     ]
     said = shown(svg, "agents, 20 turns: capture and score")
     assert said == pytest.approx([statistics.median(paired), min(paired), max(paired)], abs=6e-4)
+
+
+TECHNIQUES = {
+    "ablate, clamp and add": "program",
+    "the same three, in 256 different programs": "programs-256",
+    "ablate a direction at all 32 layers": "ablate-all",
+    "add a vector where a probe fires": "gate",
+    "swap two directions": "swap",
+    "rotate a plane": "rotate",
+    "set a latent of a sparse autoencoder": "latent",
+    "a low-rank edit of 8 directions": "low-rank",
+    "mix in a stored row": "replace",
+    "add a vector and give the norm back": "renormalise",
+    "queries and keys": "qk-1",
+    "logit lens of 4 layers, top 5": "logit-lens",
+}
+
+
+@pytest.mark.parametrize("said", TECHNIQUES)
+def test_the_page_tells_what_each_technique_took(said: str) -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {said} \| (.+) \|$", page, re.MULTILINE)
+    told = dict(zip(("8x256", "256x128", "512x128"), map(float, row.split(" | ")), strict=True))
+    runs = result("cost-h200-6-families")["runs"]
+    median = {
+        (run["load"], run["arm"]): statistics.median(run["seconds"])
+        for run in runs
+        if run["model"] == "llama-8b"
+    }
+    for load, ratio in told.items():
+        took = median[load, TECHNIQUES[said]] / median[load, "default"]
+        assert ratio == pytest.approx(took, abs=6e-3)
 
 
 def test_dark_is_dark_and_light_is_light() -> None:

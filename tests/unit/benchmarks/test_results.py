@@ -44,6 +44,7 @@ def test_the_order_is_reversed_every_other_repetition_after_a_warm_up() -> None:
     assert [repetition for _, repetition, _ in turns] == [-1, 0, 1, 2]
     assert [turn for _, _, turn in turns[1:]] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
     assert order(["a"], 1) == ["a"]
+    assert [n for _, n, _ in plan(["x"], ["a"], 1, 3)] == [-3, -2, -1, 0]
 
 
 def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) -> None:

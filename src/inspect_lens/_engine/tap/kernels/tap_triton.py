@@ -105,15 +105,27 @@ def _add_both(a, b, c, d):
 
 
 @triton.jit
+def _keep(pointer):
+    """A number that all taps of a step ask for: the weights that pass by do not displace it."""
+    return tl.load(pointer, eviction_policy="evict_last")
+
+
+@triton.jit
 def _instruction(entries, factors, entry):
     """Code, row that is read and row that is written, four parameters, and the next entry."""
     at = entries + 4 * entry
     of = factors + 4 * entry
+    code, link = _keep(at), _keep(at + 3)
     return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2),
-        tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 3),
-        tl.load(at + 3),
-    )  # fmt: skip
+        code,
+        _keep(at + 1),
+        _keep(at + 2),
+        _keep(of),
+        _keep(of + 1),
+        _keep(of + 2),
+        _keep(of + 3),
+        link,
+    )
 
 
 @triton.jit
@@ -156,19 +168,26 @@ def _tap(  # noqa: C901
     BLOCK: tl.constexpr,
     IS_FUSED: tl.constexpr,
     LARGEST: tl.constexpr,
+    ROOM_FOR: tl.constexpr,
 ):
-    flag = tl.load(header + HEAD + tap)
+    # With the flag, and not behind it; whether a map describes the token is seen later.
+    ahead = header + HEAD + TAPS + 5 * tl.program_id(0)
+    coming_config = tl.load(ahead, mask=tl.program_id(0) < ROOM_FOR, other=0, volatile=True)
+    flag = _keep(header + HEAD + tap)
     if flag == 0:
         return
     # A graph runs over padding, which the maps do not describe.
-    n_tokens = tl.minimum(n_tokens, tl.load(header))
-    origin = tl.load(header + 1)
+    n_tokens = tl.minimum(n_tokens, _keep(header))
+    origin = _keep(header + 1)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
         numbers = header + HEAD + TAPS + 5 * token
-        config = tl.load(numbers, mask=(flag & 1) != 0, other=0)
-        row = tl.load(table + config * TAPS + tap)
+        config = tl.where((flag & 1) != 0, coming_config, 0)
+        ahead = numbers + 5 * tl.num_programs(0)
+        is_last = token + tl.num_programs(0) >= n_tokens
+        coming_config = tl.load(ahead, mask=~is_last, other=0, eviction_policy="evict_last")
+        row = _keep(table + config * TAPS + tap)
         group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
         first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
         place = tl.load(numbers + 2, mask=first >= 0, other=0)
@@ -186,15 +205,19 @@ def _tap(  # noqa: C901
                 seen = mine + other
                 before = tl.full((), -1.0, tl.float32)
                 delta = tl.zeros_like(mine)
-                record = tl.load(numbers + 3).to(tl.int64)
-                position = tl.load(numbers + 4) + tl.load(header + 2)
+                record = _keep(numbers + 3).to(tl.int64)
+                position = _keep(numbers + 4) + _keep(header + 2)
                 entry = row
                 while entry != 0:
                     vector = vectors + read.to(tl.int64) * ROW + offsets
-                    direction = tl.load(vector, mask=inside & (read != 0), other=0.0)
+                    direction = tl.load(
+                        vector, inside & (read != 0), other=0.0, eviction_policy="evict_last"
+                    )
                     target = vectors + write.to(tl.int64) * ROW + offsets
                     is_other = (write != 0) & (write != read)
-                    written = tl.load(target, mask=inside & is_other, other=0.0)
+                    written = tl.load(
+                        target, inside & is_other, other=0.0, eviction_policy="evict_last"
+                    )
                     written = tl.where(is_other | (write == 0), written, direction)
                     # Comes while this one is computed; entry 0, behind the last, does nothing.
                     coming = _instruction(entries, factors, link)
@@ -330,6 +353,7 @@ def launch(
         BLOCK=block,
         IS_FUSED=residual is not None,
         LARGEST=largest_norm(hidden.dtype) ** 2,
+        ROOM_FOR=(len(state.header) - HEAD - len(state.taps)) // 5,
         num_warps=warps,
         # With 1024 threads the assembler would choose 32, and spill the rest.
         maxnreg=64 if warps == 32 else None,
