@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -15,7 +16,7 @@ BYTES_BESIDE = 1 << 10
 
 
 class Kept(Generic[Key, Value]):
-    """Values by key; those that came first go when there is no more room."""
+    """Values by key; those that came first go when there is no more room. Threads may share it."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         """Start empty.
@@ -26,6 +27,7 @@ class Kept(Generic[Key, Value]):
         """
         self._most, self._most_bytes, self._nbytes = most, most_bytes, 0
         self._known: dict[Key, tuple[Value, int]] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -46,11 +48,12 @@ class Kept(Generic[Key, Value]):
         nbytes += BYTES_BESIDE
         if nbytes > self._most_bytes // 8:
             return
-        self._drop(key)
-        self._known[key] = value, nbytes
-        self._nbytes += nbytes
-        while len(self._known) > self._most or self._nbytes > self._most_bytes:
-            self._drop(next(iter(self._known)))
+        with self._lock:
+            self._drop(key)
+            self._known[key] = value, nbytes
+            self._nbytes += nbytes
+            while len(self._known) > self._most or self._nbytes > self._most_bytes:
+                self._drop(next(iter(self._known)))
 
     def _drop(self, key: Key) -> None:
         known = self._known.pop(key, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,3 +37,25 @@ def test_a_value_that_would_fill_most_of_it_is_not_kept() -> None:
     kept.keep(0, "fits", LARGEST)
     kept.keep(1, "too large", LARGEST + 1)
     assert (kept.get(0), kept.get(1)) == ("fits", None)
+
+
+def test_threads_may_keep_at_once() -> None:
+    every = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        _keep_at_once()
+    finally:
+        sys.setswitchinterval(every)
+
+
+def _keep_at_once() -> None:
+    kept: Kept[int, int] = Kept(MOST, MOST_BYTES)
+
+    def many(first: int) -> None:
+        for i in range(first, first + 2000):
+            kept.keep(i % 97, i, i % LARGEST)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(many, range(8)))
+    assert len(kept) == MOST
+    assert kept._nbytes == sum(nbytes for _, nbytes in kept._known.values())
