@@ -59,7 +59,8 @@ def steering_of(request: LensRequest, n_fed: int) -> SteerReceipt | None:
     at = [v.layer_indices for v in request.steer] + [e.layers for e in request.edits]
     vectors = [
         *(v.activations.sha256 for v in request.steer),
-        *(use.name for use in (*request.steer_named, *request.edits_named)),
+        *(use.name for use in request.steer_named),
+        *(use.name for use in request.edits_named),
         *(tensor.sha256 for edit in request.edits for tensor in edit.all_tensors),
     ]
     layers = tuple(sorted({layer for layers in at for layer in layers}))
