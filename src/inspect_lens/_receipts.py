@@ -34,6 +34,8 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
             keys.append(f"steer_named {[use.name for use in request.steer_named]}")
         if request.edits:
             keys.append("edits")
+        if request.edits_named:
+            keys.append(f"edits_named {[use.name for use in request.edits_named]}")
         if keys:
             parts.append(f"{', '.join(keys)}: the server answered without steering")
     ran = {probe.get("name") for probe in done.get("probes") or ()}

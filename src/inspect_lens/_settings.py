@@ -81,9 +81,9 @@ class Settings:
     )
     register: str = _setting(  # type: ignore[assignment]
         "",
-        "Probes, vectors and lenses to register at start: `name=path`, comma-separated; a path is "
-        "the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, `vector` "
-        "or `lens`.",
+        "Probes, vectors, edits and lenses to register at start: `name=path`, comma-separated; a "
+        "path is the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, "
+        "`vector`, `edits` or `lens`.",
     )
     registry_names: int = _setting(  # type: ignore[assignment]
         1024, "Names of probes, vectors and lenses that clients may register, together."

@@ -1,8 +1,8 @@
-"""Register probes, vectors, lenses and hooks with an engine in your own process.
+"""Register probes, vectors, edits, lenses and hooks with an engine in your own process.
 
-A server has the same at `/v1/inspect_lens/registry` and `/v1/hooks`. Probes, vectors and
-lenses are also read from INSPECT_LENS_REGISTER at start; hooks need an engine that was started with
-`INSPECT_LENS_ALLOW_CODE=1`.
+A server has the same at `/v1/inspect_lens/registry` and `/v1/hooks`. Probes, vectors,
+edits and lenses are also read from INSPECT_LENS_REGISTER at start; hooks need an engine that was
+started with `INSPECT_LENS_ALLOW_CODE=1`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inspect_lens.errors import LensError, UnsupportedError
-from inspect_lens.spec import EngineLens, EngineProbe, Hook, LensEntry, SteeringVector, parse_hooks
+from inspect_lens.spec import EngineLens, EngineProbe, Hook, LensEntry, Registrable, parse_hooks
 
 __all__ = [
     "clear_hook_results",
@@ -28,15 +28,14 @@ __all__ = [
 ]
 
 
-def register(
-    llm: Any, name: str, item: EngineProbe | SteeringVector | EngineLens, *, replace: bool = False
-) -> dict[str, Any]:
-    """Give a probe, a vector or a lens a name that requests to an offline engine can use.
+def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -> dict[str, Any]:
+    """Give a probe, a vector, edits or a lens a name that requests to an offline engine can use.
 
     Args:
         llm: a `vllm.LLM` of this process.
         name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe,
-            `{"inspect_lens": {"steer_named": [name]}}` for a vector, and
+            `{"inspect_lens": {"steer_named": [name]}}` for a vector,
+            `{"inspect_lens": {"edits_named": [name]}}` for edits, and
             `{"inspect_lens": {"lens": {"name": name}}}` for a lens.
         item: what to register; the same content twice is fine.
         replace: whether the name may stand for something else so far.
@@ -108,7 +107,7 @@ def unregister(llm: Any, name: str) -> None:
 
 
 def registered() -> dict[str, dict[str, Any]]:
-    """List registered probes, vectors and lenses.
+    """List registered probes, vectors, edits and lenses.
 
     Returns:
         By name: kind, sha256, layers.

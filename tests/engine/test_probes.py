@@ -12,7 +12,7 @@ from inspect_lens import SteeringVector
 from inspect_lens.engine import register, registered, unregister
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.probe import pool_scores
-from inspect_lens.spec import EngineProbe
+from inspect_lens.spec import Ablate, Add, EngineEdits, EngineProbe
 
 from .conftest import HIDDEN, LAYERS, Engine, tokens
 
@@ -133,6 +133,34 @@ def test_a_named_vector_steers_as_its_content_does(engine: Engine) -> None:
     unregister(engine.llm, "v")
     with pytest.raises(SpecError, match="no vector is registered as 'v'"):
         engine.run([prompt], by_name)
+
+
+def test_named_edits_do_what_their_content_does(engine: Engine) -> None:
+    first, second = RNG.normal(size=(2, HIDDEN))
+    ablate = Ablate(direction=first, layers=[0, 1])
+    own = Add(vector=second, layers=[1], scale=6.0)
+    register(engine.llm, "edits", EngineEdits(edits=[ablate]))
+    prompt = tokens(30)
+    asked = [
+        {"inspect_lens": {"edits_named": ["edits"]}},
+        {"inspect_lens": {"edits_named": "edits", "edits": [own]}},
+        {"inspect_lens": {"edits": [ablate]}},
+        {"inspect_lens": {"edits": [ablate, own]}},
+        {"inspect_lens": {"edits": [own, ablate]}},
+    ]
+    found = engine.run([prompt] * len(asked), asked, max_tokens=12, logprobs=5)
+    by_name, with_own, content, together, other_order = (
+        [dict(step) for step in output.outputs[0].logprobs] for output in found
+    )
+    assert by_name == content
+    # What is named acts first.
+    assert with_own == together != other_order
+    for named, plain in ((0, 2), (1, 3)):
+        steers = [found[i].inspect_lens.steer for i in (named, plain)]
+        assert steers[0].vectors == steers[1].vectors
+    unregister(engine.llm, "edits")
+    with pytest.raises(SpecError, match="no edits are registered as 'edits'"):
+        engine.run([prompt], asked[0])
 
 
 def test_many_configurations_run_in_one_batch(engine: Engine) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from inspect_lens import SteeringVector
 from inspect_lens.probe import Probe, load_probe
-from inspect_lens.spec import EngineProbe
+from inspect_lens.spec import Add, EngineEdits, EngineProbe
 
 pytestmark = pytest.mark.engine
 
@@ -94,7 +94,10 @@ def test_an_alarm_stops_each_of_several_choices(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"name": "x"}, "'probe', 'vector' and 'lens'"),
+        ({"name": "x"}, "'probe', 'vector', 'edits' and 'lens'"),
+        ({"name": "x", "edits": []}, "one or more"),
+        ({"name": "x", "edits": [{"op": "ablate", "direction": [1.0], "layers": [0]}]}, "256"),
+        ({"name": "x", "edits": [{"op": "forget"}]}, "forget"),
         ({"name": "", "vector": {"activations": [[0.0] * 256], "layer_indices": [0]}}, "name="),
         ({"name": "x", "vector": {"activations": [[1.0] * 5], "layer_indices": [0]}}, "256 wide"),
         ({"name": "x", "probe": {"layers": [1], "tensors": {"wait": [[1.0]]}}}, "wait"),
@@ -128,6 +131,23 @@ def test_a_vector_is_registered_and_steers(client: httpx.Client) -> None:
     assert taken.status_code == 400
     assert "other content" in taken.json()["error"]["message"]
     assert client.delete(f"{REGISTRY}/v").status_code == 200
+
+
+def test_edits_are_registered_and_act(client: httpx.Client) -> None:
+    edits = EngineEdits(edits=[Add(vector=np.ones(256), layers=[1], scale=8.0)])
+    body = {"name": "e", "edits": [edit.model_dump(mode="json") for edit in edits.edits]}
+    told = client.post(REGISTRY, json=body).json()
+    assert told == {"name": "e", **edits.reference()}
+    assert client.get(REGISTRY).json()["e"] == edits.reference()
+    named = client.post("/v1/chat/completions", json=ask({"edits_named": ["e"]})).json()
+    inline = client.post("/v1/chat/completions", json=ask({"edits": body["edits"]})).json()
+    assert named["choices"][0]["message"] == inline["choices"][0]["message"]
+    steers = [answer["inspect_lens"]["steer"] for answer in (named, inline)]
+    assert steers[0]["vectors"] == steers[1]["vectors"] != []
+    assert client.delete(f"{REGISTRY}/e").status_code == 200
+    gone = client.post("/v1/chat/completions", json=ask({"edits_named": ["e"]}))
+    assert gone.status_code == 400
+    assert "no edits" in gone.json()["error"]["message"]
 
 
 def test_the_servers_own_documentation_lists_our_routes(client: httpx.Client) -> None:

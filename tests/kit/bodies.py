@@ -48,11 +48,12 @@ _ODD: list[Any] = [
     {"inspect_lens": {}}, [{}], [[1.0] * 3], "[", "[" * 5000, "null", '{"capture": {}}',
 ]  # fmt: skip
 _KEYS = (
-    "capture", "steer", "steer_named", "probes", "hooks", "qk", "layers", "positions", "phase",
-    "reduce", "dtype", "site", "transport", "name", "aggregate", "tokens", "alarm", "threshold",
-    "scale", "norm_match", "position_indices", "layer_indices", "activations", "shape", "data",
-    "compression", "inspect_lens", "_inspect_lens", "output_residual_stream", "lens", "extra_args",
-    "vllm_xargs", "extra_body", "capture_layers", "steering_vectors", "output_residual_streem",
+    "capture", "steer", "steer_named", "edits_named", "probes", "hooks", "qk", "layers",
+    "positions", "phase", "reduce", "dtype", "site", "transport", "name", "aggregate", "tokens",
+    "alarm", "threshold", "scale", "norm_match", "position_indices", "layer_indices", "activations",
+    "shape", "data", "compression", "inspect_lens", "_inspect_lens", "output_residual_stream",
+    "lens", "extra_args", "vllm_xargs", "extra_body", "capture_layers", "steering_vectors",
+    "output_residual_streem",
 )  # fmt: skip
 
 
@@ -112,6 +113,7 @@ def lens_part(rng: Random) -> dict[str, Any]:
             "steer": [_vector(rng) for _ in range(rng.randrange(1, 3))],
             "probes": [_use(rng)],
             "steer_named": [rng.choice(["v", "nobody"])],
+            "edits_named": [rng.choice(["e", "nobody"])],
             "qk": {"layers": [1]},
             "skip_reading_prefix_cache": True,
         }

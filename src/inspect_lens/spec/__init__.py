@@ -52,6 +52,8 @@ from .edits import (
     Clamp,
     Edit,
     EditBase,
+    EditsUse,
+    EngineEdits,
     Gate,
     Insert,
     Instruction,
@@ -95,6 +97,7 @@ from .engine._sites import (
 )
 from .request._body import BodyParts, lens_args, split_body
 from .request._encode import to_extra_args, to_wire_args
+from .request._registrable import Registrable
 from .request._request import LensRequest, forget_parsed, parse_extra_args
 from .values._arrays import as_tensor_data
 from .values._names import check_function_name, check_name
@@ -156,6 +159,8 @@ __all__ = [
     "DType",
     "Edit",
     "EditBase",
+    "EditsUse",
+    "EngineEdits",
     "EngineFacts",
     "EngineLens",
     "EnginePath",
@@ -191,6 +196,7 @@ __all__ = [
     "Receipt",
     "Reconstruct",
     "Reduce",
+    "Registrable",
     "Renormalise",
     "Replace",
     "ResolvedLens",

@@ -22,20 +22,23 @@ from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.http.shared_payloads import open_door
+from inspect_lens._vllm.registered.items import parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.prompt_rows import keeps_rows
-from inspect_lens._vllm.registered.registry import Given, Registry, parse_shared, start_items
+from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.sealed_batches import SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks.process import Sinks
 from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
+    EngineEdits,
     EngineFacts,
     EngineLens,
     EngineProbe,
     LensEntry,
     LensRequest,
+    Registrable,
     check_engine_lens,
     check_probe,
     check_request,
@@ -165,7 +168,7 @@ class FrontEnd:
             cache.clear()
 
     def register(
-        self, name: str, item: Given, *, replace: bool = False
+        self, name: str, item: Registrable, *, replace: bool = False
     ) -> EngineProbe | LensEntry | None:
         """Note a name; the workers are told by the caller.
 
@@ -178,7 +181,7 @@ class FrontEnd:
         self.check(name, item, replace=replace)
         return self.registry.add(name, item, replace=replace)
 
-    def check(self, name: str, item: Given, *, replace: bool = False) -> None:
+    def check(self, name: str, item: Registrable, *, replace: bool = False) -> None:
         """Judge what is to be registered.
 
         A process may have had several engines; what one of them can use is taken, and each request
@@ -198,6 +201,8 @@ class FrontEnd:
                     check_probe(item, facts, f"probe {name!r}")
                 elif isinstance(item, EngineLens):
                     check_engine_lens(item, facts, f"lens {name!r}")
+                elif isinstance(item, EngineEdits):
+                    check_request(LensRequest(edits=item.edits), facts)
                 else:
                     check_request(LensRequest(steer=(item,)), facts)
                 return

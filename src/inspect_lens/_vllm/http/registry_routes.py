@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from inspect_lens._vllm.metrics import refused_as
+from inspect_lens._vllm.registered.items import parse_item
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
-from inspect_lens._vllm.registered.registry import parse_item
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
     EngineFacts,

@@ -1,4 +1,4 @@
-"""Probes, steering vectors and lenses that requests refer to by name."""
+"""Probes, steering vectors, edits and lenses that requests refer to by name."""
 
 from __future__ import annotations
 
@@ -7,41 +7,28 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from inspect_lens._engine.protocol.envelope import Envelope, uses_of
 from inspect_lens._settings import Settings
-from inspect_lens.errors import ArtifactError, CapacityError, SpecError
-from inspect_lens.lens import is_lens, load_lens
-from inspect_lens.probe import Probe, load_probe
+from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
-    EngineLens,
+    Edit,
+    EngineEdits,
     EngineProbe,
     LensEntry,
     LensRequest,
     ProbeUse,
+    Registrable,
     SteeringVector,
-    TensorLimits,
     check_name,
-    explain,
-    shown,
 )
 
+from .items import WORDS, Item, kept_of, nbytes_of
 from .probe_scores import Reads
 from .shared_names import SharedNames
 
-__all__ = ["Given", "Item", "Registry", "parse_item", "parse_shared", "start_items"]
-
-Item = EngineProbe | SteeringVector | LensEntry
-"""What a front-end keeps; of a lens, the workers have the tensors."""
-
-Given = EngineProbe | SteeringVector | EngineLens
-"""What is given to be registered."""
-
-_WORDS = {EngineProbe: "probe", SteeringVector: "vector", LensEntry: "lens", None: "name"}
+__all__ = ["Registry"]
 
 _READS_MOST = 64
 
@@ -50,7 +37,7 @@ class Registry:
     """What one front-end process knows by name, or several together."""
 
     def __init__(
-        self, items: Mapping[str, Given] | None = None, settings: Settings | None = None
+        self, items: Mapping[str, Registrable] | None = None, settings: Settings | None = None
     ) -> None:
         """Know some names from the start.
 
@@ -72,7 +59,7 @@ class Registry:
         """By identity of what is sent of the uses."""
         for name, item in (items or {}).items():
             check_name(name)
-            self._items[name] = _kept(item)
+            self._items[name] = kept_of(item)
         self._changed()
 
     @property
@@ -114,23 +101,23 @@ class Registry:
                     self._changed()
             yield
 
-    def check(self, name: str, item: Given, *, replace: bool = False) -> None:
+    def check(self, name: str, item: Registrable, *, replace: bool = False) -> None:
         """Refuse what `add` would refuse now, before workers are told of it.
 
         Raises:
             LensError: see `add`.
         """
         with self._changing():
-            self._check(name, _kept(item), replace=replace)
+            self._check(name, kept_of(item), replace=replace)
 
     def add(
-        self, name: str, item: Given, *, replace: bool = False
+        self, name: str, item: Registrable, *, replace: bool = False
     ) -> EngineProbe | LensEntry | None:
         """Register something.
 
         Args:
             name: for requests.
-            item: a probe, a vector or a lens.
+            item: a probe, a vector, edits or a lens.
             replace: whether the name may stand for something else so far.
 
         Returns:
@@ -140,7 +127,7 @@ class Registry:
             SpecError: the name is empty, or stands for something else; or the item is too large.
             CapacityError: as much is registered as the settings allow, or the disk is full.
         """
-        kept = _kept(item)
+        kept = kept_of(item)
         with self._changing():
             self._check(name, kept, replace=replace)
             known = self._items.get(name)
@@ -176,10 +163,10 @@ class Registry:
         if isinstance(item, LensEntry):
             self._check_room(name, item)
             return
-        others = sum(_nbytes(i) for n, i in self._items.items() if n != name)
-        if others + _nbytes(item) > limits.registry_bytes:
+        others = sum(nbytes_of(i) for n, i in self._items.items() if n != name)
+        if others + nbytes_of(item) > limits.registry_bytes:
             raise CapacityError(
-                f"{name!r} has {_nbytes(item)} bytes, others have {others}, and allowed are "
+                f"{name!r} has {nbytes_of(item)} bytes, others have {others}, and allowed are "
                 f"{limits.registry_bytes}; remove some, or raise INSPECT_LENS_REGISTRY_BYTES"
             )
 
@@ -225,7 +212,7 @@ class Registry:
         return {name: item.reference() for name, item in sorted(self._items.items())}
 
     def resolve(self, request: LensRequest) -> LensRequest:
-        """Put vectors and lenses in the place of their names, and check the names of probes.
+        """Put vectors, edits and lenses in the place of their names, and check the names of probes.
 
         Raises:
             SpecError: a name is not registered, or stands for another kind; or a lens does not
@@ -236,6 +223,7 @@ class Registry:
             if not isinstance(entry, LensEntry):
                 raise SpecError(f"lens.name: {self._unknown(name, LensEntry)}")
             request = request.model_copy(update={"lens": entry.resolve(request.lens)})
+        request = self._with_edits(request)
         if not request.steer_named and not request.probes:
             return request
         for use in request.probes:
@@ -253,6 +241,18 @@ class Registry:
         if not vectors:
             return request
         return request.model_copy(update={"steer": (*request.steer, *vectors), "steer_named": ()})
+
+    def _with_edits(self, request: LensRequest) -> LensRequest:
+        if not request.edits_named:
+            return request
+        found: list[Edit] = []
+        for named in request.edits_named:
+            item = self._items.get(named.name)
+            if not isinstance(item, EngineEdits):
+                raise SpecError(f"edits_named: {self._unknown(named.name, EngineEdits)}")
+            found += item.edits
+        changes = {"edits": (*found, *request.edits), "edits_named": ()}
+        return request.model_copy(update=changes)
 
     def reads(self, uses: tuple[ProbeUse, ...]) -> Reads:
         """How uses of registered probes are read; the same object for the same uses.
@@ -304,92 +304,9 @@ class Registry:
 
     def _unknown(self, name: str, kind: type[Item] | None = None) -> str:
         known = [n for n, i in self._items.items() if kind is None or isinstance(i, kind)]
+        verb = "are" if kind is EngineEdits else "is"
         return (
-            f"no {_WORDS[kind]} is registered as {name!r}; registered are "
+            f"no {WORDS[kind]} {verb} registered as {name!r}; registered are "
             f"{sorted(known) or 'none'}; register it with POST /v1/inspect_lens/registry, "
             "inspect_lens.engine.register or INSPECT_LENS_REGISTER"
         )
-
-
-def _kept(item: Given) -> Item:
-    """What is kept of something that is registered."""
-    return item.entry if isinstance(item, EngineLens) else item
-
-
-def _nbytes(item: Item) -> int:
-    if isinstance(item, LensEntry):
-        return 0  # of the workers; they have a limit of their own
-    if isinstance(item, EngineProbe):
-        return sum(tensor.nbytes for tensor in item.tensors.values())
-    return item.activations.nbytes
-
-
-def parse_item(body: Mapping[str, Any], limits: TensorLimits | None = None) -> tuple[str, Given]:
-    """Read `{"name": …, "probe": {…}}`, or `vector` or `lens` in the place of `probe`.
-
-    Args:
-        body: the JSON.
-        limits: of the engine; tensors that it has no use for are not unpacked.
-
-    Raises:
-        SpecError: anything else.
-    """
-    kinds: dict[str, type[Given]] = {
-        "probe": EngineProbe,
-        "vector": SteeringVector,
-        "lens": EngineLens,
-    }
-    given = [kind for kind in kinds if kind in body]
-    if len(given) != 1 or set(body) - {"name", *kinds}:
-        raise SpecError(
-            f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
-            "of 'probe', 'vector' and 'lens'"
-        )
-    name = check_name(body.get("name"))
-    context = None if limits is None else limits.context
-    try:
-        return name, kinds[given[0]].model_validate(body[given[0]], context=context)
-    except ValidationError as error:
-        raise SpecError(f"{given[0]}: {explain(error)}") from None
-
-
-def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
-    """Read what another front-end of the same engine keeps of a registered name."""
-    if "entry" in body:
-        return body["name"], LensEntry.model_validate(body["entry"])
-    name, item = parse_item(body)
-    return name, _kept(item)
-
-
-def start_items(setting: str) -> dict[str, Given]:
-    """Read what INSPECT_LENS_REGISTER names.
-
-    Args:
-        setting: `name=path` pairs, separated by commas; a path is the folder of a trained probe
-            or of a fitted lens, or a JSON file as `parse_item` reads it.
-
-    Returns:
-        The items by name.
-
-    Raises:
-        SpecError: a pair or a file that cannot be read.
-    """
-    items: dict[str, Given] = {}
-    for pair in filter(None, (part.strip() for part in setting.split(","))):
-        name, equals, path = pair.partition("=")
-        if not equals:
-            raise SpecError(f"INSPECT_LENS_REGISTER: {pair!r}; give name=path, comma-separated")
-        try:
-            if is_lens(path):
-                items[name] = load_lens(path).for_engine()
-            elif Path(path).is_dir():
-                probe = load_probe(path)
-                if not isinstance(probe, Probe):
-                    raise ValueError(f"a {type(probe).__name__} has no form for the engine yet")
-                items[name] = probe.for_engine()
-            else:
-                body = json.loads(Path(path).read_text(encoding="utf-8"))
-                items[name] = parse_item({"name": name, **body})[1]
-        except (OSError, ValueError, ArtifactError) as error:
-            raise SpecError(f"INSPECT_LENS_REGISTER: {name}={path}: {error}") from None
-    return items

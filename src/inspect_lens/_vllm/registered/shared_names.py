@@ -24,16 +24,16 @@ import numpy as np
 from inspect_lens._engine.collect.temp_dirs import PREFIX, hold, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
-from inspect_lens.spec import EngineProbe, LensEntry, SteeringVector
+from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry, SteeringVector
+
+from .items import Item
 
 __all__ = ["SharedNames", "folder_of_siblings"]
-
-Item = EngineProbe | SteeringVector | LensEntry
-
 
 _KINDS: Final[Mapping[type, str]] = {
     EngineProbe: "probe",
     SteeringVector: "vector",
+    EngineEdits: "edits",
     LensEntry: "entry",
 }
 """Key of each kind in a file."""

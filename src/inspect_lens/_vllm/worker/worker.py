@@ -30,7 +30,7 @@ from inspect_lens._vllm.model.find_layers import decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
 from inspect_lens._vllm.model.submodules import block_module, check_reduced
 from inspect_lens._vllm.model.unembedding import VocabHead
-from inspect_lens._vllm.registered.registry import start_items
+from inspect_lens._vllm.registered.items import start_items
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
@@ -38,7 +38,7 @@ from inspect_lens.spec import (
     EngineProbe,
     LensEntry,
     LensKind,
-    SteeringVector,
+    Registrable,
     TapPoint,
     check_engine_lens,
     rows_for,
@@ -129,8 +129,8 @@ def register(worker: Any, item: dict[str, Any], remove: bool = False) -> bool | 
     return stepper is not None
 
 
-def _know(stepper: LensStepper, item: EngineProbe | EngineLens | SteeringVector) -> None:
-    """Make something known that workers have to have; vectors come with each request."""
+def _know(stepper: LensStepper, item: Registrable) -> None:
+    """Make something known that workers have to have; vectors and edits come with requests."""
     if isinstance(item, EngineProbe):
         stepper.probes.add(item)
     elif isinstance(item, EngineLens):

@@ -169,7 +169,8 @@ def _under(
         changes["steer"] = (*made.steer, *scope.steer)
     if scope.lens is not None and made.lens is None:
         changes["lens"] = scope.lens
-    if scope.edits and (not made.edits or _edits(made) in map(_edits, inherited)):
+    edits = bool(made.edits or made.edits_named)
+    if scope.edits and (not edits or _edits(made) in map(_edits, inherited)):
         changes["edits"] = (*made.edits, *scope.edits)
     theirs = [use for config in inherited for use in config.probes]
     names = {use.name for use in scope.probes}
@@ -185,9 +186,9 @@ def _steering(request: LensRequest) -> object:
     return [vector.reference() for vector in request.steer], request.steer_named
 
 
-def _edits(request: LensRequest) -> list[dict[str, Any]]:
+def _edits(request: LensRequest) -> object:
     """Edits of a request, to be compared: tensors by their hash."""
-    return [edit.reference() for edit in request.edits]
+    return [edit.reference() for edit in request.edits], request.edits_named
 
 
 def declines_steering(extra_body: Mapping[str, Any] | None) -> bool:

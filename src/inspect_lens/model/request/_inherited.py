@@ -62,6 +62,7 @@ class Around(NamedTuple):
                 for v in source.steer
             ]
             words += [f"registered vector {use.name!r}" for use in source.steer_named]
+            words += [f"registered edits {use.name!r}" for use in source.edits_named]
             words += [f"edit {edit.op!r}, layers {list(edit.layers)}" for edit in source.edits]
             if words:
                 parts.append(f"{where} steers ({'; '.join(words)})")

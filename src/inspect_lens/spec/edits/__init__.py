@@ -20,6 +20,7 @@ from ._instruction import (
 )
 from ._latent import Latent, LatentMode
 from ._latents import MOST_LATENTS, Latents, Reconstruct
+from ._named import EditsUse, EngineEdits
 from ._rows import Renormalise, Replace, Zero
 from ._sampled import check_token_ids, sampled_match, token_gate, token_gate_key
 from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
@@ -43,6 +44,8 @@ __all__ = [
     "Clamp",
     "Edit",
     "EditBase",
+    "EditsUse",
+    "EngineEdits",
     "Gate",
     "Insert",
     "Instruction",

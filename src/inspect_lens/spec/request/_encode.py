@@ -45,7 +45,8 @@ def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
     capture = request.capture
     chosen = capture is not None and not capture.is_plain
     chosen = chosen or any(v.site != RESID_POST or v.phase != "both" for v in request.steer)
-    chosen = chosen or bool(request.steer_named or request.probes or request.edits)
+    named = request.steer_named or request.edits_named or request.probes
+    chosen = chosen or bool(named or request.edits)
     chosen = chosen or request.lens is not None or request.sink is not None
     if capture is not None and request.qk is not None:
         # The keys have one transport for both.

@@ -22,7 +22,7 @@ from inspect_lens.spec.asks._probe import ProbeUse
 from inspect_lens.spec.asks._qk import QKSpec
 from inspect_lens.spec.asks._sink import SinkUse
 from inspect_lens.spec.asks._steer import SteeringVector, VectorUse
-from inspect_lens.spec.edits import Edit, parse_edits
+from inspect_lens.spec.edits import Edit, EditsUse, parse_edits
 from inspect_lens.spec.engine._limits import TensorLimits, limits_of
 from inspect_lens.spec.values._dump import WireModel
 from inspect_lens.spec.values._strict import Flag, explain, shown
@@ -71,6 +71,9 @@ class LensRequest(WireModel):
     edits: tuple[Edit, ...] = ()
     """Other edits of the stream, in this order and behind the vectors of `steer`."""
 
+    edits_named: tuple[EditsUse, ...] = ()
+    """Registered edits, which act before those of `edits`; names will do."""
+
     probes: tuple[ProbeUse, ...] = ()
     """Registered probes to apply to each token inside the engine; names will do."""
 
@@ -90,10 +93,10 @@ class LensRequest(WireModel):
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
-    @field_validator("steer_named", "probes", mode="before")
+    @field_validator("steer_named", "edits_named", "probes", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        if isinstance(value, str | Mapping | ProbeUse | VectorUse):
+        if isinstance(value, str | Mapping | ProbeUse | VectorUse | EditsUse):
             value = [value]
         if isinstance(value, list | tuple):
             return tuple({"name": v} if isinstance(v, str) else v for v in value)

@@ -39,7 +39,9 @@ PLACES = ("vllm_xargs", "extra_args")
 """Fields of a request body that may hold lens keys, beside its top level."""
 VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
-_FIELDS = ("capture", "steer", "steer_named", "probes", "hooks", "qk", "lens", "sink")
+_FIELDS = (
+    "capture", "steer", "steer_named", "edits_named", "probes", "hooks", "qk", "lens", "sink",
+)  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
     "capture_layers": "it is an argument of clients; the key is 'output_residual_stream'",
     "steering_vectors": "it is an argument of clients; the key is 'apply_steering_vectors'",

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.registered.registry import Registry, parse_item, parse_shared, start_items
+from inspect_lens._vllm.registered.items import parse_item, parse_shared, start_items
+from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.lens import Lens, LensCard
@@ -78,7 +79,7 @@ def test_the_devices_have_room_for_so_many() -> None:
 def test_bodies_of_http() -> None:
     name, item = parse_item({"name": "j", "lens": lens().model_dump(mode="json")})
     assert (name, item.reference()) == ("j", lens().reference())
-    with pytest.raises(SpecError, match="'probe', 'vector' and 'lens'"):
+    with pytest.raises(SpecError, match="'probe', 'vector', 'edits' and 'lens'"):
         parse_item({"name": "j", "entry": lens().entry.model_dump()})
 
 

@@ -14,8 +14,9 @@ from pydantic import TypeAdapter
 
 pytest.importorskip("vllm")
 
+from inspect_lens._vllm.registered.items import parse_item, start_items
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
-from inspect_lens._vllm.registered.registry import Registry, parse_item, start_items
+from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.probe import Probe, load_probe, pool_scores
 from inspect_lens.spec import EngineProbe, LensRequest, ProbeReceipt, SteeringVector

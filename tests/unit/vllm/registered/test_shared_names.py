@@ -17,10 +17,11 @@ pytest.importorskip("vllm")
 
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.registered.registry import Registry, parse_item
+from inspect_lens._vllm.registered.items import parse_item
+from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens.errors import CapacityError, SpecError
-from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
+from inspect_lens.spec import Ablate, EngineEdits, EngineProbe, LensRequest, SteeringVector, Zero
 from tests.unit.vllm.frontend.test_front import config, facts
 
 
@@ -64,6 +65,26 @@ def test_what_one_server_takes_the_other_knows_whole(two: tuple[Registry, Regist
         with pytest.raises(SpecError, match="other content"):
             registry.add("p", probe(2.0))
         registry.add("p", probe(1.0))  # the same content is fine
+
+
+def test_edits_are_known_whole_too(two: tuple[Registry, Registry]) -> None:
+    edits = EngineEdits(edits=[Ablate(direction=np.arange(8.0), layers=[0, 2])])
+    two[0].add("e", edits)
+    own = Zero(layers=[1])
+    for registry in two:
+        assert registry.describe()["e"] == edits.reference()
+        made = registry.resolve(LensRequest(edits_named="e", edits=[own]))
+        assert [edit.reference() for edit in made.edits] == [
+            edit.reference() for edit in (*edits.edits, own)
+        ]
+        assert made.edits_named == ()
+        with pytest.raises(SpecError, match="no vector is registered as 'e'"):
+            registry.resolve(LensRequest(steer_named=["e"]))
+        with pytest.raises(SpecError, match="no probe is registered as 'e'"):
+            registry.resolve(LensRequest(probes=["e"]))
+    other = EngineEdits(edits=[Ablate(direction=np.arange(8.0) + 1, layers=[0, 2])])
+    with pytest.raises(SpecError, match="other content"):
+        two[1].add("e", other)
 
 
 def test_a_name_that_is_removed_is_free_everywhere(two: tuple[Registry, Registry]) -> None:

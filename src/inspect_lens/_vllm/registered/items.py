@@ -1,0 +1,137 @@
+"""What can be registered: its kinds, how it is read, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.lens import is_lens, load_lens
+from inspect_lens.probe import Probe, load_probe
+from inspect_lens.spec import (
+    EngineEdits,
+    EngineLens,
+    EngineProbe,
+    LensEntry,
+    Registrable,
+    SteeringVector,
+    TensorLimits,
+    check_name,
+    explain,
+    shown,
+)
+
+__all__ = [
+    "WORDS",
+    "Item",
+    "kept_of",
+    "nbytes_of",
+    "parse_item",
+    "parse_shared",
+    "start_items",
+]
+
+Item = EngineProbe | SteeringVector | EngineEdits | LensEntry
+"""What a front-end keeps; of a lens, the workers have the tensors."""
+
+WORDS = {
+    EngineProbe: "probe",
+    SteeringVector: "vector",
+    EngineEdits: "edits",
+    LensEntry: "lens",
+    None: "name",
+}
+
+
+def kept_of(item: Registrable) -> Item:
+    """What is kept of something that is registered."""
+    return item.entry if isinstance(item, EngineLens) else item
+
+
+def nbytes_of(item: Item) -> int:
+    if isinstance(item, LensEntry):
+        return 0  # of the workers; they have a limit of their own
+    if isinstance(item, EngineProbe):
+        return sum(tensor.nbytes for tensor in item.tensors.values())
+    return item.nbytes if isinstance(item, EngineEdits) else item.activations.nbytes
+
+
+def parse_item(
+    body: Mapping[str, Any], limits: TensorLimits | None = None
+) -> tuple[str, Registrable]:
+    """Read `{"name": …, "probe": {…}}`, or `vector`, `edits` or `lens` in the place of `probe`.
+
+    Args:
+        body: the JSON.
+        limits: of the engine; tensors that it has no use for are not unpacked.
+
+    Raises:
+        SpecError: anything else.
+    """
+    kinds: dict[str, type[Registrable]] = {
+        "probe": EngineProbe,
+        "vector": SteeringVector,
+        "edits": EngineEdits,
+        "lens": EngineLens,
+    }
+    given = [kind for kind in kinds if kind in body]
+    if len(given) != 1 or set(body) - {"name", *kinds}:
+        raise SpecError(
+            f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
+            "of 'probe', 'vector', 'edits' and 'lens'"
+        )
+    name = check_name(body.get("name"))
+    context = None if limits is None else limits.context
+    try:
+        value = body[given[0]]
+        if given[0] == "edits" and not isinstance(value, Mapping):
+            value = {"edits": value}
+        return name, kinds[given[0]].model_validate(value, context=context)
+    except ValidationError as error:
+        raise SpecError(f"{given[0]}: {explain(error)}") from None
+
+
+def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
+    """Read what another front-end of the same engine keeps of a registered name."""
+    if "entry" in body:
+        return body["name"], LensEntry.model_validate(body["entry"])
+    name, item = parse_item(body)
+    return name, kept_of(item)
+
+
+def start_items(setting: str) -> dict[str, Registrable]:
+    """Read what INSPECT_LENS_REGISTER names.
+
+    Args:
+        setting: `name=path` pairs, separated by commas; a path is the folder of a trained probe
+            or of a fitted lens, or a JSON file as `parse_item` reads it.
+
+    Returns:
+        The items by name.
+
+    Raises:
+        SpecError: a pair or a file that cannot be read.
+    """
+    items: dict[str, Registrable] = {}
+    for pair in filter(None, (part.strip() for part in setting.split(","))):
+        name, equals, path = pair.partition("=")
+        if not equals:
+            raise SpecError(f"INSPECT_LENS_REGISTER: {pair!r}; give name=path, comma-separated")
+        try:
+            if is_lens(path):
+                items[name] = load_lens(path).for_engine()
+            elif Path(path).is_dir():
+                probe = load_probe(path)
+                if not isinstance(probe, Probe):
+                    raise ValueError(f"a {type(probe).__name__} has no form for the engine yet")
+                items[name] = probe.for_engine()
+            else:
+                body = json.loads(Path(path).read_text(encoding="utf-8"))
+                items[name] = parse_item({"name": name, **body})[1]
+        except (OSError, ValueError, ArtifactError) as error:
+            raise SpecError(f"INSPECT_LENS_REGISTER: {name}={path}: {error}") from None
+    return items
