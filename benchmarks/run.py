@@ -46,7 +46,7 @@ def plan(
 
 
 def _seed(repetition: int) -> int:
-    """Of the prompts: those of warm-ups come again in what is recorded, with all their lengths."""
+    """Seed of the prompts: warm-ups have those of the first repetitions, and so their lengths."""
     return repetition if repetition >= 0 else -1 - repetition
 
 
@@ -98,7 +98,7 @@ class Bench:
         kinds = list(dict.fromkeys(arm.engine for arm in arms))
         if self.options.served:
             kinds = [kind for kind in kinds if not ENGINES[kind].is_hf]
-        with ThreadPoolExecutor(max_workers=len(kinds)) as pool:
+        with ThreadPoolExecutor(max_workers=max(1, len(kinds))) as pool:
             for kind, about in zip(kinds, pool.map(self._start_engine, kinds), strict=True):
                 self.results.engines[f"{self.model}/{kind}"] = {**about, "started": "with others"}
 

@@ -86,7 +86,7 @@ class Settings:
         "`vector`, `edits` or `lens`.",
     )
     registry_names: int = _setting(  # type: ignore[assignment]
-        1024, "Names of probes, vectors and lenses that clients may register, together."
+        1024, "Names of probes, vectors, edits and lenses that clients may register, together."
     )
     registry_bytes: int = _setting(  # type: ignore[assignment]
         1 << 30, "Bytes of probes and vectors that clients may register, together."

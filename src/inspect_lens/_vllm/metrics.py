@@ -185,9 +185,13 @@ def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> No
         has_hooks: whether hooks run on it, its own or those of every request.
     """
     asked = (
-        *(request.capture is not None, request.steer or request.steer_named),
-        *(request.edits or request.edits_named,),
-        *(request.probes, request.lens is not None, request.qk is not None, has_hooks),
+        request.capture is not None,
+        request.steer or request.steer_named,
+        request.edits or request.edits_named,
+        request.probes,
+        request.lens is not None,
+        request.qk is not None,
+        has_hooks,
     )
     for kind, is_asked in zip(KINDS, asked, strict=True):
         if is_asked:

@@ -95,3 +95,12 @@ def test_keys_and_values(text: str, found: tuple[str, Any]) -> None:
 def test_without_a_key_the_error_says_what_is_wanted(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="KEY=JSON"):
         key_and_json(text)
+
+
+@pytest.mark.parametrize("words", [[], ["--served"], ["--engine-option", "max_num_seqs=7"]])
+def test_engines_that_start_together_are_those_that_start_in_turn(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = ["--arms", "default", "capture-1", "steer", "vllm-lens", "hf"]
+    in_turn = started(tmp_path, monkeypatch, *arms, *words)
+    assert started(tmp_path, monkeypatch, *arms, *words, "--start-together") == in_turn != {}

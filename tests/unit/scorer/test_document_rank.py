@@ -22,10 +22,11 @@ from inspect_ai.model import (
 )
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
+from inspect_lens import LensRequest
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log, lens_config
-from inspect_lens.model.request._body import read_body
+from inspect_lens.model.request._body import read_body, respelled
 from inspect_lens.model.request._vectors import save_vectors
 from inspect_lens.model.stored._places import place_for
 from inspect_lens.reading import DocumentReader
@@ -107,19 +108,24 @@ def run(
     metadata: Mapping[str, Any] = METADATA,
     prompt: Any = PROMPT,
     solver: Any = None,
+    named: Mapping[str, Any] | None = None,
 ) -> EvalLog:
+    config = lens_config(
+        qk=[1, 4],
+        capture=[2],
+        edits=Add(vector=np.ones(4, np.float32), layers=[2], scale=0.5),
+        max_tokens=9,
+        temperature=0.5,
+    )
+    body, request = read_body(config.extra_body)
+    asked = LensRequest(**{**dict(request or LensRequest()), **(named or {})})
+    config.extra_body = respelled(body, asked)
     (log,) = eval(
         Task(
             dataset=[Sample(input=prompt, metadata=dict(metadata))],
             solver=solver or generate(),
             scorer=scorer or document_rank(HEADS, tokenizer=str(TOKENIZER)),
-            config=lens_config(
-                qk=[1, 4],
-                capture=[2],
-                edits=Add(vector=np.ones(4, np.float32), layers=[2], scale=0.5),
-                max_tokens=9,
-                temperature=0.5,
-            ),
+            config=config,
         ),
         model=get_model("mockllm/model", custom_outputs=planted, memoize=False),
         log_dir=str(folder), display="none",
@@ -176,6 +182,17 @@ def test_the_second_call_is_the_first_one_without_its_query(tmp_path: Path) -> N
     assert after.qk.layers == (1, 4)
     assert before.capture is not None
     assert after.capture is None
+
+
+def test_the_second_call_has_all_that_changes_the_stream(tmp_path: Path) -> None:
+    planted = Model(tmp_path)
+    found(run(tmp_path, planted, named={"steer_named": ["v"], "edits_named": ["e"]}))
+    before, after = (read_body(config.extra_body).request for _, config in planted.calls)
+    assert before is not None
+    assert after is not None
+    for name in ("steer", "steer_named", "edits", "edits_named", "hooks"):
+        assert getattr(after, name) == getattr(before, name)
+    assert [use.name for use in (*after.steer_named, *after.edits_named)] == ["v", "e"]
 
 
 def test_where_another_document_draws_the_heads_the_rank_says_so(tmp_path: Path) -> None:

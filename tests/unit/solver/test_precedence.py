@@ -15,8 +15,10 @@ from inspect_lens.solver import (
     probe_gate,
     probe_resample,
     steering_sweep,
+    with_edits,
     with_steering,
 )
+from inspect_lens.spec import Zero
 from tests.kit.fake_server import FakeLensServer
 
 from .conftest import LAYER, decisions, run, sent
@@ -83,6 +85,30 @@ def test_a_vector_adds_to_registered_ones_of_the_config(server: FakeLensServer) 
     (body,) = server.requests
     assert [use.name for use in sent(body).steer_named] == ["registered"]
     assert len(sent(body).steer) == 1
+
+
+def test_an_edit_adds_to_registered_ones_of_the_config_and_not_of_a_call(
+    server: FakeLensServer,
+) -> None:
+    named = {"inspect_lens": {"edits_named": ["registered"]}}
+    body = GenerateConfig(extra_body={"extra_args": named})
+
+    @solver
+    def asks() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            other = {"inspect_lens": {"edits_named": ["own"]}}
+            own = GenerateConfig(extra_body={"extra_args": other})
+            await get_model().generate("own", config=own)
+            return await generate(state)
+
+        return solve
+
+    run(server, with_edits(Zero(layers=[LAYER]), inner=asks()), n=1, config=body)
+    found = [
+        ([use.name for use in sent(one).edits_named], len(sent(one).edits))
+        for one in server.requests
+    ]
+    assert found == [(["own"], 0), (["registered"], 1)]
 
 
 def test_a_config_that_declines_all_vectors_is_refused(server: FakeLensServer) -> None:

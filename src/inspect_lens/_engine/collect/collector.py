@@ -189,7 +189,7 @@ class Collector:
                 # Rows are told of; the board is not, and is looked at again.
                 0.002 if pending.n_steered else 0.1,
             )
-            paths = pending.paths if pending is not None else ()
+            paths = paths_of_all([pending])[0] if pending is not None else ()
             pending = self._pop(key)
         if pending is None:
             raise CaptureError(f"request {key}: results were already taken, or it was aborted")

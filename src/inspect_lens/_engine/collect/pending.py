@@ -103,14 +103,6 @@ class Pending:
         return found
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """The ways in which its steps ran, sorted; see `paths_of_all`."""
-        bits = 0
-        for opening, worker in self.shares:
-            bits |= worker.paths_of_one(opening.number)
-        return paths_of(bits)
-
-    @property
     def is_told(self) -> bool:
         """Whether the boards hold all of a request that has ended; asks workers that are far."""
         return all([w.reader.is_told(opening.number) for opening, w in self.shares])

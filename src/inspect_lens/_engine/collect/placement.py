@@ -78,13 +78,6 @@ class Worker:
         found: list[int] = (bits | np.where(noted[:, 0] == numbers, noted[:, 3], 0)).tolist()
         return found
 
-    def paths_of_one(self, number: int) -> int:
-        """The same of one request, without arrays for it."""
-        record = number % BOARD_SIZE
-        noted = self.reader.view.board[record]
-        bits = int(self.paths[record]) if self.number[record] == number else 0
-        return bits | (int(noted[3]) if noted[0] == number else 0)
-
     def leave(self, opening: Opening) -> None:
         """Drop what still comes for a request."""
         self.reader.forget(opening.number)

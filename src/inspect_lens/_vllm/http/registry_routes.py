@@ -1,4 +1,4 @@
-"""HTTP routes of the registry: probes, vectors and lenses that requests refer to by name."""
+"""HTTP routes of the registry: probes, vectors, edits and lenses that requests refer to by name."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ def kept_of(item: Registrable) -> Item:
 
 
 def nbytes_of(item: Item) -> int:
+    """Bytes that it takes of this process, with all its tensors."""
     if isinstance(item, LensEntry):
         return 0  # of the workers; they have a limit of their own
     if isinstance(item, EngineProbe):
@@ -87,10 +88,7 @@ def parse_item(
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context
     try:
-        value = body[given[0]]
-        if given[0] == "edits" and not isinstance(value, Mapping):
-            value = {"edits": value}
-        return name, kinds[given[0]].model_validate(value, context=context)
+        return name, kinds[given[0]].model_validate(body[given[0]], context=context)
     except ValidationError as error:
         raise SpecError(f"{given[0]}: {explain(error)}") from None
 

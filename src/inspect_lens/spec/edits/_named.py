@@ -7,7 +7,7 @@ import json
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from inspect_lens.spec.engine._limits import limits_of
 from inspect_lens.spec.values._dump import WireModel
@@ -36,6 +36,11 @@ class EngineEdits(WireModel):
 
     edits: tuple[Edit, ...]
     """One or more, in the order in which they act."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return {"edits": value} if isinstance(value, list | tuple) else value
 
     @field_validator("edits", mode="before")
     @classmethod

@@ -100,13 +100,13 @@ def _decide(start, position, note, x, a, b, c, weight):
 
 @triton.jit
 def _add_both(a, b, c, d):
-    """Two sums at once: threads wait for each other once."""
+    """Combine step of a reduction that makes two sums with one barrier."""
     return a + c, b + d
 
 
 @triton.jit
 def _keep(pointer):
-    """A number that all taps of a step ask for: the weights that pass by do not displace it."""
+    """Load a number that all taps of a step read; the L2 cache keeps it while weights stream by."""
     return tl.load(pointer, eviction_policy="evict_last")
 
 
@@ -170,7 +170,8 @@ def _tap(  # noqa: C901
     LARGEST: tl.constexpr,
     ROOM_FOR: tl.constexpr,
 ):
-    # With the flag, and not behind it; whether a map describes the token is seen later.
+    # Loaded beside the flag, so that both are waited for at once. Whether the maps describe this
+    # token is checked below.
     ahead = header + HEAD + TAPS + 5 * tl.program_id(0)
     coming_config = tl.load(ahead, mask=tl.program_id(0) < ROOM_FOR, other=0, volatile=True)
     flag = _keep(header + HEAD + tap)
@@ -193,7 +194,7 @@ def _tap(  # noqa: C901
         place = tl.load(numbers + 2, mask=first >= 0, other=0)
         slot = tl.where(first >= 0, origin + first + place, -1)
         if (row != 0) | (slot >= 0):
-            # Asked for before the stream: each waits for what the one before it found.
+            # Before the loads of the stream: the loads of directions wait for these.
             code, read, write, a, b, c, d, link = _instruction(entries, factors, row)
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
             mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
