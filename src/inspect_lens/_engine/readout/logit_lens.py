@@ -8,21 +8,23 @@ import torch
 
 from inspect_lens._engine.protocol.lens import LensForm
 
-__all__ = ["LOGIT_BYTES", "read_logits", "rows_at_once"]
+__all__ = ["LOGIT_BYTES", "read_logits", "rows_at_once", "warm_up_lens"]
 
-LOGIT_BYTES: Final = 256 << 20
-"""Of the float32 logits of rows read at once. More pieces read the matrix more often."""
+LOGIT_BYTES: Final = 512 << 20
+"""Of the logits of rows read at once, were they float32. More pieces read the matrix more often."""
+_TILE: Final = 128
 _PIECE: Final = 256
 """Logits whose largest stands for all of them, at first."""
 
 
 def rows_at_once(vocab: int) -> int:
-    """Rows whose logits are made at once.
+    """Rows whose logits are made at once: whole tiles of a GPU's products, where that is many.
 
     Args:
         vocab: tokens of the vocabulary.
     """
-    return max(1, LOGIT_BYTES // (4 * vocab))
+    rows = LOGIT_BYTES // (4 * vocab)
+    return rows // _TILE * _TILE or max(1, rows)
 
 
 def read_logits(logits: torch.Tensor, form: LensForm) -> torch.Tensor:
@@ -36,36 +38,70 @@ def read_logits(logits: torch.Tensor, form: LensForm) -> torch.Tensor:
         (rows, columns) float32; see `LensForm.columns`. A log-probability is computed in float32,
         and a rank counts the tokens with a larger logit.
     """
-    wide = logits.float()
-    total = torch.logsumexp(wide, dim=-1, keepdim=True)
-    out = torch.empty(len(wide), form.columns, dtype=torch.float32, device=wide.device)
+    peaks, total = _scanned(logits)
+    out = torch.empty(len(logits), form.columns, dtype=torch.float32, device=logits.device)
     k, n = form.top_k, len(form.tokens)
     if k:
-        values, ids = _largest(wide, k)
+        values, ids = _largest(logits, peaks, k)
         out[:, :k] = ids
         torch.sub(values, total, out=out[:, k : 2 * k])
     for i, token in enumerate(form.tokens):
         # One token at a time: all of them together would need as many times the memory.
-        own = wide[:, token, None]
-        out[:, 2 * k + i] = (own - total)[:, 0]
-        out[:, 2 * k + n + i] = (wide > own).sum(dim=-1)
+        own = logits[:, token, None]
+        out[:, 2 * k + i] = (own.float() - total)[:, 0]
+        out[:, 2 * k + n + i] = (logits > own).sum(dim=-1)
     return out
 
 
-def _largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def warm_up_lens(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what reads logits on a GPU: no running request must wait for that.
+
+    Args:
+        vocab: tokens of the vocabulary.
+        dtype: of the model, and so of most models' logits.
+        device: of the logits.
+    """
+    if device.type == "cuda":
+        _scanned(torch.zeros(1, vocab, dtype=dtype, device=device))
+
+
+def _scanned(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each whole piece of a row, and its `logsumexp`, (rows, 1), in float32."""
+    if logits.device.type == "cuda":
+        from .kernels.logits_triton import launch
+
+        peaks, totals = launch(logits, _PIECE)
+        return peaks, torch.logsumexp(totals, dim=-1, keepdim=True)
+    wide, n = logits.float(), logits.shape[1] // _PIECE
+    total = torch.logsumexp(wide, dim=-1, keepdim=True)
+    pieces = wide[:, : n * _PIECE].reshape(len(wide), n, _PIECE)
+    return pieces.amax(dim=-1), total
+
+
+def _largest(
+    logits: torch.Tensor, peaks: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`torch.topk` of long rows, which it would read several times.
 
     The k largest lie in the k pieces with the largest maxima, or in what is left behind the last
     whole piece. Where these are more than a quarter of the row, it is no saving.
+
+    Args:
+        logits: (rows, vocabulary) of any dtype.
+        peaks: (rows, pieces); the largest of each whole piece.
+        k: how many.
+
+    Returns:
+        (rows, k) float32 and int64: the largest, and where they are.
     """
-    n_pieces = logits.shape[1] // _PIECE
+    n_pieces = peaks.shape[1]
     if n_pieces < 4 * k:
-        return torch.topk(logits, k, dim=-1)
-    pieces = logits[:, : n_pieces * _PIECE].view(len(logits), n_pieces, _PIECE)
-    chosen = torch.topk(pieces.amax(dim=-1), k, dim=-1).indices
+        values, ids = torch.topk(logits, k, dim=-1)
+        return values.float(), ids
+    chosen = torch.topk(peaks, k, dim=-1).indices
     inside = torch.arange(_PIECE, device=logits.device)
     ids = (chosen[:, :, None] * _PIECE + inside).flatten(1)
     rest = torch.arange(n_pieces * _PIECE, logits.shape[1], device=logits.device)
     ids = torch.cat([ids, rest.expand(len(logits), -1)], dim=1)
     values, at = torch.topk(logits.gather(1, ids), k, dim=-1)
-    return values, ids.gather(1, at)
+    return values.float(), ids.gather(1, at)

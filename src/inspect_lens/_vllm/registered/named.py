@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inspect_lens._engine.collect.collector import Collected
 from inspect_lens._engine.collect.merge import narrowed
@@ -81,7 +82,7 @@ def _put(completion: Any, tensors: dict[str, TensorData], transport: str) -> Non
     if not hasattr(completion, "activations"):
         completion.activations = {}
         completion.inspect_lens_transport = transport
-    completion.activations |= {name: to_torch(t) for name, t in tensors.items()}
+    completion.activations |= {n: to_torch(t, copy=False) for n, t in tensors.items()}
 
 
 def _of_site(
@@ -91,8 +92,12 @@ def _of_site(
     ranks, parts = owners(width, capture.ranks), range(rows_for(width, capture.hidden))
     taps = [tap_point(site, layer) for layer in capture.layers]
     at = np.asarray([[rank[RowPart(r, tap, p)] for r in ranks for p in parts] for tap in taps])
-    if (width.width, width.shards) == (capture.hidden, 1):
-        return TensorData(rows.storage[at[:, 0]], rows.dtype)
+    own = width.width // width.shards
+    if at.shape[1] == 1 and (own == capture.hidden or capture.operation != "norm"):
+        found = _taken(rows.storage, at[:, 0])
+        # A part of each row is copied: it would keep the rest of them in memory.
+        narrow = found if own == capture.hidden else np.ascontiguousarray(found[..., :own])
+        return TensorData(narrow, rows.dtype)
     # (layers, parts, tokens, hidden) to (layers, tokens, parts, hidden).
     found = rows.storage[at].swapaxes(1, 2)
     if capture.operation == "norm":
@@ -100,5 +105,18 @@ def _of_site(
         return narrowed(np.linalg.norm(norms, axis=2), rows.dtype)
     layers, tokens = found.shape[:2]
     shares = found.reshape(layers, tokens, width.shards, len(parts) * capture.hidden)
-    own = width.width // width.shards
     return TensorData(shares[..., :own].reshape(layers, tokens, width.width), rows.dtype)
+
+
+def _taken(storage: NDArray[Any], at: NDArray[np.int64]) -> NDArray[Any]:
+    """Rows of some taps, where they lie if these are evenly spaced: a copy costs as much as rows.
+
+    Args:
+        storage: (rows of a token, tokens, hidden).
+        at: which of the first axis, ascending.
+    """
+    step = int(at[1] - at[0]) if len(at) > 1 else 1
+    if (np.diff(at) == step).all():
+        return storage[int(at[0]) : int(at[-1]) + 1 : step]
+    taken: NDArray[Any] = storage[at]
+    return taken

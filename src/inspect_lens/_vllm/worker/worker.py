@@ -17,6 +17,7 @@ from inspect_lens._engine.hooks.stepper import HookedStepper
 from inspect_lens._engine.protocol.capture import LAG, share_of
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.readout.logit_lens import warm_up_lens
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
 from inspect_lens._engine.step.lens_stepper import LensStepper
 from inspect_lens._engine.step.stepper import Stepper
@@ -263,6 +264,8 @@ def _give_head(
         if facts.no_lens:
             raise UnsupportedError(facts.no_lens)
         stepper.head = VocabHead(model, blocks)
+        ring = stepper.state.ring
+        warm_up_lens(stepper.head.vocab, ring.dtype, ring.device)
     except (UnsupportedError, ImportError) as error:
         stepper.no_head = str(error)
 
