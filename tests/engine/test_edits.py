@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from inspect_lens import LensRequest
+from inspect_lens._engine.protocol import edit_files
+from inspect_lens._engine.protocol.edit_files import sent_data
 from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
@@ -330,3 +332,30 @@ def test_what_does_not_fit_is_refused_before_it_runs(engine: Engine) -> None:
         engine.run([tokens(8)], ask(Ablate(direction=np.ones(HIDDEN), layers=[4])))
     with pytest.raises(ValueError, match="op="):
         engine.run([tokens(8)], {"inspect_lens": {"edits": [{"op": "melt"}]}})
+
+
+def test_edits_that_lie_in_a_file_are_those_that_are_sent(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, row = tokens(40, seed=8), random_rows(9, 1, HIDDEN)[0]
+    edits = [Add(vector=row, layers=[1], positions="completion"), Ablate(direction=row, layers=[2])]
+    plain = engine.run([prompt], ask(*edits), max_tokens=6)[0]
+    paths: list[str] = []
+
+    def kept(*args: Any) -> bytes | str:
+        found = sent_data(*args)
+        paths.append(str(found))
+        return found
+
+    monkeypatch.setattr(edit_files, "LARGE", 1)
+    monkeypatch.setattr("inspect_lens._engine.protocol.edits.sent_data", kept)
+    # Other programs, which the engine has not read before.
+    other = [edits[0].model_copy(update={"scale": -1.0}), edits[1]]
+    turned, again = engine.run([prompt] * 2, [ask(*other), ask(*edits)], max_tokens=6)
+    assert paths
+    assert all(".inspect-lens-tmp-" in path for path in paths)
+    assert torch.equal(rows_of(again), rows_of(plain))
+    assert not torch.equal(rows_of(turned), rows_of(plain))
+    monkeypatch.undo()
+    alike = engine.run([prompt], ask(*other), max_tokens=6)[0]
+    assert torch.equal(rows_of(turned), rows_of(alike))

@@ -88,8 +88,8 @@ class Collector:
         """
         share = memory_bytes() // (4 * n_processes)
         self._budget = Budget(keep_bytes, share if spare_bytes is None else spare_bytes)
-        self._folder, self._lock = new_folder()
-        self.address = f"ipc://{self._folder / 'rows'}"
+        self.folder, self._lock = new_folder()
+        self.address = f"ipc://{self.folder / 'rows'}"
         self._pid = os.getpid()
         self._pending: dict[str, Pending] = {}
         self._workers: dict[str, Worker] = {}
@@ -273,7 +273,7 @@ class Collector:
         self._thread.join(timeout=2)
         self._threads.shutdown(wait=False)
         self._context.destroy(linger=0)
-        let_go(self._folder, self._lock)
+        let_go(self.folder, self._lock)
 
     def _pop(self, key: str) -> Pending | None:
         self.saved.drop(key)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from inspect_lens.errors import SpecError, UnsupportedError
@@ -33,6 +35,7 @@ from inspect_lens.spec import (
     token_gate_key,
 )
 
+from .edit_files import read_data, sent_data
 from .gate_history import MOST_POSITIONS, history_rows
 from .programs import Program, Programs, content_of, made_once, unpack_programs
 
@@ -272,18 +275,21 @@ def _gated(program: Program, gate: int) -> Program:
     )
 
 
-def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
-    """As msgpack-able data: each distinct row once.
+def pack_edits(edits: Sequence[EditEnvelope], folder: Path | None) -> dict[str, Any]:
+    """As msgpack-able data: each distinct row once, or all rows of an edit in a file.
 
     Args:
         edits: of a request.
-
-    Returns:
-        The data; None without edits.
+        folder: see `sent_data`.
     """
-    if not edits:
-        return None
     rows: dict[bytes, int] = {}
+
+    def sent(made: Programs) -> dict[str, Any]:
+        whole = sent_data(b"".join(made.data), made, folder)
+        if isinstance(whole, str):
+            return {"file": whole, "rows": list(map(len, made.data))}
+        return {"file": None, "rows": [rows.setdefault(data, len(rows)) for data in made.data]}
+
     packed = [
         {
             "site": edit.site,
@@ -294,32 +300,38 @@ def pack_edits(edits: Sequence[EditEnvelope]) -> dict[str, Any] | None:
             "sha256": edit.sha256,
             "room": edit.room,
             "programs": edit.made.packed,
-            "rows": [rows.setdefault(data, len(rows)) for data in edit.made.data],
+            **sent(edit.made),
         }
         for edit in edits
     ]
     return {"edits": packed, "rows": list(rows)}
 
 
-def unpack_edits(value: Mapping[str, Any] | None) -> tuple[EditEnvelope, ...]:
+def unpack_edits(value: Mapping[str, Any]) -> tuple[EditEnvelope, ...]:
     """Read what `pack_edits` made.
 
     Args:
-        value: the data, or None.
+        value: the data.
 
     Returns:
         The edits; rows of an edit that are equal share memory.
+
+    Raises:
+        CaptureError: see `read_data`.
     """
-    if value is None:
-        return ()
     rows = value["rows"]
+
+    def data_of(edit: Mapping[str, Any]) -> tuple[bytes, ...]:
+        if edit["file"] is None:
+            return tuple([rows[i] for i in edit["rows"]])
+        whole, ends = read_data(edit["file"]), accumulate(edit["rows"])
+        return tuple([whole[end - n : end] for n, end in zip(edit["rows"], ends, strict=True)])
+
     return tuple(
         EditEnvelope(
             edit["site"],
             tuple(edit["layers"]),
-            unpack_programs(
-                edit["sha256"], edit["programs"], tuple([rows[i] for i in edit["rows"]])
-            ),
+            unpack_programs(edit["sha256"], edit["programs"], partial(data_of, edit)),
             None if edit["positions"] is None else tuple(edit["positions"]),
             edit["lo"],
             edit["hi"],

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -22,13 +23,13 @@ from inspect_lens.spec import (
 )
 
 from .capture import CaptureEnvelope, seal_capture, seal_qk
-from .edits import EditEnvelope, unpack_edits
+from .edits import EditEnvelope
 from .interning import read
 from .kept import Kept
 from .lens import LENS_KEY, LensEnvelope, seal_lens
 from .probes import AskedProbes, ProbesEnvelope, seal_probes
 from .sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
-from .steering import SteerEnvelope, unpack_vectors
+from .steering import SteerEnvelope
 
 __all__ = [
     "CACHED_KEY",
@@ -41,10 +42,12 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 14
+VERSION = 15
 
 
 USES_KEY = "uses"
+_EDITED_KEY = "edited"
+"""Of a packed envelope: `SealedEdits.pack`."""
 HASH_KEY = "hash"
 """Of a packed envelope: `Envelope.steer_hash`."""
 KEPT_KEY = "kept"
@@ -57,8 +60,10 @@ more are wanted; none where that is all the same."""
 class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
-    __slots__ = ("envelope", "reuse", "uses")
+    __slots__ = ("envelope", "folder", "reuse", "uses")
     envelope: Envelope
+    folder: Path | None
+    """See `Envelope.pack`."""
     reuse: object
     """Of the process that sealed it: see `registered/prompt_rows.py`."""
     uses: str | None
@@ -71,7 +76,7 @@ class Packed(dict[str, Any]):
     def beside(self, key: str, value: object) -> Packed:
         """The same with something else in it."""
         made = Packed({**self, key: value})
-        made.envelope, made.uses = self.envelope, self.uses
+        made.envelope, made.uses, made.folder = self.envelope, self.uses, self.folder
         if hasattr(self, "reuse"):
             made.reuse = self.reuse
         return made
@@ -152,8 +157,13 @@ class Envelope:
                 taps[row.tap] = max(taps[row.tap], row.part + 1)
         return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 
-    def pack(self) -> Packed:
-        """As msgpack-able data; tensors become bytes."""
+    def pack(self, folder: Path | None = None) -> Packed:
+        """As msgpack-able data; tensors become bytes.
+
+        Args:
+            folder: of this process, for large tensors of edits, where all workers can read; None
+                where some can not.
+        """
         packed = Packed(
             {
                 "v": VERSION,
@@ -169,11 +179,10 @@ class Envelope:
                         *[None if part is None else part.pack() for part in self.results],
                     )
                 ),
-                "steer": self.edited.packed_vectors,
-                "edits": self.edited.packed_edits,
+                _EDITED_KEY: self.edited.pack(folder),
             }
         )
-        packed.envelope, packed.uses = self, None
+        packed.envelope, packed.uses, packed.folder = self, None, folder
         return packed
 
     @classmethod
@@ -193,22 +202,22 @@ class Envelope:
         rows = value["rows"]
         unpack = _shared_of_rows if len(rows) <= _SHARED_MOST else _of_rows
         envelope = unpack(value["reply"], value["pid"], rows)
-        if not value["steer"] and not value["edits"]:
+        if (edits := value[_EDITED_KEY]) is None:
             return envelope
-        return replace(envelope, edited=_edited(value), steer_hash=value[HASH_KEY])
+        return replace(envelope, edited=_edited(value[HASH_KEY], edits), steer_hash=value[HASH_KEY])
 
 
 _EDITED: Final[Kept[str, SealedEdits]] = Kept(1024, 1 << 26)
 """What was read of edits, by `Envelope.steer_hash`."""
 
 
-def _edited(value: Mapping[str, Any]) -> SealedEdits:
-    known = _EDITED.get(value[HASH_KEY])
+def _edited(steer_hash: str, data: bytes) -> SealedEdits:
+    known = _EDITED.get(steer_hash)
     if known is None:
-        known = SealedEdits(unpack_vectors(value["steer"]), unpack_edits(value["edits"]))
+        known = SealedEdits.unpack(data)
         # How long a gate may run is no part of what is computed, and so not of the hash.
         if not known.has_latches:
-            _EDITED.keep(value[HASH_KEY], known, known.nbytes)
+            _EDITED.keep(steer_hash, known, known.nbytes)
     return known
 
 

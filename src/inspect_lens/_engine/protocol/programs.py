@@ -145,12 +145,19 @@ def made_once(content: Hashable, make: Callable[[], Sequence[Sequence[Program]]]
     return _once(_MADE, content, lambda: _of(make()))
 
 
-def unpack_programs(sha256: str, packed: Sequence[Any], data: tuple[bytes, ...]) -> Programs:
+def unpack_programs(
+    sha256: str, packed: Sequence[Any], data: Callable[[], tuple[bytes, ...]]
+) -> Programs:
     """Read what was sent.
 
     Args:
         sha256: `Programs.sha256`.
         packed: `Programs.packed`.
-        data: `Programs.data`.
+        data: gives `Programs.data`, where it is not known.
     """
-    return _once(_UNPACKED, sha256, lambda: _read(sha256, packed, data, _digests(data)))
+
+    def read() -> Programs:
+        rows = data()
+        return _read(sha256, packed, rows, _digests(rows))
+
+    return _once(_UNPACKED, sha256, read)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.spec import EditBase, EngineFacts, LensRequest, Site, SteeringVector, TapPoint
 
-from .edits import EVERY, EditEnvelope, check_room, pack_edits, seal_edits
+from .edits import EVERY, EditEnvelope, check_room, pack_edits, seal_edits, unpack_edits
 from .kept import Kept
-from .steering import SteerEnvelope, pack_vectors, seal_vector
+from .steering import SteerEnvelope, pack_vectors, seal_vector, unpack_vectors
 
 __all__ = ["NO_EDITS", "SealedEdits", "seal_request_edits"]
 
@@ -33,6 +35,7 @@ class SealedEdits:
     vectors: tuple[SteerEnvelope, ...] = ()
     edits: tuple[EditEnvelope, ...] = ()
     """Behind the vectors."""
+    _packed: dict[Path | None, bytes] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def all(self) -> tuple[SteerEnvelope | EditEnvelope, ...]:
@@ -100,15 +103,28 @@ class SealedEdits:
         listed = sum(8 * len(s.positions or ()) for s in self.all)
         return vectors + listed + sum(e.made.nbytes for e in self.edits)
 
-    @cached_property
-    def packed_vectors(self) -> list[dict[str, Any]]:
-        """The vectors as msgpack-able data."""
-        return pack_vectors(self.vectors)
+    def pack(self, folder: Path | None) -> bytes | None:
+        """As bytes, which are made once; None without any.
 
-    @cached_property
-    def packed_edits(self) -> dict[str, Any] | None:
-        """The other edits as msgpack-able data; None without any."""
-        return pack_edits(self.edits)
+        Args:
+            folder: where large tensors go; see `sent_data`.
+        """
+        if not self.all:
+            return None
+        if folder not in self._packed:
+            both = pack_vectors(self.vectors, folder), pack_edits(self.edits, folder)
+            self._packed[folder] = msgspec.msgpack.encode(both)
+        return self._packed[folder]
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SealedEdits:
+        """Read what `pack` made.
+
+        Raises:
+            CaptureError: see `read_data`.
+        """
+        vectors, edits = msgspec.msgpack.decode(data)
+        return cls(unpack_vectors(vectors), unpack_edits(edits))
 
     @cached_property
     def content(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from inspect_lens.spec import (
     resolve_positions,
 )
 
+from .edit_files import read_data, sent_data
 from .edits import EVERY, Edited
 
 __all__ = ["SteerEnvelope", "pack_vectors", "seal_vector", "unpack_vectors"]
@@ -46,8 +48,8 @@ class SteerEnvelope(Edited):
     """The span: only positions of [lo, hi) are steered."""
 
 
-def pack_vectors(vectors: Sequence[SteerEnvelope]) -> list[dict[str, Any]]:
-    """As msgpack-able data; tensors become bytes."""
+def pack_vectors(vectors: Sequence[SteerEnvelope], folder: Path | None) -> list[dict[str, Any]]:
+    """As msgpack-able data; tensors become bytes, or files in a folder: see `sent_data`."""
     return [
         {
             "site": s.site,
@@ -58,7 +60,7 @@ def pack_vectors(vectors: Sequence[SteerEnvelope]) -> list[dict[str, Any]]:
             "sha256": s.sha256,
             "dtype": s.vectors.dtype,
             "shape": list(s.vectors.shape),
-            "data": np.ascontiguousarray(s.vectors.storage).tobytes(),
+            "data": sent_data(np.ascontiguousarray(s.vectors.storage).tobytes(), s.vectors, folder),
             "lo": s.lo,
             "hi": s.hi,
         }
@@ -127,6 +129,7 @@ def seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -
 def _tensor(value: Mapping[str, Any]) -> TensorData:
     dtype = cast("DType", value["dtype"])
     storage: NDArray[Any] = np.frombuffer(
-        value["data"], dtype={"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]
+        read_data(value["data"]),
+        dtype={"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype],
     ).reshape(value["shape"])
     return TensorData(storage, dtype)

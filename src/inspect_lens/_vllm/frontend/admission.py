@@ -324,7 +324,7 @@ def _sealed(
             "prompt tokens: cached tokens have no rows; leave it out, or ask for "
             "positions='completion'"
         )
-    packed = envelope.pack()
+    packed = envelope.pack(front.folder)
     if reads is not None:
         packed.uses = reads.wire
     front.sealed.keep(packed, request, facts, reads, max_tokens=max_tokens, manner=manner)

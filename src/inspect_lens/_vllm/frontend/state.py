@@ -145,6 +145,11 @@ class FrontEnd:
             return address
         return replace(Address.unpack(address), facts=facts_mark(facts)).pack()
 
+    @property
+    def folder(self) -> Path | None:
+        """For files that workers read; None where some of them are on other hosts."""
+        return self.results.the_collector().folder if self.results.links is None else None
+
     def describe(self) -> dict[str, Any]:
         """What an operator wants to know: versions, engines, and what is in flight."""
         return {

@@ -119,9 +119,9 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
         n_known = known.n_tokens
         envelope = replace(envelope, capture=replace(asked, lo=n_known))
     looked_up(end - asked.lo, max(n_known - asked.lo, 0))
-    made = envelope.pack() if n_known else Packed(packed)
+    made = envelope.pack(packed.folder) if n_known else Packed(packed)
     made[CACHED_KEY] = n_known
-    made.envelope, made.uses = envelope, packed.uses
+    made.envelope, made.uses, made.folder = envelope, packed.uses, packed.folder
     made.reuse = Reuse(cache, prefix, epoch, asked, known)
     return made
 

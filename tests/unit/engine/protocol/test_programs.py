@@ -79,7 +79,7 @@ EDITS: dict[str, Any] = {
 @pytest.mark.parametrize("name", EDITS)
 def test_what_is_sent_is_read_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = sealed(EDITS[name](), EDITS["ablate"]())
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_edits(here)))
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_edits(here, None)))
     monkeypatch.setattr(module, "_UNPACKED", Kept(16, 1 << 20))
     for a, b in zip(here, unpack_edits(wire), strict=True):
         same(a, b)
@@ -113,7 +113,6 @@ def test_edits_that_differ_in_anything_share_nothing(data: st.DataObject) -> Non
 def test_rows_are_sent_once_where_two_edits_have_them() -> None:
     shared = direction(0)
     packed = pack_edits(
-        sealed(Add(vector=shared, layers=[0]), Add(vector=shared, layers=[1], scale=3.0))
+        sealed(Add(vector=shared, layers=[0]), Add(vector=shared, layers=[1], scale=3.0)), None
     )
-    assert packed is not None
     assert packed["rows"] == [shared.astype("<f4").tobytes()]

@@ -1,0 +1,81 @@
+"""Large tensors of edits in files, so that a batch that shares them does not carry them each time.
+
+A request goes through a socket and two loops on its way to a worker. Some hundred kilobytes of
+directions would be copied at every stage, once for each request of a batch that is edited alike.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from inspect_lens.errors import CaptureError
+
+__all__ = ["LARGE", "read_data", "sent_data"]
+
+LARGE: Final = 1 << 16
+"""Bytes from which on data lie in a file: to write and to read one takes as long as to send them
+once."""
+
+_NUMBERS = count()
+_FILES: Final[weakref.WeakKeyDictionary[object, dict[Path, str]]] = weakref.WeakKeyDictionary()
+"""Of what the data belong to: by folder, where they lie."""
+_LOCK = threading.Lock()
+
+
+def sent_data(data: bytes, owner: object, folder: Path | None) -> bytes | str:
+    """What is sent in the place of data.
+
+    Args:
+        data: to be read by workers.
+        owner: what they belong to, which always has the same; the file goes when it does.
+        folder: of this process, where all its workers can read; None where some can not.
+
+    Returns:
+        The data, or the path of a file that has them.
+    """
+    if folder is None or len(data) < LARGE:
+        return data
+    with _LOCK:
+        files = _FILES.setdefault(owner, {})
+        if folder not in files:
+            path = folder / f"edits-{next(_NUMBERS)}"
+            try:
+                path.write_bytes(data)
+            except OSError:
+                # No room, or no folder any more.
+                path.unlink(missing_ok=True)
+                return data
+            weakref.finalize(owner, _remove, path, os.getpid()).atexit = False
+            files[folder] = str(path)
+        return files[folder]
+
+
+def read_data(sent: bytes | str) -> bytes:
+    """Read what `sent_data` gave.
+
+    Args:
+        sent: the data, or the path of a file.
+
+    Raises:
+        CaptureError: the file has gone, as the process that wrote it has.
+    """
+    if isinstance(sent, bytes):
+        return sent
+    try:
+        return Path(sent).read_bytes()
+    except OSError as error:
+        raise CaptureError(
+            f"edits: what the request brought lies in a file that cannot be read ({error}); the "
+            "process that took it in may have ended, so try again"
+        ) from None
+
+
+def _remove(path: Path, pid: int) -> None:
+    # A fork of the process has the same objects, and not the right to clean up.
+    if os.getpid() == pid:
+        path.unlink(missing_ok=True)
