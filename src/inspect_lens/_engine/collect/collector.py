@@ -46,6 +46,7 @@ from inspect_lens.spec import TensorData
 
 from .blame import as_error, blamed
 from .collected import Collected
+from .edited import told_of_edits
 from .far import Far
 from .inbox import Inbox
 from .memory_budget import memory_bytes
@@ -263,6 +264,14 @@ class Collector:
             if whole:
                 self.news.calm()
         return paths
+
+    def take_edited(self, n_fed: Mapping[str, int]) -> dict[str, Collected]:
+        """Take requests with edits alone of which all has been told; see `told_of_edits`."""
+        with self.news.changed:
+            found = told_of_edits(self._pending, n_fed)
+            for key in found:
+                self._pop(key)
+        return found
 
     def close(self) -> None:
         """Stop the threads and remove the socket's file; safe to call twice."""

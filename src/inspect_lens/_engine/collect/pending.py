@@ -199,10 +199,21 @@ class Pending:
         if not self.n_steered:
             return 0
         first, last = self.fed()
-        last = min(last, n_fed)
-        a, b = self._edited.named.searchsorted((first, last))
-        in_spans = sum(max(0, min(last, hi) - max(first, lo)) for lo, hi in self._edited.spans)
-        return int(b - a) + in_spans
+        return self.steered_between(first, min(last, n_fed))
+
+    def steered_between(self, first: int, last: int) -> int:
+        """Of the tokens from a first position to a last one, excluded, those that are steered."""
+        edited = self._edited
+        found = sum(max(0, min(last, hi) - max(first, lo)) for lo, hi in edited.spans)
+        if len(edited.named):
+            a, b = edited.named.searchsorted((first, last))
+            found += int(b - a)
+        return found
+
+    @property
+    def until(self) -> int:
+        """See `SealedEdits.until`."""
+        return self._edited.until
 
 
 def paths_of_all(requests: Sequence[Pending]) -> list[tuple[str, ...]]:

@@ -132,6 +132,16 @@ class Envelope:
         """What is asked for of each result, in the order of `ROWS`, `SCORES`, `QK` and `LENS`."""
         return self.capture, self.probes, self.qk, self.lens
 
+    @property
+    def is_edited_alone(self) -> bool:
+        """Whether it has edits, asks for nothing else, and all that is told of it is how far."""
+        edited = self.edited
+        return (
+            bool(edited.all)
+            and not (edited.has_latches or self.is_speculative)
+            and self.results == (None, None, None, None)
+        )
+
     @cached_property
     def is_plain(self) -> bool:
         """Whether all that a worker has to know of the request are two ends and its kind."""

@@ -70,7 +70,12 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
         False where no worker has taken it up, so that it is too early.
     """
     envelope, n_fed = expected.envelope, expected.n_max
-    if not n_fed or envelope.edited.all or envelope.qk is not None or EAGER_KEY in expected.packed:
+    if not n_fed or EAGER_KEY in expected.packed:
+        return True
+    if envelope.is_edited_alone:
+        expected.prepared = Prepared(receipt_of(expected, n_fed - expected.n_prompt + 1))
+        return True
+    if envelope.edited.all or envelope.qk is not None:
         return True  # receipts of these are of what was done
     if expected.n_known or envelope.lens is not None:
         return True  # a part of the rows is known already, or more is made of them
@@ -269,18 +274,25 @@ class Choice:
 
 
 def take_whole(choices: Iterable[Choice], collector: Collector) -> None:
-    """Take what was prepared of those choices that ran to their end, where all rows have come."""
+    """Take at once what there is of many choices: what was prepared, and what is told of edits."""
     ended: dict[str, tuple[Choice, Prepared]] = {}
+    edited: dict[str, Choice] = {}
     for choice in choices:
-        prepared = choice.prepared
+        prepared, expected = choice.prepared, choice.expected
         if prepared is not None and prepared.coming:
             ended[choice.ticket.key] = choice, prepared
-    if not ended:
-        return
-    for key, paths in collector.take_whole(ended).items():
-        choice, prepared = ended[key]
-        choice.collected = Collected(prepared.coming, 0, paths)
-        choice.whole = prepared.whole
+        elif expected.envelope.is_edited_alone and EAGER_KEY not in expected.packed:
+            edited[choice.ticket.key] = choice
+    if ended:
+        for key, paths in collector.take_whole(ended).items():
+            choice, prepared = ended[key]
+            choice.collected = Collected(prepared.coming, 0, paths)
+            choice.whole = prepared.whole
+    if edited:
+        # An engine that was paused may end some before their first token: these are told so.
+        fed = {k: c.expected.n_fed(n) for k, c in edited.items() if (n := c.ticket.n_completion)}
+        for key, collected in collector.take_edited(fed).items():
+            edited[key].collected = collected
 
 
 def _named(
