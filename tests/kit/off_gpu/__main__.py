@@ -22,7 +22,7 @@ _TORCH: Final = "2.13"
 _TRITON: Final = "3.7.1"
 """What this release of torch asks for on a machine with CUDA."""
 
-_TESTS: Final = ("test_kernel.py", "test_programs.py", "test_readout.py")
+_TESTS: Final = ("test_kernel.py", "test_logits.py", "test_programs.py", "test_readout.py")
 
 
 def _triton() -> Path:

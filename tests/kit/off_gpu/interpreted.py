@@ -19,7 +19,14 @@ from .kernels import kernel_modules
 
 __all__: list[str] = []
 
-_LARGEST: Final = {"n_tokens": 100, "width": 512, "row": 512, "tokens": 70, "columns": 20}
+_LARGEST: Final = {
+    "n_tokens": 100,
+    "width": 512,
+    "row": 512,
+    "tokens": 70,
+    "columns": 20,
+    "vocab": 2000,
+}
 """Of the arguments of a case: an interpreter takes seconds for what a GPU does in microseconds."""
 
 _convert: Any = interpreter._convert_float

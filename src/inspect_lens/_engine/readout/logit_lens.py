@@ -67,7 +67,7 @@ def warm_up_lens(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
 
 def _scanned(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of each whole piece of a row, and its `logsumexp`, (rows, 1), in float32."""
-    if logits.device.type == "cuda":
+    if logits.is_cuda:
         from .kernels.logits_triton import launch
 
         peaks, totals = launch(logits, _PIECE)
