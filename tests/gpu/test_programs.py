@@ -47,7 +47,7 @@ def instructions(draw: st.DrawFn) -> tuple[Kind, int, int, tuple[float, ...], bo
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)  # the first compiles the kernel
 @given(program=st.lists(instructions(), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_a_program_does_what_its_definition_says(
     program: list[tuple[Kind, int, int, tuple[float, ...], bool, int]], seed: int
