@@ -94,10 +94,11 @@ def _of_site(
     at = np.asarray([[rank[RowPart(r, tap, p)] for r in ranks for p in parts] for tap in taps])
     own = width.width // width.shards
     if at.shape[1] == 1 and (own == capture.hidden or capture.operation != "norm"):
-        found = _taken(rows.storage, at[:, 0])
-        # A part of each row is copied: it would keep the rest of them in memory.
-        narrow = found if own == capture.hidden else np.ascontiguousarray(found[..., :own])
-        return TensorData(narrow, rows.dtype)
+        found = _taken(rows.storage, at[:, 0])[..., :own]
+        if own < capture.hidden and not _has_whole_rows(capture):
+            # Parts of rows would keep the rest of these in memory.
+            found = found.copy()
+        return TensorData(found, rows.dtype)
     # (layers, parts, tokens, hidden) to (layers, tokens, parts, hidden).
     found = rows.storage[at].swapaxes(1, 2)
     if capture.operation == "norm":
@@ -106,6 +107,11 @@ def _of_site(
     layers, tokens = found.shape[:2]
     shares = found.reshape(layers, tokens, width.shards, len(parts) * capture.hidden)
     return TensorData(shares[..., :own].reshape(layers, tokens, width.width), rows.dtype)
+
+
+def _has_whole_rows(capture: CaptureEnvelope) -> bool:
+    """Whether a site's tensor keeps the memory of all sites in any case."""
+    return any(capture.width_of(site)[1:3] == (capture.hidden, 1) for site in capture.sites)
 
 
 def _taken(storage: NDArray[Any], at: NDArray[np.int64]) -> NDArray[Any]:

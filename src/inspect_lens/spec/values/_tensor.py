@@ -59,7 +59,8 @@ class TensorData:
     """An array with a dtype that numpy may not have.
 
     Args:
-        storage: float32, float16 or (for bfloat16) uint16, C-contiguous, any shape.
+        storage: float32, float16 or (for bfloat16) uint16, any shape; numbers of the last axis
+            lie side by side.
         dtype: what the storage means.
     """
 
