@@ -172,7 +172,8 @@ async def collect_async(
     with _claimed(uri, plan):
         if read_whole(f"{uri}/{MANIFEST}") is not None:
             return ActivationStore.open(uri)
-        todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k) is None]
+        mark = _mark(plan)
+        todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k, mark) is None]
         if todo:
             async with AsyncExitStack() as stack:
                 live = model
@@ -185,7 +186,9 @@ async def collect_async(
                 tick = stack.enter_context(
                     progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
                 )
-                work = _Work(live, dataset, how, uri, shard_samples, concurrency, on_error, tick)
+                work = _Work(
+                    live, dataset, how, uri, mark, shard_samples, concurrency, on_error, tick
+                )
                 await work.run(todo)
     return _finish(uri, plan, dataset, shard_samples)
 
@@ -198,6 +201,8 @@ class _Work:
     dataset: ProbeDataset
     how: Request
     uri: str
+    mark: str
+    """Of the plan; each shard carries it."""
     shard_samples: int
     concurrency: int
     on_error: str
@@ -233,7 +238,7 @@ class _Work:
         if len(samples) == len(_span(k, self.shard_samples, len(self.dataset))):
             del self.done[k]
             ordered = [samples[i] for i in sorted(samples)]
-            await anyio.to_thread.run_sync(_write_shard, self.uri, k, ordered)
+            await anyio.to_thread.run_sync(_write_shard, self.uri, k, self.mark, ordered)
             open_shards.release()
 
     async def _capture(self, index: int, sample: ProbeSample) -> Captured:
@@ -279,10 +284,12 @@ def _claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        n_shards = -(-plan["dataset"]["n_samples"] // plan["shard_samples"])
+        n_shards, is_ours = -(-plan["dataset"]["n_samples"] // plan["shard_samples"]), False
         # A store that cannot be reached must not hide what went wrong before.
         with suppress(OSError):
-            if is_new and not any(_facts(uri, k) for k in range(n_shards)):
+            with suppress(SpecError):
+                is_ours = any(_facts(uri, k, _mark(plan)) for k in range(n_shards))
+            if is_new and not is_ours:
                 filesystem, path = fsspec.core.url_to_fs(f"{uri}/{_PLAN}")
                 filesystem.rm_file(path)
         raise
@@ -321,18 +328,29 @@ def _file(k: int) -> str:
     return f"shard-{k:05d}.safetensors"
 
 
-def _facts(uri: str, k: int) -> dict[str, Any] | None:
-    """Facts of a finished shard; they are written after it."""
+def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
+    """Facts of a finished shard; they are written after it.
+
+    Raises:
+        SpecError: it is of another run, which began at the same time, or whose plan has gone.
+    """
     content = read_whole(f"{uri}/shard-{k:05d}.json")
     made: dict[str, Any] | None = None if content is None else json.loads(content)
+    if made is not None and made.get("plan") != mark:
+        raise SpecError(
+            f"out={uri!r}: {_file(k)} is of a run with other settings; allowed is one run in a "
+            "folder; use another folder, or delete this one"
+        )
     return made
 
 
-def _write_shard(uri: str, k: int, samples: list[Captured]) -> None:
+def _write_shard(uri: str, k: int, mark: str, samples: list[Captured]) -> None:
+    _facts(uri, k, mark)
     content = encode_shard(samples)
     full = [s for s in samples if s.record.n_rows]
     write_whole(f"{uri}/{_file(k)}", content)
     facts = {
+        "plan": mark,
         "file": _file(k),
         "sha256": hashlib.sha256(content).hexdigest(),
         "n_samples": len(samples),
@@ -349,7 +367,8 @@ def _finish(
     uri: str, plan: dict[str, Any], dataset: ProbeDataset, shard_samples: int
 ) -> ActivationStore:
     """Write the manifest out of the facts of all shards."""
-    shards = [_facts(uri, k) or {} for k in _shards(dataset, shard_samples)]
+    mark = _mark(plan)
+    shards = [_facts(uri, k, mark) or {} for k in _shards(dataset, shard_samples)]
     full = [s for s in shards if s["n_rows"]]
     kinds = {(tuple(s["layers"]), s["hidden"], s["dtype"]) for s in full}
     if len(kinds) != 1:
@@ -370,6 +389,11 @@ def _finish(
     }
     write_whole(f"{uri}/{MANIFEST}", _json(manifest))
     return ActivationStore.open(uri)
+
+
+def _mark(plan: dict[str, Any]) -> str:
+    """Tells the shards of one plan from those of others."""
+    return hashlib.sha256(_json(plan)).hexdigest()[:16]
 
 
 def _json(value: Any) -> bytes:

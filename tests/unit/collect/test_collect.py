@@ -108,8 +108,8 @@ def test_requests_overlap_and_memory_is_bounded(tmp_path: Path) -> None:
         most = max(most, len(alive))
         return made
 
-    def written(uri: str, k: int, samples: list[Any]) -> None:
-        write(uri, k, samples)
+    def written(uri: str, k: int, mark: str, samples: list[Any]) -> None:
+        write(uri, k, mark, samples)
         alive.difference_update(s.record.index for s in samples)
 
     write = _collect._write_shard
@@ -298,6 +298,29 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
                 run(server, data, tmp_path / "out", **options)
         with pytest.raises(SpecError, match="1 or more"):
             run(server, dataset(6), tmp_path / "x", concurrency=0)
+
+
+def test_shards_of_two_runs_that_began_at_once_are_not_mixed(tmp_path: Path) -> None:
+    with FakeLensServer() as server:
+        run(server, dataset(6), tmp_path / "out", layers=[1])
+        for file in ("manifest.json", "shard-00001.json"):
+            (tmp_path / "out" / file).unlink()
+        # As when the other one read that there is no plan, and wrote its own later.
+        run(server, dataset(6), tmp_path / "other", layers=[2])
+        plan = (tmp_path / "other/plan.json").read_bytes()
+        (tmp_path / "out/plan.json").write_bytes(plan)
+        whole, asked = content(tmp_path / "out"), len(server.requests)
+        with pytest.raises(SpecError, match=r"shard-00000\.safetensors is of a run with other"):
+            run(server, dataset(6), tmp_path / "out", layers=[2])
+        assert len(server.requests) == asked
+        assert content(tmp_path / "out") == whole
+        # The plan is gone: what there is still is not taken for the new run's.
+        (tmp_path / "out/plan.json").unlink()
+        with pytest.raises(SpecError, match="use another folder"):
+            run(server, dataset(6), tmp_path / "out", layers=[2])
+        assert len(server.requests) == asked
+        # Its own run finds it as it was.
+        assert run(server, dataset(6), tmp_path / "out", layers=[1]).layers == (1,)
 
 
 def test_a_run_that_wrote_nothing_keeps_no_folder_from_the_next(
