@@ -10,7 +10,7 @@ import torch
 
 from inspect_lens import LensRequest
 from inspect_lens._engine.protocol import edit_files
-from inspect_lens._engine.protocol.edit_files import sent_data
+from inspect_lens._engine.protocol.edit_files import file_of
 from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
@@ -342,13 +342,13 @@ def test_edits_that_lie_in_a_file_are_those_that_are_sent(
     plain = engine.run([prompt], ask(*edits), max_tokens=6)[0]
     paths: list[str] = []
 
-    def kept(*args: Any) -> bytes | str:
-        found = sent_data(*args)
+    def noted(*args: Any) -> str | None:
+        found = file_of(*args)
         paths.append(str(found))
         return found
 
     monkeypatch.setattr(edit_files, "LARGE", 1)
-    monkeypatch.setattr("inspect_lens._engine.protocol.edits.sent_data", kept)
+    monkeypatch.setattr("inspect_lens._engine.protocol.edits.file_of", noted)
     # Other programs, which the engine has not read before.
     other = [edits[0].model_copy(update={"scale": -1.0}), edits[1]]
     turned, again = engine.run([prompt] * 2, [ask(*other), ask(*edits)], max_tokens=6)

@@ -6,16 +6,18 @@ directions would be copied at every stage, once for each request of a batch that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
 
 from inspect_lens.errors import CaptureError
 
-__all__ = ["LARGE", "read_data", "sent_data"]
+__all__ = ["LARGE", "file_of", "read_file"]
 
 LARGE: Final = 1 << 16
 """Bytes from which on data lie in a file: to write and to read one takes as long as to send them
@@ -27,47 +29,42 @@ _FILES: Final[weakref.WeakKeyDictionary[object, dict[Path, str]]] = weakref.Weak
 _LOCK = threading.Lock()
 
 
-def sent_data(data: bytes, owner: object, folder: Path | None) -> bytes | str:
-    """What is sent in the place of data.
+def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | None) -> str | None:
+    """A file that has some data, which is sent in their place.
 
     Args:
-        data: to be read by workers.
+        parts: the data, to be read by workers.
         owner: what they belong to, which always has the same; the file goes when it does.
         folder: of this process, where all its workers can read; None where some can not.
 
     Returns:
-        The data, or the path of a file that has them.
+        Its path; None where the data are to be sent.
     """
-    if folder is None or len(data) < LARGE:
-        return data
+    if folder is None or sum(memoryview(part).nbytes for part in parts) < LARGE:
+        return None
     with _LOCK:
         files = _FILES.setdefault(owner, {})
         if folder not in files:
             path = folder / f"edits-{next(_NUMBERS)}"
             try:
-                path.write_bytes(data)
+                path.write_bytes(b"".join(parts))
             except OSError:
                 # No room, or no folder any more.
-                path.unlink(missing_ok=True)
-                return data
+                _remove(path, os.getpid())
+                return None
             weakref.finalize(owner, _remove, path, os.getpid()).atexit = False
             files[folder] = str(path)
         return files[folder]
 
 
-def read_data(sent: bytes | str) -> bytes:
-    """Read what `sent_data` gave.
-
-    Args:
-        sent: the data, or the path of a file.
+def read_file(path: str) -> bytes:
+    """Read what `file_of` wrote.
 
     Raises:
         CaptureError: the file has gone, as the process that wrote it has.
     """
-    if isinstance(sent, bytes):
-        return sent
     try:
-        return Path(sent).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise CaptureError(
             f"edits: what the request brought lies in a file that cannot be read ({error}); the "
@@ -78,4 +75,5 @@ def read_data(sent: bytes | str) -> bytes:
 def _remove(path: Path, pid: int) -> None:
     # A fork of the process has the same objects, and not the right to clean up.
     if os.getpid() == pid:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -35,7 +35,7 @@ from inspect_lens.spec import (
     token_gate_key,
 )
 
-from .edit_files import read_data, sent_data
+from .edit_files import file_of, read_file
 from .gate_history import MOST_POSITIONS, history_rows
 from .programs import Program, Programs, content_of, made_once, unpack_programs
 
@@ -280,14 +280,13 @@ def pack_edits(edits: Sequence[EditEnvelope], folder: Path | None) -> dict[str, 
 
     Args:
         edits: of a request.
-        folder: see `sent_data`.
+        folder: see `file_of`.
     """
     rows: dict[bytes, int] = {}
 
     def sent(made: Programs) -> dict[str, Any]:
-        whole = sent_data(b"".join(made.data), made, folder)
-        if isinstance(whole, str):
-            return {"file": whole, "rows": list(map(len, made.data))}
+        if (file := file_of(made.data, made, folder)) is not None:
+            return {"file": file, "rows": list(map(len, made.data))}
         return {"file": None, "rows": [rows.setdefault(data, len(rows)) for data in made.data]}
 
     packed = [
@@ -317,14 +316,14 @@ def unpack_edits(value: Mapping[str, Any]) -> tuple[EditEnvelope, ...]:
         The edits; rows of an edit that are equal share memory.
 
     Raises:
-        CaptureError: see `read_data`.
+        CaptureError: see `read_file`.
     """
     rows = value["rows"]
 
     def data_of(edit: Mapping[str, Any]) -> tuple[bytes, ...]:
         if edit["file"] is None:
             return tuple([rows[i] for i in edit["rows"]])
-        whole, ends = read_data(edit["file"]), accumulate(edit["rows"])
+        whole, ends = read_file(edit["file"]), accumulate(edit["rows"])
         return tuple([whole[end - n : end] for n, end in zip(edit["rows"], ends, strict=True)])
 
     return tuple(

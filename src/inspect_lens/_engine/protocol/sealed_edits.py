@@ -107,7 +107,7 @@ class SealedEdits:
         """As bytes, which are made once; None without any.
 
         Args:
-            folder: where large tensors go; see `sent_data`.
+            folder: where large tensors go; see `file_of`.
         """
         if not self.all:
             return None
@@ -121,7 +121,7 @@ class SealedEdits:
         """Read what `pack` made.
 
         Raises:
-            CaptureError: see `read_data`.
+            CaptureError: see `read_file`.
         """
         vectors, edits = msgspec.msgpack.decode(data)
         return cls(unpack_vectors(vectors), unpack_edits(edits))

@@ -20,7 +20,7 @@ from inspect_lens.spec import (
     resolve_positions,
 )
 
-from .edit_files import read_data, sent_data
+from .edit_files import file_of, read_file
 from .edits import EVERY, Edited
 
 __all__ = ["SteerEnvelope", "pack_vectors", "seal_vector", "unpack_vectors"]
@@ -49,23 +49,28 @@ class SteerEnvelope(Edited):
 
 
 def pack_vectors(vectors: Sequence[SteerEnvelope], folder: Path | None) -> list[dict[str, Any]]:
-    """As msgpack-able data; tensors become bytes, or files in a folder: see `sent_data`."""
-    return [
-        {
-            "site": s.site,
-            "layers": list(s.layers),
-            "scale": s.scale,
-            "norm_match": s.norm_match,
-            "positions": None if s.positions is None else list(s.positions),
-            "sha256": s.sha256,
-            "dtype": s.vectors.dtype,
-            "shape": list(s.vectors.shape),
-            "data": sent_data(np.ascontiguousarray(s.vectors.storage).tobytes(), s.vectors, folder),
-            "lo": s.lo,
-            "hi": s.hi,
-        }
-        for s in vectors
-    ]
+    """As msgpack-able data; tensors become bytes, or files in a folder: see `file_of`."""
+    packed = []
+    for s in vectors:
+        values = np.ascontiguousarray(s.vectors.storage)
+        file = file_of((values.data,), s.vectors, folder)
+        packed.append(
+            {
+                "site": s.site,
+                "layers": list(s.layers),
+                "scale": s.scale,
+                "norm_match": s.norm_match,
+                "positions": None if s.positions is None else list(s.positions),
+                "sha256": s.sha256,
+                "dtype": s.vectors.dtype,
+                "shape": list(s.vectors.shape),
+                "file": file,
+                "data": b"" if file is not None else values.tobytes(),
+                "lo": s.lo,
+                "hi": s.hi,
+            }
+        )
+    return packed
 
 
 def unpack_vectors(values: Sequence[Mapping[str, Any]]) -> tuple[SteerEnvelope, ...]:
@@ -129,7 +134,7 @@ def seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -
 def _tensor(value: Mapping[str, Any]) -> TensorData:
     dtype = cast("DType", value["dtype"])
     storage: NDArray[Any] = np.frombuffer(
-        read_data(value["data"]),
+        value["data"] if value["file"] is None else read_file(value["file"]),
         dtype={"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype],
     ).reshape(value["shape"])
     return TensorData(storage, dtype)

@@ -13,7 +13,7 @@ import pytest
 
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol import edit_files, envelope, programs
-from inspect_lens._engine.protocol.edit_files import LARGE, read_data, sent_data
+from inspect_lens._engine.protocol.edit_files import LARGE, file_of, read_file
 from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens.errors import CaptureError
@@ -98,8 +98,7 @@ def test_small_data_and_hosts_apart_have_no_file(tmp_path: Path) -> None:
 
 
 def test_data_are_sent_where_no_file_can_be_written(tmp_path: Path) -> None:
-    data = bytes(LARGE)
-    assert sent_data(data, Owner(), tmp_path / "gone") is data
+    assert file_of([bytes(LARGE)], Owner(), tmp_path / "gone") is None
 
 
 def test_a_file_that_has_gone_fails_its_request(tmp_path: Path) -> None:
@@ -112,11 +111,11 @@ def test_a_file_that_has_gone_fails_its_request(tmp_path: Path) -> None:
 
 def test_a_fork_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Owner()
-    path = sent_data(b"x" * LARGE, owner, tmp_path)
-    assert isinstance(path, str)
+    path = file_of([b"x" * LARGE, b"y"], owner, tmp_path)
+    assert path is not None
     # As in a child that was forked meanwhile, whose objects go when it ends.
     child = os.getpid() + 1
     monkeypatch.setattr(edit_files.os, "getpid", lambda: child)
     del owner
     gc.collect()
-    assert read_data(path) == b"x" * LARGE
+    assert read_file(path) == b"x" * LARGE + b"y"
