@@ -122,7 +122,7 @@ class Bench:
             self._drop(kind)
             sys.stderr.write(f"{self.model} {kind}: not started: {reason[:3000]}\n")
             return {"refused": str(error)[:500], "options": shown}
-        self.results.environment.update(about["environment"])
+        self._note(about["environment"])
         self._pause(child)
         seconds = about["cold_start_seconds"]
         sys.stderr.write(f"{self.model} {kind}: started in {seconds:.1f} s\n")
@@ -133,6 +133,16 @@ class Bench:
             "options": shown,
             "peak_shared_bytes": 0,
         }
+
+    def _note(self, environment: dict[str, Any]) -> None:
+        """Take note of the machine, which a file has one of."""
+        known, gpu = self.results.environment, environment.get("gpu")
+        if gpu is not None and known.get("gpu", gpu) != gpu:
+            raise SystemExit(
+                f"--keep: {self.options.out} was measured on {known['gpu']}, and this is {gpu}; "
+                "write another file"
+            )
+        known.update(environment)
 
     def _pause(self, child: Child) -> None:
         if self.options.pause_waiting:
@@ -286,6 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results(environment)
     if options.keep and out.exists():
         results = Results.kept(json.loads(out.read_text("utf-8")), environment)
+        again = {model for model, _, _ in results.seconds}.intersection(options.models)
+        if again:
+            raise SystemExit(
+                f"--keep: {out} has runs of {', '.join(sorted(again))}; measure other models, or "
+                "write another file"
+            )
     options.deadline = time.monotonic() + options.time_limit
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as work:
         options.work = work

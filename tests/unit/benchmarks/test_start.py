@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks import run as run_module
 from benchmarks.results_file import Results
 from benchmarks.run import Bench, parse
 from tests.kit.arguments import key_and_json
+from tests.kit.files import write_json
 
 
 class Started:
@@ -104,3 +106,30 @@ def test_engines_that_start_together_are_those_that_start_in_turn(
     arms = ["--arms", "default", "capture-1", "steer", "vllm-lens", "hf"]
     in_turn = started(tmp_path, monkeypatch, *arms, *words)
     assert started(tmp_path, monkeypatch, *arms, *words, "--start-together") == in_turn != {}
+
+
+def test_a_file_that_is_added_to_is_of_other_models_and_of_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "r.json"
+    results = Results({"command": "python -m benchmarks.run", "arms": {}, "gpu": "NVIDIA H200"})
+    results.add(("tiny", "smoke", "default"), {"seconds": 1.0, "tokens": 8, "preemptions": 0})
+    write_json(out, results.to_json())
+    before = out.read_bytes()
+    words = ["--keep", "--out", str(out), "--arms", "default", "--loads", "smoke"]
+    with pytest.raises(SystemExit, match="has runs of tiny; measure other models"):
+        run_module.main([*words, "--models", "tiny-moe", "tiny"])
+    assert out.read_bytes() == before
+
+    def ask(self: Started, limit: float, **message: Any) -> dict[str, Any]:
+        return {"environment": {"gpu": "NVIDIA H100"}, "cold_start_seconds": 1.0}
+
+    monkeypatch.setattr(Started, "ask", ask)
+    monkeypatch.setattr(Started, "stop", lambda self: None, raising=False)
+    monkeypatch.setattr(Started, "close", lambda self: None, raising=False)
+    monkeypatch.setattr(run_module, "Child", Started)
+    with pytest.raises(SystemExit, match="measured on NVIDIA H200, and this is NVIDIA H100"):
+        run_module.main([*words, "--models", "tiny-moe"])
+    kept = json.loads(out.read_text("utf-8"))
+    assert kept["runs"] == json.loads(before)["runs"]
+    assert kept["environment"]["gpu"] == "NVIDIA H200"
