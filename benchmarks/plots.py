@@ -110,9 +110,8 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
     loses = [
         *(Row(f"{said}, 512 requests", _ratios(read, _FAMILIES, "512x128", arm))
           for arm, said in (("programs-256", "256 edit programs at once"),
-                            ("ablate-all", "ablation at all layers"),
-                            ("low-rank", "low-rank edits of 8 directions"),
                             ("qk-1", "queries and keys, one layer"),
+                            ("router-1", "router logits, one layer"),
                             ("logit-lens", "logit lens, 4 layers"))),
         Row("sweep of a 4M model on a CPU, over hooks", (sweep["engine"] / sweep["hooks"],)),
     ]  # fmt: skip
