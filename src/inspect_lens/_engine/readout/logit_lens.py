@@ -13,6 +13,7 @@ __all__ = ["LOGIT_BYTES", "read_logits", "rows_at_once", "warm_up_lens"]
 LOGIT_BYTES: Final = 512 << 20
 """Of the logits of rows read at once, were they float32. More pieces read the matrix more often."""
 _TILE: Final = 128
+_PADDING: Final = 64
 _PIECE: Final = 256
 """Logits whose largest stands for all of them, at first."""
 
@@ -62,7 +63,9 @@ def warm_up_lens(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         device: of the logits.
     """
     if device.type == "cuda":
-        _scanned(torch.zeros(1, vocab, dtype=dtype, device=device))
+        # vLLM cuts logits out of padded rows; how far apart these lie is part of what is compiled.
+        padded = -(-vocab // _PADDING) * _PADDING
+        _scanned(torch.zeros(1, padded, dtype=dtype, device=device)[:, :vocab])
 
 
 def _scanned(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,8 +95,10 @@ def _of_site(
     own = width.width // width.shards
     if at.shape[1] == 1 and (own == capture.hidden or capture.operation != "norm"):
         found = _taken(rows.storage, at[:, 0])[..., :own]
-        if own < capture.hidden and not _has_whole_rows(capture):
-            # Parts of rows would keep the rest of these in memory.
+        is_held = own == capture.hidden or _has_whole_rows(capture)
+        if not is_held or any(tap.site != site for tap in taps):
+            # Parts of rows would keep the rest of these in memory, and rows that serve two sites
+            # would change in both where somebody changes one.
             found = found.copy()
         return TensorData(found, rows.dtype)
     # (layers, parts, tokens, hidden) to (layers, tokens, parts, hidden).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from inspect_lens._engine.collect.collector import ROWS, SCORES, STORAGE, Collected, Collector
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._torch import to_torch
 from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
@@ -23,6 +25,7 @@ from .expected import Expected, Prepared, fill, receipt_of, shorten
 
 __all__ = ["Choice", "Job", "Ticket", "is_light", "is_ready", "prepare", "take_whole"]
 
+logger = logging.getLogger("vllm.inspect_lens")
 
 _LIGHT_BYTES = 1 << 18
 """A result that is so small is quickly made of its rows, whatever is made of them."""
@@ -274,7 +277,19 @@ class Choice:
 
 
 def take_whole(choices: Iterable[Choice], collector: Collector) -> None:
-    """Take at once what there is of many choices: what was prepared, and what is told of edits."""
+    """Take at once what there is of many choices: what was prepared, and what is told of edits.
+
+    A fault of this leaves choices to be taken one by one: it must not end those of others.
+    """
+    try:
+        _take_together(choices, collector)
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        logger.exception("inspect_lens: the results of a batch are taken one by one")
+
+
+def _take_together(choices: Iterable[Choice], collector: Collector) -> None:
     ended: dict[str, tuple[Choice, Prepared]] = {}
     edited: dict[str, Choice] = {}
     for choice in choices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,3 +77,16 @@ def test_queries_and_keys_are_views_by_head() -> None:
     for name, found in (("q", q), ("k", k)):
         rows.storage[[row.tap.site == name for row in capture.rows]] = 0x3F80  # 1.0
         assert torch.equal(found.float(), torch.ones(found.shape))
+
+
+def test_rows_that_serve_two_sites_are_changed_in_one() -> None:
+    # The stream behind layer 1 is the stream in front of layer 2.
+    capture = replace(
+        asked("resid_post", layers=(1, 2)), sites=("resid_pre", "resid_post"), widths=()
+    )
+    found = tensors_by_name(came(capture), capture)
+    before, behind = found["resid_pre"].storage, found["residual_stream"].storage
+    np.testing.assert_array_equal(before[1], behind[0])
+    kept = behind.copy()
+    before += 1
+    np.testing.assert_array_equal(behind, kept)
