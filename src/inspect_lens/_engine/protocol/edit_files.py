@@ -17,11 +17,13 @@ from typing import Final
 
 from inspect_lens.errors import CaptureError
 
-__all__ = ["LARGE", "file_of", "read_file"]
+__all__ = ["LARGE", "MOST", "file_of", "read_file"]
 
 LARGE: Final = 1 << 16
 """Bytes from which on data lie in a file: to write and to read one takes as long as to send them
 once."""
+MOST: Final = 1 << 20
+"""Bytes up to which: a server's loop, which all clients share, does not wait longer for a disk."""
 
 _NUMBERS = count()
 _FILES: Final[weakref.WeakKeyDictionary[object, dict[Path, str]]] = weakref.WeakKeyDictionary()
@@ -40,7 +42,8 @@ def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | N
     Returns:
         Its path; None where the data are to be sent.
     """
-    if folder is None or sum(memoryview(part).nbytes for part in parts) < LARGE:
+    nbytes = sum(memoryview(part).nbytes for part in parts)
+    if folder is None or not LARGE <= nbytes <= MOST:
         return None
     with _LOCK:
         files = _FILES.setdefault(owner, {})

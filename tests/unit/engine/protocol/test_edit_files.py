@@ -13,7 +13,7 @@ import pytest
 
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol import edit_files, envelope, programs
-from inspect_lens._engine.protocol.edit_files import LARGE, file_of, read_file
+from inspect_lens._engine.protocol.edit_files import LARGE, MOST, file_of, read_file
 from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens.errors import CaptureError
@@ -99,6 +99,12 @@ def test_small_data_and_hosts_apart_have_no_file(tmp_path: Path) -> None:
 
 def test_data_are_sent_where_no_file_can_be_written(tmp_path: Path) -> None:
     assert file_of([bytes(LARGE)], Owner(), tmp_path / "gone") is None
+
+
+def test_nobody_waits_for_a_disk_that_takes_long(tmp_path: Path) -> None:
+    assert file_of([bytes(MOST + 1)], Owner(), tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    assert file_of([bytes(MOST)], Owner(), tmp_path) is not None
 
 
 def test_a_file_that_has_gone_fails_its_request(tmp_path: Path) -> None:
