@@ -6,7 +6,9 @@ an upgrade that moves something fails there, by name, and not in the middle of a
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inspect_ai._util.error import PrerequisiteError, pip_dependency_error
@@ -20,6 +22,8 @@ from inspect_ai._util.registry import (
 )
 from inspect_ai.approval import Approver
 from inspect_ai.approval._apply import _tool_approver
+from inspect_ai.log._recorders.eval import EvalRecorder
+from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.model._model import active_model, init_model_roles
@@ -65,6 +69,7 @@ __all__ = [
     "registry_lookup",
     "start_local_server",
     "terminate_process",
+    "when_log_is_read",
 ]
 
 _VLLM = "inspect_ai.model._providers.vllm"
@@ -72,6 +77,7 @@ _LORA = "inspect_ai.model._providers._vllm_lora"
 _COMPAT = "inspect_ai.model._providers.openai_compatible"
 _SERVER = "inspect_ai._util.local_server"
 _REGISTRY = "inspect_ai._util.registry"
+_RECORDERS = "inspect_ai.log._recorders"
 
 # Loaded on first use: these import the OpenAI client, and whoever reads a log needs none.
 _LAZY = {
@@ -136,6 +142,17 @@ SEAMS: tuple[Seam, ...] = (
         "_tool_approver",
         None,
         "a gate judges a call first, and then the approver that was there before",
+    ),
+    *(
+        Seam(
+            f"{_RECORDERS}.{module}", f"{name}{read}", with_, "where a log was read, its files are"
+        )
+        for module, name in (("eval", "EvalRecorder"), ("json", "JSONRecorder"))
+        for read, with_ in (
+            ("", None),
+            (".read_log", ("location",)),
+            (".read_log_sample", ("location",)),
+        )
     ),
     Seam("inspect_ai.log._samples", "sample_active", (), "where the log of this eval is"),
     Seam(
@@ -243,3 +260,22 @@ def active_call() -> ActiveCall | None:
 def active_approver() -> Approver | None:
     """The approver of tool calls that this task runs under, or None."""
     return _tool_approver.get(None)
+
+
+def when_log_is_read(told: Callable[[str], None]) -> None:
+    """Call a function with the address of every log that Inspect reads in this process.
+
+    A scorer, a column and `sample.output` are given a sample and not the address of its log.
+    """
+
+    def telling(read: Callable[..., Any]) -> Any:
+        @functools.wraps(read)
+        async def tell(cls: Any, location: str, *args: Any, **options: Any) -> Any:
+            told(location)
+            return await read(cls, location, *args, **options)
+
+        return classmethod(tell)
+
+    for recorder in (EvalRecorder, JSONRecorder):
+        for name in ("read_log", "read_log_sample"):
+            setattr(recorder, name, telling(getattr(recorder, name).__func__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -44,8 +45,7 @@ def lens_column(
 ) -> SampleColumn:
     """A column with a probe's value per sample, computed from captured activations.
 
-    No model is needed. Files are looked for where they were written; after a move, call
-    `read_activations` or `activations_df` on a log of the folder first, or set INSPECT_LENS_DIR.
+    No model is needed. Files are found beside the log, wherever it was moved to.
 
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe.
@@ -87,13 +87,21 @@ def lens_column(
         source="captured", check_model=False, tokenizer=tokenizer,
     )  # fmt: skip
 
-    def value(sample: EvalSample) -> float | None:
-        readings = [reader.read_captured(c.activations) for c in read_activations(sample)]
-        values = [reading.value for reading in readings if reading is not None]
-        return _OVER[over](values) if values else None
-
     title = name or reader.probe.name.rpartition("/")[2]
-    return SampleColumn(title, path=value, full=True)
+    return SampleColumn(title, path=_Value(reader, over), full=True)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """The path of a column; an object, as `parallel=True` pickles it."""
+
+    reader: ProbeReader
+    over: Over
+
+    def __call__(self, sample: EvalSample) -> float | None:
+        readings = [self.reader.read_captured(c.activations) for c in read_activations(sample)]
+        values = [reading.value for reading in readings if reading is not None]
+        return _OVER[self.over](values) if values else None
 
 
 def captured_calls_column(name: str = "captured_calls") -> SampleColumn:
@@ -120,7 +128,8 @@ def captured_calls_column(name: str = "captured_calls") -> SampleColumn:
     """
     from inspect_ai.analysis import SampleColumn
 
-    def count(sample: EvalSample) -> int:
-        return len(read_activations(sample))
+    return SampleColumn(name, path=_count, full=True)
 
-    return SampleColumn(name, path=count, full=True)
+
+def _count(sample: EvalSample) -> int:
+    return len(read_activations(sample))

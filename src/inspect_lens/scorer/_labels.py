@@ -106,7 +106,7 @@ def control_values(scores: Sequence[SampleScore], cluster: str | None = None) ->
 
 
 def carried(scores: Sequence[SampleScore], name: str, key: str | None) -> Any:
-    """A fact that all scores carry alike in their metadata.
+    """A fact that all scores carry alike in their metadata, as far as they carry it.
 
     Args:
         scores: of a metric.
@@ -123,7 +123,8 @@ def carried(scores: Sequence[SampleScore], name: str, key: str | None) -> Any:
     for sample in scores:
         metadata = sample.score.metadata or {}
         each = metadata.get(name) if key is None else (metadata.get(f"{name}s") or {}).get(key)
-        if each not in found:
+        # What a person has edited has metadata of its own, and says nothing of settings.
+        if each is not None and each not in found:
             found.append(each)
     if len(found) > 1:
         raise SpecError(

@@ -10,10 +10,9 @@ from inspect_ai.event import ModelEvent
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log, transcript
 from inspect_ai.model import ChatMessage, ModelOutput
 
-from inspect_lens._intake import absolute, parent
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model.stored._handle import MEMORY, MESSAGES, REFERENCES, Activations
-from inspect_lens.model.stored._places import know_root
+from inspect_lens.model.stored._places import know_log
 from inspect_lens.spec import Receipt
 
 from ._given import given_output
@@ -71,7 +70,7 @@ def activations(
         ```
     """
     if log is not None:
-        know_root(parent(absolute(log)))
+        know_log(log)
     found: Any = source
     if isinstance(found, ModelEvent):
         found = found.output
@@ -170,26 +169,6 @@ def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | N
     metadata = source.metadata if isinstance(source, ModelOutput) else source
     found = (metadata or {}).get("inspect_lens")
     return None if found is None else Receipt.model_validate(found)
-
-
-def know_log(location: str) -> None:
-    """Tell where a log file is, so that activations next to it are found.
-
-    Args:
-        location: path or fsspec URL of the log.
-
-    Example:
-        ```python
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.model import activations, know_log
-
-        know_log("logs/honesty.eval")
-        output = read_eval_log("logs/honesty.eval").samples[0].output
-        assert activations(output).numpy().shape[0] == 3
-        ```
-    """
-    know_root(parent(absolute(location)))
 
 
 def resident_activation_bytes() -> int:

@@ -1,4 +1,10 @@
-"""Where sidecar files go, and where they are looked for."""
+"""Where the files of a log go, and where they are looked for.
+
+A reference in a log names a file below the folder of the log (`uri`) and that folder as it was
+(`root`). Every surface resolves references with `find`, `is_there` and `place_of`, and these look
+in the folders of logs that this process wrote or read, wherever they were moved to.
+`may_follow` is the policy: it is asked before a file is looked for.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,18 @@ from typing import NamedTuple
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import text
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model._host import active_call
+from inspect_lens.model._host import active_call, when_log_is_read
 
-__all__ = ["Place", "find", "is_there", "know_root", "place_for", "place_of"]
+__all__ = [
+    "Place",
+    "find",
+    "is_there",
+    "know_log",
+    "know_root",
+    "may_follow",
+    "place_for",
+    "place_of",
+]
 
 _roots: OrderedDict[str, None] = OrderedDict()
 """Folders of logs that this process wrote or read, latest last."""
@@ -54,6 +69,42 @@ def know_root(root: str) -> None:
         _roots.popitem(last=False)
 
 
+def know_log(location: str) -> None:
+    """Tell where a log file is, so that activations next to it are found.
+
+    A log that Inspect reads in this process, once `inspect_lens` is imported, is known already.
+
+    Args:
+        location: path or fsspec URL of the log.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.model import activations, know_log
+
+        know_log("logs/honesty.eval")
+        output = read_eval_log("logs/honesty.eval").samples[0].output
+        assert activations(output).numpy().shape[0] == 3
+        ```
+    """
+    know_root(parent(absolute(location)))
+
+
+when_log_is_read(know_log)
+
+
+def may_follow(address: str, *, known: bool) -> bool:
+    """Whether a file that a log refers to may be looked for at an address.
+
+    Args:
+        address: absolute path, or URL.
+        known: whether it lies in the folder of a log that this process wrote or read, or in the
+            one that was configured; False where only the log itself names it.
+    """
+    return True
+
+
 def place_of(uri: str, root: str | None) -> str:
     """The folder below which a file that was written earlier lies now.
 
@@ -64,10 +115,8 @@ def place_of(uri: str, root: str | None) -> str:
     Returns:
         The first known folder in which the file is; where it is in none, the one it was in.
     """
-    for candidate in _candidates(root):
-        if has_file(join(candidate, uri)):
-            return candidate
-    return root or ""
+    found = (folder for folder, where in _addresses(uri, root) if has_file(where))
+    return next(found, root or "")
 
 
 def is_there(uri: str, root: str | None) -> bool:
@@ -77,7 +126,7 @@ def is_there(uri: str, root: str | None) -> bool:
         uri: as for `find`.
         root: as for `find`.
     """
-    return any(has_file(join(candidate, uri)) for candidate in _candidates(root))
+    return any(has_file(where) for _, where in _addresses(uri, root))
 
 
 def find(uri: str, root: str | None) -> tuple[str, bytes]:
@@ -94,13 +143,11 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
         ArtifactError: there is none; the message says where it was looked for.
     """
     tried: list[str] = []
-    for candidate in _candidates(root):
-        where = join(candidate, uri)
-        if where not in tried:
-            tried.append(where)
-            data = read_file(where)
-            if data is not None:
-                return where, data
+    for _, where in _addresses(uri, root):
+        tried.append(where)
+        data = read_file(where)
+        if data is not None:
+            return where, data
     missing = f"{uri}: the file of these activations is missing"
     if absolute(uri) == uri:
         raise ArtifactError(
@@ -116,16 +163,28 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
     )
 
 
-def _candidates(root: str | None) -> Iterator[str]:
+def _addresses(uri: str, root: str | None) -> Iterator[tuple[str, str]]:
+    """Where a file may be, each folder with the file's address, as far as the policy allows."""
+    is_absolute = absolute(uri) == uri
+    seen = set()
+    for folder, known in _folders(root):
+        where = join(folder, uri)
+        if where not in seen and may_follow(where, known=known and not is_absolute):
+            seen.add(where)
+            yield folder, where
+
+
+def _folders(root: str | None) -> Iterator[tuple[str, bool]]:
+    """Folders in which to look, and whether anything but the log itself names them."""
     if root:
-        yield root
-    yield from reversed(_roots)
-    configured = text("dir")
-    if configured:
-        yield absolute(configured)
+        yield root, root in _roots
+    for folder in reversed(_roots):
+        yield folder, True
+    if configured := text("dir"):
+        yield absolute(configured), True
     # `inspect score logs/x.eval` tells a scorer nothing of the path, but the command line has it.
     for argument in sys.argv[1:]:
         if argument.endswith((".eval", ".json")):
-            yield parent(absolute(argument))
+            yield parent(absolute(argument)), True
     if not root:
-        yield ""
+        yield "", False
