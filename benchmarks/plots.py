@@ -1,6 +1,7 @@
-"""`python -m benchmarks.plots`: the figure of docs/benchmarks.md, from the committed results.
+"""`python -m benchmarks.plots`: figure and tables of costs, from the committed results.
 
-An SVG is text, so that a test reads its numbers and compares them with the results.
+Both come from `sections`, and each section names what its ratios are divided by.
+`python -m tests.kit.generated` puts the tables into README and docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 from xml.sax.saxutils import escape
 
-__all__ = ["RESULTS", "TIMES", "Row", "Section", "draw", "figure_files", "main", "sections"]
+__all__ = [
+    "RESULTS", "TIMES", "Row", "Section", "costs_markdown", "draw", "evals_markdown",
+    "figure_files", "main", "sections", "techniques_markdown",
+]  # fmt: skip
 
 RESULTS: Final = Path(__file__).with_name("results")
 ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
@@ -37,10 +41,26 @@ _EVALS: Final = {
     "agent of 20 turns": "agents, 20 turns",
 }  # fmt: skip
 _EVAL_ARMS: Final = {
-    "capture-scored": "capture and score", "mean-scored": "capture the mean, score",
+    "idle": "nothing asked", "capture": "capture", "capture-scored": "capture and score",
     "probe-scored": "probe in the engine",
-    "peer": "vllm-lens 1.3.0, no scorer",
 }  # fmt: skip
+_INCLUDES: Final = "Inspect's own `includes()`, without the lens"
+_ASKS: Final = "vLLM 0.30"
+"""What vllm-lens 1.3.0 asks for; its rows say on what it ran."""
+_TECHNIQUES: Final = {
+    "program": "ablate, clamp and add",
+    "programs-256": "the same three, in 256 different programs",
+    "ablate-all": "ablate a direction at all 32 layers",
+    "gate": "add a vector where a probe fires",
+    "swap": "swap two directions",
+    "rotate": "rotate a plane",
+    "latent": "set a latent of a sparse autoencoder",
+    "low-rank": "a low-rank edit of 8 directions",
+    "replace": "mix in a stored row",
+    "renormalise": "add a vector and give the norm back",
+    "qk-1": "queries and keys",
+    "logit-lens": "logit lens of 4 layers, top 5",
+}
 
 Read = Callable[[str], dict[str, Any]]
 
@@ -69,10 +89,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """Rows with one baseline."""
+    """Rows with one denominator."""
 
-    title: str
+    what: str
+    over: str
+    """What the ratios are divided by."""
     rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """What was measured, over what."""
+        return f"{self.what}, over {self.over}"
 
 
 def read_result(name: str) -> dict[str, Any]:
@@ -100,28 +127,54 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         for arm in ("capture-1", "probes-16x4")
     ]  # fmt: skip
     peers = [
-        Row(f"vllm-lens 1.3.0, {n} requests", _ratios(read, _OTHERS, load, "vllm-lens"))
+        Row(f"{_peer(read, _OTHERS)}, {n} requests", _ratios(read, _OTHERS, load, "vllm-lens"))
         for load, n in (("8x256", 8), ("256x128", 256), ("1000x128", 1000))
     ]
     for arm, said in (("eager", "vLLM, eager mode"), ("hf", "transformers with a hook")):
         ratios = _ratios(read, ("others-h200-eager-hf",), "8x256", arm)
         peers.append(Row(f"{said}, 8 requests", ratios))
-    sweep = read("cpu")["steering_sweep"]["median_seconds"]
     loses = [
-        *(Row(f"{said}, 512 requests", _ratios(read, _FAMILIES, "512x128", arm))
-          for arm, said in (("programs-256", "256 edit programs at once"),
-                            ("qk-1", "queries and keys, one layer"),
-                            ("router-1", "router logits, one layer"),
-                            ("logit-lens", "logit lens, 4 layers"))),
-        Row("sweep of a 4M model on a CPU, over hooks", (sweep["engine"] / sweep["hooks"],)),
+        Row(f"512 requests: {said}", _ratios(read, _FAMILIES, "512x128", arm))
+        for arm, said in (
+            ("programs-256", "256 edit programs"), ("qk-1", "queries and keys"),
+            ("router-1", "router logits"), ("logit-lens", "logit lens, 4 layers"),
+        )
     ]  # fmt: skip
+    sweep = read("cpu")["steering_sweep"]["median_seconds"]
+    of_evals = [
+        Row(f"{said}: {what}", _eval_ratios(read, load, arm, "plain"))
+        for load, said in _EVALS.items()
+        for arm, what in _EVAL_ARMS.items()
+    ]
+    of_evals.append(
+        Row(f"256: {_peer(read, ('eval',))}, capture",
+            _eval_ratios(read, "256 connections", "peer", "plain"))
+    )  # fmt: skip
+    over_idle = [
+        Row(f"{said}: {what}", _eval_ratios(read, load, arm, "idle"))
+        for load, said in _EVALS.items()
+        for arm, what in _EVAL_ARMS.items()
+        if arm != "idle"
+    ]
+    plain, whole = "vLLM without the lens", "Whole Inspect eval"
     return (
-        Section("Offline engine, over vLLM without the lens", tuple(cost)),
-        Section("Whole Inspect eval, over Inspect's vllm provider", tuple(_eval_rows(read))),
-        Section("HTTP server, over vLLM's server without the lens", tuple(served)),
-        Section("Other tools, over vLLM without the lens", tuple(peers)),
-        Section("Where it loses", tuple(loses)),
-    )
+        Section("Offline engine", plain, tuple(cost)),
+        Section(whole, "Inspect's vllm provider without the lens", tuple(of_evals)),
+        Section(whole, "our provider with the lens idle", tuple(over_idle)),
+        Section("HTTP server", "vLLM's server without the lens", tuple(served)),
+        Section(f"Other tools (vllm-lens asks for {_ASKS})", plain, tuple(peers)),
+        Section("Dearest edits and readouts", plain, tuple(loses)),
+        Section(
+            "Steering sweep of a small model on a CPU", "hooks in transformers",
+            (Row("2000 generations", (sweep["engine"] / sweep["hooks"],)),),
+        ),
+    )  # fmt: skip
+
+
+def _peer(read: Read, names: Sequence[str]) -> str:
+    environments = [read(name)["environment"] for name in names]
+    (on,) = {(e.get("versions") or e)["vllm"].removesuffix(".0") for e in environments}
+    return f"vllm-lens 1.3.0 on vLLM {on}"
 
 
 def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[float, ...]:
@@ -134,18 +187,79 @@ def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[floa
     return tuple(found)
 
 
-def _eval_rows(read: Read) -> Iterator[Row]:
-    runs = read("eval")["runs"]
-    seconds = {(run["load"], run["arm"], run["round"]): run["seconds"] for run in runs}
+def _eval_ratios(read: Read, load: str, arm: str, over: str) -> tuple[float, ...]:
+    """Each run of an arm over the median of another, so that the median is that of the file."""
+    seconds: dict[str, list[float]] = {}
+    for run in read("eval")["runs"]:
+        if run["load"] == load:
+            seconds.setdefault(run["arm"], []).append(run["seconds"])
+    divisor = statistics.median(seconds[over])
+    return tuple(value / divisor for value in seconds[arm])
+
+
+def costs_markdown(*, short: bool = False) -> str:
+    """The table of what each use costs, and over what.
+
+    Args:
+        short: only the rows that README shows.
+    """
+    engine, inspect, idle, http, *_ = sections()
+    offline = "in the offline engine"
+    uses = (
+        ("install the lens and ask for nothing", engine, (_ARMS["idle"],), False),
+        (f"capture one layer, steer, or run 16 probes {offline}", engine,
+         tuple(_ARMS[arm] for arm in ("capture-1", "steer", "probes-16x4")), True),
+        (f"capture all 32 layers {offline}", engine, (_ARMS["capture-all"],), True),
+        ("capture one layer over HTTP, all answers of one length", http,
+         (f"requests: {_ARMS['capture-1']}",), True),
+        *((f"run an Inspect eval with {said}", over, (f": {_EVAL_ARMS[arm]}",), shown)
+          for said, arm, shown in (("capture and a scorer", "capture-scored", True),
+                                   ("the probe in the engine", "probe-scored", False))
+          for over in (inspect, idle)),
+    )  # fmt: skip
+    lines = ["| what you do | divided by | typical | worst run |", "|---|---|---|---|"]
+    for said, section, ends, is_shown in uses:
+        if is_shown or not short:
+            rows = [row for row in section.rows if row.label.endswith(ends)]
+            low, high = (f"{f(row.middle for row in rows):.2f}" for f in (min, max))
+            worst = max(max(row.ratios) for row in rows)
+            typical = low if low == high else f"{low} to {high}"
+            lines.append(f"| {said} | {section.over} | {typical} | {worst:.2f} |")
+    return "\n".join(lines)
+
+
+def evals_markdown(read: Read = read_result) -> str:
+    """The table of whole evals, once over each denominator.
+
+    Args:
+        read: gives a result by its name.
+    """
+    summary = read("eval")["summary"]
+    lines = [
+        "| eval | rounds | what it does | over Inspect's `vllm` provider | over ours, idle |",
+        "|---|---|---|---|---|",
+    ]
     for load, said in _EVALS.items():
-        for arm, what in _EVAL_ARMS.items():
-            ratios = [
-                value / seconds[load, "plain", n]
-                for (at, which, n), value in seconds.items()
-                if (at, which) == (load, arm)
-            ]
-            if ratios:
-                yield Row(f"{said}: {what}", tuple(ratios))
+        for arm, what in {"plain-scored": _INCLUDES, **_EVAL_ARMS}.items():
+            ratios = (
+                f"{statistics.median(_eval_ratios(read, load, arm, over)):.2f}"
+                for over in ("plain", "idle")
+            )
+            lines.append(f"| {said} | {summary[load][arm]['n']} | {what} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+def techniques_markdown(read: Read = read_result) -> str:
+    """The table of edits and readouts, over vLLM without the lens.
+
+    Args:
+        read: gives a result by its name.
+    """
+    lines = ["| what each request asks for | 8 | 256 | 512 |", "|---|---|---|---|"]
+    for arm, said in _TECHNIQUES.items():
+        ratios = (f"{_ratios(read, _FAMILIES, load, arm)[0]:.2f}" for load in _LOADS)
+        lines.append(f"| {said} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
 
 
 _PALETTES: Final = {
@@ -154,7 +268,7 @@ _PALETTES: Final = {
     "dark": {"text": "#e6e9ef", "faint": "#a9b1bd", "line": "#4a505c", "dot": "#7db4f5",
              "other": "#f0a35e", "back": "#1b1d23"},
 }  # fmt: skip
-_WIDTH, _ROW, _HEAD, _LEFT, _RIGHT = 820, 18, 30, 292, 632
+_WIDTH, _ROW, _HEAD, _LEFT, _RIGHT = 820, 18, 30, 310, 640
 _LOW, _HIGH = 0.8, 10.0
 
 
@@ -170,7 +284,7 @@ def draw(shown: Sequence[Section], palette: str) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         'font-family="system-ui, sans-serif" font-size="12">',
-        "<title>Wall time with the lens over wall time without it</title>",
+        "<title>Wall time as a ratio; each heading names what it is divided by</title>",
         f'<rect width="{_WIDTH}" height="{height}" fill="{colour["back"]}"/>',
     ]
     for tick in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0):

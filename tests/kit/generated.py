@@ -17,6 +17,7 @@ import yaml
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import IsInstanceSchema, ModelSchema
 
+from benchmarks import plots
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
@@ -137,34 +138,31 @@ def _default(value: Any) -> str:
 @functools.cache
 def generated_files() -> dict[str, str]:
     """What each generated file should hold, by path from the root."""
-    content = dict(
-        [
-            _page("docs/how-to/settings.md", "settings", settings_markdown()),
-            _page("docs/reference/compatibility.md", "seams", seams_markdown()),
-            _page("docs/how-to/serve.md", "metrics", metrics_markdown()),
-            _page("docs/evals.md", "evals", evals_markdown()),
-            _page("docs/reference/cli.md", "cli", cli_markdown()),
-            _page("docs/gallery.md", "probes", probes_markdown()),
-            _page("docs/coverage.md", "coverage", coverage_markdown()),
-        ]
-    )
-    gallery = content["docs/gallery.md"]
-    content["docs/gallery.md"] = _between(gallery, "docs/gallery.md", "oracles", oracles_markdown())
-    serve = content["docs/how-to/serve.md"]
-    content["docs/how-to/serve.md"] = _between(
-        serve, "docs/how-to/serve.md", "traces", traces_markdown()
-    )
+    content: dict[str, str] = {}
+    for path, part, text in (
+        ("README.md", "costs", plots.costs_markdown(short=True)),
+        ("docs/benchmarks.md", "costs", plots.costs_markdown()),
+        ("docs/benchmarks.md", "evals", plots.evals_markdown()),
+        ("docs/benchmarks.md", "techniques", plots.techniques_markdown()),
+        ("docs/how-to/settings.md", "settings", settings_markdown()),
+        ("docs/reference/compatibility.md", "seams", seams_markdown()),
+        ("docs/how-to/serve.md", "metrics", metrics_markdown()),
+        ("docs/how-to/serve.md", "traces", traces_markdown()),
+        ("docs/evals.md", "evals", evals_markdown()),
+        ("docs/reference/cli.md", "cli", cli_markdown()),
+        ("docs/gallery.md", "probes", probes_markdown()),
+        ("docs/gallery.md", "oracles", oracles_markdown()),
+        ("docs/coverage.md", "coverage", coverage_markdown()),
+    ):
+        page = content.get(path) or (ROOT / path).read_text(encoding="utf-8")
+        content[path] = _between(page, path, part, text)
     for model in (LensRequest, Receipt):
         schema = json.dumps(
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
         )
         content[f"tests/contracts/schema/{model.__name__}.json"] = schema + "\n"
-    return content | figure_files() | notebook_files()
-
-
-def _page(path: str, part: str, text: str) -> tuple[str, str]:
-    """The page with one part made anew."""
-    return path, _between((ROOT / path).read_text(encoding="utf-8"), path, part, text)
+    figures = {f"docs/assets/{name}": made for name, made in plots.figure_files().items()}
+    return content | figures | figure_files() | notebook_files()
 
 
 def _between(page: str, path: str, part: str, text: str) -> str:

@@ -143,7 +143,7 @@ def conformance(palette: str) -> str:
     results = _page("docs/conformance.md").partition("## Results")[2]
     rows = re.findall(r"^\| \d+ \| ([^|]+) \| (pass|fail): [^|]+\| (pass|fail): ", results,
                       re.MULTILINE)  # fmt: skip
-    canvas = Canvas(720, 66 + 30 * len(rows), palette, "Ten tests of two packages")
+    canvas = Canvas(720, 66 + 30 * len(rows), palette, "Ten tests of two packages on vLLM 0.32")
     for j, name in enumerate(("inspect_lens", "vllm-lens 1.3.0")):
         n = sum(row[1 + j] == "pass" for row in rows)
         canvas.text(400 + 190 * j, 26, f"{name}: {n} of {len(rows)}", anchor="middle", bold=True)
