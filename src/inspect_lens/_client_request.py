@@ -19,12 +19,19 @@ from .spec import (
     SinkUse,
     SteeringVector,
     parse_extra_args,
+    refuse_misspelled,
     split_body,
     to_extra_args,
     to_wire_args,
 )
 
 __all__ = ["answer_of", "json_of", "lines_of", "request_of", "with_request"]
+
+_ARGUMENTS = (
+    "capture_layers", "steering_vectors", "activations_transport", "capture", "hooks",
+    "capture_qk", "lens", "sink", "edits",
+)  # fmt: skip
+"""Of `LensClient.generate`, for the lens."""
 
 
 def request_of(
@@ -99,6 +106,8 @@ def with_request(
     Raises:
         SpecError: the two do not fit together, or those of the body are wrong.
     """
+    for key in body:
+        refuse_misspelled(key, "arguments", known=_ARGUMENTS)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
     # understand them.
     rest, given = split_body(body, where="body")

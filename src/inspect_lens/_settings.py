@@ -6,7 +6,11 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import cache
 
+from .errors import SpecError, did_you_mean
+
 __all__ = ["Settings", "is_set", "settings_table", "text"]
+
+_PREFIX = "INSPECT_LENS_"
 
 
 def _setting(default: object, doc: str) -> object:
@@ -190,9 +194,16 @@ class Settings:
             The settings, with defaults where a variable is not set.
 
         Raises:
-            ValueError: a variable does not parse; the message names it.
+            SpecError: a variable does not parse, or no setting has its name; the message names it.
         """
         values: dict[str, object] = {}
+        known = {variable(item.name) for item in fields(cls)}
+        for name in os.environ:
+            if name.startswith(_PREFIX) and name not in known:
+                raise SpecError(
+                    f"{name}: no setting has this name, so nothing would read it; "
+                    f"{did_you_mean(name, known)}"
+                )
         for item in fields(cls):
             name = variable(item.name)
             raw = os.environ.get(name)
@@ -204,7 +215,7 @@ class Settings:
 @cache
 def variable(field_name: str) -> str:
     """Name of the environment variable behind a field of `Settings`."""
-    return f"INSPECT_LENS_{field_name.upper()}"
+    return f"{_PREFIX}{field_name.upper()}"
 
 
 def text(field_name: str) -> str:
@@ -245,7 +256,7 @@ def _parse(name: str, raw: str, default: object) -> object:
         if isinstance(default, float):
             return float(raw)
     except (KeyError, ValueError):
-        raise ValueError(
+        raise SpecError(
             f"{name}={raw!r} is not a {type(default).__name__}; unset it or give a value "
             f"like {default!r}"
         ) from None

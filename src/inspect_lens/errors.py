@@ -16,6 +16,9 @@ A message says which field, what came, what is allowed and what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "ArtifactError",
     "CapacityError",
@@ -25,7 +28,31 @@ __all__ = [
     "LensError",
     "SpecError",
     "UnsupportedError",
+    "did_you_mean",
 ]
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them.
+
+    Args:
+        given: what somebody typed.
+        known: what would have been read.
+
+    Returns:
+        `did you mean 'capture'?`, or `allowed are …` where nothing is like it.
+
+    Example:
+        ```python
+        from inspect_lens.errors import did_you_mean
+
+        assert did_you_mean("captur", ["capture", "probes"]) == "did you mean 'capture'?"
+        assert did_you_mean("x", ["capture", "probes"]) == "allowed are capture, probes"
+        ```
+    """
+    words = sorted(known)
+    near = difflib.get_close_matches(given, words, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(words)}"
 
 
 class LensError(Exception):

@@ -16,7 +16,7 @@ import uuid
 import psutil
 import pytest
 
-MARK = "INSPECT_LENS_TEST_RUN"
+MARK = "TEST_RUN_OF_INSPECT_LENS"
 GRACE_S = 20.0
 # Helpers of Python's multiprocessing, of PyTorch's compiler, and our own, that end with this
 # process and not before.

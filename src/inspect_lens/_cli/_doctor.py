@@ -13,7 +13,7 @@ import typer
 from inspect_lens._settings import Settings, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
 
 from ._output import emit
 
@@ -59,8 +59,12 @@ def examined(
     Raises:
         ArtifactError: the model's configuration cannot be read.
     """
-    settings = Settings.load()
-    plugin = _plugin(settings, vllm_plugins())
+    wrong = ""
+    try:
+        settings = Settings.load()
+    except SpecError as error:
+        settings, wrong = Settings(), str(error)
+    plugin = wrong or _plugin(settings, vllm_plugins())
     off = problems()
     features = {
         key: {"what": what, "off": plugin or off.get("lens") or off.get(key)}

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from inspect_lens._settings import Settings
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 
 from ._chat import chat
@@ -62,12 +63,14 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand != "doctor":  # which shows it
+        Settings.load()
 
 
 def main() -> None:

@@ -122,9 +122,9 @@ def run_recipe(
     recipe = load_recipe(path)
     if not work:
         raise SpecError("--work: is missing; a recipe needs a folder for its activations")
-    stores = anyio.run(
-        _collect, recipe, model or recipe.model, work, recipe.model_args | model_args
-    )
+    # A server that runs already takes none of the arguments that the recipe starts one with.
+    given = model_args if "base_url" in model_args else recipe.model_args | model_args
+    stores = anyio.run(_collect, recipe, model or recipe.model, work, given)
     held = [part.name or part.dataset for part in recipe.heldout]
     control = recipe.control.name or recipe.control.dataset
     judged = dict(zip([control, *held], (recipe.control, *recipe.heldout), strict=True))

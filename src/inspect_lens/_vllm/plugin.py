@@ -6,8 +6,8 @@ import logging
 import sys
 from multiprocessing import parent_process
 
-from inspect_lens._settings import Settings, drop
-from inspect_lens.errors import CompatError
+from inspect_lens._settings import Settings, drop, is_set
+from inspect_lens.errors import CompatError, SpecError
 
 from .compat.rivals import RivalError
 
@@ -29,7 +29,13 @@ def register() -> None:
         CompatError: vLLM loads vllm-lens as well; or something is off, and INSPECT_LENS_REQUIRED
             says not to start then.
     """
-    settings = Settings.load()
+    try:
+        settings = Settings.load()
+    except SpecError as error:
+        if is_set("required"):
+            raise
+        _leave_off(str(error))
+        return
     if settings.parent and parent_process() is None:
         from .http.server_lifetime import end_with
 

@@ -55,11 +55,14 @@ from inspect_lens.model.server._server_calls import FETCH_TIMEOUT_S, ServerCalls
 from inspect_lens.model.stored._places import place_for
 from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
 
+from ._arguments import refuse_unknown_arguments
 from ._garbage import collect_less
 
 __all__ = ["CALLER", "LensAPI"]
 
 MAX_CONNECTIONS = 64
+_OWN = ("capture", "activations", "activations_dir", "probes", "stream")
+"""Arguments that the provider adds to those of Inspect's."""
 
 CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
 """The provider that this task is about to call; see `LensAPI.connection_key`."""
@@ -151,6 +154,7 @@ class LensAPI(ServerCalls):
         shared = base in _vllm_servers
         super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)
         self._server = self._own_server(self._server, shared=shared)
+        refuse_unknown_arguments(server_args, _OWN, attached=self._init_base_url)
         if not lazy_init:
             self._resolve_server()
         collect_less()

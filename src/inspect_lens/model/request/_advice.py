@@ -16,7 +16,8 @@ from inspect_lens.model._host import (
 
 __all__ = ["capture_advice", "explain_none", "role_advice"]
 
-_OURS = ("capture", "activations", "activations_dir")
+_INSPECTS = ("model_name", "base_url", "api_key", "config")
+"""What Inspect passes to every model."""
 
 
 def role_advice(layers: Sequence[int] | None = None) -> str:
@@ -53,7 +54,7 @@ def explain_none() -> None:
     """Make `--model none -M capture=…` an error that says what to do.
 
     Inspect passes `-M` to the model that `--model` names, and its `none` knows no arguments: the
-    eval would end in a TypeError. Without these arguments it is what it was.
+    eval would end in a TypeError. Without arguments it is what it was.
     """
     kind: RegistryType = "modelapi"
     if not registry_has(kind, "none"):
@@ -61,7 +62,7 @@ def explain_none() -> None:
     plain: Any = registry_lookup(kind, "none")
 
     def none(*args: object, **options: object) -> object:
-        given = [name for name in _OURS if name in options]
+        given = [name for name in options if name not in _INSPECTS]
         if given:
             raise PrerequisiteError(
                 f"--model none: takes no -M {given[0]}=…, which reaches the model of --model "

@@ -1,0 +1,58 @@
+"""Arguments of a model (`-M`): what nobody would read is refused, before a server is asked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+from inspect_lens.errors import did_you_mean
+from inspect_lens.model._host import VLLMAPI, PrerequisiteError
+
+__all__ = ["refuse_unknown_arguments"]
+
+_INSTEAD: Final = {
+    "edits": "with_edits()",
+    "hooks": "lens_config(hooks=…)",
+    "lens": "logit_lens()",
+    "qk": "lens_config(qk=…)",
+    "sink": "lens_config(sink=…)",
+    "steer": "with_steering()",
+    "steering": "with_steering()",
+}
+"""What calls ask for and no argument says, and what does."""
+_OF_INSPECT: Final = frozenset(inspect.signature(VLLMAPI.__init__).parameters) - {
+    "self", "model_name", "config", "server_args",
+}  # fmt: skip
+
+
+def refuse_unknown_arguments(
+    given: Mapping[str, Any], own: Collection[str], *, attached: str | None
+) -> None:
+    """Refuse arguments that no one reads.
+
+    A server that is started gets what is left over, and refuses what it does not know; so only
+    what looks like ours is refused then. One that runs has its arguments already.
+
+    Args:
+        given: arguments beyond those of the provider's signature.
+        own: names that the provider adds to Inspect's.
+        attached: address of a running server; None where one is started.
+
+    Raises:
+        PrerequisiteError: with the nearest name, or with what to use instead.
+    """
+    for name in given:
+        if name in _OF_INSPECT:
+            continue
+        if (instead := _INSTEAD.get(name)) is not None:
+            why = f"is no argument of the model; put {instead} into the task's solver"
+        elif attached is not None:
+            hint = did_you_mean(name, {*own, *_OF_INSPECT})
+            why = f"nothing reads it, since the server at {attached} is running already; {hint}"
+        elif get_close_matches(name, own, n=1, cutoff=0.8):
+            why = f"is no argument of the model; {did_you_mean(name, own)}"
+        else:
+            continue
+        raise PrerequisiteError(f"vllm-lens: -M {name}={given[name]}: {why}")
