@@ -23,6 +23,7 @@ class Definition(torch.nn.Module):
         rng = torch.Generator().manual_seed(0)
         self.kind, self.subtract, self.k, self.scale = kind, subtract, k, scale
         self.rescaled = False
+        self.factor: torch.Tensor | None = None
         self.w_enc = torch.randn(H, N, generator=rng)
         self.w_dec = torch.randn(N, H, generator=rng)
         self.b_enc, self.b_dec = torch.randn(N, generator=rng), torch.randn(H, generator=rng)
@@ -42,12 +43,15 @@ class Definition(torch.nn.Module):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         norms = self.w_dec.norm(dim=1) if self.rescaled else 1.0
+        latents = latents if self.factor is None else latents * self.factor
         return (latents / norms @ self.w_dec + self.b_dec) / self.scale
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         made = {"W_enc": self.w_enc, "W_dec": self.w_dec, "b_enc": self.b_enc, "b_dec": self.b_dec}
         if self.kind == "jumprelu":
             made["threshold"] = self.threshold
+        if self.factor is not None:
+            made["finetuning_scaling_factor"] = self.factor
         return {key: value.to(dtype) for key, value in made.items()}
 
 

@@ -28,10 +28,20 @@ __all__ = ["SparseAutoencoder", "SparseEncoder"]
 Floats = NDArray[np.float32]
 _NUMBERS: Final = 1 << 24
 """Activations that are computed at once."""
-_HOOK: Final = re.compile(
-    r"blocks\.(?P<block>\d+)\.hook_(?P<hook>resid_pre|resid_mid|resid_post)"
-    r"|model\.layers\.(?P<layer>\d+)\.output"
-)
+_TRANSFORMER_LENS: Final = re.compile(r"blocks\.(\d+)\.([\w.]+)")
+_MODULE: Final = re.compile(r"(?:\w+\.)*(?:layers|h)\.(\d+)\.?([\w.]*)")
+_SITES: Final[dict[str, Site]] = {
+    "hook_resid_pre": "resid_pre", "hook_resid_mid": "resid_mid", "hook_resid_post": RESID_POST,
+    "attn.hook_z": "z", "hook_attn_out": "attn_out", "hook_mlp_out": "mlp_out",
+    "mlp.hook_post": "mlp_hidden",
+}  # fmt: skip
+"""By the name of a hook point of TransformerLens."""
+_MODULES: Final[dict[str, Site]] = {
+    "input": "resid_pre", "": RESID_POST, "output": RESID_POST,
+    "self_attn": "attn_out", "self_attn.output": "attn_out", "self_attn.o_proj.input": "z",
+    "mlp": "mlp_out", "mlp.output": "mlp_out", "mlp.down_proj.input": "mlp_hidden",
+}  # fmt: skip
+"""By the name of a module of transformers, whose output is read where no other end is named."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,43 +89,64 @@ class SparseEncoder:
 
     @property
     def place(self) -> tuple[int, Site] | None:
-        """Our layer and site, where the file names a place in the residual stream.
+        """Our layer and site, where the file names a place that is served.
 
         `blocks.9.hook_resid_post` and `model.layers.9.output` are our layer 9, and
-        `blocks.9.hook_resid_pre` is the same stream as the output of layer 8.
+        `blocks.9.hook_resid_pre` is the same stream as the output of layer 8. Attention and
+        feed-forward outputs, heads (`hook_z`) and neurons are sites of their own.
         """
-        found = _HOOK.fullmatch(self.hook)
-        if found is None:
-            return None
-        layer = int(found["block"] or found["layer"] or 0)
-        if found["hook"] == "resid_mid":
-            return layer, "resid_mid"
-        if found["hook"] == "resid_pre":
-            return (layer - 1, RESID_POST) if layer else (0, "resid_pre")
-        return layer, RESID_POST
+        named = self._named
+        if named is not None and named[1] == "resid_pre" and named[0]:
+            return named[0] - 1, RESID_POST
+        return named
+
+    @property
+    def _named(self) -> tuple[int, Site] | None:
+        for pattern, sites in ((_TRANSFORMER_LENS, _SITES), (_MODULE, _MODULES)):
+            found = pattern.fullmatch(self.hook)
+            if found is not None and (site := sites.get(found[2])) is not None:
+                return int(found[1]), site
+        return None
 
     def settle(self, layer: int | None = None, site: Site | None = None) -> tuple[int, Site]:
         """Find the layer and the site at which to use the encoder.
 
         Args:
             layer: as a user gave it; None takes that of the file.
-            site: likewise; the stream behind the block where the file names none.
+            site: likewise, and over the file; the stream behind the block where the file names
+                no place.
 
         Returns:
             Both.
 
         Raises:
-            SpecError: no layer is known.
+            SpecError: no layer is known, the file names another one, or a place that is not
+                served.
         """
         known = self.place
-        if layer is not None:
-            return layer, site or (RESID_POST if known is None else known[1])
-        if known is None:
+        if self.hook and known is None and site is None:
+            raise SpecError(
+                f"site: this sparse autoencoder reads {self.hook!r}, which is not served; allowed "
+                f"are {', '.join([*_SITES, *filter(None, _MODULES)])}; choose one of these, or "
+                "pass site= and layer= where the rows are the same"
+            )
+        if layer is None and known is None:
             raise SpecError(
                 f"layer: the file of this sparse autoencoder names {self.hook or 'no place'!r}; "
                 "allowed is a 0-based layer number, whose output it reads; pass layer="
             )
-        return known[0], site or known[1]
+        if site is not None or known is None:
+            return known[0] if layer is None and known else layer or 0, site or RESID_POST
+        if (
+            layer is not None
+            and self._named is not None
+            and layer not in (known[0], self._named[0])
+        ):
+            raise SpecError(
+                f"layer={layer}: this sparse autoencoder reads {self.hook!r}; leave layer= out, or "
+                "pass site=, too, to use it elsewhere"
+            )
+        return known
 
     @cached_property
     def sha256(self) -> str:
@@ -379,8 +410,8 @@ class SparseAutoencoder(SparseEncoder):
 
     def _place(self, layers: Sequence[int] | None, site: Site | None) -> dict[str, Any]:
         """Layers and site of an edit; those of the file where nothing is said."""
-        layer, where = self.settle(None if layers is None else layers[0], site)
-        return {"layers": (layer,) if layers is None else tuple(layers), "site": where}
+        places = [self.settle(layer, site) for layer in ([None] if layers is None else layers)]
+        return {"layers": tuple(layer for layer, _ in places), "site": places[0][1]}
 
     def _threshold(self, latent: int, given: float | None) -> float:
         if given is not None:

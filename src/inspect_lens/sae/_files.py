@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,6 +27,10 @@ _KINDS: Final = {
     "matryoshka_batchtopk": "jumprelu", "topk": "topk",
 }  # fmt: skip
 """Batch-top-k encoders are saved for use with the threshold that they had on average."""
+_NORM_BEHIND: Final = re.compile(r"gemma-?[234]|olmo-?[23]", re.IGNORECASE)
+"""Models with a norm between a module and the stream, behind which TransformerLens has its hook."""
+_GEMMA_OTHERS: Final = re.compile(r"gemma-scope-[\w.]+-(?:pt|it)-(?:att|mlp|transcoders)")
+"""Repositories of Gemma Scope that read no residual stream; their files do not say so."""
 
 
 def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEncoder:
@@ -39,7 +44,7 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
             with `normalize_activations: expected_average_only_in`; it is folded into the weights.
 
     Returns:
-        The encoder, float32.
+        The encoder, float32; its `place` is where it reads, as the file says.
 
     Raises:
         ArtifactError: a file is missing or damaged, or the SAE computes something else: another
@@ -194,9 +199,16 @@ def _read_gemma(tensors: Mapping[str, Floats], file: Path, where: Path, *, decod
     kind = facts.get("architecture", "jump_relu")
     if kind != "jump_relu":
         raise ArtifactError(f"{where}: architecture {kind!r}; allowed of Gemma Scope is jump_relu")
+    hook, written = (str(facts.get(f"hf_hook_point_{end}") or "") for end in ("in", "out"))
+    if not facts and (named := _GEMMA_OTHERS.search(str(where.absolute()))) is not None:
+        hook = named[0]
+    if decoder and written not in ("", hook):
+        raise ArtifactError(
+            f"{where}: reads {hook} and writes {written}; allowed are autoencoders, which write "
+            "where they read"
+        )
     return _Parts(
-        lower["w_enc"], lower["b_enc"], lower["threshold"], 0,
-        str(facts.get("hf_hook_point_in", "")),
+        lower["w_enc"], lower["b_enc"], lower["threshold"], 0, hook,
         lower["w_dec"] if decoder else None, lower["b_dec"] if decoder else None,
     )  # fmt: skip
 
@@ -211,10 +223,12 @@ def _read_saelens(
 ) -> _Parts:
     kind, top_k = _activation(facts, where)
     reshaped = facts.get("reshape_activations") or "none"
-    if reshaped != "none" or facts.get("hook_head_index") is not None:
+    # Heads one behind the other are our site z.
+    if reshaped not in ("none", "hook_z") or facts.get("hook_head_index") is not None:
         raise ArtifactError(
-            f"{where}: reads attention heads, not the residual stream; choose an SAE of "
-            "hook_resid_post or hook_resid_pre"
+            f"{where}: reads one attention head (hook_head_index "
+            f"{facts.get('hook_head_index')}, reshape_activations {reshaped!r}); allowed are whole "
+            "rows of a site; choose an SAE of hook_z or of the residual stream"
         )
     weight, bias = tensors["W_enc"].astype(np.float64), tensors["b_enc"].astype(np.float64)
     scale = _norm_scale(facts, where, norm_scale)
@@ -229,12 +243,37 @@ def _read_saelens(
         weight, bias = weight * norms, bias * norms
     meta = facts.get("metadata") or facts.get("meta") or {}
     hook = str(meta.get("hook_name") or facts.get("hook_name") or "")
+    model = str(meta.get("model_name") or facts.get("model_name") or "")
+    if _NORM_BEHIND.search(model) and hook.endswith(("attn_out", "mlp_out")):
+        hook = f"{hook} behind its norm in {model}"
     made = _Parts(weight, bias, threshold, top_k, hook, None, None)
     if not decoder:
         return made
     # Its output is in the units that the encoder reads, those of the stream times the scale.
     back = tensors["W_dec"].astype(np.float64) / np.reshape(norms, (-1, 1)) / scale
+    back *= _finetuned(tensors, facts, where)[:, None]
     return made._replace(decoder=back, decoder_bias=tensors["b_dec"].astype(np.float64) / scale)
+
+
+def _finetuned(
+    tensors: Mapping[str, Floats], facts: Mapping[str, Any], where: Path
+) -> NDArray[np.float64]:
+    """Factor of each latent in front of the decoder; SAELens called it `scaling_factor` first."""
+    names = ("finetuning_scaling_factor", "scaling_factor")
+    found = next((tensors[name] for name in names if name in tensors), None)
+    asked = bool(facts.get("finetuning_scaling_factor"))
+    n = len(tensors["W_dec"])
+    if found is None:
+        fits = not asked
+    else:
+        fits = found.shape == (n,) and (asked or bool((found == 1).all()))
+    if not fits:
+        shape = "none" if found is None else f"one of shape {found.shape}"
+        raise ArtifactError(
+            f"{where}: finetuning_scaling_factor {asked} in cfg.json, {shape} among the tensors; "
+            "allowed is one factor per latent where it is true; restore the files"
+        )
+    return np.ones(n) if found is None else found.astype(np.float64)
 
 
 def _activation(facts: Mapping[str, Any], where: Path) -> tuple[str, int]:

@@ -138,7 +138,7 @@ def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
         ({"architecture": "standard", "activation_fn_str": "tanh-relu"}, "tanh-relu"),
         ({"architecture": "topk"}, "without k"),
         ({"architecture": "topk", "k": N + 1}, "no larger k"),
-        ({"reshape_activations": "hook_z"}, "attention heads"),
+        ({"hook_head_index": 3}, "one attention head"),
     ):
         with pytest.raises(ArtifactError, match=match):
             read_sae(write_saelens(tmp_path, sae, **facts))

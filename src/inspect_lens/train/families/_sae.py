@@ -12,9 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
 from inspect_lens.sae import SparseEncoder, read_sae
+from inspect_lens.spec import RESID_POST
 
 from ._binary import BinaryEstimator
 
@@ -108,9 +109,15 @@ class SAEFeatureProbe(BinaryEstimator):
             The unfitted estimator.
 
         Raises:
-            ArtifactError: as `read_sae`.
+            ArtifactError: as `read_sae`, or the SAE does not read the residual stream.
         """
-        return cls(encoder=read_sae(path, norm_scale=norm_scale), **settings)
+        encoder = read_sae(path, norm_scale=norm_scale)
+        if encoder.hook and (encoder.place or (0, ""))[1] not in (RESID_POST, "resid_pre"):
+            raise ArtifactError(
+                f"{path}: reads {encoder.hook!r}; allowed for a probe is an SAE of the residual "
+                "stream before or after a block"
+            )
+        return cls(encoder=encoder, **settings)
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
         """Choose features and weigh them.
