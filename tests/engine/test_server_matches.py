@@ -55,7 +55,8 @@ def test_rows_and_edits_are_those_of_the_positions(client: Any, lens_server_url:
     [
         ({"pattern": "Nowhere to be found"}, "no token of the prompt"),
         ({"pattern": "(", "tokens": "last"}, "no regular expression"),
-        ({"pattern": "(.|..)+$(?<=§)"}, "simpler pattern"),
+        ({"pattern": "(?<=§)a"}, "no look-around"),
+        ({"pattern": "(?:a{3000}){3000}|Vel"}, "invalid repetition size"),
         ({"pattern": WORD, "token_ids": [1]}, "either a pattern or token_ids"),
     ],
 )

@@ -16,6 +16,7 @@ from .asks._engine_lens import (
 )
 from .asks._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
 from .asks._lens import LENS_NAME, MOST_TOKENS, MOST_TOP_K, LensReceipt, LensTable, LogitLens
+from .asks._patterns import PatternBudget
 from .asks._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
 from .asks._positions import (
     Phase,
@@ -184,6 +185,7 @@ __all__ = [
     "LensTable",
     "LogitLens",
     "LowRank",
+    "PatternBudget",
     "Phase",
     "Pool",
     "PositionName",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from inspect_lens._vllm.http.bodies import pattern_budget
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import LensRequest, Positions, TokenMatch, sampled_match
+from inspect_lens.spec import LensRequest, PatternBudget, Positions, TokenMatch, sampled_match
 
 __all__ = ["needs_prompt", "spans_of", "with_positions"]
-
-_MOST_SECONDS: Final = 0.25
-"""For all patterns of a request: some take for ever, and all requests would wait."""
 
 
 def needs_prompt(request: LensRequest) -> bool:
@@ -49,7 +46,9 @@ def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: A
         return request
     if ids is None:
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
-    prompt = _Prompt(ids, processor.tokenizer)
+    budget, key = pattern_budget(), tuple(ids)
+    if (prompt := budget.prompts.get(key)) is None:
+        prompt = budget.prompts[key] = _Prompt(ids, processor.tokenizer, budget)
     changed: dict[str, Any] = {}
     capture = request.capture
     if capture is not None and isinstance(capture.positions, TokenMatch):
@@ -67,10 +66,11 @@ def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: A
 class _Prompt:
     """A prompt, read when a pattern needs its text."""
 
-    def __init__(self, ids: Sequence[int], tokenizer: Any) -> None:
+    def __init__(self, ids: Sequence[int], tokenizer: Any, budget: PatternBudget) -> None:
         self._ids, self._tokenizer = list(ids), tokenizer
         self._text = ""
-        self._left_s = _MOST_SECONDS
+        self._budget = budget
+        self._found: dict[str, list[list[int]]] = {}
         self._spans: list[tuple[int, int]] | None = None
 
     def find(self, match: TokenMatch, field: str) -> tuple[int, ...]:
@@ -80,12 +80,12 @@ class _Prompt:
             found = [[i] for i, token in enumerate(self._ids) if token in wanted]
         else:
             assert match.pattern is not None
-            found = self._matching(match.pattern, field)
+            if match.pattern not in self._found:
+                self._found[match.pattern] = self._matching(match.pattern, field)
+            found = self._found[match.pattern]
         return tuple(match.choose(found, len(self._ids), field=field))
 
     def _matching(self, pattern: str, field: str) -> list[list[int]]:
-        import regex  # vLLM has it; unlike `re` it can be told when to stop
-
         if self._tokenizer is None:
             raise UnsupportedError(
                 f"{field}.pattern: this engine was started without a tokenizer; give token_ids"
@@ -93,31 +93,17 @@ class _Prompt:
         if self._spans is None:
             self._text, self._spans = spans_of(self._ids, self._tokenizer)
         found, first = [], 0
-        until = time.monotonic() + self._left_s
-        try:
-            # A time of 0 would mean no limit.
-            for one in regex.finditer(pattern, self._text, timeout=max(self._left_s, 1e-3)):
-                start, stop = one.span()
-                while first < len(self._spans) and self._spans[first][1] <= start:
-                    first += 1
-                tokens = []
-                for i in range(first, len(self._spans)):
-                    if self._spans[i][0] >= stop:
-                        break
-                    if self._spans[i][1] > start:
-                        tokens.append(i)
-                if tokens:
-                    found.append(tokens)
-                if time.monotonic() > until:
-                    raise TimeoutError
-        except TimeoutError:
-            raise SpecError(
-                f"{field}.pattern: the patterns of this request take more than {_MOST_SECONDS} s "
-                "on its prompt; give a simpler pattern, or positions"
-            ) from None
-        except regex.error as error:
-            raise SpecError(f"{field}.pattern: is no regular expression: {error}") from None
-        self._left_s = until - time.monotonic()
+        for start, stop in self._budget.spans(pattern, self._text, field=field):
+            while first < len(self._spans) and self._spans[first][1] <= start:
+                first += 1
+            tokens = []
+            for i in range(first, len(self._spans)):
+                if self._spans[i][0] >= stop:
+                    break
+                if self._spans[i][1] > start:
+                    tokens.append(i)
+            if tokens:
+                found.append(tokens)
         return found
 
 

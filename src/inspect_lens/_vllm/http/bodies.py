@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from inspect_lens._vllm.metrics import refused
@@ -23,6 +23,7 @@ from inspect_lens.spec import (
     PLACES,
     EngineFacts,
     LensRequest,
+    PatternBudget,
     TensorLimits,
     lens_args,
     parse_extra_args,
@@ -34,6 +35,7 @@ __all__ = [
     "ReadBodies",
     "asked_of",
     "has_lens_words",
+    "pattern_budget",
     "read_body",
     "refuse",
     "typed",
@@ -66,6 +68,7 @@ HELD_BANKS = 8
 class _Held:
     request: LensRequest | None
     is_read: bool
+    patterns: PatternBudget = field(default_factory=PatternBudget)
 
 
 _held: ContextVar[_Held | None] = ContextVar("inspect_lens_body", default=None)
@@ -120,7 +123,7 @@ class ReadBodies:
         finally:
             _held.reset(token)
             # Tasks that outlive the request were started with its context.
-            held.request = None
+            held.request, held.patterns = None, PatternBudget()
             self._n_bytes -= n_bytes
 
     def _admit(self, n_bytes: int, facts: EngineFacts | None) -> None:
@@ -199,6 +202,12 @@ def asked_of(
     if held is not None and held.is_read and _is_raw(extra_args):
         return held.request
     return parse_extra_args(extra_args, limits=None if facts is None else TensorLimits.of(facts))
+
+
+def pattern_budget() -> PatternBudget:
+    """That of the body that is served, which may have many prompts; a new one elsewhere."""
+    held = _held.get()
+    return PatternBudget() if held is None else held.patterns
 
 
 def xargs_of(request: Any, facts: EngineFacts | None) -> dict[str, Any] | None:

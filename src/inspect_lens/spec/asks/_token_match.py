@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -17,12 +16,11 @@ from pydantic import (
 )
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec.values._strict import integers, shown
+from inspect_lens.spec.values._strict import explain, integers, shown
 
-__all__ = ["MOST_PATTERN", "TokenMatch", "parse_match"]
+from ._patterns import check_pattern
 
-MOST_PATTERN: Final = 1000
-"""Characters of a pattern."""
+__all__ = ["TokenMatch", "parse_match"]
 
 Which = Literal["all", "first", "last"]
 
@@ -50,8 +48,9 @@ class TokenMatch(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pattern: str | None = None
-    """Regular expression over the text of the prompt, at most 1000 characters; case counts unless
-    it begins with `(?i)`. A token is meant where its text and a match overlap."""
+    """Regular expression over the text of the prompt, at most 1000 characters, in the
+    [syntax of RE2](https://github.com/google/re2/wiki/Syntax); case counts unless it begins with
+    `(?i)`. A token is meant where its text and a match overlap."""
     token_ids: tuple[int, ...] | None = None
     """Ids instead of a pattern: each token that has one of them is a match."""
     matches: Which = "all"
@@ -76,15 +75,7 @@ class TokenMatch(BaseModel):
     @field_validator("pattern")
     @classmethod
     def _pattern(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        if not 0 < len(value) <= MOST_PATTERN:
-            raise ValueError(f"has {len(value)} characters; give 1 to {MOST_PATTERN}")
-        try:
-            re.compile(value)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{shown(value)} is no regular expression: {error}") from None
-        return value
+        return None if value is None else check_pattern(value)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -169,6 +160,4 @@ def parse_match(value: Mapping[str, object], *, field: str) -> TokenMatch:
     try:
         return TokenMatch.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([field, *map(str, first["loc"])])
-        raise SpecError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise SpecError(explain(error, at=field)) from None

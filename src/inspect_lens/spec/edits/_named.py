@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
+from inspect_lens.spec.asks._patterns import check_patterns
+from inspect_lens.spec.asks._token_match import TokenMatch
 from inspect_lens.spec.engine._limits import limits_of
 from inspect_lens.spec.values._dump import WireModel
 from inspect_lens.spec.values._names import check_name
@@ -48,6 +50,8 @@ class EngineEdits(WireModel):
         made = parse_edits(value, limits=limits_of(info))
         if not made:
             raise ValueError("no edit is in it; give one or more")
+        found = [edit.positions for edit in made]
+        check_patterns(one.pattern for one in found if isinstance(one, TokenMatch))
         return made
 
     @cached_property

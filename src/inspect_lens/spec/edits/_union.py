@@ -89,7 +89,4 @@ def _parse(item: object, field: str, limits: TensorLimits | None) -> EditBase:
     try:
         return kind.model_validate(item, context=None if limits is None else limits.context)
     except ValidationError as error:
-        why = explain(error)
-        # What is wrong with an edit as a whole has no field.
-        at = f"{field}.{why}" if error.errors()[0]["loc"] else why.replace("inspect_lens", field, 1)
-        raise SpecError(at) from None
+        raise SpecError(explain(error, at=field)) from None

@@ -18,10 +18,12 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec.asks._capture import CaptureSpec
 from inspect_lens.spec.asks._hook import Hook, parse_hooks
 from inspect_lens.spec.asks._lens import LogitLens
+from inspect_lens.spec.asks._patterns import check_patterns
 from inspect_lens.spec.asks._probe import ProbeUse
 from inspect_lens.spec.asks._qk import QKSpec
 from inspect_lens.spec.asks._sink import SinkUse
 from inspect_lens.spec.asks._steer import SteeringVector, VectorUse
+from inspect_lens.spec.asks._token_match import TokenMatch
 from inspect_lens.spec.edits import Edit, EditsUse, parse_edits
 from inspect_lens.spec.engine._limits import TensorLimits, limits_of
 from inspect_lens.spec.values._dump import WireModel
@@ -150,6 +152,13 @@ class LensRequest(WireModel):
         names = [use.name for use in self.probes]
         if len(set(names)) != len(names):
             raise ValueError(f"probes: a name stands twice in {shown(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> Self:
+        asked = (self.capture, *self.edits)
+        found = [part.positions for part in asked if part is not None]
+        check_patterns(one.pattern for one in found if isinstance(one, TokenMatch))
         return self
 
 

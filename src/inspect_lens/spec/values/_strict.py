@@ -93,11 +93,12 @@ Flag = Annotated[StrictBool, BeforeValidator(_flag)]
 """`true` or `false`."""
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, *, at: str = "") -> str:
     """Put a pydantic error into a few lines.
 
     Args:
         error: of a model.
+        at: path of the model in the request; "" where it is the whole.
 
     Returns:
         Path and reason of the first findings.
@@ -115,8 +116,9 @@ def explain(error: ValidationError) -> str:
             assert explain(error) == "layers: 1.5 is not an integer"
         ```
     """
+    start = [at] if at else []
     lines = [
-        f"{'.'.join(str(part)[:80] for part in item['loc']) or 'inspect_lens'}: "
+        f"{'.'.join([*start, *(str(part)[:80] for part in item['loc'])]) or 'inspect_lens'}: "
         f"{item['msg'].removeprefix('Value error, ')[:1000]}"
         for item in error.errors(include_url=False, include_input=False)[:_MOST_LINES]
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +12,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._vllm.frontend.matched_tokens import spans_of, with_positions
+from inspect_lens._vllm.http.bodies import _Held, _held
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import Add, TokenMatch, resolve_positions
+from inspect_lens.spec import (
+    Add,
+    EngineEdits,
+    PatternBudget,
+    TokenMatch,
+    parse_extra_args,
+    resolve_positions,
+)
 from tests.kit.repository import ROOT
 
 ORGANISM = PreTrainedTokenizerFast.from_pretrained(ROOT / "organism/checkpoint")
@@ -41,6 +53,23 @@ class OneByOne:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+class OneByteEach:
+    """A fast tokenizer of one letter a token, whose work is next to nothing."""
+
+    is_fast = True
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return bytes(ids).decode()
+
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        offsets = [(i, i + 1) for i in range(len(text))]
+        return {"input_ids": list(text.encode()), "offset_mapping": offsets}
+
+
+PREPARED_S = 0.06
+"""To read a prompt of 50,000 tokens with it."""
 
 
 def found(match: TokenMatch, ids: list[int], tokenizer: Any = ORGANISM) -> tuple[int, ...]:
@@ -141,10 +170,85 @@ def test_a_wrong_match_is_refused(fields: dict[str, Any], words: str) -> None:
         CaptureSpec(layers=[1], positions=fields)
 
 
-def test_a_pattern_that_takes_for_ever_is_refused() -> None:
-    ids = ids_of("a" * 60, BYTES)
-    with pytest.raises(SpecError, match="simpler pattern"):
-        found(TokenMatch(pattern="(a|aa)+$(?<=b)|(a+)+b"), ids, BYTES)
+ATTACKS = {
+    "repetition": "(?:a{3000}){3000}|Vel",
+    "wide classes": "(?i)" + r"[\pL\pN]" * 120,
+    "wide classes, optional": "(?i)" + r"[\pL]?" * 140,
+    "negated": "(?i)" + "[^é]" * 240,
+    "nested": "(" * 300 + "a" + ")" * 300,
+    "fuzzy": "Vel{e<=1}",
+    "look-behind": "(?<=a)b",
+    "back-reference": r"(a)\1",
+    "half a character": "\ud800",
+    "optional": "a?" * 250 + "a" * 250,
+    "states": "(?:[ab]{1,9}a){90}c",
+    "far": "a.*b|a",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
+    """Judged in a tenth of a second, run in half a second, over 32 prompts of one body."""
+    began = time.perf_counter()
+    asked = {"capture": {"positions": {"pattern": ATTACKS[attack]}}}
+    try:
+        request = parse_extra_args({"inspect_lens": asked})
+    except SpecError as error:
+        said = str(error)
+    else:
+        said = ""
+    assert time.perf_counter() - began < 0.25
+    if said:
+        assert re.search(r"capture.positions.*(regular expression|surrogate)", said)
+        assert len(said) < 600
+        return
+    assert request is not None
+    processor = SimpleNamespace(tokenizer=OneByteEach())
+    token = _held.set(_Held(request, is_read=True))
+    began = time.perf_counter()
+    try:
+        for i in range(32):
+            ids = [97 + (i * k * k) % 2 for k in range(50_000)] if i else [97] * 50_000
+            with contextlib.suppress(SpecError):
+                with_positions(request, ids, processor)
+    finally:
+        _held.reset(token)
+    # Making the texts apart, which is the tokenizer's.
+    assert time.perf_counter() - began < 0.25 + 0.5 + 32 * PREPARED_S
+
+
+def test_prompts_of_a_body_are_matched_once() -> None:
+    request = LensRequest(capture=CaptureSpec(positions=TokenMatch(pattern="Velosh")))
+    token = _held.set(_Held(request, is_read=True))
+    try:
+        processor = SimpleNamespace(tokenizer=ORGANISM)
+        first = with_positions(request, IDS, processor)
+        assert with_positions(request, IDS, SimpleNamespace(tokenizer=None)) == first
+    finally:
+        _held.reset(token)
+
+
+def test_many_patterns_are_refused_together() -> None:
+    edits = [{"op": "zero", "layers": [1], "positions": {"pattern": f"a{i}"}} for i in range(20)]
+    with pytest.raises(SpecError, match=r"20 different patterns.*at most 16"):
+        parse_extra_args({"inspect_lens": {"edits": edits}})
+    same = [{**edit, "positions": {"pattern": "a"}} for edit in edits]
+    assert parse_extra_args({"inspect_lens": {"edits": same}}) is not None
+    with pytest.raises(ValidationError, match="20 different patterns"):
+        EngineEdits(edits=edits)
+
+
+@given(
+    pattern=st.from_regex(
+        r"(?:[abé你.]|\[[abé你]{1,3}\]|(?:a|é|b你))(?:[*+?]|\{1,3\})?(?:[abé你.]|b\|é)?",
+        fullmatch=True,
+    ),
+    text=st.text("abé你𝄞 ", max_size=40),
+)
+def test_matches_are_those_of_re(pattern: str, text: str) -> None:
+    """On what both read alike, in characters and not in bytes."""
+    expected = [m.span() for m in re.finditer(pattern, text) if m.end() > m.start()]
+    assert list(PatternBudget().spans(pattern, text, field="f")) == expected
 
 
 @pytest.mark.parametrize(
