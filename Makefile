@@ -12,8 +12,9 @@ export PYTHON ?=
 EXTRA ?=
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
-# Where tests with an engine lie; tests/contracts holds them to that.
+# Where tests with an engine lie, and those without; tests/contracts holds them to that.
 ENGINES := tests/docs tests/e2e tests/engine tests/unit/wheel
+PLAIN := tests/contracts tests/docs tests/unit
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -31,17 +32,18 @@ test: env  ## run everything that runs on a CPU: lint, types, imports, docs, eve
 	@# and four processes for two cores.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
-	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 --durations=25 \
+	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 --durations=25 $(PLAIN) \
 	    || failed="$$failed pytest"; \
 	  $(PYTEST) -m "engine and not gpu and not nightly" -n 4 --dist loadscope --durations=25 \
 	    $(ENGINES) || failed="$$failed engines"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 nightly: env  ## run the long tests that `make test` leaves out; docs/contributing.md lists them
-	@$(PYTEST) -m "nightly and not gpu" -n 2 --dist loadscope $(ENGINES)
+	@$(PYTEST) -m "nightly and not gpu" -n 2 --dist loadscope $(ENGINES) tests/unit
 
-check: env lint types imports  ## the fast part, for before a commit: lint, types, imports, contracts, unit
-	@$(PYTEST) -q -m "not engine and not gpu" $(wildcard tests/unit) tests/contracts
+check: env  ## the fast part, for before a commit: lint, types, imports, contracts, unit
+	@$(MAKE) --keep-going --jobs=2 --output-sync=target types lint imports
+	@$(PYTEST) -q -m "not engine and not gpu and not nightly" -n 3 tests/contracts tests/unit
 
 env:  ## make .venv from requirements/cpu.lock (EXTRA=vllm: the ordinary vLLM wheel)
 	@bash requirements/env.sh $(EXTRA)
@@ -56,10 +58,10 @@ types: env  ## mypy, strict
 imports: env  ## the direction of imports between rooms
 	@$(VENV)/bin/lint-imports --no-logo
 
-docs: env  ## build the documentation into site/, strictly
+docs: env  ## build the documentation into site/, strictly, and run what tests text
 	@# Not quiet: MkDocs then drops warnings before `--strict` counts them.
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
-	@$(PY) -m tests.kit.prose
+	@$(PYTEST) -q tests/text
 
 dist: env  ## build wheel and sdist into dist/
 	@$(PY) -m uv build --no-build-isolation --python $(PY)

@@ -6,7 +6,6 @@ import ast
 import functools
 from pathlib import Path
 
-import pytest
 import yaml
 
 from inspect_lens import _registry, approver, control, petri, scorer, scout, sentinel, solver
@@ -47,12 +46,10 @@ NAMES = {c.name for c in components()}
 ALL = (*components(), *sorted(c for c in FUNCTIONS if c.name not in NAMES))
 
 
-@pytest.mark.parametrize("component", ALL, ids=lambda c: f"{c.kind}:{c.name}")
-def test_an_end_to_end_test_uses_it(component: Component) -> None:
-    files = [name for name, found in used().items() if is_used(component, found)]
-    assert files, (
-        f"{component.room}.{component.name} ({component.kind}) is used by no file of tests/e2e; "
-        "run it there through inspect_ai.eval on the organism, against what was planted"
+def test_an_end_to_end_test_uses_each_component() -> None:
+    unused = [c for c in ALL if not any(is_used(c, found) for found in used().values())]
+    assert not unused, (
+        "run these in tests/e2e through inspect_ai.eval on the organism, against what was planted"
     )
 
 
@@ -66,28 +63,19 @@ RESCORED_ELSEWHERE = {
 and keys, which a steering sweep does not capture; and one reads variants of edits."""
 
 
-@pytest.mark.parametrize(
-    "component", [c for c in components() if c.kind == "scorer"], ids=lambda c: c.name
-)
-def test_inspect_score_says_the_same_again(component: Component) -> None:
+def test_inspect_score_says_the_same_again() -> None:
     """The scorers of one log, each of which is run again from the command line."""
-    file = RESCORED_ELSEWHERE.get(component.name, "test_finished_logs.py")
-    assert f"{component.room}.{component.name}" in used()[file], (
-        f"{component.name} is not scored again by `inspect score`; add it to the scorers of "
-        "tests/e2e/test_finished_logs.py"
-    )
+    for component in (c for c in components() if c.kind == "scorer"):
+        file = RESCORED_ELSEWHERE.get(component.name, "test_finished_logs.py")
+        assert f"{component.room}.{component.name}" in used()[file], (
+            f"{component.name} is not scored again by `inspect score`; add it to the scorers of "
+            "tests/e2e/test_finished_logs.py"
+        )
 
 
-TASKS = sorted(
-    entry["name"]
-    for path in (ROOT / "evals").glob("*/eval.yaml")
-    for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["tasks"]
-)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_an_eval_is_run_and_scored_again(name: str) -> None:
+def test_each_eval_is_run_and_scored_again() -> None:
     """By one file, on the organism; `rescore_each` of `tests.kit` runs `inspect score`."""
+    again: set[str] = set()
     for path in sorted((ROOT / "tests/e2e").glob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         called = {
@@ -95,13 +83,17 @@ def test_an_eval_is_run_and_scored_again(name: str) -> None:
             for n in ast.walk(tree)
             if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
         }
-        # By name, or out of a table of tasks.
-        named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        if name in named and "rescore_each" in called:
-            return
-    pytest.fail(
-        f"{name} is run by no file of tests/e2e that scores its log again; add it to "
-        "tests/e2e/test_evals.py, or to test_evals_with_data.py with a file of its data"
+        if "rescore_each" in called:
+            # By name, or out of a table of tasks.
+            again |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    tasks = {
+        entry["name"]
+        for path in (ROOT / "evals").glob("*/eval.yaml")
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["tasks"]
+    }
+    assert not tasks - again, (
+        "no file of tests/e2e scores their logs again; add them to tests/e2e/test_evals.py, or to "
+        "test_evals_with_data.py with a file of its data"
     )
 
 

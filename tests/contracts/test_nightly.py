@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 from tests.kit.repository import ROOT
 
@@ -37,47 +36,48 @@ def marks(path: Path) -> list[Mark]:
     return found
 
 
-ALL = [mark for path in sorted((ROOT / "tests").rglob("test_*.py")) for mark in marks(path)]
-MARKS = [mark for mark in ALL if mark.why]
+@functools.cache
+def every_mark() -> list[Mark]:
+    """All uses; one without arguments is an attribute and no call."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = [m for p in paths if "nightly" in p.read_text(encoding="utf-8") for m in marks(p)]
+    said = [mark for mark in found if mark.why]
+    assert len(said) * 2 == len(found) > 0, "every mark says why and what holds the same"
+    return said
 
 
-def test_every_mark_says_why_and_what_holds_the_same() -> None:
-    # A mark without arguments is an attribute and no call.
-    assert len(MARKS) * 2 == len(ALL) > 0
-
-
-@pytest.mark.parametrize("mark", MARKS, ids=lambda mark: mark.file)
-def test_what_holds_the_same_is_a_test_of_the_day(mark: Mark) -> None:
-    assert mark.held_by
-    for name in mark.held_by:
-        file, _, function = name.partition("::")
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        (node,) = (
-            n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function
-        )
-        assert not any("nightly" in ast.unparse(one) for one in node.decorator_list), name
+def test_what_holds_the_same_is_a_test_of_the_day() -> None:
+    for mark in every_mark():
+        assert mark.held_by
+        for name in mark.held_by:
+            file, _, function = name.partition("::")
+            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            (node,) = (
+                n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function
+            )
+            assert not any("nightly" in ast.unparse(one) for one in node.decorator_list), name
 
 
 def test_the_table_lists_all_of_them() -> None:
     rows = re.findall(r"^\| `(tests/\S+\.py)`[^|]*\| ([^|]+) \|", PAGE, re.MULTILINE)
-    assert sorted(rows) == sorted({(mark.file, mark.why) for mark in MARKS})
+    assert sorted(rows) == sorted({(mark.file, mark.why) for mark in every_mark()})
 
 
 def test_the_day_leaves_them_out_and_the_night_runs_them() -> None:
     selected = re.findall(r"\$\(PYTEST\)(?: -q)? -m \"([^\"]+)\"", MAKEFILE)
-    assert [s for s in selected if "not nightly" not in s and "not engine" not in s] == [
-        "nightly and not gpu"
-    ]
+    assert [s for s in selected if "not nightly" not in s] == ["nightly and not gpu"]
     assert "make nightly" in (ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8")
 
 
 def test_tests_with_an_engine_lie_where_they_are_looked_for() -> None:
-    (line,) = re.findall(r"^ENGINES := (.+)$", MAKEFILE, re.MULTILINE)
-    folders = tuple(f"{folder}/" for folder in line.split())
-    elsewhere = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "pytest.mark.engine" in path.read_text(encoding="utf-8")
-        and not str(path.relative_to(ROOT)).startswith((*folders, "tests/contracts/"))
-    ]
-    assert not elsewhere
+    engines, plain = (
+        re.findall(rf"^{name} := (.+)$", MAKEFILE, re.MULTILINE)[0].split()
+        for name in ("ENGINES", "PLAIN")
+    )
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        found, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        if "pytest.mark.engine" in text and not found.startswith("tests/contracts/"):
+            assert found.startswith(tuple(engines)), found
+        # `make docs` runs what tests text.
+        elif not found.startswith(("tests/text/", "tests/gpu/")):
+            assert found.startswith(tuple(plain)), found

@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-import pytest
-
 import inspect_lens
-from tests.kit.generated import COMMAND, generated_files
 from tests.kit.repository import ROOT, files
 
 TEXT = (
@@ -63,13 +60,6 @@ def test_version_is_stated_once_and_has_a_changelog_entry() -> None:
     assert project["version"] == inspect_lens.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[{re.escape(inspect_lens.__version__)}\]", changelog, re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", sorted(generated_files()))
-def test_generated_file_is_current(path: str) -> None:
-    target = ROOT / path
-    current = target.read_text(encoding="utf-8") if target.exists() else None
-    assert current == generated_files()[path], f"{path} is not current; run: {COMMAND}"
 
 
 def test_lock_leaves_out_what_breaks_the_cpu_environment() -> None:

@@ -1,6 +1,6 @@
 """Every example of a docstring runs, by itself, as it stands.
 
-A component that needs one and has none fails `tests/contracts/test_examples.py`.
+A component that needs one and has none fails `tests/text/test_has_examples.py`.
 """
 
 from __future__ import annotations

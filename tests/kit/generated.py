@@ -1,6 +1,6 @@
 """Files made from code and results: tables of pages, figures, notebooks, schema snapshots.
 
-`python -m tests.kit.generated` writes them; a contract test compares.
+`python -m tests.kit.generated` writes them; `tests/text/test_generated.py` compares.
 """
 
 from __future__ import annotations

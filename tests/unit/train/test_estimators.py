@@ -10,7 +10,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard, delong_interval
@@ -25,11 +24,6 @@ ESTIMATORS = [
     MeanDifferenceProbe(normalize=True),
 ]
 by_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
-
-
-@parametrize_with_checks([LogisticProbe(), MeanDifferenceProbe()])
-def test_scikit_learn_accepts_the_estimator(estimator: object, check: object) -> None:
-    check(estimator)  # type: ignore[operator]
 
 
 def planted(

@@ -12,7 +12,6 @@ from sklearn.base import clone
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -39,9 +38,7 @@ from inspect_lens.train import (
     MeanDifferenceProbe,
     MLPProbe,
     MultiMaxProbe,
-    PressureLogisticProbe,
     RollingAttentionProbe,
-    SAEFeatureProbe,
     SequenceEstimator,
     TorchLogisticProbe,
     layers_at,
@@ -54,20 +51,6 @@ LINEAR: list[Any] = [
     MassMeanProbe(iid=True), LDAProbe(), LDAProbe(shrinkage=None), LDAProbe(shrinkage="ridge"),
     LATProbe(n_pairs=2000), TorchLogisticProbe(lr=0.02, epochs=200), CCSProbe(lr=0.02, epochs=300),
 ]  # fmt: skip
-CHECKED = [
-    MassMeanProbe(), MassMeanProbe(iid=True), LDAProbe(), LDAProbe(shrinkage="ridge"), LATProbe(),
-    TorchLogisticProbe(lr=0.1, epochs=20, weight_decay=0.01),
-    CCSProbe(epochs=15, lr=0.1, restarts=3), EnsembleProbe(base=MeanDifferenceProbe(), folds=2),
-    PressureLogisticProbe(), SAEFeatureProbe(),
-    MLPProbe(hidden_size=8, lr=0.1, steps=12, batch=512),
-    AttentionLiteProbe(lr=0.2, steps=12, batch=512),
-    RollingAttentionProbe(window=2, heads=2, mlp_sizes=(8,), lr=0.1, steps=12, batch=512),
-]  # fmt: skip
-
-
-@parametrize_with_checks(CHECKED)
-def test_scikit_learn_accepts_the_estimator(estimator: object, check: Any) -> None:
-    check(estimator)
 
 
 def planted(n: int, dprime: float, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

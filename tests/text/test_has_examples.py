@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import pytest
 from pydantic import BaseModel
 
 from inspect_lens import _registry
@@ -14,13 +13,11 @@ from tests.kit.docstrings import has_example
 from tests.kit.examples import examples, is_record, required
 from tests.kit.repository import ROOT
 
-REQUIRED = required()
 
-
-@pytest.mark.parametrize("path", sorted(REQUIRED))
-def test_component_has_an_example(path: str) -> None:
-    assert has_example(REQUIRED[path]), (
-        f"{path}: give its docstring a section `Example:` with a ```python block; "
+def test_components_have_an_example() -> None:
+    missing = [path for path, doc in required().items() if not has_example(doc)]
+    assert not missing, (
+        "give each docstring a section `Example:` with a ```python block; "
         "docs/contributing.md says how"
     )
 
@@ -34,10 +31,11 @@ def test_the_example_of_a_function_calls_it() -> None:
 
 
 def test_what_is_registered_has_to_have_one() -> None:
-    names = {path.rpartition(".")[2] for path in REQUIRED}
+    wanted = set(required())
+    names = {path.rpartition(".")[2] for path in wanted}
     assert set(_registry.__all__) <= names
     lazily = {f"inspect_lens.{room}.{name}" for _, room, _, name in _registry._LAZY}
-    assert lazily <= set(REQUIRED)
+    assert lazily <= wanted
 
 
 def test_examples_are_found() -> None:

@@ -6,8 +6,6 @@ import ast
 import re
 from functools import cache
 
-import pytest
-
 from inspect_lens import errors
 from inspect_lens._settings import settings_table
 from tests.kit.repository import ROOT
@@ -37,9 +35,8 @@ def _text(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
 
 
-@pytest.mark.parametrize("quote", QUOTES)
-def test_a_quoted_message_exists(quote: str) -> None:
-    assert quote in source()
+def test_quoted_messages_exist() -> None:
+    assert [quote for quote in QUOTES if quote not in source()] == []
 
 
 def test_there_are_many_and_each_is_there_once() -> None:

@@ -1,0 +1,53 @@
+"""scikit-learn's own checks accept the families: one per base class by day, the others at night."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sklearn.utils.estimator_checks import check_estimator
+
+from inspect_lens.train import (
+    AttentionLiteProbe,
+    CCSProbe,
+    EnsembleProbe,
+    LATProbe,
+    LDAProbe,
+    LogisticProbe,
+    MassMeanProbe,
+    MeanDifferenceProbe,
+    MLPProbe,
+    PressureLogisticProbe,
+    RollingAttentionProbe,
+    SAEFeatureProbe,
+    TorchLogisticProbe,
+)
+
+BY_DAY = [
+    MeanDifferenceProbe(),  # DirectionEstimator
+    MLPProbe(hidden_size=8, lr=0.1, steps=12, batch=512),  # SequenceEstimator
+    EnsembleProbe(base=MeanDifferenceProbe(), folds=2),  # BinaryEstimator
+    SAEFeatureProbe(),  # the same, and rows become sparse
+]
+AT_NIGHT = [
+    LogisticProbe(), MassMeanProbe(), MassMeanProbe(iid=True), LDAProbe(),
+    LDAProbe(shrinkage="ridge"), LATProbe(), PressureLogisticProbe(),
+    TorchLogisticProbe(lr=0.1, epochs=20, weight_decay=0.01),
+    CCSProbe(epochs=15, lr=0.1, restarts=3),
+    AttentionLiteProbe(lr=0.2, steps=12, batch=512),
+    RollingAttentionProbe(window=2, heads=2, mlp_sizes=(8,), lr=0.1, steps=12, batch=512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", BY_DAY, ids=lambda e: type(e).__name__)
+def test_a_base_class_is_accepted(estimator: Any) -> None:
+    check_estimator(estimator)
+
+
+@pytest.mark.nightly(
+    held_by="tests/unit/train/test_scikit_learn.py::test_a_base_class_is_accepted",
+    why="some fifty checks for each family",
+)
+@pytest.mark.parametrize("estimator", AT_NIGHT, ids=str)
+def test_a_family_is_accepted(estimator: Any) -> None:
+    check_estimator(estimator)
