@@ -17,6 +17,7 @@ from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
 from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import is_serving, payloads
 from inspect_lens._vllm.metrics import requested
@@ -202,8 +203,10 @@ def seal_core(
         # What a hook edits is not known; no other request reads these blocks.
         core.cache_salt = f"{core.cache_salt or ''}|inspect_lens_hooks:{eager['hash']}"
     if envelope.steer_hash is not None:
-        # Equal steering shares blocks; nobody else reads them.
-        core.cache_salt = f"{core.cache_salt or ''}|inspect_lens:{envelope.steer_hash}"
+        # Equal steering of one tenant shares blocks, and its receipt tells of how many tokens;
+        # nobody else reads them.
+        salt = f"inspect_lens:{TENANT.get()}:{envelope.steer_hash}"
+        core.cache_salt = f"{core.cache_salt or ''}|{salt}"
     if request.skip_reading_prefix_cache:
         sampling.skip_reading_prefix_cache = True
     if _needs_whole_prompt(envelope):

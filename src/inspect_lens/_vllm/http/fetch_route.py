@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from inspect_lens._vllm import traces
+from inspect_lens._vllm.clients import NotesClient
 from inspect_lens._vllm.metrics import refused_as
 
-from .payloads import CLIENT, TTL_S, PayloadStore
+from .payloads import TTL_S, PayloadStore
 from .shared_payloads import fetch_payload
 
-__all__ = ["NotesClient", "add_fetch_route", "takes_any_buffer"]
+__all__ = ["add_fetch_route", "takes_any_buffer"]
 
 _PASSING = {"fastapi", "inspect_lens", "prometheus_fastapi_instrumentator", "starlette", "vllm"}
 """Packages whose middleware passes bodies on as they are, but for what is made of a function."""
@@ -60,21 +60,6 @@ def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Pat
     fetch_activations.__annotations__["request"] = Request
     app.get("/v1/activations/{handle}", response_class=Response)(fetch_activations)
     app.add_middleware(NotesClient)
-
-
-class NotesClient:
-    """ASGI middleware that notes whose request is served: an address, and the key it shows."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request."""
-        if scope["type"] == "http":
-            key = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-            host = (scope.get("client") or ("",))[0]
-            CLIENT.set(f"{host} {hashlib.sha256(key).hexdigest()[:16]}" if key else str(host))
-        await self._app(scope, receive, send)
 
 
 def takes_any_buffer(app: Any) -> bool:

@@ -13,23 +13,20 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from inspect_lens._settings import Settings
+from inspect_lens._vllm.clients import CLIENT
 from inspect_lens.errors import CapacityError, UnsupportedError
 
-__all__ = ["CLIENT", "TTL_S", "PayloadStore"]
-
-CLIENT: ContextVar[str] = ContextVar("inspect_lens_client", default="")
-"""Whose request is served; set for each HTTP request."""
+__all__ = ["TTL_S", "PayloadStore"]
 
 TTL_S = 300.0
-FETCHED_TTL_S = 30.0
-"""A client whose connection broke may ask once more."""
+_LOOK_S = 30.0
+"""Between two looks at what has expired."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class PayloadStore:
         *,
         max_bytes: int | None = None,
         ttl_s: float = TTL_S,
-        fetched_ttl_s: float = FETCHED_TTL_S,
         on_change: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
         """Begin empty.
@@ -55,19 +51,16 @@ class PayloadStore:
         Args:
             max_bytes: of everything; by default what the settings say when the first result comes.
             ttl_s: seconds after which a result goes that was not fetched.
-            fetched_ttl_s: the same of one that was.
             on_change: is told how many results wait, how many bytes are held, how many may be,
                 and how many results have expired unfetched since the last call.
         """
         self._given_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._fetched_ttl_s = fetched_ttl_s
         self._on_change = on_change
         self._n_expired = 0
         self._nonce = secrets.token_hex(4)
-        # Each in the order in which its items expire.
-        self._waiting: OrderedDict[str, _Payload] = OrderedDict()
-        self._fetched: OrderedDict[str, _Payload] = OrderedDict()
+        # In the order in which they expire.
+        self._waiting: dict[str, _Payload] = {}
         self._n_bytes = 0
         self._of_client: Counter[str] = Counter()
         """Bytes that wait to be fetched."""
@@ -87,13 +80,13 @@ class PayloadStore:
 
         Raises:
             UnsupportedError: as `put`.
-            CapacityError: as `put`, though none of what was fetched were kept.
+            CapacityError: as `put`.
         """
         client = CLIENT.get()
         with self._lock:
-            self._drop(time.monotonic(), room_for=0)
+            self._drop(time.monotonic())
             self._tell()
-            self._check(size, client, held=sum(self._of_client.values()))
+            self._check(size, client)
 
     def put(self, data: bytes | memoryview) -> str:
         """Keep a payload of the client that is served; returns its handle, which none can guess.
@@ -109,8 +102,8 @@ class PayloadStore:
         handle = f"{self.name}-{secrets.token_urlsafe(24)}"
         now = time.monotonic()
         with self._lock:
-            self._drop(now, room_for=size)
-            self._check(size, client, held=self._n_bytes)
+            self._drop(now)
+            self._check(size, client)
             self._waiting[handle] = _Payload(data, now + self._ttl_s, client)
             self._n_bytes += size
             self._of_client[client] += size
@@ -122,20 +115,16 @@ class PayloadStore:
         """Let go of payloads that nobody was told of."""
         with self._lock:
             for handle in handles:
-                self._remove(self._waiting, handle)
+                self._take(handle)
             self._tell()
 
     def get(self, handle: str) -> bytes | memoryview | None:
-        """The payload, or None when the handle is unknown or has expired."""
-        now = time.monotonic()
+        """The payload, once; None when the handle is unknown, was fetched, or has expired."""
         with self._lock:
-            self._drop(now, room_for=0)
-            if (item := self._waiting.pop(handle, None)) is not None:
-                self._leave(item)
-                self._fetched[handle] = _Payload(item.data, now + self._fetched_ttl_s)
-            item = self._fetched.get(handle)
+            self._drop(time.monotonic())
+            data = self._take(handle)
             self._tell()
-        return item.data if item is not None else None
+        return data
 
     def made(self, handle: str) -> bool:
         """Whether a handle is of this store, which may have let it go."""
@@ -163,8 +152,9 @@ class PayloadStore:
             expired, self._n_expired = self._n_expired, 0
             self._on_change(len(self._waiting), self._n_bytes, self.max_bytes, expired)
 
-    def _check(self, size: int, client: str, *, held: int) -> None:
+    def _check(self, size: int, client: str) -> None:
         """Raise where results of a client have no room beside what is held."""
+        held = self._n_bytes
         share, mine = self.max_bytes // 2, self._of_client[client]
         if size > share:
             raise UnsupportedError(
@@ -180,45 +170,32 @@ class PayloadStore:
                 f"{self._ttl_s:g} s at most. Or raise INSPECT_LENS_STORE_BYTES"
             )
 
-    def _drop(self, now: float, *, room_for: int) -> None:
-        """Let go of what has expired, and of what was fetched where there is no room."""
-        for items in (self._fetched, self._waiting):
-            for handle, _ in list(_until_valid(items, now)):
-                self._remove(items, handle)
-                self._n_expired += items is self._waiting
-        while self._fetched and self._n_bytes + room_for > self.max_bytes:
-            self._remove(self._fetched, next(iter(self._fetched)))
+    def _drop(self, now: float) -> None:
+        """Let go of what has expired."""
+        while self._waiting and self._waiting[handle := next(iter(self._waiting))].expires <= now:
+            self._take(handle)
+            self._n_expired += 1
 
-    def _remove(self, items: OrderedDict[str, _Payload], handle: str) -> None:
-        if (item := items.pop(handle, None)) is not None:
-            self._n_bytes -= len(item.data)
-            if items is self._waiting:
-                self._leave(item)
-
-    def _leave(self, item: _Payload) -> None:
-        """Take note that something of a client waits no longer."""
+    def _take(self, handle: str) -> bytes | memoryview | None:
+        if (item := self._waiting.pop(handle, None)) is None:
+            return None
+        self._n_bytes -= len(item.data)
         self._of_client[item.client] -= len(item.data)
         if not self._of_client[item.client]:
             del self._of_client[item.client]
+        return item.data
 
     def _wake_later(self) -> None:
         # Without it the last results of a run would be held until the next run.
         if self._timer is None:
-            self._timer = threading.Timer(self._fetched_ttl_s, self._wake)
+            self._timer = threading.Timer(min(self._ttl_s, _LOOK_S), self._wake)
             self._timer.daemon = True
             self._timer.start()
 
     def _wake(self) -> None:
         with self._lock:
             self._timer = None
-            self._drop(time.monotonic(), room_for=0)
+            self._drop(time.monotonic())
             self._tell()
-            if self._waiting or self._fetched:
+            if self._waiting:
                 self._wake_later()
-
-
-def _until_valid(items: OrderedDict[str, _Payload], now: float) -> Iterator[tuple[str, _Payload]]:
-    for handle, item in items.items():
-        if item.expires > now:
-            return
-        yield handle, item

@@ -17,6 +17,7 @@ from inspect_lens._engine.collect.row_cache import CachedRows, Prefix, RowCache
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
 from inspect_lens._settings import Settings
+from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.seams import is_engine_apart
 from inspect_lens._vllm.metrics import looked_up
@@ -89,7 +90,7 @@ class Reuse:
 
 
 def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
-    """Seal a request from the first token on whose rows are not known.
+    """Seal a request from the first token on whose rows its tenant does not have yet.
 
     Args:
         packed: its envelope, which asks for rows of the prompt.
@@ -104,7 +105,8 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     if asked is None or not _is_kept(envelope, core):
         return packed
     kind = (
-        *(core.cache_salt, asked.sites, asked.layers, asked.widths, asked.ranks),
+        # What a tenant has captured, and that it has, is nobody else's to know.
+        *(TENANT.get(), core.cache_salt, asked.sites, asked.layers, asked.widths, asked.ranks),
         *(asked.hidden, asked.operation, asked.wire),
     )
     prefix = Prefix(hashlib.blake2b(repr(kind).encode()).digest(), core.prompt_token_ids)

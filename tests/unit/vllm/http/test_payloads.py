@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import contextvars
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.http.fetch_route import add_fetch_route
-from inspect_lens._vllm.http.payloads import CLIENT, PayloadStore
+from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CapacityError, UnsupportedError
 
 
-def test_a_payload_is_there_until_it_expires() -> None:
-    store = PayloadStore(ttl_s=0.2, fetched_ttl_s=0.2)
-    handle = store.put(b"abc")
-    assert store.get(handle) == store.get(handle) == b"abc"
+def test_a_payload_is_there_until_it_is_fetched_or_expires() -> None:
+    store = PayloadStore(ttl_s=0.2)
+    handle, other = store.put(b"abc"), store.put(b"def")
+    assert (store.get(handle), store.get(handle)) == (b"abc", None)
     time.sleep(0.25)
-    assert store.get(handle) is None
+    assert store.get(other) is None
     assert store.n_bytes == 0
+
+
+def test_of_many_who_fetch_at_once_one_gets_it() -> None:
+    store = PayloadStore()
+    handles = [store.put(b"abc") for _ in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(store.get, [handle for handle in handles for _ in range(8)]))
+    assert sum(data is not None for data in got) == len(handles)
 
 
 def test_handles_tell_their_store() -> None:
@@ -35,16 +45,6 @@ def put(store: PayloadStore, client: str, data: bytes) -> str:
     context = contextvars.copy_context()
     context.run(CLIENT.set, client)
     return context.run(store.put, data)
-
-
-def test_what_was_fetched_makes_room_first() -> None:
-    store = PayloadStore(max_bytes=10)
-    first, second = put(store, "a", b"1234"), put(store, "b", b"5678")
-    assert store.get(second) == b"5678"
-    third = put(store, "b", b"90ab")
-    assert store.get(second) is None
-    assert [store.get(first), store.get(third)] == [b"1234", b"90ab"]
-    assert store.n_bytes == 8
 
 
 def test_a_client_that_fetches_nothing_costs_nobody_a_result() -> None:
@@ -102,7 +102,7 @@ def test_more_than_a_share_of_the_store_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_is_held_though_nobody_asks_again() -> None:
-    store = PayloadStore(ttl_s=0.1, fetched_ttl_s=0.1)
+    store = PayloadStore(ttl_s=0.1)
     store.get(store.put(b"fetched"))
     store.put(b"forgotten")
     deadline = time.monotonic() + 10

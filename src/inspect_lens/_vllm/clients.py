@@ -1,0 +1,35 @@
+"""Whose HTTP request is served: what one client has is counted, and kept from other tenants.
+
+A tenant is whoever shows one API key. Where a server asks for none, `cache_salt` of a request tells
+tenants apart, as it does in vLLM's prefix cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["CLIENT", "TENANT", "NotesClient"]
+
+CLIENT: ContextVar[str] = ContextVar("inspect_lens_client", default="")
+"""An address and the key that it shows."""
+
+TENANT: ContextVar[str] = ContextVar("inspect_lens_tenant", default="")
+"""The hash of the key; empty without one, and in an engine of one's own process."""
+
+
+class NotesClient:
+    """ASGI middleware that notes whose request is served."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request."""
+        if scope["type"] == "http":
+            key = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            tenant = hashlib.sha256(key).hexdigest()[:16] if key else ""
+            TENANT.set(tenant)
+            CLIENT.set(f"{(scope.get('client') or ('',))[0]} {tenant}")
+        await self._app(scope, receive, send)
