@@ -116,7 +116,7 @@ def _model(name: str, device: str, dtype: str) -> tuple[Any, Any]:
 def _read(file: str, tokenizer: Any) -> list[list[int]]:
     """Token ids of the texts of a file."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{file}: cannot be read ({error})") from None
     found: list[list[int]] = []

@@ -58,7 +58,9 @@ def collect(
     revision: Annotated[str, typer.Option(help="Revision of the data set on the hub.")] = "",
     config: Annotated[str, typer.Option(help="Configuration of the data set on the hub.")] = "",
     split: Annotated[str, typer.Option(help="Split to read; the set's own by default.")] = "",
-    limit: Annotated[int, typer.Option(help="Read at most this many samples; 0 reads all.")] = 0,
+    limit: Annotated[
+        int, typer.Option(help="Draw at most this many samples, labels alike; 0 reads all.")
+    ] = 0,
     option: Annotated[
         list[str] | None, typer.Option(help="Option of the data set, such as n=400. Repeatable.")
     ] = None,

@@ -142,12 +142,18 @@ def read_ai_liar(rows: Iterable[Row]) -> Iterator[ProbeSample]:
 
 
 def read_apollo(
-    rows: Iterable[Row], *, on_policy: bool = False, system: bool = True, answer_from: str = ""
+    rows: Iterable[Row],
+    *,
+    on_policy: bool = False,
+    system: bool = True,
+    answer_from: str = "",
+    first: int = 0,
 ) -> Iterator[ProbeSample]:
     """Rollouts: a prompt in `input_messages`, its completions in `output_strs`, a grade for each.
 
     The prompt of these files ends with an empty turn of the assistant, which is where a completion
-    goes and no part of what is asked.
+    goes and no part of what is asked. Where the assistant's turn has begun before it, as with
+    "Student:" in role play, a completion goes on with that turn, and what was there is not read.
 
     Args:
         rows: of `rollouts` in one or several files; `graded_deception` is a list with, for each
@@ -158,6 +164,7 @@ def read_apollo(
         answer_from: read a completion from the last place of this text on, and not the reasoning
             before it; completions without it are left out. The source has `<step4>` for
             sandbagging.
+        first: number of the first row, for ids and messages.
 
     Yields:
         One sample for each completion that is graded deceptive (6 or more, or the word) or honest
@@ -167,7 +174,7 @@ def read_apollo(
     Raises:
         ArtifactError: there is not one grade for each completion, or a grade is none.
     """
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows, start=first):
         prompt = _messages(_get(row, "input_messages", i), i)
         if prompt and prompt[-1].role == "assistant" and not prompt[-1].content.strip():
             prompt = prompt[:-1]
@@ -180,6 +187,10 @@ def read_apollo(
                 columns={"scenario": scenario},
             )  # fmt: skip
             continue
+        # The source tokenizes turns of one role that follow each other as one turn.
+        begun = ""
+        while prompt and prompt[-1].role == "assistant":
+            begun, prompt = prompt[-1].content + begun, prompt[:-1]
         texts, grades = _completions(row, i), _get(row, "graded_deception", i)
         if not isinstance(grades, list) or len(grades) != len(texts):
             raise ArtifactError(
@@ -189,16 +200,16 @@ def read_apollo(
             )
         for j, (text, grade) in enumerate(zip(texts, grades, strict=True)):
             label = _graded(grade, f"row {i}: graded_deception[{j}]")
-            unread = _reasoning(text, answer_from)
+            unread = _before(text, answer_from)
             if label is not None and text and unread is not None:
                 yield ProbeSample(
-                    id=f"{scenario}-{i}-{j}", messages=prompt, completion=text, label=label,
-                    group=group, columns={"scenario": scenario, "grade": str(grade)},
-                    unread=unread,
+                    id=f"{scenario}-{i}-{j}", messages=prompt, completion=begun + text,
+                    label=label, group=group,
+                    columns={"scenario": scenario, "grade": str(grade)}, unread=begun + unread,
                 )  # fmt: skip
 
 
-def _reasoning(text: str, answer_from: str) -> str | None:
+def _before(text: str, answer_from: str) -> str | None:
     """What comes before the last `answer_from`; None where the text has none."""
     if not answer_from:
         return ""
@@ -213,14 +224,16 @@ def read_insider_trading(
     double_down: bool = False,
     trim_reasoning: bool = True,
 ) -> Iterator[ProbeSample]:
-    """Transcripts of a trading agent: `transcript`, and `metadata` with labels.
+    """A trading agent: rollouts as `read_apollo` takes them, or `transcript` with labels.
 
     Args:
-        rows: of the file of generations; a label is `concealed` (deceptive), `explicit` (honest)
-            or another, which is left out.
+        rows: of files of rollouts, graded in words; or of the file of generations, whose
+            `metadata` has a label `concealed` (deceptive), `explicit` (honest) or another, which
+            is left out.
         on_policy: let the model answer itself, each prompt once; labels are then not known before
             it did.
-        double_down: judge the answer to the manager's question instead of the report.
+        double_down: judge the answer to the manager's question instead of the report; a file of
+            rollouts holds one of the two, and says so by its `base_name`.
         trim_reasoning: read the agent's last action and not its reasoning before it; transcripts
             without one are left out, as in the source.
 
@@ -231,6 +244,16 @@ def read_insider_trading(
     key = "doubling_down_label" if double_down else "report_label"
     marker = "Action: send_message" if double_down else "Action: "
     for i, row in enumerate(rows):
+        if "input_messages" in row:
+            asks = "doubledown" in str(row.get("base_name", "")).replace("_", "")
+            if double_down and not asks:
+                raise ArtifactError(
+                    f"row {i}: double_down=True for rollouts of {row.get('base_name')!r}; allowed "
+                    "are files of insider_trading_doubledown; pass one of these, or leave it out"
+                )
+            trimmed = ("Action: send_message" if asks else "Action: ") if trim_reasoning else ""
+            yield from read_apollo([row], on_policy=on_policy, answer_from=trimmed, first=i)
+            continue
         facts = _get(row, "metadata", i)
         grade = str(facts.get(key) or "")
         messages = _messages(_get(row, "transcript", i), i)
@@ -246,7 +269,7 @@ def read_insider_trading(
             continue
         prompt, reply = _split_reply(messages, i)
         reply = reply.strip()
-        unread = _reasoning(reply, marker if trim_reasoning else "")
+        unread = _before(reply, marker if trim_reasoning else "")
         if unread is None:
             continue
         group = _digest(*(m.content for m in prompt))
@@ -300,9 +323,20 @@ def read_liars_bench(rows: Iterable[Row]) -> Iterator[ProbeSample]:
         )  # fmt: skip
 
 
-def read_pressure(rows: Iterable[Row]) -> Iterator[ProbeSample]:
-    """`inputs` (messages as JSON, or text), `labels` of `high-stakes` or `low-stakes`."""
+def read_pressure(rows: Iterable[Row], *, part: str = "") -> Iterator[ProbeSample]:
+    """`inputs` (messages as JSON, or text), `labels` of `high-stakes` or `low-stakes`.
+
+    Args:
+        rows: of the set.
+        part: `train` or `test`: rows that say so in a column `split`, as those of the synthetic set
+            do; all by default.
+
+    Yields:
+        Samples; a pair is a group.
+    """
     for i, row in enumerate(rows):
+        if part and _get(row, "split", i) != part:
+            continue
         label = str(_get(row, "labels", i)).strip().lower()
         if label not in ("high-stakes", "low-stakes", "1", "0"):
             continue  # the authors' third class, ambiguous

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import zip_longest
 from typing import Any, Final
 
 from inspect_lens.errors import SpecError
@@ -54,7 +55,6 @@ class DatasetInfo:
     """What could not be checked against public code or pages; cards show it."""
 
 
-_NAMES: Final = "names of its files are from memory"
 _SEEN_IN_USE: Final = "its columns are those that public code reads; the set itself was not seen"
 _TRUE_FALSE: Final = "the statement is true"
 _GRADED: Final = "graded deceptive (6 or more of 7, or the word; 2 or less is honest)"
@@ -107,7 +107,8 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
              "rollout json such as sandbagging_v2__wmdp_mmlu__llama-70b-3.3.json"),
             ("insider_trading", "insider trading", read_insider_trading,
              "the report conceals why the trade was made",
-             "json of transcripts such as llama-70b-generations.json"),
+             "rollout json such as insider_trading__onpolicy__llama-70b-3.3.json, or json of "
+             "transcripts such as llama-70b-generations.json"),
         )
     },
     "liars_bench": DatasetInfo(
@@ -122,8 +123,9 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     "models_under_pressure": DatasetInfo(
         title="High- and low-stakes conversations", read=read_pressure, licence="verify",
         label_meaning="the stakes are high", on_policy=False,
-        text_overlap_group="models-under-pressure", files="json lines or csv with inputs, labels",
-        unverified=_NAMES,
+        text_overlap_group="models-under-pressure",
+        files="json lines or csv with inputs, labels, such as prompts_25_03_25_gpt-4o.jsonl",
+        unverified=_SEEN_IN_USE,
     ),
     "alpaca": DatasetInfo(
         title="Alpaca instructions as a control set", read=read_alpaca,
@@ -154,6 +156,7 @@ def load_dataset(
     config: str | None = None,
     split: str | None = None,
     limit: int | None = None,
+    limit_seed: int = 0,
     **options: Any,
 ) -> ProbeDataset:
     """Load a data set by name, from this package, a file or the Hugging Face hub.
@@ -166,7 +169,9 @@ def load_dataset(
         revision: of the hub repository; pin it, so that the set stays what it was.
         config: of the hub repository, where it has several, as `liars_bench` does.
         split: another one than the set's own.
-        limit: samples at most, the first ones.
+        limit: samples at most, drawn at random, as many of each label as there are, and of the same
+            groups where these hold several labels; in the order of the set.
+        limit_seed: of that draw.
         **options: of the set: `personas=True` reads the true RepE statements under both
             personas, `chat=True` puts statements into a chat, `double_down=True` judges the
             insider's second answer.
@@ -216,7 +221,7 @@ def load_dataset(
             )
         chosen_config = config or info.hub_config
         rows = read_hub(info.hub, config=chosen_config, split=part, revision=revision)
-    samples = list(islice(info.read(rows, **options), limit))
+    samples = _drawn(list(info.read(rows, **options)), limit, limit_seed)
     return ProbeDataset(
         name=name,
         split=part,
@@ -230,3 +235,17 @@ def load_dataset(
         text_overlap_group=info.text_overlap_group,
         samples=tuple(samples),
     )
+
+
+def _drawn(samples: list[ProbeSample], limit: int | None, seed: int) -> list[ProbeSample]:
+    """Some samples at random, labels in turn and group by group, in the order they had."""
+    if limit is None or limit >= len(samples):
+        return samples
+    order = sorted({sample.group for sample in samples})
+    random.Random(seed).shuffle(order)
+    place = {group: i for i, group in enumerate(order)}
+    by_label: dict[bool | None, list[int]] = {}
+    for i in sorted(range(len(samples)), key=lambda i: place[samples[i].group]):
+        by_label.setdefault(samples[i].label, []).append(i)
+    turns = [i for turn in zip_longest(*by_label.values()) for i in turn if i is not None]
+    return [samples[i] for i in sorted(turns[:limit])]

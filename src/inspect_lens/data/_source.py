@@ -44,7 +44,7 @@ def read_path(path: str) -> Iterator[Row]:
             stem = name.rpartition("/")[2].rpartition(".")[0]
             for row in _rows(name, filesystem.cat_file(name)):
                 yield {"_file": stem, **row}
-    except (OSError, ValueError, ImportError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, csv.Error) as error:
         raise ArtifactError(
             f"{path}: cannot be read as rows ({type(error).__name__}: {error}); allowed are files "
             f"{', '.join(_SUFFIXES)}, or a folder of them; check the path"
@@ -58,9 +58,15 @@ def _rows(name: str, data: bytes) -> Iterable[Row]:
         return rows
     text = data.decode("utf-8-sig")
     if name.endswith(".csv"):
-        return list(csv.DictReader(io.StringIO(text)))
+        # Python's limit of 128 KiB a field is one of the process, so it is put back.
+        limit = csv.field_size_limit(max(len(text), 1))
+        try:
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+        finally:
+            csv.field_size_limit(limit)
     if name.endswith(".jsonl"):
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        # `splitlines` would also split at U+2028, which may stand in a JSON string as it is.
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     content = json.loads(text)
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]

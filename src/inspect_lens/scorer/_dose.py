@@ -28,7 +28,7 @@ from inspect_lens.vector import dose_response as _dose_response
 
 from ._cell_state import cells_or_limit
 from ._cell_values import cell_values, rows_in_log
-from ._dose_table import DoseRow, best_row, rows_of, slope_of
+from ._dose_table import DoseRow, best_row, rows_by, rows_of, slope_of
 from ._effect import effects_of
 
 __all__ = ["dose_curves", "dose_metric", "dose_response", "dose_table"]
@@ -49,8 +49,9 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
     `broken` how many answers of the vectors fell apart, at all scales: without a value, blank, or
     a loop. Of several vectors or layers the best is told, which the names say: `effect@4`.
 
-    What cannot be known is left out. `dose_table` has every row. Every epoch is an answer of its
-    own, and the epochs of a sample are one prompt.
+    What cannot be known is left out, such as the interval of one prompt, or an effect where all
+    answers have one value, steered and not. `dose_table` has every row, and why. Every epoch is an
+    answer of its own, and the epochs of a sample are one prompt.
 
     Args:
         n_resamples: draws of prompts.
@@ -85,7 +86,7 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
         own = [row for row in rows if row.kind == "vector"]
         broken = float(sum(row.broken for row in own))
         best = best_row(rows)
-        if best is None or best.interval is None:
+        if best is None:
             return {"broken": broken}
         controls = [
             row.effect for row in rows
@@ -93,10 +94,11 @@ def dose_metric(n_resamples: int = 2000, seed: int = 0) -> Metric:
         ]  # fmt: skip
         known = [effect for effect in controls if math.isfinite(effect)]
         made = {
-            "effect": best.effect, "effect_low": best.interval.low,
-            "effect_high": best.interval.high, "scale": best.scale,
-            "slope": slope_of(rows, best), "coherence": best.coherence,
+            "effect": best.effect, "scale": best.scale, "slope": slope_of(rows, best),
+            "coherence": best.coherence,
         }  # fmt: skip
+        if best.interval is not None:
+            made |= {"effect_low": best.interval.low, "effect_high": best.interval.high}
         if known:
             made["control_effect"] = max(known, key=abs)
         several = [len({getattr(row, of) for row in own}) > 1 for of in ("vector", "layer")]
@@ -253,6 +255,7 @@ def dose_table(
     scores: Sequence[SampleScore] | EvalLog | str | Path,
     *,
     scorer: str | None = None,
+    by: str = "",
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> list[DoseRow]:
@@ -261,15 +264,20 @@ def dose_table(
     Args:
         scores: as for `dose_curves`.
         scorer: as for `dose_curves`.
+        by: key of the samples' metadata whose values have rows of their own, such as `kind` for
+            the harmful and the harmless instructions of `refusal_steering`; all samples are one
+            by default.
         n_resamples: draws of prompts.
         seed: of the draws.
 
     Returns:
         One row per kind of vector, layer and scale; the unsteered answers are what the effects
-        are counted from. A sample of which no steered answer has a value is not in it.
+        are counted from. A sample of which no steered answer has a value is not in it. Where all
+        answers have one value, edited and not, the effect is NaN and `DoseRow.unseen` says why.
 
     Raises:
         ArtifactError: the log has no such scores.
+        SpecError: a sample has no metadata of the name `by`.
 
     Example:
         <!-- test: server -->
@@ -289,6 +297,8 @@ def dose_table(
     """
     if isinstance(scores, EvalLog | str | Path):
         scores = _logged(scores, scorer)
+    if by:
+        return rows_by(scores, by, n_resamples=n_resamples, seed=seed)
     return rows_of(scores, n_resamples=n_resamples, seed=seed)
 
 
@@ -341,7 +351,7 @@ def _logged(log: EvalLog | str | Path, scorer: str | None) -> list[SampleScore]:
     found = log if isinstance(log, EvalLog) else read_eval_log(str(log))
     name = scorer or _name_of_doses(found)
     made = [
-        SampleScore(score=sample.scores[name], sample_id=sample.id)
+        SampleScore(score=sample.scores[name], sample_id=sample.id, sample_metadata=sample.metadata)
         for sample in found.samples or ()
         if sample.scores and name in sample.scores
     ]

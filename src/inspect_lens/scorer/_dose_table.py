@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,14 @@ from typing import Any, NamedTuple
 
 from inspect_ai.scorer import SampleScore
 
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
 from inspect_lens.vector import Response
 from inspect_lens.vector import dose_response as _dose_response
 
-__all__ = ["DoseRow", "best_row", "rows_of", "slope_of"]
+__all__ = ["DoseRow", "best_row", "rows_by", "rows_of", "slope_of"]
 
+logger = logging.getLogger(__name__)
 
 _USABLE = 0.9
 """Least share of the unsteered answers' coherence at which a scale is one to use."""
@@ -32,17 +35,24 @@ class DoseRow(NamedTuple):
     prompts: int
     """With a value here and unsteered."""
     effect: float
-    """Mean value less that of the unsteered answers; NaN without a prompt that has both."""
+    """Mean value less that of the unsteered answers; NaN without a prompt that has both, and where
+    none can be seen."""
     interval: Interval | None
-    """95%, by a bootstrap of prompts."""
+    """95%, by a bootstrap of prompts; None for a single prompt."""
     coherence: float
     """Share of the answers that have a value and did not fall apart."""
     broken: int
     """Answers without a value, blank, or a loop."""
     usable: bool
-    """Whether coherence is at least 0.9 of that of the unsteered answers."""
+    """Whether an effect can be seen, and coherence is at least 0.9 of that of the unsteered
+    answers."""
     mean: float = math.nan
     """Mean value, over the prompts that have one here and unsteered; NaN without one."""
+    unseen: str = ""
+    """Why no effect can be seen; empty where one can. A model that refuses nothing refuses nothing
+    without its refusal direction either."""
+    of: str = ""
+    """Which samples, where a table is made `by` a key of their metadata."""
 
     @property
     def place(self) -> tuple[str | None, int | None]:
@@ -53,16 +63,7 @@ class DoseRow(NamedTuple):
 def rows_of(
     scores: Sequence[SampleScore], *, n_resamples: int = 2000, seed: int = 0
 ) -> list[DoseRow]:
-    """Every row of the table, in the order of kind, layer and scale in which the sweep ran.
-
-    Args:
-        scores: of `dose_response`.
-        n_resamples: draws of prompts.
-        seed: of the draws.
-
-    Returns:
-        The rows, without the unsteered answers.
-    """
+    """Every row, as `dose_table` gives them; a warning names those that can show no effect."""
     baseline: dict[str, float] = {}
     held: list[bool] = []
     cells: dict[Any, list[tuple[str, float | None, bool]]] = defaultdict(list)
@@ -81,9 +82,39 @@ def rows_of(
             if value is not None:
                 baseline[prompt] = float(value)
     least = _USABLE * (sum(held) / len(held)) if held else 0.0
+    # A scale or a control that changes nothing says something where the vector changes answers.
+    own: dict[Any, list[tuple[str, float | None, bool]]] = defaultdict(list)
+    for (kind, vector, layer, _), answers in cells.items():
+        if kind == "vector":
+            own[vector, layer] += answers
+    blind = {place: _unseen(answers, baseline) for place, answers in own.items()}
+    for (vector, layer), why in blind.items():
+        if why:
+            at = "" if layer is None else f" at layer {layer}"
+            logger.warning("%s%s: %s", vector or "vector", at, why)
     return [
-        _row(key, answers, baseline, samples, least, n_resamples, seed)
+        _row(key, answers, baseline, samples, least, blind.get(key[1:3], ""), n_resamples, seed)
         for key, answers in cells.items()
+    ]
+
+
+def rows_by(
+    scores: Sequence[SampleScore], by: str, *, n_resamples: int, seed: int
+) -> list[DoseRow]:
+    """`rows_of` the samples of each value of a key of their metadata."""
+    parts: dict[str, list[SampleScore]] = {}
+    for i, sample in enumerate(scores):
+        facts = sample.sample_metadata or {}
+        if by not in facts:
+            raise SpecError(
+                f"by={by!r}: the metadata of sample {sample.sample_id or i} has {sorted(facts)}; "
+                "allowed is a key of every sample"
+            )
+        parts.setdefault(str(facts[by]), []).append(sample)
+    return [
+        row._replace(of=value)
+        for value, part in parts.items()
+        for row in rows_of(part, n_resamples=n_resamples, seed=seed)
     ]
 
 
@@ -93,6 +124,7 @@ def _row(
     baseline: Mapping[str, float],
     samples: Mapping[str, str],
     least: float,
+    unseen: str,
     n_resamples: int,
     seed: int,
 ) -> DoseRow:
@@ -103,14 +135,31 @@ def _row(
     effect, mean, interval, prompts = math.nan, math.nan, None, 0
     if found:
         curve = _dose_response(found, baseline, groups=samples, n_resamples=n_resamples, seed=seed)
-        effect, interval, prompts = curve.effect, curve.effect_interval, curve.n_prompts
-        mean = curve.points[-1].mean
+        mean, prompts = curve.points[-1].mean, curve.n_prompts
+        if not unseen:
+            effect = curve.effect
+            interval = curve.effect_interval if prompts > 1 else None
     broken = sum(gone for _, _, gone in answers)
     share = 1.0 - broken / len(answers)
     return DoseRow(
         kind, vector, layer, scale, prompts, effect, interval, share, broken,
-        share >= least and share > 0.0, mean,
+        share >= least and share > 0.0 and not unseen, mean, unseen,
     )  # fmt: skip
+
+
+def _unseen(
+    answers: Sequence[tuple[str, float | None, bool]], baseline: Mapping[str, float]
+) -> str:
+    """Why these show no effect: they and the unedited ones have one value, which may be a bound."""
+    values = [(v, baseline[p]) for p, v, _ in answers if v is not None and p in baseline]
+    if len({value for pair in values for value in pair}) != 1:
+        return ""
+    n = len({prompt for prompt, *_ in answers})
+    return (
+        f"all unedited answers to {n} prompts have the value {values[0][0]:g}, and so have all "
+        "edited ones, so an effect would not be seen at this floor or ceiling; ask for what the "
+        "model does sometimes"
+    )
 
 
 def best_row(rows: Sequence[DoseRow]) -> DoseRow | None:

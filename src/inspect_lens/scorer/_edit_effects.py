@@ -27,8 +27,9 @@ def edit_rates(n_resamples: int = 2000, seed: int = 0) -> Metric:
     beside it, by their kind, and `ablated_coherence` the share of its answers that did not fall
     apart. Where a name has several doses, the dose stands behind it: `ablated x0.5`.
 
-    What cannot be known is left out. `dose_table` has the same numbers as rows. Every epoch is an
-    answer of its own, and the epochs of a sample are one prompt.
+    What cannot be known is left out, such as the effect on a rate that is 0 or 1 before and after
+    the edit, of which a warning is logged. `dose_table` has the same numbers as rows. Every epoch
+    is an answer of its own, and the epochs of a sample are one prompt.
 
     Args:
         n_resamples: draws of prompts.

@@ -32,7 +32,7 @@ from .families._massmean import LDAProbe, MassMeanProbe
 from .families._sae import SAEFeatureProbe
 from .families._sequence import SequenceEstimator
 from .families._sklearn import SklearnProbe, as_family
-from .families._torch_logistic import CCSProbe, TorchLogisticProbe
+from .families._torch_logistic import TorchLogisticProbe
 from .families._trainable import TrainableProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
@@ -79,7 +79,6 @@ __all__ = [
     "AttentionLiteProbe",
     "AttentionProbe",
     "BinaryEstimator",
-    "CCSProbe",
     "CarriedProbe",
     "CascadePoint",
     "Condition",

@@ -16,6 +16,7 @@ from inspect_lens.probe import Interval
 __all__ = ["DosePoint", "DoseResponse", "Response", "dose_response", "spearman"]
 
 _METHOD = "bootstrap of prompts, percentile"
+_ALONE = "none: of a single prompt nothing is known of others"
 
 
 class Response(NamedTuple):
@@ -114,7 +115,8 @@ def dose_response(
         seed: of the draws.
 
     Returns:
-        The curve. Where the baseline is missing, the flip rate is NaN.
+        The curve. Where the baseline is missing, the flip rate is NaN. Intervals of one prompt
+        are NaN, and their `method` says so.
 
     Raises:
         SpecError: there are no answers, or prompts differ in their scales.
@@ -151,23 +153,13 @@ def dose_response(
     def interval(drawn: NDArray[np.float64]) -> Interval:
         # A draw in which nothing changes has no rank correlation; it counts as none.
         known = drawn[np.isfinite(drawn)]
-        low, high = np.quantile(known, tails) if known.size else (math.nan, math.nan)
-        return Interval(low=float(low), high=float(high), confidence=confidence, method=_METHOD)
+        low, high = np.quantile(known, tails) if known.size and n > 1 else (math.nan, math.nan)
+        method = _METHOD if n > 1 else _ALONE
+        return Interval(low=float(low), high=float(high), confidence=confidence, method=method)
 
     mean = values.mean(axis=0)
-    low_high = np.quantile(curves, tails, axis=0)
     points = tuple(
-        DosePoint(
-            scale=float(scale),
-            mean=float(mean[i]),
-            interval=Interval(
-                low=float(low_high[0, i]),
-                high=float(low_high[1, i]),
-                confidence=confidence,
-                method=_METHOD,
-            ),
-            n=n,
-        )
+        DosePoint(scale=float(scale), mean=float(mean[i]), interval=interval(curves[:, i]), n=n)
         for i, scale in enumerate(scales)
     )
     return DoseResponse(

@@ -164,7 +164,7 @@ def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path
     ("family", "settings"),
     [
         ("lr", {}), ("lr-pressure", {}), ("lr-got", {"epochs": 20}), ("lda", {}), ("sae", {"k": 3}),
-        ("ccs", {"epochs": 10, "restarts": 2}), ("ensemble", {}), ("attention-lite", {"steps": 20}),
+        ("ensemble", {}), ("attention-lite", {"steps": 20}),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:memory=")

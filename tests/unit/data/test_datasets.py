@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -312,4 +313,80 @@ def test_rows_of_different_sets_are_not_taken_for_one_another(tmp_path: Path) ->
         values = [{getattr(s, key) for s in data} for data in sets.values()]
         assert sum(map(len, values)) == len(set.union(*values)), key
     again = load_dataset("geometry_of_truth", path=str(tmp_path / "cities.csv"), limit=1)
-    assert again.samples[0] == sets["cities.csv"].samples[0], "what is the same keeps its id"
+    assert again.samples[0] in sets["cities.csv"].samples, "what is the same keeps its id"
+
+
+def test_lines_and_fields_are_read_whole(tmp_path: Path) -> None:
+    """U+2028 may stand in a JSON string, and a field may be longer than 128 KiB."""
+    text = "one\u2028two\x85three"
+    line = json.dumps({"instruction": text, "output": "x"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_text(line + "\n" + line.replace("one", "two") + "\r\n")
+    loaded = load_dataset("alpaca", path=str(tmp_path / "a.jsonl"))
+    assert [s.messages[0].content for s in loaded] == [text, text.replace("one", "two")]
+    before, long = csv.field_size_limit(), "word " * 40_000
+    (tmp_path / "b.csv").write_text(f'statement,label\n"{long}",1\n')
+    assert load_dataset("repe_honesty", path=str(tmp_path / "b.csv")).samples[0].label is True
+    assert csv.field_size_limit() == before
+
+
+def begun_rollouts(
+    path: Path, base: str, before: list[str], answers: list[str], grades: Any
+) -> str:
+    """A file of rollouts as its authors write them: the prompt ends with an empty answer."""
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    turns += [{"role": "assistant", "content": text} for text in (*before, "")]
+    row = {"input_messages": turns, "output_strs": answers, "graded_deception": grades,
+           "metadata": {"report_label": "concealed"}}  # fmt: skip
+    path.write_text(json.dumps({"base_name": base, "model": "m", "rollouts": [row]}))
+    return str(path)
+
+
+def test_an_answer_goes_on_with_the_turn_that_was_begun(tmp_path: Path) -> None:
+    path = begun_rollouts(
+        tmp_path / "r.json", "roleplaying", ["Student:"], [" No.", " Yes."], [7, 1]
+    )
+    for sample, answer in zip(load_dataset("apollo_roleplaying", path=path), (" No.", " Yes."),
+                              strict=True):  # fmt: skip
+        assert [m.role for m in sample.messages] == ["system", "user"]
+        assert (sample.unread, sample.completion) == ("Student:", "Student:" + answer)
+
+
+def test_rollouts_of_insider_trading_are_read(tmp_path: Path) -> None:
+    said = "Reasoning: hide it.\n\nAction: send_message\nAction Input: No."
+    path = begun_rollouts(
+        tmp_path / "insider_trading_doubledown__upscale__m.json", "insider_trading_doubledown",
+        ["Reasoning: report.\n\n"], [said, "I knew."], ["deceptive", "honest"],
+    )  # fmt: skip
+    (sample,) = load_dataset("apollo_insider_trading", path=path, double_down=True)
+    assert sample.label is True
+    assert sample.completion == "Reasoning: report.\n\n" + said
+    assert sample.completion.removeprefix(sample.unread).startswith("Action: send_message")
+    both = load_dataset("apollo_insider_trading", path=path, trim_reasoning=False)
+    assert [s.label for s in both] == [True, False]
+    one = begun_rollouts(tmp_path / "insider_trading__onpolicy__m.json", "insider_trading", [],
+                   ["Reasoning: r\n\nAction: buy"], ["deceptive"])  # fmt: skip
+    assert load_dataset("apollo_insider_trading", path=one).samples[0].unread.endswith("r\n\n")
+    asked = load_dataset("apollo_insider_trading", path=one, on_policy=True)
+    assert asked.samples[0].label is None
+    with pytest.raises(ArtifactError, match="allowed are files of insider_trading_doubledown"):
+        load_dataset("apollo_insider_trading", path=one, double_down=True)
+
+
+def test_a_limit_draws_labels_alike_and_keeps_groups_together(tmp_path: Path) -> None:
+    """The files of some sets are sorted by label, or by what they are about."""
+    rows = [f"City {i} is{' not' * (not true)} in X.,{int(true)},c{i}"
+            for true in (True, False) for i in range(40)]  # fmt: skip
+    path = tmp_path / "cities.csv"
+    path.write_text("statement,label,city\n" + "\n".join(rows))
+    whole = load_dataset("geometry_of_truth", path=str(path))
+    some = load_dataset("geometry_of_truth", path=str(path), limit=20)
+    assert sum(bool(s.label) for s in some) == 10
+    assert len({s.group for s in some}) == 10, "both statements about a city"
+    place = [whole.samples.index(s) for s in some]
+    assert place == sorted(place)
+    assert place[:10] != list(range(10))
+    again, other = (
+        load_dataset("geometry_of_truth", path=str(path), limit=20, limit_seed=s) for s in (0, 1)
+    )
+    assert again.sha256 == some.sha256 != other.sha256
+    assert len(load_dataset("geometry_of_truth", path=str(path), limit=500)) == 80

@@ -112,8 +112,9 @@ def test_ablation_bypasses_and_addition_induces_refusals_and_chance_does_neither
         "harmful_unedited": 1.0, "harmful_ablated": 0.0, "harmless_unedited": 0.0,
         "harmless_ablated": 0.0, "harmless_added": 1.0,
     }  # fmt: skip
-    effects = {"harmful_ablated": -1.0, "harmless_ablated": 0.0, "harmless_added": 1.0}
+    effects = {"harmful_ablated": -1.0, "harmless_added": 1.0}
     assert {name: found[name] for name in rates} == rates
+    assert "harmless_ablated_effect" not in found, "what is never refused cannot be refused less"
     for variant, effect in effects.items():
         for end in ("", "_low", "_high"):
             assert found[f"{variant}_effect{end}"] == effect

@@ -29,7 +29,8 @@ def test_harmful_and_harmless_instructions_are_told_apart() -> None:
     harmful = [swept(f"harmful-{i}", "harmful", 1.0) for i in range(4)]
     harmless = [swept(f"harmless-{i}", "harmless", 0.0) for i in range(4)]
     found = compute([*harmful, *harmless])
-    assert (found["harmful_effect"], found["harmless_effect"]) == (1.0, 0.0)
+    assert found["harmful_effect"] == 1.0
+    assert "harmless_effect" not in found, "nothing was ever refused there, so nothing is known"
     assert found["harmful_scale"] == 1.0
     assert not any(name.startswith("harmless") for name in compute(harmful))
 

@@ -11,7 +11,7 @@ from inspect_ai.model import ModelOutput, ModelUsage
 from inspect_ai.scorer import SampleScore, Score
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.reading import CellScores, SteeringCell, SteeringCells
 from inspect_lens.scorer import dose_table, edit_effects, edit_rates, refusal_rate
 from tests.kit.mock_evals import run, scores
@@ -166,3 +166,38 @@ def test_a_sample_without_cells_is_refused(tmp_path: Path) -> None:
     assert log.error is not None
     assert ArtifactError.__name__ in log.error.traceback
     assert "edit_effects" in log.error.message
+
+
+def test_no_effect_is_reported_at_a_floor_or_a_ceiling(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that refuses 0 of 12 says nothing about what its refusal direction does."""
+    for rate in (0.0, 1.0):
+        caplog.clear()
+        made = [refusals(str(i), rate, rate) for i in range(12)]
+        found = rates(*made)
+        assert found == {"unedited": rate, "ablated": rate, "ablated_coherence": 1.0}
+        assert f"all unedited answers to 12 prompts have the value {rate:g}" in caplog.text
+        for row in dose_table(made, n_resamples=50):
+            assert (row.interval, row.usable, bool(row.unseen)) == (None, False, True)
+            assert np.isnan(row.effect)
+    # One answer that changes can be seen, and then a control that changes none says something.
+    made = [refusals(str(i), 0.0, float(i == 0), control=0.0) for i in range(12)]
+    vector, control = dose_table(made, n_resamples=50)
+    assert (vector.effect, vector.usable, vector.unseen) == (pytest.approx(1 / 12), True, "")
+    assert (control.effect, control.unseen) == (0.0, "")
+
+
+def test_rows_of_harmful_and_of_harmless_prompts_stand_apart() -> None:
+    made = []
+    for i in range(8):
+        part = refusals(str(i), float(i < 4), 0.0)
+        part.sample_metadata = {"kind": "harmful" if i < 4 else "harmless"}
+        made.append(part)
+    pooled = next(r for r in dose_table(made, n_resamples=50) if r.kind == "vector")
+    assert pooled.effect == -0.5
+    apart = {
+        r.of: r.effect for r in dose_table(made, by="kind", n_resamples=50) if r.kind == "vector"
+    }
+    assert apart["harmful"] == -1.0
+    assert np.isnan(apart["harmless"]), "nothing was refused, so nothing less could be"
+    with pytest.raises(SpecError, match="by='type': the metadata of sample 0 has"):
+        dose_table(made, by="type")

@@ -24,7 +24,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard
 from inspect_lens.train import (
     FAMILIES,
-    CCSProbe,
     EnsembleProbe,
     LATProbe,
     LDAProbe,
@@ -79,8 +78,6 @@ def without(memory: float, family: Any, folder: Path, **how: Any) -> tuple[Any, 
     [
         (TorchLogisticProbe(epochs=12), "tokens"),
         (TorchLogisticProbe(epochs=12, center=False), "mean"),
-        (CCSProbe(epochs=12, restarts=3), "mean"),
-        (CCSProbe(epochs=12, restarts=2, normalize=False), "tokens"),
     ],
     ids=str,
 )
@@ -88,8 +85,6 @@ def test_descent_takes_the_same_steps(family: Any, rows: str, tmp_path: Path) ->
     ours, whole = without(0.0, family, tmp_path, rows=rows)
     close(ours, whole, rtol=1e-6)
     assert ours.loss_ == pytest.approx(whole.loss_, rel=1e-6)
-    if isinstance(family, CCSProbe):
-        assert ours.sign_flipped_ == whole.sign_flipped_
 
 
 @pytest.mark.parametrize(
@@ -174,7 +169,7 @@ def test_pooled_rows_stream_as_tokens_do(family: Any, rows: str, tmp_path: Path)
     ("base", "rows", "stack"),
     [
         (LDAProbe(), "mean", "lr"), (LATProbe(), "tokens", "mean"),
-        (CCSProbe(epochs=3, restarts=2), "tokens", "lr"), (LogisticProbe(), "tokens", "mean"),
+        (TorchLogisticProbe(epochs=3), "tokens", "lr"), (LogisticProbe(), "tokens", "mean"),
     ],
     ids=str,
 )  # fmt: skip
@@ -219,13 +214,13 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
     whole: Any = fit_on(SklearnProbe(LinearSVC(random_state=0)), small, 4)
     np.testing.assert_array_equal(ours.estimator_.coef_, whole.estimator_.coef_)
     object.__setattr__(large, "memory", 0.0)
-    with pytest.warns(UserWarning, match=r"CCSProbe reads the rows of a layer 4 times"):
-        fit_on(CCSProbe(epochs=2, restarts=1), large, 4)
+    with pytest.warns(UserWarning, match=r"TorchLogisticProbe reads the rows of a layer 2 times"):
+        fit_on(TorchLogisticProbe(epochs=2), large, 4)
 
 
 def test_every_family_has_a_way_in_little_memory(tmp_path: Path) -> None:
     large, _ = stores(tmp_path, memory=40_000 * GB)
-    few: dict[str, dict[str, Any]] = {"ccs": {"epochs": 2}, "lr-got": {"epochs": 2},
+    few: dict[str, dict[str, Any]] = {"lr-got": {"epochs": 2},
                                       "ensemble": {"n_layers": 1}, "sae": {"k": 2}}  # fmt: skip
     for name in FAMILIES:
         made = make_estimator(name, **few.get(name, {}))
@@ -238,7 +233,7 @@ def test_every_family_has_a_way_in_little_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [TorchLogisticProbe(epochs=3), CCSProbe(epochs=3, restarts=2), SAEFeatureProbe(k=2)],
+    [TorchLogisticProbe(epochs=3), SAEFeatureProbe(k=2)],
     ids=lambda f: type(f).__name__,
 )
 def test_what_was_learnt_is_kept(
@@ -276,7 +271,7 @@ encoder = SparseEncoder(weight=rng.normal(size=(64, 512)).astype(np.float32), bi
 linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=3))
 families = [
     LogisticProbe(max_iter=3), SklearnProbe(linear), TorchLogisticProbe(epochs=2),
-    CCSProbe(epochs=1, restarts=2), SAEFeatureProbe(encoder=encoder, k=4),
+    SAEFeatureProbe(encoder=encoder, k=4),
     LDAProbe(shrinkage="ridge"), EnsembleProbe(base=MeanDifferenceProbe(), n_layers=2, folds=2),
 ]
 

@@ -110,3 +110,15 @@ def test_answers_of_one_question_are_one_prompt() -> None:
     assert free.n_prompts == 80
     width, wide = (c.effect_interval.high - c.effect_interval.low for c in (free, grouped))
     assert width < 0.7 * wide
+
+
+def test_one_prompt_has_no_interval() -> None:
+    curve = dose_response([Response("a", s, -s) for s in (0.0, 1.0)], {"a": 0.0}, n_resamples=50)
+    assert curve.effect == -1.0
+    intervals = [curve.effect_interval, curve.flip_rate_interval, curve.points[0].interval]
+    for interval in intervals:
+        assert np.isnan([interval.low, interval.high]).all()
+        assert "single prompt" in interval.method
+    epochs = [Response(p, s, -s) for p in "ab" for s in (0.0, 1.0)]
+    same = dose_response(epochs, groups={"a": "q", "b": "q"}, n_resamples=50)
+    assert math.isnan(same.effect_interval.low), "epochs of one prompt are no other prompts"

@@ -21,7 +21,7 @@ from ._lat import LATProbe
 from ._logistic import LogisticProbe, PressureLogisticProbe
 from ._massmean import LDAProbe, MassMeanProbe
 from ._sae import SAEFeatureProbe
-from ._torch_logistic import CCSProbe, TorchLogisticProbe
+from ._torch_logistic import TorchLogisticProbe
 from ._trainable import TrainableProbe
 
 __all__ = ["FAMILIES", "make_estimator"]
@@ -36,7 +36,6 @@ FAMILIES: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     "lda": (LDAProbe, {}),
     "lda-ridge": (LDAProbe, {"shrinkage": "ridge"}),
     "lat": (LATProbe, {}),
-    "ccs": (CCSProbe, {}),
     "mlp": (MLPProbe, {}),
     "attention": (AttentionProbe, {}),
     "attention-lite": (AttentionLiteProbe, {}),

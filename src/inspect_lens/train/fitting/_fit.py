@@ -102,8 +102,8 @@ def fit_layers(
       and reads more often where they do not.
     - Neural heads are trained in memory where a layer fits, after one pass for as many layers as
       do. Else each batch is read from disk. Batches and results are the same.
-    - `TorchLogisticProbe`, `CCSProbe` and `SAEFeatureProbe` are fitted in memory where a layer and
-      its copies fit. Else they read it once or twice per step, or twice.
+    - `TorchLogisticProbe` and `SAEFeatureProbe` are fitted in memory where a layer and its copies
+      fit. Else they read it once per step, or twice.
     - An `EnsembleProbe` is fitted in memory, or its members are, by the rules above.
     - Other families, such as other classifiers of scikit-learn, need memory for a layer and its
       copies, and say so before they read.

@@ -17,12 +17,12 @@ from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.families._sae import SAEFeatureProbe
 from inspect_lens.train.families._sequence import SequenceEstimator
 from inspect_lens.train.families._sklearn import SklearnProbe
-from inspect_lens.train.families._torch_logistic import CCSProbe, TorchLogisticProbe
+from inspect_lens.train.families._torch_logistic import TorchLogisticProbe
 from inspect_lens.train.sets._store_set import StoreSet
 from inspect_lens.train.sets._stored_rows import StoredRows
 
 from ._closed import closed_bytes, fit_closed
-from ._descent import fit_ccs, fit_torch_logistic
+from ._descent import fit_torch_logistic
 from ._held import fit_held, sample_weights
 from ._kept_fits import keep, restore
 from ._logistic_stream import reads_within
@@ -37,7 +37,7 @@ __all__ = ["fit_from_store", "fit_jointly", "held_bytes"]
 Fits: TypeAlias = Mapping[int, Any]
 """By layer, an estimator."""
 _COPIES: Final[Mapping[type, int]] = {
-    CCSProbe: 8, TorchLogisticProbe: 6, SAEFeatureProbe: 5, SklearnProbe: 4,
+    TorchLogisticProbe: 6, SAEFeatureProbe: 5, SklearnProbe: 4,
 }  # fmt: skip
 """How often a fit in memory holds the rows of a layer as float32, or as much; 5 times where a
 family is not named."""
@@ -126,7 +126,7 @@ def _way(family: Any, view: RowView) -> Callable[[Fits, RowView], Iterator[int]]
     # Of the very kind: who derives one may fit otherwise.
     streamed: dict[type, Callable[..., None]] = {
         **dict.fromkeys(STREAMED_LOGISTIC, _fit_logistic), TorchLogisticProbe: _fit_descent,
-        CCSProbe: _fit_descent, SAEFeatureProbe: _fit_features, SklearnProbe: _fit_sklearn,
+        SAEFeatureProbe: _fit_features, SklearnProbe: _fit_sklearn,
     }  # fmt: skip
     fit = streamed.get(type(family))
     if fit is None or (isinstance(family, SklearnProbe) and not is_streamed(family)):
@@ -155,20 +155,18 @@ def _fit_logistic(view: RowView, made: LogisticProbe, layer: int) -> None:
 
 
 def _fit_descent(view: RowView, made: Any, layer: int) -> None:
-    reads = made.epochs * (2 if isinstance(made, CCSProbe) else 1)
     if view.layer_bytes > view.data.memory * 1e9:
         warnings.warn(
             f"memory={view.data.memory:g}: {type(made).__name__} reads the rows of a layer "
-            f"{reads} times, and these take {view.layer_bytes / 1e9:.2g} GB, so each time is from "
-            "disk; state more memory, set fewer epochs, or take LogisticProbe, which reads some 10 "
-            "times",
+            f"{made.epochs} times, and these take {view.layer_bytes / 1e9:.2g} GB, so each time is "
+            "from disk; state more memory, set fewer epochs, or take LogisticProbe, which reads "
+            "some 10 times",
             UserWarning,
             stacklevel=2,
         )
-    fit = fit_ccs if isinstance(made, CCSProbe) else fit_torch_logistic
     title = f"{view.data.name} {layer}, steps"
     with progress_bar(title, total=made.epochs, done=0, show=view.data.progress) as tick:
-        fit(made, view.quiet(), layer, tick=tick)
+        fit_torch_logistic(made, view.quiet(), layer, tick=tick)
 
 
 def _fit_features(view: RowView, made: SAEFeatureProbe, layer: int) -> None:

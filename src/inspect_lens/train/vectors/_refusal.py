@@ -146,7 +146,9 @@ def select_refusal(
         The choice; `table` has every candidate.
 
     Raises:
-        SpecError: all are left out; the message counts the reasons.
+        SpecError: all are left out; the message counts the reasons. Or the measure has a
+            `baseline`, as a `RefusalMeter` does, in which the model refuses harmful instructions
+            no more than harmless ones, so that there is no refusal to take away.
 
     Example:
         ```python
@@ -160,6 +162,14 @@ def select_refusal(
         assert choice.candidate.layer == 2  # the other one changes harmless answers
         ```
     """
+    own: RefusalScores | None = getattr(measure, "baseline", None)
+    if own is not None and own.bypass <= own.induce:
+        raise SpecError(
+            f"measure: unedited, the model's refusal score is {own.bypass:.2f} for harmful and "
+            f"{own.induce:.2f} for harmless instructions, so no effect on its refusals could be "
+            "seen; allowed is a model that refuses the harmful ones more; check the prompts, their "
+            "chat template and refusal_tokens"
+        )
     table = []
     nothing = RefusalScores(math.nan, math.nan, math.nan)
     for candidate in candidates:
