@@ -26,6 +26,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from inspect_lens._shipped import shipped_root
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
 __all__ = [
@@ -153,8 +154,8 @@ def decode_tensors(
     try:
         tensors: dict[str, NDArray[np.float32]] = load_tensors(content)
         length = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-        found = dict(json.loads(metadata[_KEY]))
+        metadata = parse_json(content[8 : 8 + length]).get("__metadata__", {})
+        found = dict(parse_json(metadata[_KEY]))
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
         raise ArtifactError(
             f"{file}: not a {kind.name} of inspect_lens ({type(error).__name__}: {error}); allowed "
@@ -229,15 +230,15 @@ def read_artifact(
     """
     folder = path.parent if path.is_file() else path
     try:
-        content = (folder / kind.tensors).read_bytes()
-        text = (folder / CARD_FILE).read_text(encoding="utf-8")
+        content = read_regular(folder / kind.tensors)
+        text = read_regular(folder / CARD_FILE).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(
             f"{folder}: cannot be read as a {kind.name} ({error}); allowed is a folder with "
             f"{kind.tensors} and {CARD_FILE}; check the path"
         ) from None
     try:
-        stored: Any = json.loads(text)
+        stored: Any = parse_json(text)
         if stored["format"] != kind.format:
             raise ValueError(f"format {stored['format']!r}, this release reads {kind.format!r}")
         digest, card = stored["sha256"], parse(stored["card"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from inspect_lens._settings import Settings, vllm_plugins
+from inspect_lens._untrusted import parse_json
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
 from inspect_lens.errors import ArtifactError, SpecError
@@ -116,7 +116,7 @@ def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str)
 
     path = Path(model) / "config.json"
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
+        whole = parse_json(path.read_text(encoding="utf-8"))
         config = whole.get("text_config", whole)
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
     except (OSError, ValueError, KeyError, AttributeError) as error:

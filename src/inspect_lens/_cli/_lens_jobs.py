@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import Lens, LensQuality, load_lens
 from inspect_lens.probe import ModelRef, fingerprint_model
@@ -122,7 +122,7 @@ def _read(file: str, tokenizer: Any) -> list[list[int]]:
     found: list[list[int]] = []
     for i, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             given = sorted({"text", "messages"} & set(row))
         except (ValueError, TypeError):
             given = []

@@ -87,7 +87,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     try:
         return Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
+    except (OSError, yaml.YAMLError, ValidationError, RecursionError) as error:
         raise ArtifactError(f"{path}: not a recipe ({error}); see probes/recipes") from None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
+from inspect_lens._untrusted import read_regular
 from inspect_lens.errors import ArtifactError, CaptureError
 
 _PARTS = 16
@@ -74,7 +75,7 @@ def read_file(uri: str) -> bytes | None:
     """
     try:
         if is_local(uri):
-            return Path(uri).read_bytes()
+            return read_regular(uri)
         import fsspec
 
         filesystem, path = fsspec.core.url_to_fs(uri)

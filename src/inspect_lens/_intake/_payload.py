@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._untrusted import judge_total, parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import DType, Receipt, TensorData
 
@@ -106,7 +107,7 @@ def decode_file(data: bytes, *, where: str) -> Payload:
     """
     arrays, metadata = _read_tensors(data, where=where)
     try:
-        meta = json.loads(metadata["inspect_lens"])
+        meta = parse_json(metadata["inspect_lens"])
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']!r}")
         receipt = meta.get("receipt")
@@ -161,8 +162,10 @@ def _read_tensors(
     """Arrays with their safetensors dtype name, and the metadata; bfloat16 comes as `uint16`."""
     try:
         start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:start])
+        header = parse_json(data[8:start])
         metadata = header.pop("__metadata__", {})
+        spans = (entry["data_offsets"] for entry in header.values())
+        judge_total((end - begin for begin, end in spans), len(data) - start)
         arrays = {}
         for name, entry in header.items():
             dtype = np.dtype(_STORAGE[entry["dtype"]])

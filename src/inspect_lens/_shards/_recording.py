@@ -18,6 +18,7 @@ from typing import Any, Final
 import fsspec
 
 from inspect_lens._intake import read_file, write_file
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._shard import Captured, decode_shard, shard_parts
@@ -268,7 +269,7 @@ class Recording:
             if content is None:
                 continue  # whoever keeps house here has removed it
             try:
-                facts = json.loads(content)
+                facts = parse_json(content)
                 uri = f"{self.uri}/{name}.safetensors"
                 if facts["file"] != f"{name}.safetensors" or not isinstance(facts["sha256"], str):
                     raise ValueError("it is of another shard")
@@ -300,7 +301,7 @@ class Recording:
 
 def _read_about(where: str, content: bytes) -> dict[str, Any]:
     try:
-        about: dict[str, Any] = json.loads(content)
+        about: dict[str, Any] = parse_json(content)
         if about["format"] != RECORDING_FORMAT:
             raise ValueError(f"format {about['format']!r}, this release reads {RECORDING_FORMAT!r}")
     except (ValueError, KeyError, TypeError) as error:
@@ -324,7 +325,7 @@ def _read_cursor(text: str) -> dict[str, set[int]]:
     if not text:
         return {}
     try:
-        told = json.loads(text)
+        told = parse_json(text)
         return {str(w): {*range(int(n)), *map(int, more)} for w, (n, more) in told.items()}
     except (ValueError, TypeError, AttributeError):
         raise SpecError(

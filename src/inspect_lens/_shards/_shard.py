@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
 
@@ -177,7 +178,7 @@ def decode_shard(content: bytes, *, where: str) -> list[Captured]:
     """
     try:
         start = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:start])
+        header = parse_json(content[8:start])
         facts, tensors = _facts(header), {}
         for name in ("acts", "positions", "token_ids", "n_tokens"):
             begin, end = header[name]["data_offsets"]
@@ -243,14 +244,14 @@ def _read_header(uri: str) -> tuple[int, dict[str, Any]]:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length < _HEADER_LIMIT:
                 raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: dict[str, Any] = parse_json(file.read(length))
         return 8 + length, header
     except (OSError, ValueError) as error:
         raise _damaged(uri, error) from None
 
 
 def _facts(header: Mapping[str, Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(header["__metadata__"][_KEY])
+    facts: dict[str, Any] = parse_json(header["__metadata__"][_KEY])
     if facts["format"] != _FORMAT:
         raise ValueError(f"format {facts['format']!r}, this release reads {_FORMAT!r}")
     return facts

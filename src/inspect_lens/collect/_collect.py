@@ -22,6 +22,7 @@ from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens._concurrency import first_error
 from inspect_lens._progress import progress_bar
+from inspect_lens._untrusted import parse_json
 from inspect_lens.data import (
     MANIFEST,
     STORE_FORMAT,
@@ -302,7 +303,7 @@ def _claim(uri: str, plan: dict[str, Any]) -> bool:
     if content is None:
         write_whole(where, _json(plan))
         return True
-    there = json.loads(content)
+    there = parse_json(content)
     differ = [
         f"{key}: {there.get(key)!r}, now {value!r}"
         for key, value in plan.items()
@@ -335,7 +336,7 @@ def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
         SpecError: it is of another run, which began at the same time, or whose plan has gone.
     """
     content = read_whole(f"{uri}/shard-{k:05d}.json")
-    made: dict[str, Any] | None = None if content is None else json.loads(content)
+    made: dict[str, Any] | None = None if content is None else parse_json(content)
     if made is not None and made.get("plan") != mark:
         raise SpecError(
             f"out={uri!r}: {_file(k)} is of a run with other settings; allowed is one run in a "

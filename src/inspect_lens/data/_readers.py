@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._sample import Message, ProbeSample
@@ -51,7 +51,7 @@ def _truth(value: Any, index: int) -> bool:
 
 
 def _messages(value: Any, index: int) -> tuple[Message, ...]:
-    turns = json.loads(value) if isinstance(value, str) else value
+    turns = parse_json(value) if isinstance(value, str) else value
     try:
         return tuple(Message(str(t["role"]), str(t["content"])) for t in turns)
     except (KeyError, TypeError) as error:

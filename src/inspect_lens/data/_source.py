@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import fsspec
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError
 
 __all__ = ["read_hub", "read_path"]
@@ -66,8 +66,8 @@ def _rows(name: str, data: bytes) -> Iterable[Row]:
             csv.field_size_limit(limit)
     if name.endswith(".jsonl"):
         # `splitlines` would also split at U+2028, which may stand in a JSON string as it is.
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    content = json.loads(text)
+        return [parse_json(line) for line in text.split("\n") if line.strip()]
+    content = parse_json(text)
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         shared = {k: v for k, v in content.items() if not isinstance(v, list | dict)}

@@ -22,6 +22,7 @@ from inspect_lens._shards import (
     read_layer,
     read_records,
 )
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, CaptureError
 
 __all__ = ["MANIFEST", "STORE_FORMAT", "ActivationStore", "read_whole", "write_whole"]
@@ -151,7 +152,7 @@ class ActivationStore:
                 "collect again, which continues"
             )
         try:
-            manifest = json.loads(content)
+            manifest = parse_json(content)
             if manifest["format"] != STORE_FORMAT:
                 raise ValueError(
                     f"format {manifest['format']!r}, this release reads {STORE_FORMAT!r}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import re
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inspect_lens._shipped import shipped_root
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
 from ._config import CONFIG_FILE, OracleConfig, read_config
@@ -123,7 +123,7 @@ def _find(path: Path) -> Path:
 
 def _read_adapter(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{path}: could not be read ({type(error).__name__}: {error}); an oracle is a folder "
@@ -138,7 +138,7 @@ def _read_adapter(path: Path) -> dict[str, Any]:
 def _digest(path: Path, changed_ns: int, size: int) -> str:
     """Hash of a file, computed once as long as its time and size stay."""
     del changed_ns, size
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_regular(path)).hexdigest()
 
 
 def _fetch(address: str) -> Path:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import (
     Activations,
@@ -290,8 +291,8 @@ def _read(reference: Mapping[str, Any]) -> list[TokenScores]:
     data = read_sidecar(reference, kind=REFERENCE)
     try:
         length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        meta = json.loads(header["__metadata__"]["inspect_lens"])
+        header = parse_json(data[8 : 8 + length])
+        meta = parse_json(header["__metadata__"]["inspect_lens"])
         if meta["format"] != REFERENCE:
             raise ValueError(f"format {meta['format']!r}")
         arrays = load(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
+from inspect_lens._untrusted import parse_json, read_npz, read_regular
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import TensorData
 
@@ -154,7 +154,7 @@ def _read(path: str | Path, norm_scale: float | None, *, decoder: bool) -> _Part
             names = (_SAELENS[0], "params.safetensors", "params.npz")
             file = next((where / n for n in names if (where / n).exists()), where / names[0])
         if file.name == _SAELENS[0]:
-            facts = json.loads((file.parent / _SAELENS[1]).read_text(encoding="utf-8"))
+            facts = parse_json((file.parent / _SAELENS[1]).read_text(encoding="utf-8"))
             return _read_saelens(_load(file), facts, where, norm_scale, decoder=decoder)
         made = _read_gemma(_load(file), file, where, decoder=decoder)
     except ArtifactError:
@@ -175,12 +175,11 @@ def _read(path: str | Path, norm_scale: float | None, *, decoder: bool) -> _Part
 def _load(file: Path) -> dict[str, Floats]:
     """Tensors of floats by name, bfloat16 widened."""
     if file.suffix == ".npz":
-        with np.load(file, allow_pickle=False) as arrays:
-            return {key: np.asarray(arrays[key], dtype=np.float32) for key in arrays}
+        return read_npz(file)
     # The numpy front-end of safetensors knows no bfloat16.
     return {
         name: _widen(part["dtype"], part["data"]).reshape(part["shape"])
-        for name, part in deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+        for name, part in deserialize(read_regular(file))  # type: ignore[no-untyped-call]
         if part["dtype"] in _DTYPES or part["dtype"] == "BF16"
     }
 
@@ -195,7 +194,7 @@ def _read_gemma(tensors: Mapping[str, Floats], file: Path, where: Path, *, decod
     """Version 1 has upper-case names and no configuration, version 2 lower-case names."""
     lower = {key.lower(): value for key, value in tensors.items()}
     beside = file.with_name("config.json")
-    facts = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    facts = parse_json(beside.read_text(encoding="utf-8")) if beside.exists() else {}
     kind = facts.get("architecture", "jump_relu")
     if kind != "jump_relu":
         raise ArtifactError(f"{where}: architecture {kind!r}; allowed of Gemma Scope is jump_relu")

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
+from inspect_lens._untrusted import judge_archive, judge_total, parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import ModelRef
 
@@ -112,7 +112,7 @@ def import_vector(
     if format is not None and format not in get_args(VectorFormat):
         raise SpecError(f"format={format!r}; allowed are {', '.join(get_args(VectorFormat))}")
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
         kind, value = _open(file, content, format)
         if kind == "axbench":
             value = _concept(value, file, concept)
@@ -169,13 +169,29 @@ def load_torch(content: bytes, where: str) -> Any:
     except ImportError:
         raise LensError(f"{where}: a .pt file needs torch; install inspect-lens[train]") from None
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if content.startswith(b"PK"):
+            judge_archive(content, len(content))
+        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        # A view may repeat few numbers as many, and tensors may share them.
+        judge_total((t.numel() * t.element_size() for t in _tensors(loaded)), len(content))
+        return loaded
     except Exception as error:  # noqa: BLE001 (torch raises errors of many kinds)
         reason = " ".join(str(error).split())[:200]
         raise ArtifactError(
             f"{where}: holds more than tensors and plain values, or is damaged ({reason}); to run "
             "code from a file is not allowed; load it where you trust it, and save the tensors"
         ) from None
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in what a `.pt` file holds."""
+    if hasattr(value, "element_size"):
+        if str(value.layout) != "torch.strided":
+            raise ValueError(f"a tensor of layout {value.layout}; allowed are dense ones")
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
 
 
 def _open(file: Path, content: bytes, format: VectorFormat | None) -> tuple[str, Any]:
@@ -185,7 +201,7 @@ def _open(file: Path, content: bytes, format: VectorFormat | None) -> tuple[str,
     if suffix == ".gguf":
         found, value = "repeng", decode_gguf(content)
     elif suffix in (".svec", ".json"):
-        found, value = "cast", json.loads(content)
+        found, value = "cast", parse_json(content)
     elif suffix == ".safetensors":
         found, value = "safetensors", _safetensors(content)
     else:
@@ -267,7 +283,7 @@ def _persona(value: Any, file: Path, layer: int | None) -> _Read:
 def _refusal(value: Any, file: Path, layer: int | None) -> _Read:
     beside = file.with_name("direction_metadata.json")
     if layer is None and beside.exists():
-        facts = json.loads(beside.read_text(encoding="utf-8"))
+        facts = parse_json(beside.read_text(encoding="utf-8"))
         layer, where = int(facts["layer"]) - 1, f"prompt token {facts['pos']}"
         if layer < 0:
             raise ValueError("its layer 0 is the embedding, which no layer of ours puts out")

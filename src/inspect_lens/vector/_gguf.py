@@ -1,17 +1,21 @@
 """GGUF, as far as control vectors use it: text and numbers, and tensors of floats.
 
 Source: the GGUF specification of ggml, version 3. Other tools write more kinds of values; those
-are read over, and quantised tensors are refused.
+are read over, and quantised tensors are refused. The reader of the package `gguf` is not used: it
+believes the lengths in a file, so that an array of 2**60 numbers in 100 bytes never ends.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from inspect_lens._untrusted import judge_total
 
 __all__ = ["GGUFFile", "decode_gguf", "encode_gguf"]
 
@@ -104,11 +108,13 @@ def decode_gguf(content: bytes) -> GGUFFile:
     if alignment < 1:
         raise ValueError(f"general.alignment {alignment}")
     start = -(-reader.at // alignment) * alignment
-    tensors = {}
-    for name, shape, kind, offset in entries:
+    tensors, sizes = {}, []
+    for name, shape, kind, _ in entries:
         if kind not in _FLOATS:
             raise ValueError(f"tensor {name!r} has type {kind}; allowed are F32, F16 and BF16")
-        size = int(np.prod(shape, dtype=np.uint64)) * np.dtype(_FLOATS[kind]).itemsize
+        sizes.append(math.prod(shape) * np.dtype(_FLOATS[kind]).itemsize)
+    judge_total(sizes, len(content) - start)
+    for (name, shape, kind, offset), size in zip(entries, sizes, strict=True):
         part = content[start + offset : start + offset + size]
         if len(part) != size:
             raise ValueError(f"it ends within tensor {name!r}")

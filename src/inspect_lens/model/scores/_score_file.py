@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.spec import ProbeUse, Site, resolve_positions
 
@@ -95,8 +96,8 @@ class ScoreData:
             ArtifactError: it is something else.
         """
         try:
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            facts = json.loads(header["__metadata__"]["inspect_lens"])
+            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            facts = parse_json(header["__metadata__"]["inspect_lens"])
             if facts["format"] != SCORES_REFERENCE:
                 raise ValueError(f"format {facts['format']!r}")
             arrays = load(data)

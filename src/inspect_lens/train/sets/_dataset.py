@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError
 
+from inspect_lens._untrusted import read_regular
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe, write_atomic
@@ -313,7 +314,7 @@ class ActivationSet:
             ArtifactError: missing, damaged, or another format.
         """
         try:
-            return cls(**decode_set(Path(path).read_bytes()))
+            return cls(**decode_set(read_regular(path)))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(
                 f"{path}: not an activation set ({type(error).__name__}: {error}); allowed is what "

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from inspect_lens._untrusted import parse_json
 from inspect_lens.spec import parse_positions
 
 __all__ = ["decode_set", "encode_set"]
@@ -70,7 +71,7 @@ def decode_set(content: bytes) -> dict[str, Any]:
     """
     tensors = load_tensors(content)
     length = int.from_bytes(content[:8], "little")
-    facts: dict[str, Any] = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_KEY])
+    facts: dict[str, Any] = parse_json(parse_json(content[8 : 8 + length])["__metadata__"][_KEY])
     if facts["format"] != _FORMAT:
         raise ValueError(f"format {facts['format']!r}")
     stops = np.cumsum(tensors["lengths"])[:-1]

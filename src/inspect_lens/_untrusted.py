@@ -1,0 +1,105 @@
+"""Files that a stranger may have made: judged by what they declare, before they cost memory.
+
+Every loader of a probe, vector, lens, autoencoder, store or log reads JSON and archives through
+here. safetensors files need no more: their library refuses ranges that overlap or leave the file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "judge_archive",
+    "judge_total",
+    "parse_json",
+    "read_npz",
+    "read_regular",
+    "refuse_irregular",
+]
+
+_RATIO: Final = 8
+"""Of what an archive unpacks to, by its size: floats that were learnt hardly shrink."""
+_FLOOR: Final = 64 << 20
+"""Bytes that any archive may unpack to."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Read JSON; what is nested deeper than Python can follow is a ValueError, too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
+
+
+def refuse_irregular(path: str | Path) -> None:
+    """Refuse what is no regular file; reading a pipe or a device may never end.
+
+    Raises:
+        OSError: it is missing, or something else than a file.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{path}: is no regular file")
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Read a regular file whole; raises OSError."""
+    refuse_irregular(path)
+    return Path(path).read_bytes()
+
+
+def judge_total(sizes: Iterable[int], available: int) -> None:
+    """Refuse entries that together declare more bytes than there are: they overlap, or lie.
+
+    Raises:
+        ValueError: they do.
+    """
+    declared = 0
+    for size in sizes:
+        declared += size
+        if size < 0 or declared > available:
+            raise ValueError(f"its entries declare more than the {available} bytes that it has")
+
+
+def judge_archive(content: bytes | IO[bytes], size: int) -> None:
+    """Refuse a zip archive that unpacks to many times its size.
+
+    Raises:
+        ValueError: it does, or is damaged.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content) if isinstance(content, bytes) else content) as z:
+            judge_total((entry.file_size for entry in z.infolist()), max(_RATIO * size, _FLOOR))
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"a damaged archive ({error})") from None
+
+
+def read_npz(path: Path) -> dict[str, NDArray[np.float32]]:
+    """Arrays of numbers by name, as float32, judged by the shapes in their headers.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or declares more than it has.
+    """
+    refuse_irregular(path)
+    with path.open("rb") as file:
+        judge_archive(file, path.stat().st_size)
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            with archive.open(entry) as member:
+                version = np.lib.format.read_magic(member)
+                read = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")
+                shape, _, dtype = read(member)
+            if dtype.hasobject or math.prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} is {shape} of {dtype} in {entry.file_size} B")
+    with np.load(path, allow_pickle=False) as arrays:
+        return {key: np.asarray(arrays[key], dtype=np.float32) for key in arrays}

@@ -1,0 +1,193 @@
+"""A stranger's file is judged before it costs, by every public function that loads one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+import inspect_lens
+from inspect_lens.attention import import_heads, load_heads
+from inspect_lens.data import ActivationStore, Recording, read_layer, read_records, read_whole
+from inspect_lens.data import load_dataset
+from inspect_lens.errors import LensError
+from inspect_lens.lens import load_lens
+from inspect_lens.model import read_sidecar, read_vector
+from inspect_lens.oracle import load_oracle, read_config
+from inspect_lens.probe import Probe, load_probe
+from inspect_lens.sae import read_autoencoder, read_sae
+from inspect_lens.train import ActivationSet
+from inspect_lens.vector import Vector, import_vector, load_vector
+from tests.kit.promises import Promise
+
+MIB = 1 << 20
+DEEP = "[" * 200_000
+LIVE = {"read_given", "read_probe", "read_cascade"}
+"""These read answers, or logs through functions of the list."""
+
+
+def _loaders() -> Iterator[str]:
+    for module in pkgutil.iter_modules(inspect_lens.__path__):
+        if module.name.startswith("_") or module.name in ("reading", "spec"):
+            continue  # those read calls and instructions, not files
+        found = importlib.import_module(f"inspect_lens.{module.name}")
+        for name in getattr(found, "__all__", ()):
+            thing = getattr(found, name)
+            if name.startswith(("load_", "read_", "import_")) and name not in LIVE:
+                yield f"{thing.__module__.split('.')[1]}.{name}"
+            elif inspect.isclass(thing):
+                own = (m for m in ("load", "open") if m in vars(thing))
+                yield from (f"{module.name}.{name}.{m}" for m in own)
+
+
+PROMISE = Promise("a stranger's file is judged before it costs", surfaces=_loaders())
+
+
+def judged(call: Callable[[], object], *, most: int = 8 * MIB) -> None:
+    """Refused by an error of ours, at a price that the file's own size explains."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(LensError):
+            call()
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def pipe(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return path
+
+
+def overlapping(n: int = 4000, size: int = MIB) -> bytes:
+    """A safetensors file whose entries all name the same bytes."""
+    entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    text = json.dumps({f"t{i}": entry for i in range(n)}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size)
+
+
+def deep_header() -> bytes:
+    return len(DEEP).to_bytes(8, "little") + DEEP.encode()
+
+
+def gguf(n: int, size: int) -> bytes:
+    """A GGUF file whose entries all name the same bytes."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, n, 0)
+    for i in range(n):
+        name = f"direction.{i}".encode()
+        head += struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, size // 4, 0, 0)
+    return head + bytes(-len(head) % 32) + bytes(size)
+
+
+@PROMISE.on("vector.import_vector")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+
+    def load(name: str, content: bytes) -> Callable[[], object]:
+        (folder / name).write_bytes(content)
+        return lambda: import_vector(folder / name, name="a/b", layer=4)
+
+    judged(load("overlapping.gguf", gguf(4000, MIB)))
+    endless = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 0, 1 << 60)
+    judged(load("endless.gguf", endless))
+    judged(load("deep.svec", DEEP.encode()))
+    judged(load("overlapping.safetensors", overlapping()))
+    torch = pytest.importorskip("torch")
+    for value in (
+        torch.zeros(1).expand(1 << 30),
+        {i: torch.zeros(MIB // 4) for i in range(4)} | {"x": torch.zeros(1).expand(1 << 26)},
+        torch.sparse_coo_tensor([[0]], [1.0], (1 << 40,)),
+    ):
+        torch.save(value, folder / "wide.pt")
+        judged(lambda: import_vector(folder / "wide.pt", name="a/b", layer=4, format="ibm"))
+    bomb = folder / "bomb.pt"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", bytes(256 * MIB))
+    judged(lambda: import_vector(bomb, name="a/b"))
+    judged(lambda: import_vector(pipe(folder / "pipe.gguf"), name="a/b"))
+
+
+@PROMISE.on("sae.read_sae", "sae.read_autoencoder")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    read: Any = read_sae if surface.endswith("read_sae") else read_autoencoder
+    file = folder / "params.npz"
+    zeros = np.zeros((256, MIB // 4), np.float32)
+    np.savez_compressed(file, W_enc=zeros, b_enc=zeros[0], threshold=zeros[0])
+    assert file.stat().st_size < 2 * MIB
+    judged(lambda: read(file))
+    lying = np.lib.format.magic(1, 0) + struct.pack("<H", 118)
+    lying += b"{'descr': '<f4', 'fortran_order': False, 'shape': (1073741824,)}".ljust(117) + b"\n"
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("W_enc", "b_enc", "threshold"):
+            archive.writestr(f"{name}.npy", lying)
+    judged(lambda: read(file))
+    file.write_bytes(b"PK\3\4" + bytes(100))
+    judged(lambda: read(file))
+    judged(lambda: read(pipe(file)))
+    weights = folder / "sae_weights.safetensors"
+    weights.write_bytes(save({"W_enc": np.zeros((2, 2), np.float32)}))
+    (folder / "cfg.json").write_text(DEEP)
+    judged(lambda: read(folder))
+    (folder / "cfg.json").write_text("{}")
+    weights.write_bytes(overlapping())
+    judged(lambda: read(folder))
+
+
+def artefact(load: Callable[[Path], object], tensors: str, folder: Path) -> None:
+    """Folders with a safetensors file and a card."""
+    (folder / tensors).write_bytes(save({"x": np.zeros(2, np.float32)}))
+    for card in (DEEP, json.dumps({"format": 1}), "null"):
+        (folder / "card.json").write_text(card)
+        judged(lambda: load(folder))
+    (folder / tensors).write_bytes(deep_header())
+    judged(lambda: load(folder))
+    pipe(folder / "card.json")
+    judged(lambda: load(folder))
+    pipe(folder / tensors)
+    judged(lambda: load(folder))
+
+
+@PROMISE.on(
+    "probe.load_probe", "probe.Probe.load", "vector.load_vector", "vector.Vector.load",
+    "lens.load_lens",
+)  # fmt: skip
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    load: Any = {
+        "probe.load_probe": load_probe, "probe.Probe.load": Probe.load,
+        "vector.load_vector": load_vector, "vector.Vector.load": Vector.load,
+        "lens.load_lens": load_lens,
+    }[surface]  # fmt: skip
+    kind = surface.partition(".")[0]
+    artefact(load, f"{kind}.safetensors", request.getfixturevalue("tmp_path"))
+
+
+@PROMISE.on("train.ActivationSet.load")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    file: Path = request.getfixturevalue("tmp_path") / "set.safetensors"
+    for content in (overlapping(), deep_header(), save({"acts": np.zeros(2, np.float32)})):
+        file.write_bytes(content)
+        judged(lambda: ActivationSet.load(file))
+    judged(lambda: ActivationSet.load(pipe(file)))
+
+
+@PROMISE.on("_intake.read_vector")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    for content in (overlapping(), deep_header()):
+        judged(lambda: read_vector(content, where="a stranger's"))
+
+
+test_promise = PROMISE.test()
