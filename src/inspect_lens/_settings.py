@@ -166,6 +166,11 @@ class Settings:
     dir: str = _setting(  # type: ignore[assignment]
         "", "Directory or fsspec URL for activation sidecars; empty means next to the log."
     )
+    follow: str = _setting(  # type: ignore[assignment]
+        "",
+        "Folders and URLs, comma-separated, below which files may be read where a log names them, "
+        "or `all`. Else only files next to a log are read, since the log may be a stranger's.",
+    )
     memory_bytes: int = _setting(  # type: ignore[assignment]
         4 << 30, "Bytes of activations that the Inspect process keeps in memory."
     )

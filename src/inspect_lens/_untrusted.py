@@ -52,9 +52,12 @@ def refuse_irregular(path: str | Path) -> None:
         raise OSError(f"{path}: is no regular file")
 
 
-def read_regular(path: str | Path) -> bytes:
-    """Read a regular file whole; raises OSError."""
+def read_regular(path: str | Path, *, most: int | None = None) -> bytes:
+    """Read a regular file whole; raises OSError, and ValueError where it is larger than allowed."""
     refuse_irregular(path)
+    size = os.stat(path).st_size
+    if most is not None and size > most:
+        raise ValueError(f"it has {size} bytes, and should have {most} at most")
     return Path(path).read_bytes()
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from inspect_lens._settings import Settings, vllm_plugins
-from inspect_lens._untrusted import parse_json
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
 from inspect_lens.errors import ArtifactError, SpecError
@@ -116,7 +116,7 @@ def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str)
 
     path = Path(model) / "config.json"
     try:
-        whole = parse_json(path.read_text(encoding="utf-8"))
+        whole = parse_json(read_regular(path))
         config = whole.get("text_config", whole)
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
     except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -39,6 +39,13 @@ def score(
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
     ] = False,
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder or URL to read files from where the log names them; 'all' trusts the log. "
+            "Repeatable."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Score a finished log with probes, and write the scored log.
@@ -48,12 +55,14 @@ def score(
     from inspect_ai import score as score_log
     from inspect_ai.log import read_eval_log, write_eval_log
 
+    from inspect_lens.model import know_log
     from inspect_lens.reading import check_over
     from inspect_lens.scorer import probe_score
 
     check_over(over)
     if not Path(log).is_file() and "://" not in log:
         raise ArtifactError(f"{log}: there is no such log; check the path")
+    know_log(log, follow=follow or ())
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")

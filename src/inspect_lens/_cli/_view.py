@@ -32,17 +32,26 @@ def view(
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
     ] = False,
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder or URL to read files from where the log names them; 'all' trusts the log. "
+            "Repeatable."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write one HTML page of a log, with the probe score of every token.
 
-    Needs the log and the .lens folder next to it; no server, no GPU, no network.
+    Needs the log and the .lens folder next to it; no server and no GPU, and no network unless
+    --probe or --follow names an address.
     """
     from inspect_lens.view import write_view
 
     made = write_view(
         log, out or None, probes=probe or (), tokenizer=tokenizer or None, limit=limit or None,
-        max_bytes=max_mib << 20, any_model=any_model, progress=True,
+        max_bytes=max_mib << 20, any_model=any_model, follow=follow or (),
+        progress=True,
     )  # fmt: skip
     lines = [
         f"{made.path}: {made.n_samples} samples, {made.n_calls} calls, {made.n_tokens} tokens, "

@@ -61,24 +61,27 @@ def write_file(uri: str, parts: Iterable[bytes | memoryview]) -> None:
         ) from error
 
 
-def read_file(uri: str) -> bytes | None:
-    """Read a file.
+def read_file(uri: str, *, most: int | None = None) -> bytes | None:
+    """Read a file; a local one has to be a regular file.
 
     Args:
         uri: local path or fsspec URL.
+        most: bytes that it may have; None means any number.
 
     Returns:
         The bytes, or None when there is no such file.
 
     Raises:
-        ArtifactError: it is there and cannot be read.
+        ArtifactError: it is there and cannot be read, or is larger.
     """
     try:
         if is_local(uri):
-            return read_regular(uri)
+            return read_regular(uri, most=most)
         import fsspec
 
         filesystem, path = fsspec.core.url_to_fs(uri)
+        if most is not None and (size := filesystem.size(path)) is not None and size > most:
+            raise ValueError(f"it has {size} bytes, and should have {most} at most")
         data: bytes = filesystem.cat_file(path)
     except FileNotFoundError:
         return None
@@ -89,6 +92,8 @@ def read_file(uri: str) -> bytes | None:
 
 def has_file(uri: str) -> bool:
     """Whether a file is there and can be asked for."""
+    if is_local(uri):
+        return os.path.isfile(uri)
     try:
         import fsspec
 

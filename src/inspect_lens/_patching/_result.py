@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._artifact import write_atomic
-from inspect_lens._untrusted import parse_json
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import Site
 
@@ -102,7 +102,7 @@ class _Saved:
     def load(cls, path: str | Path) -> Self:
         """Read a file that `save` wrote; ArtifactError where it is none."""
         try:
-            form = parse_json(Path(path).read_text(encoding="utf-8"))
+            form = parse_json(read_regular(Path(path)))
         except (OSError, ValueError) as error:
             raise ArtifactError(f"{path}: cannot be read ({error})") from None
         return cls.from_json(form)

@@ -11,7 +11,8 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._untrusted import parse_json
+from inspect_lens._intake import absolute, is_local
+from inspect_lens._untrusted import parse_json, refuse_irregular
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
 
@@ -240,6 +241,8 @@ def read_records(uri: str) -> list[SampleRecord]:
 def _read_header(uri: str) -> tuple[int, dict[str, Any]]:
     """Where the data begin, and the safetensors header."""
     try:
+        if is_local(absolute(uri)):
+            refuse_irregular(absolute(uri))
         with fsspec.open(uri, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length < _HEADER_LIMIT:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from inspect_lens._artifact import folders_named, write_atomic
-from inspect_lens._untrusted import parse_json
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
 
@@ -227,7 +227,7 @@ def _find(name: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        stored: Any = parse_json(path.read_text(encoding="utf-8"))
+        stored: Any = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(stored, dict):

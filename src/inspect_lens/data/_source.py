@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import fsspec
 
-from inspect_lens._untrusted import parse_json
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
 __all__ = ["read_hub", "read_path"]
@@ -40,9 +40,10 @@ def read_path(path: str) -> Iterator[Row]:
             names = filesystem.glob(inner) if "*" in inner else [inner]
         if not names:
             raise FileNotFoundError(f"no {', '.join(_SUFFIXES)} there")
+        read = read_regular if "file" in filesystem.protocol else filesystem.cat_file
         for name in sorted(names):
             stem = name.rpartition("/")[2].rpartition(".")[0]
-            for row in _rows(name, filesystem.cat_file(name)):
+            for row in _rows(name, read(name)):
                 yield {"_file": stem, **row}
     except (OSError, ValueError, ImportError, KeyError, TypeError, csv.Error) as error:
         raise ArtifactError(

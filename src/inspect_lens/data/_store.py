@@ -157,6 +157,9 @@ class ActivationStore:
                 raise ValueError(
                     f"format {manifest['format']!r}, this release reads {STORE_FORMAT!r}"
                 )
+            for shard in manifest["shards"]:
+                if Path(shard["file"]).name != shard["file"]:
+                    raise ValueError(f"shard {shard['file']!r} lies in another folder")
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{where}: not a manifest of activations ({error})") from None
         return cls(str(uri), manifest)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from inspect_lens._untrusted import parse_json
+from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
 __all__ = ["CONFIG_FILE", "OracleConfig", "read_config"]
@@ -139,7 +139,7 @@ def read_config(folder: str | Path) -> OracleConfig:
     path = Path(folder)
     path = path if path.name == CONFIG_FILE else path / CONFIG_FILE
     try:
-        values: Any = parse_json(path.read_text(encoding="utf-8"))
+        values: Any = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{path}: could not be read ({type(error).__name__}: {error}); an oracle needs it "

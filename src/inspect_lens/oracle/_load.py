@@ -123,7 +123,7 @@ def _find(path: Path) -> Path:
 
 def _read_adapter(path: Path) -> dict[str, Any]:
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{path}: could not be read ({type(error).__name__}: {error}); an oracle is a folder "

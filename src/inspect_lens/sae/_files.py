@@ -154,7 +154,7 @@ def _read(path: str | Path, norm_scale: float | None, *, decoder: bool) -> _Part
             names = (_SAELENS[0], "params.safetensors", "params.npz")
             file = next((where / n for n in names if (where / n).exists()), where / names[0])
         if file.name == _SAELENS[0]:
-            facts = parse_json((file.parent / _SAELENS[1]).read_text(encoding="utf-8"))
+            facts = parse_json(read_regular(file.parent / _SAELENS[1]))
             return _read_saelens(_load(file), facts, where, norm_scale, decoder=decoder)
         made = _read_gemma(_load(file), file, where, decoder=decoder)
     except ArtifactError:
@@ -194,7 +194,7 @@ def _read_gemma(tensors: Mapping[str, Floats], file: Path, where: Path, *, decod
     """Version 1 has upper-case names and no configuration, version 2 lower-case names."""
     lower = {key.lower(): value for key, value in tensors.items()}
     beside = file.with_name("config.json")
-    facts = parse_json(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    facts = parse_json(read_regular(beside)) if beside.exists() else {}
     kind = facts.get("architecture", "jump_relu")
     if kind != "jump_relu":
         raise ArtifactError(f"{where}: architecture {kind!r}; allowed of Gemma Scope is jump_relu")

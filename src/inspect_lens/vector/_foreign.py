@@ -283,7 +283,7 @@ def _persona(value: Any, file: Path, layer: int | None) -> _Read:
 def _refusal(value: Any, file: Path, layer: int | None) -> _Read:
     beside = file.with_name("direction_metadata.json")
     if layer is None and beside.exists():
-        facts = parse_json(beside.read_text(encoding="utf-8"))
+        facts = parse_json(read_regular(beside))
         layer, where = int(facts["layer"]) - 1, f"prompt token {facts['pos']}"
         if layer < 0:
             raise ValueError("its layer 0 is the embedding, which no layer of ours puts out")

@@ -9,6 +9,7 @@ from typing import Any
 from inspect_ai.log import EvalLog, EvalSample
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model.stored._places import may_follow
 from inspect_lens.probe import AnyProbe, check_model, load_probe
 
 __all__ = ["choose_probes"]
@@ -48,6 +49,13 @@ def choose_probes(
         for name in dict.fromkeys([*_of_options(header), *scored_with]):
             if name in {p.name for p in probes}:
                 continue  # of the card of one that was named by its path
+            path = Path(name)
+            if ("://" in name or path.is_absolute() or ".." in path.parts) and not may_follow(name):
+                notes.append(
+                    f"The log was scored with {name!r}, which was not fetched: a log may name any "
+                    f"place. Pass --probe {name}, or allow it with --follow {name}."
+                )
+                continue
             try:
                 probe = load_probe(name)
             except ArtifactError as error:

@@ -73,14 +73,16 @@ def write_view(
     limit: int | None = None,
     max_bytes: int = MAX_PAGE_BYTES,
     any_model: bool = False,
+    follow: str | Sequence[str] = (),
     progress: bool = False,
 ) -> WrittenView:
     """Write one self-contained HTML page with the probe score of every token of a log.
 
-    Works from the log and the files beside it: no server, no GPU, no network, also when the page
-    is read. Token scores are computed here, from the activations that the log's calls captured.
-    Where those are not on this machine, the page has the token scores that scorers kept beside
-    the log, for the probes and tokens that they read, and says so.
+    Works from the log and the files beside it: no server and no GPU, and no network unless
+    `probes` or `follow` names an address; the page needs none, either. Token scores are computed
+    here, from the activations that the log's calls captured. Where those are not on this machine,
+    the page has the token scores that scorers kept beside the log, for the probes and tokens that
+    they read, and says so.
 
     Args:
         log: with its samples, or its address.
@@ -90,6 +92,8 @@ def write_view(
         limit: samples at most, the first ones.
         max_bytes: of the page; samples that would go over it are left out, which the page says.
         any_model: accept probes of another model, to look at transfer.
+        follow: folders and URLs below which files and probes may be read where the log names
+            them, or `all`; see `know_log`.
         progress: show a bar on a terminal.
 
     Returns:
@@ -109,12 +113,14 @@ def write_view(
         assert page.path.exists()
         ```
     """
+    if limit is not None and limit < 1:
+        raise SpecError(f"limit={limit}; allowed is a positive number of samples, or none for all")
     opened = _open(log)
     target = _target(opened, out)
     stream = islice(opened.samples(), limit)
     first = next(stream, None)
     if opened.location:
-        know_log(opened.location)
+        know_log(opened.location, follow=follow)
     kept = read_kept(first).all() if first and not probes else []
     loaded, notes = choose_probes(
         probes, opened.header, first, any_model=any_model, have_kept=bool(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from inspect_ai.analysis import samples_df
 from inspect_ai.log import edit_score, read_eval_log, read_eval_log_sample
 from inspect_ai.scorer import ScoreEdit
 
-from inspect_lens.model import activations
+from inspect_lens.model import activations, know_log
 from inspect_lens.model.stored import _places
 from inspect_lens.model.stored._handle import MEMORY, MESSAGES
 from inspect_lens.reading import captured_calls_column, lens_column
@@ -61,21 +62,21 @@ def test_an_output_has_its_activations(moved: str, whole: bool) -> None:
     assert handle.numpy().shape == (2, 3, 4)
 
 
-def test_the_policy_is_asked_of_what_only_the_log_names(
+def test_the_policy_is_asked_before_a_file_is_looked_for(
     moved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, bool] = {}
+    policy = _places.may_follow
 
-    def refuse(address: str, *, known: bool) -> bool:
-        asked[address] = known
-        return known
+    def note(address: str) -> bool:
+        asked[str(Path(address).parents[1])] = allowed = policy(address)
+        return allowed
 
-    monkeypatch.setattr(_places, "may_follow", refuse)
+    monkeypatch.setattr(_places, "_roots", OrderedDict())
+    monkeypatch.setattr(_places, "may_follow", note)
+    know_log(moved)
     assert activations(read_eval_log_sample(moved, id=0).output).numpy().size  # type: ignore[union-attr]
-    assert {str(Path(where).parents[1]): known for where, known in asked.items()} == {
-        str(Path(moved).parent.parent / "old"): False,
-        str(Path(moved).parent): True,
-    }
+    assert asked == {str(Path(moved).parent.parent / "old"): False, str(Path(moved).parent): True}
 
 
 def test_an_edited_score_keeps_the_metrics(moved: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import json
@@ -10,31 +11,47 @@ import pkgutil
 import struct
 import tracemalloc
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from inspect_ai.scorer import Score
 from safetensors.numpy import save
 
 import inspect_lens
+from inspect_lens import _artifact
 from inspect_lens.attention import import_heads, load_heads
-from inspect_lens.data import ActivationStore, Recording, read_layer, read_records, read_whole
-from inspect_lens.data import load_dataset
-from inspect_lens.errors import LensError
+from inspect_lens.data import (
+    ActivationStore,
+    Recording,
+    load_dataset,
+    read_layer,
+    read_records,
+    read_whole,
+)
+from inspect_lens.data._store import STORE_FORMAT
+from inspect_lens.errors import ArtifactError, LensError
 from inspect_lens.lens import load_lens
-from inspect_lens.model import read_sidecar, read_vector
+from inspect_lens.model import activations, know_log, read_sidecar, read_vector
+from inspect_lens.model.scores._probe_scores import SCORES_REFERENCE, ProbeScores
+from inspect_lens.model.stored import _places
+from inspect_lens.model.stored._handle import REFERENCE
 from inspect_lens.oracle import load_oracle, read_config
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae
 from inspect_lens.train import ActivationSet
 from inspect_lens.vector import Vector, import_vector, load_vector
+from inspect_lens.view._probes import choose_probes
 from tests.kit.promises import Promise
 
 MIB = 1 << 20
 DEEP = "[" * 200_000
-LIVE = {"read_given", "read_probe", "read_cascade"}
+LIVE = {"read_given", "read_probe", "read_cascade", "read_results"}
 """These read answers, or logs through functions of the list."""
 
 
@@ -184,10 +201,128 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     judged(lambda: ActivationSet.load(pipe(file)))
 
 
+PLACES = ["http://127.0.0.1:9/x", "file:///etc/hostname", "/etc/hostname", "../../etc/hostname",
+          "/dev/zero", "x.lens/pipe", "x.lens/large"]  # fmt: skip
+
+
+@PROMISE.on("model.read_activations", "model.read_probe_scores", "model.read_sidecar")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    """A log names places of the network, of the disk, pipes, and files that are too large."""
+    folder: Path = request.getfixturevalue("tmp_path")
+    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setattr(_places, "_roots", OrderedDict())
+    (folder / "x.lens").mkdir()
+    pipe(folder / "x.lens" / "pipe")
+    with (folder / "x.lens" / "large").open("wb") as file:
+        file.truncate(1 << 36)  # a sparse file
+    know_log(str(folder / "x.eval"))
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "fsspec.core.url_to_fs", lambda uri, **_: opened.append(uri) or pytest.fail(uri)
+    )
+    facts = {"sha256": "0" * 16, "n_prompt": 3, "n_completion": 2}
+    for uri, root in [(uri, root) for uri in PLACES for root in (str(folder), "/", "http://[::1]")]:
+        where = {"uri": uri, "root": root}
+        if surface.endswith("sidecar"):
+            judged(partial(read_sidecar, {"$lens": "x/1", **where, **facts}, kind="x/1"))
+        elif surface.endswith("scores"):
+            reference = {"$lens": SCORES_REFERENCE, "probes": ["p"], **where, **facts}
+            handle = ProbeScores.from_reference(reference)
+            assert not handle.is_here or "x.lens" in uri
+            judged(handle._load)
+        else:
+            tensors = {"residual_stream": "float32 1x4x8 layers 3"}
+            reference = {"$lens": REFERENCE, "tensors": tensors, **where, **facts}
+            event = {"output": {"metadata": {"activations": reference}}}
+            found = activations(event)
+            assert found is not None
+            judged(found.numpy)
+    assert not opened
+
+
+def test_a_place_is_followed_where_somebody_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_places, "_followed", set())
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "notes").write_bytes(b"1")
+    digest = hashlib.sha256(b"1").hexdigest()[:16]
+    reference = {"$lens": "x/1", "uri": "notes", "root": str(tmp_path / "far"), "sha256": digest}
+    with pytest.raises(ArtifactError, match=f"--follow {tmp_path / 'far'}"):
+        read_sidecar(reference, kind="x/1")
+    know_log("x.eval", follow=str(tmp_path / "f"))
+    with pytest.raises(ArtifactError):
+        read_sidecar(reference, kind="x/1")
+    for say in (str(tmp_path), "all"):
+        monkeypatch.setenv("INSPECT_LENS_FOLLOW", f"s3://mine,{say}")
+        assert read_sidecar(reference, kind="x/1") == b"1"
+        monkeypatch.delenv("INSPECT_LENS_FOLLOW")
+    know_log("x.eval", follow=[str(tmp_path)])
+    assert read_sidecar(reference, kind="x/1") == b"1"
+
+
+def test_a_probe_of_a_log_is_fetched_from_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_places, "_followed", set())
+    monkeypatch.setattr(_artifact, "_fetch", lambda *_: pytest.fail("asked the hub"))
+    for name in ("hf://stranger/probe", str(tmp_path), "../probe"):
+        sample: Any = SimpleNamespace(
+            scores={"s": Score(value=1, metadata={"probe": name, "probe_sha256": "0"})}
+        )
+        header: Any = SimpleNamespace(eval=SimpleNamespace(model="lens/x", scorers=[]))
+        probes, (note,) = choose_probes((), header, sample, any_model=False, have_kept=True)
+        assert not probes
+        assert f"--follow {name}" in note
+
+
+@PROMISE.on("data.ActivationStore.open", "data.Recording.open", "data.read_whole",
+            "_shards.read_layer", "_shards.read_records")  # fmt: skip
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    shard = folder / "shard.safetensors"
+    for content in (deep_header(), (1 << 62).to_bytes(8, "little"), b""):
+        shard.write_bytes(content)
+        if surface.endswith("read_layer"):
+            judged(lambda: list(read_layer(str(shard), 4, size=10)))
+        elif surface.endswith("read_records"):
+            judged(lambda: read_records(str(shard)))
+    outside = {"format": STORE_FORMAT, "shards": [{"file": "../../etc/passwd", "sha256": "0"}]}
+    for text in (DEEP, json.dumps(outside)):
+        for name in ("manifest.json", "recording.json"):
+            (folder / name).write_text(text)
+        if surface.endswith("ActivationStore.open"):
+            judged(lambda: ActivationStore.open(folder))
+        elif surface.endswith("Recording.open"):
+            judged(lambda: Recording.open(folder))
+    judged(lambda: read_whole(str(pipe(folder / "pipe"))))
+
+
+@PROMISE.on("attention.load_heads", "attention.import_heads", "oracle.load_oracle",
+            "oracle.read_config", "data.load_dataset")  # fmt: skip
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    names = ("heads.json", "ao_config.json", "adapter_config.json")
+    calls: dict[str, Callable[[], object]] = {
+        "attention.load_heads": lambda: load_heads(folder / names[0]),
+        "attention.import_heads": lambda: import_heads(folder / names[0]),
+        "oracle.load_oracle": lambda: load_oracle(folder),
+        "oracle.read_config": lambda: read_config(folder),
+        "data.load_dataset": lambda: load_dataset("organism", path=str(folder / names[0])),
+    }
+    for content in (DEEP, '{"a": ' * 100_000, "null", "[1]"):
+        for name in names:
+            (folder / name).write_text(content)
+        judged(calls[surface])
+    for name in names:
+        pipe(folder / name)
+    judged(calls[surface])
+
+
 @PROMISE.on("_intake.read_vector")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     for content in (overlapping(), deep_header()):
-        judged(lambda: read_vector(content, where="a stranger's"))
+        judged(partial(read_vector, content, where="a stranger's"))
 
 
 test_promise = PROMISE.test()

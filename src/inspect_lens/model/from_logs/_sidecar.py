@@ -15,6 +15,8 @@ from inspect_lens.model.stored._places import Place, find, place_for, place_of
 __all__ = ["read_sidecar", "write_sidecar"]
 
 _DIGITS = 16
+_MOST = 1 << 30
+"""Bytes of a small file."""
 
 
 def write_sidecar(
@@ -93,7 +95,7 @@ def read_sidecar(reference: Mapping[str, Any], *, kind: str) -> bytes:
             f'not a reference to a file beside a log: {dict(reference)!r}; wanted is "$lens": '
             f'"{kind}" with uri and sha256'
         )
-    where, data = find(uri, reference.get("root"))
+    where, data = find(uri, reference.get("root"), most=_MOST)
     digest = hashlib.sha256(data).hexdigest()[:_DIGITS]
     if digest != reference.get("sha256"):
         raise ArtifactError(

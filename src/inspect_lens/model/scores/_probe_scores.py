@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from inspect_lens._intake import join
+from inspect_lens._intake import join, parent
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model.stored._handle import Activations
 from inspect_lens.model.stored._logged import LoggedHandle
-from inspect_lens.model.stored._places import find, is_there
+from inspect_lens.model.stored._places import find, is_there, know_root
 from inspect_lens.model.stored._store import MemoryStore, MessageIndex
 
 from ._score_file import SCORES_REFERENCE, Column, ScoreData
@@ -178,7 +178,10 @@ class ProbeScores(LoggedHandle):
                 "INSPECT_LENS_MEMORY_BYTES, or write files with -M activations_dir= or "
                 "INSPECT_LENS_DIR"
             )
-        where, content = find(self.uri, self.root)
+        # A number and a position for each token, and facts of each probe.
+        tokens = self.n_prompt + self.n_completion
+        most = 16 * tokens * max(len(self.probes), 1) + (64 << 20)
+        where, content = find(self.uri, self.root, most=most)
         digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
         if digest != self.sha256:
             raise ArtifactError(
@@ -200,6 +203,7 @@ class ProbeScores(LoggedHandle):
 
 def _unpickle(reference: dict[str, Any], data: bytes | None) -> ProbeScores:
     if data is None:
+        know_root(parent(str(reference["uri"])))  # pickled by Inspect's cache, not out of a log
         return ProbeScores.from_reference(reference)
     return ProbeScores.keep(ScoreData.decode(data, where="cached scores"), uri=None, root=None)[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import PrivateAttr, ValidationError
 
-from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, stamp_of
+from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, parent, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import LENS_NAME, LensTable, Receipt, TensorData
 
 from ._logged import LoggedHandle
-from ._places import find, is_there
+from ._places import find, is_there, know_root
 from ._store import MemoryStore, MessageIndex
 from ._tensor_info import TensorInfo, read_info, tensor_info, write_info
 
@@ -268,7 +269,9 @@ class Activations(LoggedHandle):
             )
         path = join(self.root or "", self.uri)
         untouched = self._stamp is not None and stamp_of(path) == self._stamp
-        where, data = find(self.uri, self.root)
+        rows = sum(math.prod(i.shape) * _ITEMSIZE.get(i.dtype, 8) for i in self.tensors.values())
+        ids = 4 * (self.n_prompt + self.n_completion)
+        where, data = find(self.uri, self.root, most=rows + ids + _HEADER)
         payload = decode_file(data, where=where)
         if untouched and where == path:
             return payload  # hashing takes longer than reading, and it was hashed when written
@@ -301,11 +304,16 @@ class Activations(LoggedHandle):
 
 def _unpickle(reference: dict[str, Any], data: bytes | None) -> Activations:
     handle = Activations.from_reference(reference)
+    if handle.uri is not None:
+        know_root(parent(handle.uri))  # pickled by Inspect's cache, and not out of a log
     if data is not None:
         handle.remember(decode_file(data, where="cached activations"))
     return handle
 
 
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_HEADER = 64 << 20
+"""Bytes that receipt and names of a file may take beside its tensors."""
 _FIELDS = set(Activations.model_fields)
 """What every handle is made with; nothing changes it, as handles are frozen."""
 

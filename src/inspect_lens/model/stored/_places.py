@@ -3,14 +3,14 @@
 A reference in a log names a file below the folder of the log (`uri`) and that folder as it was
 (`root`). Every surface resolves references with `find`, `is_there` and `place_of`, and these look
 in the folders of logs that this process wrote or read, wherever they were moved to.
-`may_follow` is the policy: it is asked before a file is looked for.
+`may_follow` is the policy: a log may be a stranger's, so what it names elsewhere is left alone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
@@ -31,6 +31,8 @@ __all__ = [
 
 _roots: OrderedDict[str, None] = OrderedDict()
 """Folders of logs that this process wrote or read, latest last."""
+_followed: set[str] = set()
+"""Places that somebody allowed."""
 
 
 class Place(NamedTuple):
@@ -54,7 +56,10 @@ def place_for(directory: str | None) -> Place | None:
     call = active_call()
     configured = directory or text("dir")
     if call is None:
-        return Place(absolute(configured), "calls.lens") if configured else None
+        if not configured:
+            return None
+        know_root(absolute(configured))
+        return Place(absolute(configured), "calls.lens")
     location = absolute(call.log_location)
     root = absolute(configured) if configured else parent(location)
     know_root(root)
@@ -69,13 +74,16 @@ def know_root(root: str) -> None:
         _roots.popitem(last=False)
 
 
-def know_log(location: str) -> None:
+def know_log(location: str, *, follow: str | Sequence[str] = ()) -> None:
     """Tell where a log file is, so that activations next to it are found.
 
     A log that Inspect reads in this process, once `inspect_lens` is imported, is known already.
 
     Args:
         location: path or fsspec URL of the log.
+        follow: folders and URLs below which files may be read, too, where the log names them, or
+            `all`. Else only files in the folder of a log are read, and those in INSPECT_LENS_DIR
+            and INSPECT_LENS_FOLLOW. It holds for this process.
 
     Example:
         ```python
@@ -89,20 +97,28 @@ def know_log(location: str) -> None:
         ```
     """
     know_root(parent(absolute(location)))
+    _followed.update([follow] if isinstance(follow, str) else follow)
 
 
 when_log_is_read(know_log)
 
 
-def may_follow(address: str, *, known: bool) -> bool:
-    """Whether a file that a log refers to may be looked for at an address.
+def may_follow(address: str) -> bool:
+    """Whether what a log names may be read: it lies next to a log, or somebody allowed its place.
 
     Args:
-        address: absolute path, or URL.
-        known: whether it lies in the folder of a log that this process wrote or read, or in the
-            one that was configured; False where only the log itself names it.
+        address: path, URL, or `hf://` name of a probe.
     """
-    return True
+    places = [*_followed, *filter(None, text("follow").split(","))]
+    return "all" in places or any(
+        _lies_in(address, place) for place in (*_known_folders(), *places)
+    )
+
+
+def _lies_in(address: str, place: str) -> bool:
+    folder = absolute(place).rstrip("/")
+    whole = absolute(address)
+    return ".." not in whole.split("/") and (whole == folder or whole.startswith(f"{folder}/"))
 
 
 def place_of(uri: str, root: str | None) -> str:
@@ -129,25 +145,34 @@ def is_there(uri: str, root: str | None) -> bool:
     return any(has_file(where) for _, where in _addresses(uri, root))
 
 
-def find(uri: str, root: str | None) -> tuple[str, bytes]:
+def find(uri: str, root: str | None, *, most: int | None = None) -> tuple[str, bytes]:
     """Read the file that a reference in a log names.
 
     Args:
         uri: as logged; relative to the folder of the log, or absolute.
         root: that folder, as far as known.
+        most: bytes that the file may have, by what the log says of it.
 
     Returns:
         Address and content of the first file that is there.
 
     Raises:
-        ArtifactError: there is none; the message says where it was looked for.
+        ArtifactError: there is none, it lies where nothing may be read, or it is larger; the
+            message says where it was looked for.
     """
     tried: list[str] = []
     for _, where in _addresses(uri, root):
         tried.append(where)
-        data = read_file(where)
+        data = read_file(where, most=most)
         if data is not None:
             return where, data
+    named = join(root or "", uri)
+    if not may_follow(named):
+        raise ArtifactError(
+            f"{named}: the log names this file, which does not lie next to it, and looked for were "
+            f"{_list(tried)}; if you trust the log, allow the place with "
+            f"--follow {parent(named)} or INSPECT_LENS_FOLLOW"
+        )
     missing = f"{uri}: the file of these activations is missing"
     if absolute(uri) == uri:
         raise ArtifactError(
@@ -156,7 +181,7 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
             "eval with cache=False or behind `inspect cache clear`"
         )
     raise ArtifactError(
-        f"{missing}; looked for {', '.join(tried)}. Keep the .lens folder beside its log, call "
+        f"{missing}; looked for {_list(tried)}. Keep the .lens folder beside its log, call "
         "read_activations(log) to say where the log is, or set INSPECT_LENS_DIR to the folder that "
         "holds the .lens folder. A log of eval_retry or eval_set needs the .lens folders of the "
         "logs before it, too"
@@ -165,26 +190,28 @@ def find(uri: str, root: str | None) -> tuple[str, bytes]:
 
 def _addresses(uri: str, root: str | None) -> Iterator[tuple[str, str]]:
     """Where a file may be, each folder with the file's address, as far as the policy allows."""
-    is_absolute = absolute(uri) == uri
     seen = set()
-    for folder, known in _folders(root):
+    for folder in (*([root] if root else []), *_known_folders(), *([] if root else [""])):
         where = join(folder, uri)
-        if where not in seen and may_follow(where, known=known and not is_absolute):
+        if where not in seen and may_follow(where):
             seen.add(where)
             yield folder, where
 
 
-def _folders(root: str | None) -> Iterator[tuple[str, bool]]:
-    """Folders in which to look, and whether anything but the log itself names them."""
-    if root:
-        yield root, root in _roots
-    for folder in reversed(_roots):
-        yield folder, True
+def _known_folders() -> Iterator[str]:
+    """Folders that not only a log itself names."""
+    yield from reversed(_roots)
+    if (call := active_call()) is not None:
+        yield parent(absolute(call.log_location))
     if configured := text("dir"):
-        yield absolute(configured), True
+        yield absolute(configured)
     # `inspect score logs/x.eval` tells a scorer nothing of the path, but the command line has it.
     for argument in sys.argv[1:]:
         if argument.endswith((".eval", ".json")):
-            yield parent(absolute(argument)), True
-    if not root:
-        yield "", False
+            yield parent(absolute(argument))
+
+
+def _list(tried: Sequence[str]) -> str:
+    more = len(tried) - 3
+    shown = ", ".join(tried[:3]) or "no others"
+    return f"{shown} and {more} more" if more > 0 else shown
