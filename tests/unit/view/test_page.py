@@ -99,7 +99,7 @@ def test_a_moved_log_finds_its_files(tmp_path: Path) -> None:
     planted = plant_log(tmp_path / "a", planted_probe(tmp_path), n=2)
     shutil.move(tmp_path / "a", tmp_path / "b")
     log = next((tmp_path / "b").glob("*.eval"))
-    made = write_view(log, tokenizer=str(TOKENIZER))
+    made = write_view(log, tokenizer=str(TOKENIZER), follow=str(tmp_path))
     assert made.path == log.with_suffix(".html")
     assert (made.n_samples, made.n_calls, made.has_texts) == (2, 2, True)
     assert made.n_scored == sum(rows.shape[1] for rows in planted.scores)
