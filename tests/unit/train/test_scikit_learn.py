@@ -9,7 +9,6 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from inspect_lens.train import (
     AttentionLiteProbe,
-    CCSProbe,
     EnsembleProbe,
     LATProbe,
     LDAProbe,
@@ -33,7 +32,6 @@ AT_NIGHT = [
     LogisticProbe(), MassMeanProbe(), MassMeanProbe(iid=True), LDAProbe(),
     LDAProbe(shrinkage="ridge"), LATProbe(), PressureLogisticProbe(),
     TorchLogisticProbe(lr=0.1, epochs=20, weight_decay=0.01),
-    CCSProbe(epochs=15, lr=0.1, restarts=3),
     AttentionLiteProbe(lr=0.2, steps=12, batch=512),
     RollingAttentionProbe(window=2, heads=2, mlp_sizes=(8,), lr=0.1, steps=12, batch=512),
 ]  # fmt: skip
