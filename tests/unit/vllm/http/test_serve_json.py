@@ -89,13 +89,15 @@ def test_a_route_gives_out_the_bytes_themselves(pool: SlabPool) -> None:
     responses._WRAPPERS["routers"](lambda app: None)(app)
     tensor = in_slab(pool, MOST)
     entry = entry_of(tensor, "binary")
-    for _ in range(2):
-        answer = TestClient(app).get(f"/v1/activations/{entry['handle']}")
-        assert answer.status_code == 200
-        assert answer.headers["content-length"] == str(entry["nbytes"])
-        assert answer.content == tensor.storage.tobytes()
-    assert takes_any_buffer(app)
     found = asyncio.run(fetch_payload(entry["handle"], responses.payloads, None))
+    entry = entry_of(tensor, "binary")
+    path = f"/v1/activations/{entry['handle']}"
+    answer = TestClient(app).get(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-length"] == str(entry["nbytes"])
+    assert answer.content == tensor.storage.tobytes()
+    assert TestClient(app).get(path).status_code == 410
+    assert takes_any_buffer(app)
     assert isinstance(found, memoryview)
 
 
