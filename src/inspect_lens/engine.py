@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inspect_lens.errors import LensError, UnsupportedError
-from inspect_lens.spec import EngineLens, EngineProbe, Hook, LensEntry, Registrable, parse_hooks
+from inspect_lens.errors import UnsupportedError
+from inspect_lens.spec import Hook, Registrable, parse_hooks
 
 __all__ = [
     "clear_hook_results",
@@ -65,14 +65,9 @@ def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -
         ```
     """
     from ._vllm.frontend.state import front_end
+    from ._vllm.registered.contents import at_once, give_name, tell_through
 
-    # The workers first: a name that can be used is known everywhere.
-    front_end().check(name, item, replace=replace)
-    if isinstance(item, EngineProbe | EngineLens):
-        _tell(llm, item, remove=False)
-    unused = front_end().register(name, item, replace=replace)
-    if unused is not None:
-        _tell(llm, unused, remove=True)
+    at_once(give_name(front_end(), tell_through(llm), name, item, replace=replace))
     return {"name": name, **item.reference()}
 
 
@@ -101,9 +96,9 @@ def unregister(llm: Any, name: str) -> None:
         ```
     """
     from ._vllm.frontend.state import front_end
+    from ._vllm.registered.contents import at_once, take_name, tell_through
 
-    if (unused := front_end().unregister(name)) is not None:
-        _tell(llm, unused, remove=True)
+    at_once(take_name(front_end(), tell_through(llm), name))
 
 
 def registered() -> dict[str, dict[str, Any]]:
@@ -128,19 +123,6 @@ def registered() -> dict[str, dict[str, Any]]:
     from ._vllm.frontend.state import front_end
 
     return front_end().registry.describe()
-
-
-def _tell(llm: Any, item: EngineProbe | EngineLens | LensEntry, *, remove: bool) -> None:
-    answers = llm.collective_rpc(
-        "inspect_lens_register", args=(item.model_dump(mode="json"), remove)
-    )
-    # On a pipeline, a stage without taps has nothing to note.
-    if problem := next((answer for answer in answers if isinstance(answer, str)), None):
-        if isinstance(item, EngineLens):
-            _tell(llm, item.entry, remove=True)  # others may have had room for it
-        raise LensError(problem)
-    if not any(answers):
-        raise LensError("the lens is not active in this engine's workers; its log says why")
 
 
 def register_hooks(

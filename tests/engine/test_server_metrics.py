@@ -41,7 +41,7 @@ def test_metrics_beside_those_of_vllm_count_what_was_done(client: Any) -> None:
     assert chat(client).status_code == 200
     (entry,) = answer["activations"].values()
     waiting = lens_metrics(client)
-    client.get(f"/v1/activations/{entry['handle']}")
+    fetched = client.get(f"/v1/activations/{entry['handle']}").content
     after = lens_metrics(client)
 
     def more(name: str) -> float:
@@ -52,6 +52,6 @@ def test_metrics_beside_those_of_vllm_count_what_was_done(client: Any) -> None:
     assert more("inspect_lens_rows_total") == answer["inspect_lens"]["capture"]["rows"]
     assert more("inspect_lens_wait_seconds_count") == 1
     # The frame of a fetched tensor has a header, too.
-    rows = decode_tensor(entry, raw=client.get(f"/v1/activations/{entry['handle']}").content)
+    rows = decode_tensor(entry, raw=fetched)
     assert more("inspect_lens_bytes_total") == rows.nbytes
     assert waiting["inspect_lens_store_results"] - after["inspect_lens_store_results"] == 1

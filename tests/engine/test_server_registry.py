@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -148,6 +149,43 @@ def test_edits_are_registered_and_act(client: httpx.Client) -> None:
     gone = client.post("/v1/chat/completions", json=ask({"edits_named": ["e"]}))
     assert gone.status_code == 400
     assert "no edits" in gone.json()["error"]["message"]
+
+
+def test_names_may_be_replaced_and_removed_while_they_are_used(client: httpx.Client) -> None:
+    """Streams that were taken in end whole; later ones hear of it; a listed name can be used."""
+    probes = [EngineProbe(layers=(1,), tensors={"weight": np.full((1, 256), i)}) for i in (1, 2)]
+    bodies = [
+        {"name": "gone", "probe": probe.model_dump(mode="json"), "replace": True}
+        for probe in probes
+    ]
+    assert client.post(REGISTRY, json=bodies[0]).status_code == 200
+
+    def stream(i: int) -> str:
+        body = ask({"probes": ["gone"]}, max_tokens=40, ignore_eos=True, stream=True)
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        if answer.status_code == 400:
+            return "refused"
+        found = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        if any("inspect_lens" in event for event in found) and lines[-1] == "data: [DONE]":
+            return "whole"
+        return str(lines[-3:])
+
+    def write(i: int) -> None:
+        if i % 3 == 2:
+            client.delete(f"{REGISTRY}/gone")
+        else:
+            assert client.post(REGISTRY, json=bodies[i % 3]).status_code == 200
+
+    with ThreadPoolExecutor(24) as pool:
+        streams = [pool.submit(stream, i) for i in range(16)]
+        writes = [pool.submit(write, i) for i in range(31)]
+        later = [pool.submit(stream, i) for i in range(16)]
+        [one.result() for one in writes]
+        assert {one.result() for one in streams + later} <= {"whole", "refused"}
+    assert client.post(REGISTRY, json=bodies[1]).status_code == 200
+    assert stream(0) == "whole"
+    assert client.delete(f"{REGISTRY}/gone").status_code == 200
 
 
 def test_the_servers_own_documentation_lists_our_routes(client: httpx.Client) -> None:

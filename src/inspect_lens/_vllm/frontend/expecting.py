@@ -21,6 +21,10 @@ def expect(
     n_prompt = len(request.prompt_token_ids)
     n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
     reading = _reading(front, packed, n_prompt, n_max)
+    envelope = Envelope.unpack(packed)
+    hashes = () if envelope.probes is None else envelope.probes.names
+    if envelope.lens is not None and envelope.lens.lens:
+        hashes = (*hashes, envelope.lens.lens)
     front.results.expect(
         request.request_id,
         packed,
@@ -29,6 +33,7 @@ def expect(
         reading=reading,
         request=None if parent is None else parent.request_id,
         asked_by=_asked_by(request, prompt) if SINK_KEY in packed else None,
+        let_go=front.registry.hold(hashes) if hashes else None,
     )
     return reading
 

@@ -36,7 +36,6 @@ from inspect_lens.spec import (
     EngineFacts,
     EngineLens,
     EngineProbe,
-    LensEntry,
     LensRequest,
     Registrable,
     check_engine_lens,
@@ -173,18 +172,15 @@ class FrontEnd:
             cache.clear()
 
     def register(
-        self, name: str, item: Registrable, *, replace: bool = False
-    ) -> EngineProbe | LensEntry | None:
-        """Note a name; the workers are told by the caller.
-
-        Returns:
-            What workers may forget; see `Registry.add`.
+        self, name: str, item: Registrable, *, replace: bool = False, reference: str = ""
+    ) -> None:
+        """Note a name of what workers keep through a reference; see `give_name`.
 
         Raises:
             LensError: an engine of this process cannot use it.
         """
         self.check(name, item, replace=replace)
-        return self.registry.add(name, item, replace=replace)
+        self.registry.add(name, item, replace=replace, reference=reference)
 
     def check(self, name: str, item: Registrable, *, replace: bool = False) -> None:
         """Judge what is to be registered.
@@ -216,14 +212,14 @@ class FrontEnd:
         if problem is not None:
             raise problem
 
-    def unregister(self, name: str) -> EngineProbe | LensEntry | None:
-        """Forget a name; see `Registry.remove`.
+    def unregister(self, name: str) -> None:
+        """Forget a name; see `take_name`.
 
         Raises:
             LensError: it is not registered, or other API servers would not know.
         """
         self.check_alone()
-        return self.registry.remove(name)
+        self.registry.remove(name)
 
     def check_alone(self) -> None:
         """Refuse to change names where other API servers would not hear of it.

@@ -19,6 +19,7 @@ from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.seams import is_in_process
 from inspect_lens._vllm.metrics import refused
+from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.results.alarms import stop_at_alarm
 from inspect_lens._vllm.results.ended import named
@@ -271,6 +272,8 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_apart and not done:
             results.prepare(_unprepared(self.output_processor))
         errors = results.attach_all(done)
+        if front_end().registry.has_left:
+            at_once(forget_unused(front_end().registry, tell_through(self)))
         traces.delivered(done)
         if errors:
             if not _deferring.is_on:

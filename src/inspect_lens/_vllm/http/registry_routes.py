@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from inspect_lens._vllm.metrics import refused_as
+from inspect_lens._vllm.registered.contents import Tell, forget_unused, give_name, take_name
 from inspect_lens._vllm.registered.items import parse_item
-from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens.errors import LensError, SpecError
-from inspect_lens.spec import (
-    EngineFacts,
-    EngineLens,
-    EngineProbe,
-    LensEntry,
-    TensorLimits,
-    check_name,
-)
+from inspect_lens.spec import EngineFacts, Registrable, TensorLimits, check_name
 
 from .write_key import UNAUTHORIZED, may_write
 
 __all__ = ["add_registry_routes"]
 
 _PATH = "/v1/inspect_lens/registry"
+_LOOK_S = 0.2
+"""Between two looks at whether requests under way still use what no name stands for."""
 
 
 def add_registry_routes(  # noqa: C901 - three handlers of a few lines
@@ -42,22 +37,31 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
         body = _refusal(error)
         return JSONResponse(body, status_code=body["error"]["code"])
 
-    async def tell_workers(
-        request: Any, item: EngineProbe | EngineLens | LensEntry, remove: bool
-    ) -> None:
-        engine = request.app.state.engine_client
-        # A lens may have gigabytes, and the event loop is everybody's.
-        body = await asyncio.to_thread(item.model_dump, mode="json")
-        answers = await engine.collective_rpc("inspect_lens_register", args=(body, remove))
-        problems = [answer for answer in answers or () if isinstance(answer, str)]
-        if problems and isinstance(item, EngineLens):
-            # Other workers had room for it.
-            await tell_workers(request, item.entry, True)
-        raise_first(problems)
+    def tell_through(request: Any) -> Tell:
+        async def tell(reference: str, item: Registrable | None) -> Sequence[object]:
+            engine = request.app.state.engine_client
+            # A lens may have gigabytes, and the event loop is everybody's.
+            wire = item and await asyncio.to_thread(item.model_dump, mode="json")
+            return (
+                await engine.collective_rpc("inspect_lens_register", args=(reference, wire)) or ()
+            )
 
-    async def forget(request: Any, unused: EngineProbe | LensEntry | None) -> None:
-        if unused is not None:
-            await tell_workers(request, unused, True)
+        return tell
+
+    later: set[asyncio.Task[None]] = set()
+
+    def forget_later(tell: Tell) -> None:
+        """Once requests under way need it no longer."""
+        registry = front_end().registry
+
+        async def forget() -> None:
+            while registry.has_left:
+                await asyncio.sleep(_LOOK_S)
+                await forget_unused(registry, tell)
+
+        if registry.has_left and not later:
+            later.add(task := asyncio.create_task(forget()))
+            task.add_done_callback(later.discard)
 
     async def listed() -> Any:
         return front_end().registry.describe()
@@ -67,13 +71,11 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
             return JSONResponse(UNAUTHORIZED, status_code=401)
         try:
             name, item, replace = await _asked(request, front_end().facts)
-            # The workers first: a name that can be used is known everywhere.
-            if isinstance(item, EngineProbe | EngineLens):
-                front_end().check(name, item, replace=replace)
-                await tell_workers(request, item, False)
-            await forget(request, front_end().register(name, item, replace=replace))
+            await give_name(front_end(), tell_through(request), name, item, replace=replace)
         except LensError as error:
             return refused(error)
+        finally:
+            forget_later(tell_through(request))
         return {"name": name, **item.reference()}
 
     async def remove(name: str, request: Request) -> Any:
@@ -81,9 +83,11 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
             return JSONResponse(UNAUTHORIZED, status_code=401)
         try:
             check_name(name)
-            await forget(request, front_end().unregister(name))
+            await take_name(front_end(), tell_through(request), name)
         except LensError as error:
             return refused(error)
+        finally:
+            forget_later(tell_through(request))
         return {"name": name, "removed": True}
 
     # FastAPI reads annotations at run time, and those of this module are text.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from inspect_lens._engine.protocol.envelope import Envelope, uses_of
@@ -24,6 +25,7 @@ from inspect_lens.spec import (
     check_name,
 )
 
+from .contents import Uses, hash_at_workers, start_reference
 from .items import WORDS, Item, kept_of, nbytes_of
 from .probe_scores import Reads
 from .shared_names import SharedNames
@@ -47,6 +49,11 @@ class Registry:
         """
         self._settings = settings or Settings()
         self._items: dict[str, Item] = {}
+        self._references: dict[str, str] = {}
+        """Of each name to its content at the workers; see `contents`."""
+        self._left: list[tuple[str, str]] = []
+        """References that no name has any more, and the hashes of their contents."""
+        self._uses = Uses()
         self._lock = threading.Lock()
         self._shared: SharedNames | None = None
         self.probes: dict[str, EngineProbe] = {}
@@ -60,6 +67,7 @@ class Registry:
         for name, item in (items or {}).items():
             check_name(name)
             self._items[name] = kept_of(item)
+            self._references[name] = start_reference(name)
         self._changed()
 
     @property
@@ -85,10 +93,15 @@ class Registry:
         with self._lock, names.locked():
             if names.is_new:
                 for name, item in self._items.items():
-                    names.put(name, item)
-            self._items = names.read()
-            self._changed()
-            self._shared = names
+                    names.put(name, item, self._references[name])
+            self._read(names)
+            self._shared, self._uses = names, names.uses
+
+    def _read(self, names: SharedNames) -> None:
+        found = names.read()
+        self._items = {name: item for name, (item, _) in found.items()}
+        self._references = {name: reference for name, (_, reference) in found.items()}
+        self._changed()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -97,8 +110,7 @@ class Registry:
             if self._shared is not None:
                 stack.enter_context(self._shared.locked())
                 if self._shared.has_changed:
-                    self._items = self._shared.read()
-                    self._changed()
+                    self._read(self._shared)
             yield
 
     def check(self, name: str, item: Registrable, *, replace: bool = False) -> None:
@@ -111,17 +123,15 @@ class Registry:
             self._check(name, kept_of(item), replace=replace)
 
     def add(
-        self, name: str, item: Registrable, *, replace: bool = False
-    ) -> EngineProbe | LensEntry | None:
-        """Register something.
+        self, name: str, item: Registrable, *, replace: bool = False, reference: str = ""
+    ) -> None:
+        """Register something, and leave the reference that is not needed any more.
 
         Args:
             name: for requests.
             item: a probe, a vector, edits or a lens.
             replace: whether the name may stand for something else so far.
-
-        Returns:
-            A probe or a lens that was replaced, and that no other name stands for.
+            reference: through which workers keep it.
 
         Raises:
             SpecError: the name is empty, or stands for something else; or the item is too large.
@@ -132,12 +142,13 @@ class Registry:
             self._check(name, kept, replace=replace)
             known = self._items.get(name)
             if known is not None and known.reference() == kept.reference():
-                return None
+                self.leave(reference, hash_at_workers(known))
+                return
             if self._shared is not None:
-                self._shared.put(name, kept)
-            self._items[name] = kept
+                self._shared.put(name, kept, reference)
+            self.leave(self._references.get(name, ""), hash_at_workers(known))
+            self._items[name], self._references[name] = kept, reference
             self._changed()
-            return self._unused(known)
 
     def _check(self, name: str, item: Item, *, replace: bool) -> None:
         check_name(name)
@@ -181,18 +192,8 @@ class Registry:
                 "float16, or raise INSPECT_LENS_LENS_BYTES"
             )
 
-    def _unused(self, item: Item | None) -> EngineProbe | LensEntry | None:
-        """A probe or a lens that was taken out, if no other name stands for it."""
-        if not isinstance(item, EngineProbe | LensEntry):
-            return None
-        left = {i.sha256 for i in self._items.values() if isinstance(i, EngineProbe | LensEntry)}
-        return None if item.sha256 in left else item
-
-    def remove(self, name: str) -> EngineProbe | LensEntry | None:
-        """Forget a name.
-
-        Returns:
-            A probe or a lens that no other name stands for, which the workers may forget.
+    def remove(self, name: str) -> None:
+        """Forget a name, and leave its reference.
 
         Raises:
             SpecError: it is not registered.
@@ -200,11 +201,51 @@ class Registry:
         with self._changing():
             if name not in self._items:
                 raise SpecError(self._unknown(name))
-            item = self._items.pop(name)
+            self.leave(self._references.pop(name), hash_at_workers(self._items.pop(name)))
             self._changed()
             if self._shared is not None:
                 self._shared.drop(name)
-            return self._unused(item)
+
+    def leave(self, reference: str, sha256: str | None) -> None:
+        """Note that no name has a reference any more."""
+        if sha256 is not None:
+            self._left.append((reference, sha256))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether workers have to be told of references that were left."""
+        return bool(self._left)
+
+    def take_unused(self) -> list[tuple[str, str]]:
+        """References that were left, and the hashes of their contents, which no request uses."""
+        found = [one for one in self._left if not self._uses.any(one[1])]
+        for one in found:
+            self._left.remove(one)
+        return found
+
+    def hold(self, hashes: Sequence[str]) -> Callable[[], None]:
+        """Keep what a request uses at the workers until it is over.
+
+        Args:
+            hashes: of contents.
+
+        Returns:
+            To be called when it is over.
+
+        Raises:
+            SpecError: one was removed while the request was on its way here.
+        """
+        self._uses.change(hashes, 1)
+        # Counted first: whoever removes a name in another process sees it, or is seen here.
+        self.version  # noqa: B018
+        known = {hash_at_workers(item) for item in tuple(self._items.values())}
+        if gone := set(hashes) - known - {sha256 for _, sha256 in tuple(self._left)}:
+            self._uses.change(hashes, -1)
+            raise SpecError(
+                f"what this request names has been removed or replaced ({min(gone)[:12]}) while it "
+                "was on its way; send it again, with a name that is registered"
+            )
+        return partial(self._uses.change, hashes, -1)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What is registered: kind, hash, layers."""

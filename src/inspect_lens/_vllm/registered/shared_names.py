@@ -26,6 +26,7 @@ from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
 from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry, SteeringVector
 
+from .contents import N_COUNTS, Uses
 from .items import Item
 
 __all__ = ["SharedNames", "folder_of_siblings"]
@@ -37,6 +38,8 @@ _KINDS: Final[Mapping[type, str]] = {
     LensEntry: "entry",
 }
 """Key of each kind in a file."""
+
+_PROCESSES_MOST = 64
 
 
 def folder_of_siblings() -> Path:
@@ -69,11 +72,21 @@ class SharedNames:
         self.folder, self._parse = folder, parse
         self._lock: int | None = hold(folder)
         self._guard = os.open(folder / "guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._guard, mmap.PAGESIZE)
-        self._memory = mmap.mmap(self._guard, mmap.PAGESIZE)
-        self._count = np.frombuffer(self._memory, dtype=np.int64, count=1)
+        size = mmap.PAGESIZE + 4 * _PROCESSES_MOST * N_COUNTS
+        os.ftruncate(self._guard, size)
+        self._memory = mmap.mmap(self._guard, size)
+        self._count = np.frombuffer(self._memory, dtype=np.int64, count=2)
+        """Changes, and processes."""
+        table = np.frombuffer(self._memory, dtype=np.int32, offset=mmap.PAGESIZE)
+        with self.locked():
+            row = int(self._count[1])
+            if row >= _PROCESSES_MOST:
+                raise OSError(f"more than {_PROCESSES_MOST} API servers")
+            self._count[1] += 1
+        self.uses = Uses(table.reshape(_PROCESSES_MOST, N_COUNTS), row)
+        """Of contents by requests under way, in all processes."""
         self._seen = 0
-        self._read: dict[str, tuple[str, Item]] = {}
+        self._read: dict[str, tuple[str, tuple[Item, str]]] = {}
         """What files hold, by file name."""
         self._pid = os.getpid()
         atexit.register(self.close)
@@ -99,25 +112,29 @@ class SharedNames:
         finally:
             os.close(own)
 
-    def read(self) -> dict[str, Item]:
-        """All items; call it with the lock."""
+    def read(self) -> dict[str, tuple[Item, str]]:
+        """All items and the references to them; call it with the lock."""
         files = sorted(self.folder.glob("*.json"))
         for file in files:
             if file.name not in self._read:
-                self._read[file.name] = self._parse(json.loads(file.read_text(encoding="utf-8")))
+                body = json.loads(file.read_text(encoding="utf-8"))
+                reference = body.pop("reference")
+                name, item = self._parse(body)
+                self._read[file.name] = name, (item, reference)
         here = {file.name for file in files}
         self._read = {name: item for name, item in self._read.items() if name in here}
         self._seen = int(self._count[0])
         return dict(self._read.values())
 
-    def put(self, name: str, item: Item) -> None:
+    def put(self, name: str, item: Item, reference: str = "") -> None:
         """Let a name stand for an item, and for nothing else; call it with the lock.
 
         Raises:
             CapacityError: it could not be written; the name stands for what it stood for.
         """
         kind = _KINDS[type(item)]
-        body = json.dumps({"name": name, kind: item.model_dump(mode="json")})
+        wire = item.model_dump(mode="json")
+        body = json.dumps({"name": name, kind: wire, "reference": reference})
         file = f"{self._stem(name)}-{int(self._count[0])}.json"
         before = list(self.folder.glob(f"{self._stem(name)}-*.json"))
         try:
@@ -130,7 +147,7 @@ class SharedNames:
         for old in before:
             old.unlink()
             self._read.pop(old.name, None)
-        self._read[file] = name, item
+        self._read[file] = name, (item, reference)
         self._changed()
 
     def drop(self, name: str) -> None:

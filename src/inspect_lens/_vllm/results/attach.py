@@ -91,6 +91,7 @@ class Results:
         reading: Reading | None = None,
         request: str | None = None,
         asked_by: AskedBy | None = None,
+        let_go: Callable[[], None] | None = None,
     ) -> None:
         """Take note of a choice before the engine sees it.
 
@@ -102,12 +103,13 @@ class Results:
             reading: of its probes.
             request: what it belongs to; by default itself.
             asked_by: of a request with a sink.
+            let_go: to be called when the choice is over.
         """
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
             expected = Expected(envelope, n_prompt, reading, packed, owner, n_max)
-            expected.asked_by = asked_by
+            expected.asked_by, expected.let_go = asked_by, let_go
             self._expected[key] = expected
             running(len(self._expected))
         self.the_collector().open(key, envelope)
@@ -224,6 +226,8 @@ class Results:
         """Expect nothing more for a choice."""
         with self._lock:
             expected = self._expected.pop(key, None)
+            if expected is not None and expected.let_go is not None:
+                expected.let_go()
             self._spoiled.pop(key, None)
             self.running.forget(key)
             running(len(self._expected))

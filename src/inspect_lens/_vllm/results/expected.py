@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -76,6 +76,8 @@ class Expected:
     """Where the results go too."""
     asked_by: AskedBy | None = None
     """Of a request with a sink."""
+    let_go: Callable[[], None] | None = None
+    """See `Registry.hold`."""
 
     def __post_init__(self) -> None:
         self.reuse = reuse_of(self.packed)

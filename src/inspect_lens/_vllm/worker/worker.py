@@ -31,15 +31,14 @@ from inspect_lens._vllm.model.find_layers import decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
 from inspect_lens._vllm.model.submodules import block_module, check_reduced
 from inspect_lens._vllm.model.unembedding import VocabHead
+from inspect_lens._vllm.registered.contents import Kept, start_reference
 from inspect_lens._vllm.registered.items import start_items
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
     EngineLens,
     EngineProbe,
-    LensEntry,
     LensKind,
-    Registrable,
     TapPoint,
     check_engine_lens,
     rows_for,
@@ -101,13 +100,13 @@ def stats(worker: Any) -> dict[str, int]:
     }
 
 
-def register(worker: Any, item: dict[str, Any], remove: bool = False) -> bool | str:
-    """Make a probe or a lens known to this worker, or forget it; called on all workers by name.
+def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool | str:
+    """Keep a probe or a lens for a reference to it; called on all workers by name.
 
     Args:
         worker: vLLM's.
-        item: wire form of an `EngineProbe` or an `EngineLens`; to forget a lens, its `LensEntry`.
-        remove: whether to forget it.
+        reference: see `registered/contents.py`.
+        item: wire form of an `EngineProbe` or an `EngineLens`; None to give the reference up.
 
     Returns:
         Whether the lens is active in this worker; as text, what went wrong: an exception here would
@@ -116,26 +115,17 @@ def register(worker: Any, item: dict[str, Any], remove: bool = False) -> bool | 
     stepper: LensStepper | None = getattr(worker.model_runner, "inspect_lens", None)
     try:
         if stepper is not None:
-            is_lens = item.get("kind") in get_args(LensKind)
-            if remove and is_lens:
-                stepper.lenses.remove(LensEntry.model_validate(item).sha256)
-            elif remove:
-                stepper.probes.remove(EngineProbe.model_validate(item).sha256)
+            kept: Kept = worker.model_runner.inspect_lens_kept
+            if item is None:
+                kept.remove(reference)
             else:
-                _know(stepper, (EngineLens if is_lens else EngineProbe).model_validate(item))
+                is_lens = item.get("kind") in get_args(LensKind)
+                kept.add(reference, (EngineLens if is_lens else EngineProbe).model_validate(item))
     except BaseException as error:
         if ends_process(error):
             raise
         return f"{type(error).__name__}: {error}"
     return stepper is not None
-
-
-def _know(stepper: LensStepper, item: Registrable) -> None:
-    """Make something known that workers have to have; vectors and edits come with requests."""
-    if isinstance(item, EngineProbe):
-        stepper.probes.add(item)
-    elif isinstance(item, EngineLens):
-        stepper.lenses.add(item)
 
 
 def exported_taps(worker: Any) -> list[str]:
@@ -197,10 +187,11 @@ def _install(worker: Any, settings: Settings) -> None:
     warm_up_readout(state.ring, state.scratch)
     stepper.probes.most_bytes = settings.probe_bytes
     stepper.lenses.most_bytes = settings.lens_bytes
+    runner.inspect_lens_kept = Kept(stepper.probes, stepper.lenses)
     for name, item in start_items(settings.register).items():
         if isinstance(item, EngineLens):
             check_engine_lens(item, facts, f"INSPECT_LENS_REGISTER: {name}")
-        _know(stepper, item)
+        runner.inspect_lens_kept.add(start_reference(name), item)
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += stepper.lenses.nbytes
     _give_head(stepper, runner.get_model(), blocks, facts)

@@ -51,18 +51,6 @@ def test_a_request_that_names_a_lens_gets_what_is_registered() -> None:
         registry.resolve(LensRequest(probes=["j"]))
 
 
-def test_workers_may_forget_a_lens_that_no_name_stands_for() -> None:
-    registry = Registry()
-    assert registry.add("a", lens()) is None
-    assert registry.add("a", lens()) is None
-    with pytest.raises(SpecError, match="replace=true"):
-        registry.add("a", lens(2))
-    assert registry.add("a", lens(2), replace=True) == lens().entry
-    registry.add("b", lens(2))
-    assert registry.remove("a") is None
-    assert registry.remove("b") == lens(2).entry
-
-
 def test_the_devices_have_room_for_so_many() -> None:
     registry = Registry({}, Settings(lens_bytes=2 * NBYTES, registry_bytes=1))
     registry.add("a", lens(1))

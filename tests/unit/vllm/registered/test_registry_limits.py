@@ -66,11 +66,11 @@ def test_a_name_holds_its_content_until_it_is_replaced() -> None:
     with pytest.raises(SpecError, match="replace=true"):
         registry.add("a", probe(2))
     assert registry.probes["a"].sha256 == probe(1).sha256
-    old = registry.add("a", probe(2), replace=True)
-    assert old is not None
-    assert old.sha256 == probe(1).sha256, "which workers may forget"
-    registry.add("b", probe(2))
-    assert registry.add("b", vector(), replace=True) is None, "another name stands for it"
+    registry.add("a", probe(2), replace=True, reference="second")
+    assert [sha256 for _, sha256 in registry.take_unused()] == [probe(1).sha256]
+    registry.add("b", vector())
+    registry.add("b", vector(2), replace=True)
+    assert not registry.has_left, "workers keep no vectors"
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[Any]]:
 
     class Engine:
         async def collective_rpc(self, name: str, args: Any) -> list[Any]:
-            told.append(args)
+            told.append(args[1])
             return [True]
 
     front = SimpleNamespace(
@@ -109,7 +109,7 @@ def test_what_is_refused_reaches_no_worker(served: tuple[TestClient, list[Any]])
     assert client.post(path, json=body("a", 2, replace="yes")).status_code == 400
     assert len(told) == 1
     assert client.post(path, json=body("a", 2, replace=True)).status_code == 200
-    assert [args[1] for args in told] == [False, False, True]
+    assert [wire is None for wire in told] == [False, False, True]
     assert client.post(path, json=body("b")).status_code == 200
     full = client.post(path, json=body("c"))
     assert full.status_code == 429

@@ -106,7 +106,9 @@ def test_each_engine_prepares_for_its_own_requests_and_remembers_so_many(
         prepare=lambda queue: prepared.append(list(queue)),
         attach_all=lambda outputs: [],
     )
-    monkeypatch.setattr(wrappers, "front_end", lambda: SimpleNamespace(results=fake))
+    monkeypatch.setattr(
+        wrappers, "front_end", lambda: SimpleNamespace(results=fake, registry=Registry())
+    )
     monkeypatch.setattr(wrappers, "_UNPREPARED_MOST", 3)
     one, other = (SimpleNamespace(output_processor=SimpleNamespace()) for _ in range(2))
     for i in range(5):

@@ -100,7 +100,8 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     kept = SimpleNamespace(take_unflushed=list)
     fake = SimpleNamespace(attach_all=attached.extend, recorded=kept)
     monkeypatch.setattr(
-        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=fake)
+        "inspect_lens._vllm.frontend.wrappers.front_end",
+        lambda: SimpleNamespace(results=fake, registry=Registry()),
     )
     asked: list[Any] = []
     engine = SimpleNamespace(collective_rpc=lambda *what, args: asked.append((*what, args)) or [])
@@ -121,7 +122,8 @@ def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -
     kept = SimpleNamespace(take_unflushed=list)
     fake = SimpleNamespace(attach_all=attached.extend, recorded=kept)
     monkeypatch.setattr(
-        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=fake)
+        "inspect_lens._vllm.frontend.wrappers.front_end",
+        lambda: SimpleNamespace(results=fake, registry=Registry()),
     )
     pooled: Any = PoolingRequestOutput("r", PoolingOutput(torch.ones(4)), [1, 2], 0, finished=True)
     done = [pooled, EmbeddingRequestOutput.from_base(pooled)]
@@ -203,7 +205,8 @@ def test_an_error_goes_with_who_holds_it_and_takes_its_request_along(
         expect(results, key, LensRequest(capture=CaptureSpec(layers=(0,))))
     held = [weakref.ref(results._expected[key].envelope) for key in "gh"]
     monkeypatch.setattr(
-        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=results)
+        "inspect_lens._vllm.frontend.wrappers.front_end",
+        lambda: SimpleNamespace(results=results, registry=Registry()),
     )
     engine = SimpleNamespace(collective_rpc=lambda *_, **__: [], model_executor=None)
 
@@ -277,7 +280,8 @@ def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
     from inspect_lens.spec import ENVELOPE_KEY
 
     monkeypatch.setattr(
-        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=results)
+        "inspect_lens._vllm.frontend.wrappers.front_end",
+        lambda: SimpleNamespace(results=results, registry=Registry()),
     )
     wrapped = {
         name: FRONT_END_WRAPPERS[name](resolve(seam(name))[2])
@@ -315,7 +319,8 @@ def test_a_request_that_vllm_does_not_take_is_not_expected(
     from inspect_lens.spec import ENVELOPE_KEY
 
     monkeypatch.setattr(
-        "inspect_lens._vllm.frontend.wrappers.front_end", lambda: SimpleNamespace(results=results)
+        "inspect_lens._vllm.frontend.wrappers.front_end",
+        lambda: SimpleNamespace(results=results, registry=Registry()),
     )
 
     def full(*args: Any) -> None:

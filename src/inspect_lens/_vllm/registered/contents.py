@@ -1,0 +1,190 @@
+"""Contents that workers keep by hash: who refers to them, and when they are forgotten.
+
+A name refers to its content through a *reference*, an id of its own that workers know. They keep
+a content as long as any reference to it is left. So two clients that replace one name at once
+cannot take each other's content away, in whatever order workers hear of it. Requests under way
+count, too: a reference that no name has any more is given up when none of them uses the content.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import LensError
+from inspect_lens.spec import EngineLens, EngineProbe, LensEntry, Registrable
+
+from .items import Item
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+__all__ = [
+    "N_COUNTS",
+    "Kept",
+    "Tell",
+    "Uses",
+    "at_once",
+    "forget_unused",
+    "give_name",
+    "hash_at_workers",
+    "start_reference",
+    "take_name",
+    "tell_through",
+]
+
+N_COUNTS = 1024
+"""Counters of a process; contents that share one are kept a little longer."""
+
+Result = TypeVar("Result")
+
+Tell = Callable[[str, "Registrable | None"], Awaitable[Sequence[object]]]
+"""Tells all workers of a reference to a content, or with None that there is none any more."""
+
+
+def start_reference(name: str) -> str:
+    """The reference of a name that all processes read at start."""
+    return f"start:{name}"
+
+
+def hash_at_workers(item: Item | Registrable | None) -> str | None:
+    """Hash under which workers keep it; None where it comes with each request."""
+    if isinstance(item, EngineLens):
+        return item.entry.sha256
+    return item.sha256 if isinstance(item, EngineProbe | LensEntry) else None
+
+
+class _Store(Protocol):
+    def add(self, item: Any, /) -> None: ...
+
+    def remove(self, sha256: str, /) -> None: ...
+
+
+class Kept:
+    """In a worker: contents by hash, with the references to them."""
+
+    def __init__(self, probes: _Store, lenses: _Store) -> None:
+        self._stores = {EngineProbe: probes, EngineLens: lenses}
+        self._of: dict[str, tuple[_Store, str]] = {}
+
+    def add(self, reference: str, item: Registrable) -> None:
+        """Keep a content for a reference; vectors and edits come with requests."""
+        sha256, store = hash_at_workers(item), self._stores.get(type(item))
+        if store is not None and sha256 is not None:
+            store.add(item)
+            self._of[reference] = store, sha256
+
+    def remove(self, reference: str) -> None:
+        """Give a reference up; the last one to a content takes it along. Twice is fine."""
+        gone = self._of.pop(reference, None)
+        if gone is not None and gone not in self._of.values():
+            gone[0].remove(gone[1])
+
+
+class Uses:
+    """How many requests under way use each content, of all processes that share a table."""
+
+    def __init__(self, table: NDArray[np.int32] | None = None, row: int = 0) -> None:
+        """Count in a row of a table, (processes, `N_COUNTS`); by default in one of its own."""
+        self._table = np.zeros((1, N_COUNTS), np.int32) if table is None else table
+        self._row = self._table[row]
+        self._lock = threading.Lock()
+
+    def change(self, hashes: Iterable[str], by: int) -> None:
+        """Count requests of this process."""
+        with self._lock:
+            for sha256 in hashes:
+                self._row[_column(sha256)] += by
+
+    def any(self, sha256: str) -> bool:
+        """Whether a request of any process uses a content."""
+        return bool(self._table[:, _column(sha256)].any())
+
+
+def _column(sha256: str) -> int:
+    return int(sha256[:8], 16) % N_COUNTS
+
+
+async def give_name(
+    front: Any, tell: Tell, name: str, item: Registrable, *, replace: bool = False
+) -> None:
+    """Let a name stand for something, which all workers know before anybody can use it.
+
+    Args:
+        front: the front-end: `check`, `register` and `registry`.
+        tell: reaches the workers.
+        name: for requests.
+        item: what it is to stand for.
+        replace: whether the name may stand for something else so far.
+
+    Raises:
+        LensError: it cannot; the name stands for what it stood for.
+    """
+    front.check(name, item, replace=replace)
+    reference, sha256 = secrets.token_hex(16), hash_at_workers(item)
+    try:
+        if sha256 is not None:
+            _raise_first(await tell(reference, item))
+        front.register(name, item, replace=replace, reference=reference)
+    except BaseException:
+        # Some workers may have had room for it.
+        front.registry.leave(reference, sha256)
+        await forget_unused(front.registry, tell)
+        raise
+    await forget_unused(front.registry, tell)
+
+
+async def take_name(front: Any, tell: Tell, name: str) -> None:
+    """Let a name stand for nothing; requests under way keep what they use.
+
+    Raises:
+        LensError: it is not registered.
+    """
+    front.unregister(name)
+    await forget_unused(front.registry, tell)
+
+
+async def forget_unused(registry: Registry, tell: Tell) -> None:
+    """Tell workers of references that no name has and no request needs any more."""
+    for reference, sha256 in registry.take_unused():
+        try:
+            await tell(reference, None)
+        except BaseException:
+            registry.leave(reference, sha256)
+            raise
+
+
+def tell_through(engine: Any) -> Tell:
+    """Tell the workers of an engine of this process, an `LLM` or what it steps."""
+
+    async def tell(reference: str, item: Registrable | None) -> Sequence[object]:
+        wire = item and item.model_dump(mode="json")
+        answers: Sequence[object] = engine.collective_rpc(
+            "inspect_lens_register", args=(reference, wire)
+        )
+        return answers
+
+    return tell
+
+
+def at_once(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run what never waits, as with a `tell` that returns when the workers know."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: Result = done.value
+        return result
+    raise AssertionError("it waits")
+
+
+def _raise_first(answers: Sequence[object]) -> None:
+    # On a pipeline, a stage without taps has nothing to note.
+    if problem := next((answer for answer in answers if isinstance(answer, str)), None):
+        raise LensError(problem)
+    if not any(answers):
+        raise LensError("the lens is not active in this engine's workers; its log says why")
