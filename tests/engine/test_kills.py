@@ -97,6 +97,30 @@ def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
         stop_and_kill(role, server, tmp_path / "log", Path(temporary))
 
 
+@pytest.mark.nightly(
+    held_by=(
+        "tests/unit/vllm/http/test_with_parent.py::"
+        "test_an_engine_ends_with_the_process_that_started_it_and_nothing_else_does"
+    ),
+    why="a server of three processes",
+)
+def test_the_only_api_server(tmp_path: Path) -> None:
+    options = {key: value for key, value in OPTIONS.items() if key != "api_server_count"}
+    with (
+        tempfile.TemporaryDirectory(prefix="kill-") as temporary,
+        api_server(
+            options, environment=os.environ | {"TMPDIR": temporary}, log=tmp_path / "log"
+        ) as server,
+    ):
+        below = psutil.Process(server.pid).children(recursive=True)
+        assert len(below) >= 2, "an engine and a worker"
+        assert ask(server.url, captures=True, stream=False, n=8) == "whole"
+        os.kill(server.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(below, timeout=LEARN_S)
+        assert not alive, alive
+        assert not list(Path(temporary).glob(".inspect-lens-tmp-*"))
+
+
 def stop_and_kill(role: str, server: ApiServer, log: Path, temporary: Path) -> None:
     """Stop a process under load, let it go on, then kill it.
 

@@ -169,7 +169,10 @@ def test_names_may_be_replaced_and_removed_while_they_are_used(client: httpx.Cli
         found = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
         if any("inspect_lens" in event for event in found) and lines[-1] == "data: [DONE]":
             return "whole"
-        return str(lines[-3:])
+        # It was taken in, and the name went before it was processed.
+        errors = [event["error"] for event in found if "error" in event]
+        is_told = [error["code"] for error in errors] == [400]
+        return "refused" if is_told and "registered" in errors[0]["message"] else str(lines[-3:])
 
     def write(i: int) -> None:
         if i % 3 == 2:

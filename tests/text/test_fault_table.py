@@ -40,7 +40,13 @@ def test_every_fault_has_a_row() -> None:
     first = [row.split("|")[1] for row in rows()]
     for fault in (
         *("client is killed", "client stops", "client reads slowly"),
-        *("API server is killed", "API server stops", "worker is killed", "worker stops"),
+        *(
+            "API servers is killed",
+            "only API server is killed",
+            "API server stops",
+            "worker is killed",
+            "worker stops",
+        ),
         *("engine is killed", "engine stops", "disk is full", "shared memory is full"),
         *("body", "registry"),
     ):

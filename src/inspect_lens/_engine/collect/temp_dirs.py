@@ -12,15 +12,13 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PREFIX", "hold", "let_go", "new_folder", "sweep"]
+__all__ = ["PREFIX", "held", "let_go", "new_folder", "sweep"]
 
 PREFIX = ".inspect-lens-tmp-"
 """Nobody names a folder of results like this."""
-_YOUNG_S = 60.0
-"""Between making a folder and holding it its maker may be slow."""
 
 
 def new_folder() -> tuple[Path, int]:
@@ -30,19 +28,24 @@ def new_folder() -> tuple[Path, int]:
         The folder, and what `let_go` wants.
     """
     sweep()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    return folder, hold(folder)
+    return held(lambda: Path(tempfile.mkdtemp(prefix=PREFIX)))
 
 
-def hold(folder: Path) -> int:
-    """Keep a folder from being removed by others, together with whoever else holds it.
+def held(make: Callable[[], Path]) -> tuple[Path, int]:
+    """Make a folder, or find one, and keep others from removing it.
 
     Returns:
-        What `let_go` wants.
+        The folder, and what `let_go` wants.
     """
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return lock
+    while True:
+        folder = make()
+        # Until it is held, others may take it for one that was left, and remove it.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.fstat(lock).st_nlink:
+                return folder, lock
+            os.close(lock)
 
 
 def let_go(folder: Path, lock: int) -> None:
@@ -59,6 +62,6 @@ def sweep() -> None:
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
                 found = folder.lstat()
-                if found.st_uid == os.getuid() and found.st_mtime < time.time() - _YOUNG_S:
+                if found.st_uid == os.getuid():
                     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     let_go(folder, lock)

@@ -42,7 +42,8 @@ SEAMS: tuple[Seam, ...] = (
         f"{_SCHED}.__init__",
         ("self", "vllm_config"),
         "engine",
-        "a KV connector brings no tokens whose rows are wanted, and no blocks of other steering",
+        "a KV connector brings no tokens whose rows are wanted, and no blocks of other steering; "
+        "an engine ends with the process that started it",
     ),
     Seam("schedule", f"{_SCHED}.schedule", ("self",), "engine", "rows of a step fit the buffer"),
     Seam("scheduler_add", f"{_SCHED}.add_request", ("self", "request"), "engine", _MANY),

@@ -25,6 +25,7 @@ from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.connectors import Behaviour, behaviours_of, loads_again
 from inspect_lens._vllm.compat.engine_facts import refusal
+from inspect_lens._vllm.http.server_lifetime import end_engine_with_parent
 from inspect_lens.spec import ENVELOPE_KEY
 
 __all__ = ["CONNECTOR_WRAPPERS", "MARK_KEY", "ConnectorGuard", "without_requests"]
@@ -251,6 +252,7 @@ class GuardedConnector:
 def _scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
+        end_engine_with_parent()
         connector = getattr(self, "connector", None)
         if connector is None or refusal(vllm_config) is not None:
             return

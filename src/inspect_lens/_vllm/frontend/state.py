@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -95,6 +98,12 @@ class FrontEnd:
         reason = refusal(vllm_config)
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
         self.results.n_processes = self.n_processes
+        if is_serving() and (wanted := _servers_of(sys.argv)) > self.n_processes:
+            logger.warning(
+                "inspect_lens: --api-server-count %d has no effect with python -m "
+                "vllm.entrypoints.openai.api_server, which starts one API server; use vllm serve",
+                wanted,
+            )
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
                 names = SharedNames(folder_of_siblings(), parse_shared)
@@ -284,6 +293,15 @@ class FrontEnd:
             kept = _Judged(request, facts, version, resolved)
             self._judged.keep(key, kept, request.tensor_bytes)
         return resolved
+
+
+def _servers_of(arguments: Sequence[str]) -> int:
+    """API servers that a command line asks for."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for option, value in pairwise(words):
+        if option in ("--api-server-count", "--api_server_count", "-asc") and value.isdecimal():
+            return int(value)
+    return 1
 
 
 def not_served(reason: str) -> UnsupportedError:

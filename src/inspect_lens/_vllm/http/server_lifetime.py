@@ -1,13 +1,17 @@
-"""A server that the provider started ends with it, also where that process was killed.
+"""What a process started ends with it, also where that process was killed.
 
 A process that is killed (by a user, a batch system, or for want of memory) cannot stop what it
-started, and the server would hold its GPU until somebody finds it.
+started, and a server or an engine would hold its GPU until somebody finds it. The server that the
+provider started ends with the provider's process, and an engine with the one that started it: its
+only API server, the process above several of them, or a program of a user. vLLM sees to the rest,
+where one API server of several is killed, or a worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,13 +19,23 @@ import time
 
 import psutil
 
-__all__ = ["end_with"]
+from inspect_lens._engine.collect.temp_dirs import sweep
+
+__all__ = ["end_engine_with_parent", "end_with"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
 _POLL_S = 1.0
 _GRACE_S = 10.0
-"""For the server to end in order, and its engine and workers with it."""
+"""For a process to end in order, and what it has started."""
+_ENGINE = "EngineCore"
+"""How vLLM names processes of engines."""
+
+
+def end_engine_with_parent() -> None:
+    """End this process with the one that started it, where it is an engine's own."""
+    if multiprocessing.current_process().name.startswith(_ENGINE):
+        end_with(os.getppid())
 
 
 def end_with(parent: int) -> None:
@@ -38,7 +52,9 @@ def _end_with(parent: int) -> None:
     # started this process, which may be long before.
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    logger.warning("inspect_lens: process %d, which started this server, is gone; ending", parent)
+    logger.warning("inspect_lens: process %d, which started this one, is gone; ending", parent)
+    deadline = time.monotonic() + _GRACE_S
+    sweep()
     below = psutil.Process().children(recursive=True)
     if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
         # Nobody here would end what lies below, which is still starting.
@@ -52,4 +68,5 @@ def _end_with(parent: int) -> None:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    time.sleep(max(0.0, deadline - time.monotonic()))
     os._exit(1)

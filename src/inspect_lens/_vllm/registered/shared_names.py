@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from inspect_lens._engine.collect.temp_dirs import PREFIX, hold, let_go, sweep
+from inspect_lens._engine.collect.temp_dirs import PREFIX, held, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
 from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry, SteeringVector
@@ -65,12 +65,9 @@ class SharedNames:
             PermissionError: somebody else has made it.
         """
         sweep()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{folder} belongs to another user, or lets others in")
-        self.folder, self._parse = folder, parse
-        self._lock: int | None = hold(folder)
+        self._parse = parse
+        self._lock: int | None
+        self.folder, self._lock = held(lambda: _own(folder))
         self._guard = os.open(folder / "guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = mmap.PAGESIZE + 4 * _PROCESSES_MOST * N_COUNTS
         os.ftruncate(self._guard, size)
@@ -173,6 +170,14 @@ class SharedNames:
     @staticmethod
     def _stem(name: str) -> str:
         return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _own(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} belongs to another user, or lets others in")
+    return folder
 
 
 def _start_of(process: int) -> str:

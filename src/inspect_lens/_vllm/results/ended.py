@@ -11,8 +11,9 @@ from typing import Any
 
 from inspect_lens._engine.collect.far import Far
 from inspect_lens._vllm import traces
+from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.metrics import failed
-from inspect_lens.errors import CaptureError, LensError
+from inspect_lens.errors import CapacityError, CaptureError, LensError
 
 __all__ = ["Running", "named"]
 
@@ -89,13 +90,21 @@ class Running:
 
 
 async def named(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Outputs as they come, and our own error where vLLM wraps it: a worker that has gone."""
+    """Outputs as they come, and our own error where vLLM wraps it in one without a word.
+
+    It does so with all that is raised while a request is taken in, or waits: a name was removed
+    since it was judged, or a worker has gone.
+    """
     async with contextlib.aclosing(outputs):
         try:
             async for output in outputs:
                 yield output
         except Exception as error:
-            if isinstance(error.__cause__, CaptureError):
-                text = f"{CaptureError.__name__}: {error.__cause__}"
-                raise CaptureError(text) from error.__cause__
+            ours = error.__cause__
+            if isinstance(ours, CaptureError):
+                raise CaptureError(f"{CaptureError.__name__}: {ours}") from ours
+            if isinstance(ours, CapacityError):
+                raise busy(str(ours)) from ours
+            if isinstance(ours, LensError):
+                raise ours from None
             raise

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.temp_dirs import PREFIX, hold, let_go, new_folder, sweep
-
-OLD = 1_000_000_000
+from inspect_lens._engine.collect.temp_dirs import PREFIX, held, let_go, new_folder, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +23,7 @@ def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_last_one_to_let_go_removes_a_folder() -> None:
     folder, mine = new_folder()
     (folder / "rows").touch()
-    theirs = hold(folder)
+    _, theirs = held(lambda: folder)
     let_go(folder, mine)
     assert folder.exists()
     let_go(folder, theirs)
@@ -44,7 +42,6 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(tmp_path: Path)
         assert killed.stdout is not None
         folder = Path(killed.stdout.readline().strip().removeprefix("ipc://")).parent
         assert folder.parent == tmp_path
-        os.utime(folder, (OLD, OLD))
         sweep()
         assert (folder / "rows").exists(), "it is used"
         killed.send_signal(signal.SIGKILL)
@@ -55,16 +52,27 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_new_or_not_ours_stays(tmp_path: Path) -> None:
-    new, other = tmp_path / f"{PREFIX}new", tmp_path / "somebody-elses"
-    for folder in (new, other):
-        folder.mkdir()
-    file = tmp_path / f"{PREFIX}a-file"
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    other, file = tmp_path / "somebody-elses", tmp_path / f"{PREFIX}a-file"
+    other.mkdir()
     file.touch()
-    for path in (other, file):
-        os.utime(path, (OLD, OLD))
     sweep()
-    assert all(path.exists() for path in (new, other, file))
-    os.utime(new, (OLD, OLD))
+    assert other.exists()
+    assert file.exists()
+
+
+def test_a_folder_that_is_swept_before_it_is_held_is_made_again(tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def make() -> Path:
+        made.append(tmp_path / f"{PREFIX}{len(made)}")
+        made[-1].mkdir()
+        if len(made) == 1:
+            sweep()
+        return made[-1]
+
+    folder, lock = held(make)
+    assert folder == made[1]
     sweep()
-    assert not new.exists()
+    assert folder.exists()
+    let_go(folder, lock)

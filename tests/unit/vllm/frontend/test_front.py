@@ -236,6 +236,34 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     front.unregister("a")
 
 
+@pytest.mark.parametrize(
+    ("words", "n", "is_told"),
+    [
+        (["--api-server-count", "4"], 1, True),
+        (["--api-server-count=4"], 1, True),
+        (["--model", "m", "-asc", "2"], 1, True),
+        (["--api-server-count", "4"], 4, False),
+        (["--api-server-count", "1"], 1, False),
+        ([], 1, False),
+    ],
+)
+def test_api_servers_that_were_asked_for_and_not_started_are_named(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], n: int, is_told: bool
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(state, "is_serving", lambda: True)
+    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(state, "refusal", lambda config: "not for this test")
+    monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
+    monkeypatch.setattr(state, "open_door", lambda *args: None)
+    monkeypatch.setattr(state.logger, "warning", lambda *args: told.append(args))
+    monkeypatch.setattr(state.sys, "argv", ["api_server", *words])
+    front = FrontEnd()
+    monkeypatch.setattr(front.registry, "share", lambda names: None)
+    front.learn(SimpleNamespace(), config(n))
+    assert any("vllm serve" in text for text, *_ in told) is is_told
+
+
 @pytest.mark.parametrize("n_processes", [1, 4])
 def test_api_servers_share_the_memory_that_is_kept_of_results(
     monkeypatch: pytest.MonkeyPatch, n_processes: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 from collections.abc import AsyncGenerator, Callable
@@ -19,7 +20,14 @@ from inspect_lens._engine.protocol.envelope import Envelope, Packed
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._vllm.frontend import admission, expecting, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens._vllm.results.ended import named
+from inspect_lens.errors import (
+    CapacityError,
+    CaptureError,
+    LensError,
+    SpecError,
+    UnsupportedError,
+)
 from inspect_lens.spec import ENVELOPE_KEY, EngineProbe, SteeringVector
 from tests.unit.vllm.frontend.test_front import facts, probe
 
@@ -355,3 +363,22 @@ def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
     assert len(Envelope.unpack(one).capture.positions) == len(mask)
     sealed(processor, extra(probes=[{"name": "p", "positions": mask}]), len(mask))
     assert not state.front_end().sealed._known
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SpecError("gone"), UnsupportedError("no"), CaptureError("lost"), CapacityError("full")],
+)
+def test_an_error_that_vllm_wraps_without_a_word_is_told(error: LensError) -> None:
+    async def outputs() -> AsyncGenerator[Any, None]:
+        for nothing in ():
+            yield nothing
+        raise RuntimeError from error
+
+    async def read() -> None:
+        async for _ in named(outputs()):
+            pass
+
+    with pytest.raises(Exception, match=str(error)) as told:
+        asyncio.run(read())
+    assert isinstance(told.value, type(error)) or isinstance(error, CapacityError)

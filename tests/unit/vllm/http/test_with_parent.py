@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -68,6 +69,43 @@ def test_a_server_and_what_it_started_end_with_their_parent(
     client.wait(10)
     # Neither is a child of this process, so they are gone when they have been waited for.
     assert psutil.wait_procs([server, below], timeout=20)[1] == []
+
+
+ENGINE = """
+import multiprocessing, os, sys, time
+from inspect_lens._vllm.http import server_lifetime
+server_lifetime._POLL_S, server_lifetime._GRACE_S = 0.05, 0.5
+
+def run(pipe):
+    server_lifetime.end_engine_with_parent()
+    pipe.send(os.getpid())
+    time.sleep(120)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    ends = [context.Pipe() for _ in {names!r}]
+    for (_, end), name in zip(ends, {names!r}):
+        context.Process(target=run, name=name, args=(end,)).start()
+    print(*[end.recv() for end, _ in ends], flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_engine_ends_with_the_process_that_started_it_and_nothing_else_does(
+    started: list[psutil.Process], method: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENGINE.format(method=method, names=["EngineCore", "EngineCore_DP1", "mine"]))
+    source = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
+    client = start(source, started)
+    *engines, other = started[1:]
+    with pytest.raises(psutil.TimeoutExpired):
+        engines[0].wait(0.3)
+    os.kill(client.pid, signal.SIGKILL)
+    client.wait(10)
+    assert psutil.wait_procs(engines, timeout=20)[1] == []
+    assert other.is_running(), "what a user starts is his"
 
 
 def test_a_parent_that_has_gone_before_counts(started: list[psutil.Process]) -> None:
