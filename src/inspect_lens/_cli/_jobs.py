@@ -39,6 +39,7 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
+from inspect_lens.train.sets._copies import near_copies
 
 from ._made import Made
 from ._stores import MEMORY, read_set, refuse_shared_texts, unverified
@@ -103,9 +104,7 @@ def train_job(
     positions = manifest["request"]["positions"]
     with warnings.catch_warnings():
         # What it warns of is shown with the result.
-        warnings.filterwarnings(
-            "ignore", message="The probe |.* all but copies", category=UserWarning
-        )
+        warnings.filterwarnings("ignore", message="The probe |.* copies", category=UserWarning)
         probe = train_probe(
             estimator,
             fit,
@@ -168,16 +167,22 @@ def evaluate_job(
     read = partial(_judged, loaded, any_model=any_model, tokenizer=tokenizer)
     harmless = read(control) if control else None
     fit = read(train) if train else None
-    for uri in stores:
+    judged = [read(uri) for uri in stores]
+    for data in judged:
         found = evaluate_probe(
-            loaded, read(uri), control=harmless, train=fit, allow_seen=allow_seen,
+            loaded, data, control=harmless, train=fit, allow_seen=allow_seen,
             n_resamples=n_resamples, seed=seed,
         )  # fmt: skip
         known = "content" if found.n_seen == 0 else "not checked"
         made.append(found.model_copy(update={"disjoint_by": known}))
     verdicts: tuple[Transfer, ...] = ()
     if fit is not None:
-        verdicts = tuple(transfer_statement(fit.name, e) for e in made if e.auroc is not None)
+        copies = near_copies(loaded, [fit], judged)
+        verdicts = tuple(
+            transfer_statement(fit.name, e, copies=copies.get(e.name, ()))
+            for e in made
+            if e.auroc is not None
+        )
     return Made(
         probe=loaded, folder=str(loaded.path or probe), evaluations=tuple(made),
         transfers=verdicts,

@@ -190,7 +190,7 @@ def train_probe(
             "selected_on": setting is choosing and chosen.by == "recall",
         }
     )
-    copies = near_copies(probe, [train, selection], [control, *heldout])
+    copies = near_copies(probe, [train, selection], [control, *heldout], disjoint=disjoint)
     facts = TrainingFacts(
         dataset=train.name,
         sha256=train.sha256,
@@ -203,7 +203,7 @@ def train_probe(
         on_policy=on_policy,
         rows=rows_of(estimator, rows),
         selected_by=chosen.by or "",
-        near_duplicates=copies,
+        near_duplicates=tuple(text for texts in copies.values() for text in texts),
     )
     seen = list_seen(probe, train, selection, control)
     probe = _with_card(
@@ -222,9 +222,13 @@ def train_probe(
         )
         for data in heldout
     )
-    verdicts = tuple(transfer_statement(train.name, e) for e in evaluations if e.auroc is not None)
+    verdicts = tuple(
+        transfer_statement(train.name, e, copies=copies.get(e.name, ()))
+        for e in evaluations
+        if e.auroc is not None
+    )
     made = _with_card(probe, evaluations=evaluations, transfers=verdicts)
-    for text in (*made.card.warnings, *copies):
+    for text in (*made.card.warnings, *facts.near_duplicates):
         warnings.warn(text, UserWarning, stacklevel=2)
     return made
 

@@ -196,12 +196,70 @@ def test_copies_with_jitter_or_other_spelling_are_found() -> None:
     first = made("t", acts, [f"answer {i}" for i in range(60)])
     probe = plain().fit(*first.rows(0)[:2])
     frozen = probe.to_probe(ProbeCard(name="t/p", layers=(0,), hidden=16))
-    other = made("h", fresh, [f"reply {i}" for i in range(60)])
-    assert near_copies(frozen, [first], [other]) == ()
+    other = made("h", fresh, [f"reply {i + 60}" for i in range(60)])
+    assert near_copies(frozen, [first], [other]) == {}
     jittered = [a + 0.003 * rng.normal(size=a.shape) for a in acts[:7]]
-    copied = made("h", [*jittered, *fresh[7:]], [f"reply {i}" for i in range(60)])
-    (said,) = near_copies(frozen, [first], [copied])
+    copied = made("h", [*jittered, *fresh[7:]], [f"reply {i + 60}" for i in range(60)])
+    ((said,),) = near_copies(frozen, [first], [copied]).values()
     assert said.startswith("7 of 60 samples of 'h' are all but copies of samples of 't'")
-    again = made("h", fresh, [f"Answer  {i}!" if i < 3 else f"reply {i}" for i in range(60)])
-    (said,) = near_copies(frozen, [first], [again])
+    again = made("h", fresh, [f"Answer  {i}!" if i < 3 else f"reply {i + 60}" for i in range(60)])
+    ((said,),) = near_copies(frozen, [first], [again]).values()
     assert said.startswith("3 of 60")
+
+
+def sentences(n: int, rng: np.random.Generator) -> list[list[str]]:
+    return [[f"w{k}" for k in rng.zipf(1.3, size=12) % 2000] for _ in range(n)]
+
+
+def copied_sets(kind: str, seed: int) -> tuple[ActivationSet, ActivationSet]:
+    """A set, and another one that is altered copies of it, or is not."""
+    rng = np.random.default_rng(seed)
+    n, hidden = 120, 24
+    mixing, labels = rng.normal(size=(6, hidden)), rng.integers(0, 2, n)
+
+    def rows() -> list[np.ndarray]:
+        noise = 0.3 * rng.normal(size=(n, hidden))
+        return list((rng.normal(size=(n, 6)) @ mixing + noise)[:, None, None])
+
+    texts, acts = sentences(n, rng), rows()
+    if kind == "words":
+        other, fresh = [list(text) for text in texts], rows()
+        for text, new in zip(other, sentences(n, rng), strict=True):
+            for at in rng.permutation(12)[:6]:
+                text[at] = new[at]
+    else:
+        other = sentences(n, rng)
+        fresh = [a + 0.02 * np.std(acts) * rng.normal(size=a.shape) for a in acts]
+        fresh = rows() if kind == "clean" else fresh
+
+    def made(name: str, acts: list[np.ndarray], texts: list[list[str]]) -> ActivationSet:
+        columns = {"completion": [" ".join(t) for t in texts], "prompt_text": [""] * n}
+        # Token counts differ where an answer was written anew.
+        return ActivationSet(
+            name=name, model="m", layers=(0,), acts=[a.repeat(len(name), 1) for a in acts],
+            labels=labels, groups=[f"{name}{i}" for i in range(n)],
+            ids=[f"{name}{i}" for i in range(n)], columns={} if kind == "jitter" else columns,
+        )  # fmt: skip
+
+    return made("fit", acts, texts), made("held", fresh, other)
+
+
+@pytest.mark.parametrize("kind", ["words", "jitter", "clean"])
+def test_altered_copies_are_found_by_their_number_and_nothing_else_is(kind: str) -> None:
+    """Half of all words changed, or a jitter of .02 standard deviations: labels are random."""
+    found = 0
+    for seed in range(2 if kind != "clean" else 20):
+        first, second = copied_sets(kind, seed)
+        probe = (
+            plain().fit(*first.rows(0)[:2]).to_probe(ProbeCard(name="t/p", layers=(0,), hidden=24))
+        )
+        said = near_copies(probe, [first], [second])
+        found += bool(said)
+        for (text,) in said.values():
+            assert {"words": "by its words", "jitter": "by its activ"}.get(kind, "?") in text
+            verdict = transfer_statement(
+                "fit", evaluate_probe(probe, second, train=first, n_resamples=0), copies=(text,)
+            )
+            assert verdict.transfers is None
+            assert "copies of training samples" in verdict.statement
+    assert found == (0 if kind == "clean" else 2)

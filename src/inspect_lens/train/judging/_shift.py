@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -114,7 +115,9 @@ def style_shift(
     )
 
 
-def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 0.7) -> Transfer:
+def transfer_statement(
+    trained_on: str, evaluation: Evaluation, *, bar: float = 0.7, copies: Sequence[str] = ()
+) -> Transfer:
     """Say in one sentence whether a probe works on a set of another kind.
 
     A probe transfers where its AUROC lies above the bar and above that of every baseline that was
@@ -126,12 +129,14 @@ def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 
         trained_on: what the probe was trained on, in words.
         evaluation: on the other set, with its baselines (`evaluate_probe`).
         bar: AUROC that counts; its interval has to lie above.
+        copies: what `train_probe` says of samples of the set that are all but copies of training
+            samples.
 
     Returns:
         The verdict with its sentence. An interval that reaches below the bar is no transfer, nor is
         one that a baseline reaches. None, and a sentence that says why, where the set has too few
-        independent groups (`inspect_lens.probe.count_groups`), groups that no bootstrap drew, or no
-        baseline that was compared.
+        independent groups (`inspect_lens.probe.count_groups`), groups that no bootstrap drew, no
+        baseline that was compared, or copies of training samples.
 
     Raises:
         SpecError: the evaluation has no AUROC.
@@ -160,8 +165,10 @@ def transfer_statement(trained_on: str, evaluation: Evaluation, *, bar: float = 
     compared = [b for b in evaluation.baselines if b.difference is not None]
     best = max(compared, key=lambda b: b.auroc or 0.0, default=None)
     low = evaluation.least
-    if evaluation.not_judged or low is None or best is None:
+    if copies or evaluation.not_judged or low is None or best is None:
         why = evaluation.not_judged or "no baseline was compared with it"
+        if copies:
+            why = "some of its samples may be copies of training samples"
         return made(
             transfers=None,
             statement=(
