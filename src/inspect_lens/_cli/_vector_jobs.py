@@ -63,6 +63,7 @@ def extract_job(
     for n, norm, area in rows_of:
         mark = " *" if n == card.layer else ""
         lines.append(f"  layer {n}: length {norm:.4g}, AUROC {area:.4f} on {chosen.name}{mark}")
+    lines += [f"  {note}" for note in card.notes]
     return _facts(vector, str(folder)) | {"auroc": list(card.separation)}, lines
 
 

@@ -57,7 +57,7 @@ def render_html(
             for t in card.transfers
         ),
         *_heading(card, sets),
-        _evaluations(card),
+        _evaluations(card) if card.evaluations else "",
     ]
     captions = {**_CAPTIONS, "roc": _CAPTIONS["roc"] + _bands(sets, bands)}
     shown = [name for name in ("roc", "scores") if name in images]
@@ -120,7 +120,8 @@ def _box(card: ProbeCard) -> str:
             ]
         )  # fmt: skip
     if not rows:
-        return said
+        nothing = "Nothing was measured: there is no held-out set."
+        return f'<div class="box"><p class="say no"><b>Warning.</b> {nothing}</p>{said}</div>'
     rate = f" of {card.thresholds[0].fpr:g}" if card.thresholds else ""
     head = ["Set", "AUROC", "Recall at the threshold", f"Realised false positive rate{rate}",
             "Best baseline"]  # fmt: skip

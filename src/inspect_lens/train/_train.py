@@ -27,6 +27,7 @@ from .fitting._fit import rows_of
 from .judging._evaluate import evaluate_probe
 from .judging._select import SelectBy, select_layer
 from .judging._shift import transfer_statement
+from .sets._behaviour import FOLLOWED_FLOOR, require_followed
 from .sets._copies import near_copies
 from .sets._dataset import ActivationSet
 from .sets._seen import list_seen
@@ -58,6 +59,7 @@ def train_probe(
     fpr: float = 0.01,
     select_by: SelectBy = "recall",
     recall_floor: float = RECALL_FLOOR,
+    behaviour_floor: float = FOLLOWED_FLOOR,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
     allow_few: bool = False,
     n_resamples: int = 10_000,
@@ -102,6 +104,8 @@ def train_probe(
         fpr: false positive rate of the threshold.
         select_by: what the layer is chosen by (`select_layer`).
         recall_floor: recall at the threshold below which the card warns, and so does this.
+        behaviour_floor: where labels come from an instruction to be honest or to lie, the least
+            share of the answers of each kind that has to do what their label says.
         texts: of the training and held-out sets, for baselines (`measure_baselines`).
         allow_few: accept a control set that is too small to verify `fpr`; where its samples are
             enough and its groups are not, the threshold says so (`Threshold.few_groups`).
@@ -124,7 +128,8 @@ def train_probe(
             of judged sets that are all but copies of training samples.
 
     Raises:
-        SpecError: a group straddles two sets, sets are of different models, positions or layers,
+        SpecError: the model did not do what its instructions asked for (`behaviour_floor`), a group
+            straddles two sets, sets are of different models, positions or layers,
             or have the same name, a class is missing, no control sample is negative, or the
             control set is too small.
 
@@ -150,8 +155,11 @@ def train_probe(
         ```
     """
     estimator = as_family(estimator)
+    behaviour = require_followed(train, behaviour_floor)
     if selection is None:
+        whole_train = train
         train, selection = split_by_group(train, seed=seed)
+        texts = _texts_of_part(texts, whole_train, train)
     whole, control = control, control.negatives()
     _check_sets(train, selection, [control, *heldout], disjoint or {})
     for data in heldout:
@@ -166,7 +174,7 @@ def train_probe(
         pool=pool,
         model=model
         or ModelRef(name=train.model, sha256=train.model_sha256 or fingerprint_model(train.model)),
-        notes=tuple(notes),
+        notes=(*notes, *filter(None, [behaviour])),
         command=command,
         recall_floor=recall_floor,
     )
@@ -231,6 +239,21 @@ def train_probe(
     for text in (*made.card.warnings, *facts.near_duplicates):
         warnings.warn(text, UserWarning, stacklevel=2)
     return made
+
+
+def _texts_of_part(
+    texts: Mapping[str, Mapping[str, Sequence[str]]] | None,
+    whole: ActivationSet,
+    part: ActivationSet,
+) -> Mapping[str, Mapping[str, Sequence[str]]] | None:
+    """Texts by set, with those of the part in the place of those of the whole."""
+    place = {name: i for i, name in enumerate(whole.ids)}
+    picks = [place[name] for name in part.ids]
+    found = {kind: dict(by_set) for kind, by_set in (texts or {}).items()}
+    for by_set in found.values():
+        if len(by_set.get(whole.name, ())) == len(whole):
+            by_set[part.name] = [by_set[whole.name][i] for i in picks]
+    return found if texts is not None else None
 
 
 def _with_card(probe: AnyProbe, **update: object) -> AnyProbe:

@@ -194,6 +194,14 @@ def extract_vector(
     if layer is None and areas:
         # Several layers may separate perfectly; the classes lie furthest apart at one.
         layer = kept[max(range(len(kept)), key=lambda i: (round(areas[i], 3), gaps[i]))]
+        ties = sum(round(area, 3) == round(max(areas), 3) for area in areas)
+        if ties > 1 and selection is not None:
+            notes = (
+                *notes,
+                f"{ties} of {len(kept)} layers have AUROC {max(areas):.3f} on {selection.name}, so "
+                f"that chooses none of them; at layer {layer} the classes lie furthest apart. "
+                "Which layer steers best is found by a sweep of doses.",
+            )
     card = VectorCard(
         name=name,
         description=description,

@@ -1,0 +1,73 @@
+"""Whether a model did what the instructions asked for that labels were taken from."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import numpy as np
+
+from inspect_lens.errors import SpecError
+
+from ._dataset import ActivationSet
+
+__all__ = ["FOLLOWED_FLOOR", "followed", "require_followed"]
+
+FOLLOWED_FLOOR: Final = 0.6
+"""Share of either class's answers that have to do what their label says."""
+_FEWEST: Final = 20
+
+
+def followed(data: ActivationSet) -> tuple[float, float] | None:
+    """Shares of honest answers that name the truth, and of lies that do not.
+
+    Args:
+        data: a set whose columns say what was asked for (`condition`: `honest` or `lie`), what is
+            true (`truth`), and what the model said (`completion`), as `instructed_pairs` and the
+            organism's sets do.
+
+    Returns:
+        The two shares; None where the set has no such columns, or fewer than 20 samples.
+    """
+    if len(data) < _FEWEST or not {"condition", "truth", "completion"} <= set(data.columns):
+        return None
+    rows = zip(data.columns["truth"], data.columns["completion"], strict=True)
+    said = np.array([_names(truth, answer) for truth, answer in rows])
+    told = np.array(data.columns["condition"])
+    honest, lies = said[told == "honest"], ~said[told == "lie"]
+    if not honest.size or not lies.size or honest.size + lies.size < len(data):
+        return None
+    return float(honest.mean()), float(lies.mean())
+
+
+def require_followed(data: ActivationSet, floor: float) -> str:
+    """What is to be said of a training set, or refuse it: a label is no behaviour.
+
+    Args:
+        data: the set.
+        floor: least share of each class.
+
+    Returns:
+        A sentence; empty where labels are not from instructions, or nobody can tell.
+
+    Raises:
+        SpecError: too few of the answers do what their label says.
+    """
+    shares = followed(data)
+    if shares is None:
+        return ""
+    text = (
+        f"of {data.name!r}, {shares[0]:.0%} of the answers under an instruction to be honest name "
+        f"the truth, and {shares[1]:.0%} of those under an instruction to lie do not"
+    )
+    if min(shares) < floor:
+        raise SpecError(
+            f"behaviour_floor={floor:g}: {text}, so a probe would learn the instruction and not "
+            "what the model does; allowed is a model that does both; train on what it said "
+            "(labels by the answer), take a larger model, or lower the floor"
+        )
+    return text
+
+
+def _names(truth: str, answer: str) -> bool:
+    return bool(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", answer, re.IGNORECASE))
