@@ -83,7 +83,17 @@ def check_patterns(patterns: Iterable[str | None]) -> None:
 
 
 class PatternBudget:
-    """The time that patterns of one body may take, however many prompts it has."""
+    """The time that patterns of one body may take, however many prompts it has.
+
+    Example:
+        ```python
+        from inspect_lens.spec import PatternBudget
+
+        budget = PatternBudget()
+        found = budget.spans("Vel[a-z]+", "Velosh was founded", field="capture.positions")
+        assert list(found) == [(0, 6)]
+        ```
+    """
 
     def __init__(self) -> None:
         self._left_s = MOST_SECONDS
