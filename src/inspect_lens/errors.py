@@ -9,6 +9,7 @@ LensError
 │  └─ HookError                   500  a hook of the request raised; the message is its traceback
 ├─ CompatError (RuntimeError)     -    vLLM is not the one we know; refuses to start
 └─ ArtifactError (ValueError)     -    a probe, log or sidecar is wrong; at load time
+   └─ NotCapturedError            -    what is to be read was not captured
 ```
 
 A message says which field, what came, what is allowed and what to do.
@@ -26,6 +27,7 @@ __all__ = [
     "CompatError",
     "HookError",
     "LensError",
+    "NotCapturedError",
     "SpecError",
     "UnsupportedError",
     "did_you_mean",
@@ -107,3 +109,7 @@ class HookError(CaptureError):
 
 class ArtifactError(LensError, ValueError):
     """A probe file, card, log or sidecar is missing, damaged or made for another model."""
+
+
+class NotCapturedError(ArtifactError):
+    """The activations that are to be read were not captured; `on_missing="skip"` goes on."""

@@ -3,6 +3,6 @@
 The approver works in any eval that captures, and gates judge turns by the same code.
 """
 
-from ._probe import OnMissing, probe_approver
+from ._probe import probe_approver
 
-__all__ = ["OnMissing", "probe_approver"]
+__all__ = ["probe_approver"]

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.tool import ToolCall
 
 from inspect_lens.errors import ArtifactError
@@ -50,12 +50,14 @@ class TurnJudge:
         self.judged: OrderedDict[str, Judged] = OrderedDict()
         """By message id, in the order of the turns; the latest 1024."""
 
-    async def judge(self, message: ChatMessageAssistant, model: Model | None = None) -> Judged:
+    async def judge(
+        self, message: ChatMessageAssistant, output: ModelOutput | None = None
+    ) -> Judged:
         """Read the probe on the call that wrote a message.
 
         Args:
-            message: with tool calls.
-            model: that recomputes; the active one by default.
+            message: of the assistant.
+            output: that may be the message's own, as for `read_message`.
 
         Returns:
             What it says; the same for every tool call of one message.
@@ -66,7 +68,7 @@ class TurnJudge:
         key = message.id or ""
         if key in self.judged:
             return self.judged[key]
-        reading = await read_message(self.reader, message, model=model)
+        reading = await read_message(self.reader, message, output=output)
         calls = message.tool_calls or []
         made = Judged(
             completion=message.text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -9,24 +10,20 @@ from inspect_ai.approval import Approval, Approver, approver
 from inspect_ai.model import ChatMessage
 from inspect_ai.tool import ToolCall, ToolCallView
 
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader
+from inspect_lens.reading import OnMissing, ProbeReader, Source
 from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import promise, rates
 from inspect_lens.spec import Positions
 
 from ._judge import Judged, TurnJudge, turn_of
 
-__all__ = ["Action", "OnMissing", "probe_approver"]
+__all__ = ["Action", "probe_approver"]
 
 Action = Literal["reject", "terminate", "escalate"]
 """What happens to a call above the threshold: the model hears that it was refused, the sample
 ends, or the next approver of the policy decides."""
-OnMissing = Literal["error", "reject", "escalate"]
-"""What to do with a call whose turn has no activations.
-
-The sample fails (`error`), the call is refused, or the next approver decides."""
 
 
 @approver
@@ -39,8 +36,11 @@ def probe_approver(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    on_missing: OnMissing = "error",
+    source: Source = "auto",
     check_model: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
 ) -> Approver:
     """Refuse tool calls of turns in which a probe is above its threshold, before they run.
 
@@ -65,17 +65,28 @@ def probe_approver(
             as `fpr=0.05`; that of the card, for its own settings, by default. Its false positive
             rate is that of one turn.
         action: what happens to calls above it: `reject`, `terminate` or `escalate`.
-        below: what happens to the others: `approve`, or `escalate` to the next approver.
-        layer: one of the probe's layers; all of them by default.
-        positions: tokens of the turn to read; those of the card by default.
-        pool: token aggregation; the card's by default.
-        selection: as for `probe_score`.
-        on_missing: what happens to a call whose turn captured nothing: `error`, `reject` or
-            `escalate`.
+        below: what happens to the others, and to those of which nothing is read: `approve`, or
+            `escalate` to the next approver.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
         check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: model roles whose turns are read, where others are left alone; any by default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
 
     Returns:
-        The approver. A turn without a token to read is treated as one below the threshold.
+        The approver. A turn of which nothing is read is treated as one below the threshold.
 
     Raises:
         ArtifactError: no such probe; while it runs, a turn without activations.
@@ -100,26 +111,20 @@ def probe_approver(
     for name, value, allowed in (
         ("action", action, get_args(Action)),
         ("below", below, ("approve", "escalate")),
-        ("on_missing", on_missing, get_args(OnMissing)),
     ):
         if value not in allowed:
             raise SpecError(f"{name}={value!r}; allowed are {', '.join(allowed)}")
     reader = ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, selection=selection, source="captured",
-        check_model=check_model, threshold=threshold,
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
+        threshold=threshold,
     )  # fmt: skip
     judge = TurnJudge(reader, cut_of(reader, threshold))
 
     async def approve(
         message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
     ) -> Approval:
-        try:
-            judged = await judge.judge(turn_of(call, history))
-        except ArtifactError as error:
-            if on_missing == "error":
-                raise
-            return Approval(decision=on_missing, explanation=str(error))
-        return _approval(judged, judge, action, below)
+        return _approval(await judge.judge(turn_of(call, history)), judge, action, below)
 
     return approve
 
@@ -129,7 +134,7 @@ def _approval(
 ) -> Approval:
     name, value = judge.reader.probe.name, judged.value
     if value is None:
-        return Approval(decision=below, explanation=f"The turn has no token that {name} reads.")
+        return Approval(decision=below, explanation=f"Nothing of this turn is read by {name}.")
     known = {k: v for k, v in (judged.facts or {}).items() if k not in ("fpr", "recall")}
     facts = {
         "probe_approver": {

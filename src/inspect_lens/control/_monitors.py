@@ -6,33 +6,28 @@ copy of the messages without the output, and so without token ids.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 from control_arena import control_agent
 from control_arena.monitor import MonitorResponse, get_last_assistant_message
 from inspect_ai.agent import Agent, AgentState
-from inspect_ai.model import get_model
 from inspect_ai.tool import Tool
 from pydantic import Field
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import card_points, load_probe
 from inspect_lens.reading import (
+    OnMissing,
     ProbeReader,
     Reading,
+    Source,
     Suspicion,
     SuspicionUnit,
-    call_of,
     read_message,
 )
 from inspect_lens.spec import Positions
 
-__all__ = ["OnMissing", "coup_probe_monitor_builder", "probe_monitor_builder"]
-
-OnMissing = Literal["error", "default", "recompute"]
-"""What to do with a message without activations.
-
-The sample fails, it gets `default_suspicion_score`, or its tokens are fed to the model again."""
+__all__ = ["coup_probe_monitor_builder", "probe_monitor_builder"]
 
 
 @control_agent
@@ -44,10 +39,12 @@ def probe_monitor_builder(
     selection: str | None = None,
     unit: SuspicionUnit = "threshold",
     threshold: float | str | None = None,
+    source: Source = "auto",
+    check_model: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
     default_suspicion_score: float = 0.0,
-    recompute_role: str = "untrusted",
-    check_model: bool = True,
 ) -> Agent:
     """ControlArena monitor that scores each step with a probe.
 
@@ -62,19 +59,27 @@ def probe_monitor_builder(
     Args:
         probe: Name below probes/, path, or hf:// address of a probe.
         layer: One of the probe's layers; all of them, averaged, by default.
-        positions: Tokens to read; those of the probe's card by default.
-        pool: Token aggregation; the card's by default.
-        selection: Tokens by what they are, such as `answer`; the card's by default.
+        positions: Tokens to read; those of the card by default.
+        pool: How token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: Tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
         unit: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
             where the card flags; `raw` gives the score.
         threshold: Score with suspicion one half: a number, or an operating point of the card such
             as `fpr=0.05`; the card's first by default.
-        on_missing: `error` fails the sample, `default` gives `default_suspicion_score`,
-            `recompute` feeds the message's tokens to the model again.
-        default_suspicion_score: Suspicion of a message that has no token to read, and with
-            `on_missing="default"` of one without activations.
-        recompute_role: Role of the model that recomputes.
-        check_model: Refuse a model whose fingerprint is not the card's.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: Refuse a model whose fingerprint is not that of the card.
+        tokenizer: Folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: Model roles whose turns are read, where others are left alone; any by default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        default_suspicion_score: Suspicion of a message of which nothing is read.
 
     Returns:
         Agent: A monitor, for protocols such as defer_to_trusted.
@@ -104,32 +109,24 @@ def probe_monitor_builder(
         ```
     """
     reader = ProbeReader.of(
-        probe,
-        layer=layer,
-        positions=positions,
-        pool=pool,
-        selection=selection,
-        source="auto" if on_missing == "recompute" else "captured",
-        check_model=check_model,
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
         threshold=threshold,
-    )
-    return _monitor(
-        reader,
-        Suspicion.of(reader, unit=unit, threshold=threshold),
-        on_missing=on_missing,
-        default=default_suspicion_score,
-        role=recompute_role,
-    )
+    )  # fmt: skip
+    suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
+    return _monitor(reader, suspicion, default=default_suspicion_score)
 
 
 @control_agent
 def coup_probe_monitor_builder(
     probe: str = Field(description="Name below probes/, path, or hf:// address of a probe."),
     fpr: float = 0.01,
+    source: Source = "auto",
+    check_model: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
     default_suspicion_score: float = 0.0,
-    recompute_role: str = "untrusted",
-    check_model: bool = True,
 ) -> Agent:
     """ControlArena monitor that scores each call with a coup probe.
 
@@ -141,10 +138,17 @@ def coup_probe_monitor_builder(
     Args:
         probe: Name below probes/, path, or hf:// address of a probe.
         fpr: False positive rate on the control set, the share that can be audited.
-        on_missing: As for `probe_monitor_builder`.
-        default_suspicion_score: As for `probe_monitor_builder`.
-        recompute_role: As for `probe_monitor_builder`.
-        check_model: As for `probe_monitor_builder`.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: Refuse a model whose fingerprint is not that of the card.
+        tokenizer: Folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: Model roles whose turns are read, where others are left alone; any by default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        default_suspicion_score: Suspicion of a message of which nothing is read.
 
     Returns:
         Agent: A monitor, for protocols such as defer_to_trusted.
@@ -177,46 +181,27 @@ def coup_probe_monitor_builder(
             "at that rate, or allow a larger one"
         )
     reader = ProbeReader.of(
-        loaded,
-        source="auto" if on_missing == "recompute" else "captured",
-        check_model=check_model,
-        threshold=strict[-1].name,
-    )
-    return _monitor(
-        reader,
-        Suspicion.of(reader, unit="threshold", threshold=strict[-1].name),
-        on_missing=on_missing,
-        default=default_suspicion_score,
-        role=recompute_role,
-    )
+        loaded, source=source, check_model=check_model, tokenizer=tokenizer, roles=roles,
+        on_missing=on_missing, threshold=strict[-1].name,
+    )  # fmt: skip
+    suspicion = Suspicion.of(reader, unit="threshold", threshold=strict[-1].name)
+    return _monitor(reader, suspicion, default=default_suspicion_score)
 
 
-def _monitor(
-    reader: ProbeReader, suspicion: Suspicion, *, on_missing: OnMissing, default: float, role: str
-) -> Agent:
+def _monitor(reader: ProbeReader, suspicion: Suspicion, *, default: float) -> Agent:
     async def impl(state: AgentState, tools: list[Tool]) -> AgentState:
         last = get_last_assistant_message(state.messages)
         # Without a capture the output still has the token ids to recompute from.
-        output = state.output if on_missing == "recompute" else None
-        if on_missing == "default" and call_of(last) is None:
-            response = _without(default, "Nothing was captured while this message was written.")
-        else:
-            model = get_model(role=role) if on_missing == "recompute" else None
-            reading = await read_message(reader, last, output=output, model=model)
-            response = (
-                _without(default, "The message has no token that the probe reads.")
-                if reading is None
-                else _response(reading, suspicion)
-            )
+        reading = await read_message(reader, last, output=state.output)
+        response = _response(reading, suspicion, default)
         last.metadata = (last.metadata or {}) | response.model_dump()
         return state
 
     return impl
 
 
-def _response(reading: Reading, suspicion: Suspicion) -> MonitorResponse:
-    return MonitorResponse(suspicion_score=suspicion(reading.value), reason=reading.explain())
-
-
-def _without(score: float, reason: str) -> MonitorResponse:
-    return MonitorResponse(suspicion_score=score, reason=reason, score_parsed=False)
+def _response(reading: Reading | None, suspicion: Suspicion, default: float) -> MonitorResponse:
+    if reading is not None:
+        return MonitorResponse(suspicion_score=suspicion(reading.value), reason=reading.explain())
+    reason = "Nothing of this message was read: no token, another role, or nothing captured."
+    return MonitorResponse(suspicion_score=default, reason=reason, score_parsed=False)

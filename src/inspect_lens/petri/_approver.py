@@ -25,6 +25,7 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, read_call
 from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import rates
+from inspect_lens.spec import Positions
 
 __all__ = ["eval_awareness_approver"]
 
@@ -36,11 +37,13 @@ def eval_awareness_approver(
     probe: str | Path | AnyProbe,
     threshold: float | str | None = None,
     layer: int | None = None,
+    positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
     model: str | Model | None = None,
     max_tokens: int = 32,
     check_model: bool = True,
+    tokenizer: str | None = None,
 ) -> Approver:
     """Probe the target on each message before it is sent, and refuse what looks like a test.
 
@@ -54,12 +57,19 @@ def eval_awareness_approver(
         probe: a probe for awareness of being tested: name, path, `hf://` address, or a probe.
         threshold: score above which a message is rejected: a number, or an operating point of the
             card such as `fpr=0.05`; that of the card by default.
-        layer: one of the probe's layers.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
         model: instead of the role `target`; a `vllm-lens/` model.
         max_tokens: of the answer that is thrown away; a probe that reads only the prompt needs 1.
         check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
 
     Returns:
         The approver. Calls that put no text before the target are approved.
@@ -85,14 +95,9 @@ def eval_awareness_approver(
         ```
     """
     reader = ProbeReader.of(
-        probe,
-        layer=layer,
-        pool=pool,
-        selection=selection,
-        source="captured",
-        check_model=check_model,
-        threshold=threshold,
-    )
+        probe, layer=layer, positions=positions, pool=pool, selection=selection,
+        source="captured", check_model=check_model, tokenizer=tokenizer, threshold=threshold,
+    )  # fmt: skip
     cut = cut_of(reader, threshold)
 
     async def approve(

@@ -14,6 +14,7 @@ from inspect_lens._ask import oracle_capture
 from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.model._host import PrerequisiteError, init_model_roles
 from inspect_lens.probe import AnyProbe, load_probe
+from inspect_lens.spec import Positions
 
 from ._target import lens_target_agent
 from ._tools import ask_activation_oracle, read_probe, steer_target
@@ -32,6 +33,10 @@ def lens_audit_solver(
     max_turns: int = 30,
     compaction: bool | int | float = True,
     check_model: bool = True,
+    positions: Positions | list[int] | None = None,
+    pool: str | None = None,
+    selection: str | None = None,
+    tokenizer: str | None = None,
     judged: bool = False,
 ) -> Solver:
     """Run Petri's audit with an auditor that can read and steer the target's activations.
@@ -46,12 +51,21 @@ def lens_audit_solver(
             target then captures the layer that the oracle reads. None leaves the tool out.
         vectors: by name, as for `steer_target`; None leaves the tool out, and an empty mapping
             has those that a sample names under `lens_vectors`.
-        layer: as for `read_probe`.
+        layer: one of the probe's layers; all of them, averaged, by default.
         threshold: as for `read_probe`.
         target_tools: as for Petri's `audit`: `none` for a target that cannot call tools.
         max_turns: as for Petri's `audit`.
         compaction: as for Petri's `audit`.
-        check_model: as for `read_probe`.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
         judged: a scorer of the task asks the role `judge`, so that an audit without one is
             refused before it begins.
 
@@ -84,7 +98,11 @@ def lens_audit_solver(
     """
     for vector in (vectors or {}).values():
         as_steering(vector, 1.0)  # refuse a wrong name before any sample
-    tools = [read_probe(probe, layer=layer, threshold=threshold, check_model=check_model)]
+    read = read_probe(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection,
+        check_model=check_model, tokenizer=tokenizer, threshold=threshold,
+    )  # fmt: skip
+    tools = [read]
     if oracle is not None:
         tools.append(ask_activation_oracle(oracle))
     if vectors is not None:

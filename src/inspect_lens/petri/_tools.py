@@ -15,7 +15,7 @@ from inspect_lens.errors import LensError
 from inspect_lens.model import activations_for
 from inspect_lens.model.request._advice import role_advice
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader, Reading, read_message
+from inspect_lens.reading import ProbeReader, Reading, Source, read_message
 from inspect_lens.spec import Positions
 
 from ._steering import STEER, steering
@@ -33,7 +33,9 @@ def read_probe(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
+    source: Source = "auto",
     check_model: bool = True,
+    tokenizer: str | None = None,
     threshold: str | None = None,
 ) -> Tool:
     """Tool that tells a Petri auditor the probe score of a turn of the target.
@@ -41,11 +43,20 @@ def read_probe(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe. By name, so that the log
             can say which.
-        layer: as for `probe_score`.
-        positions: as for `probe_score`.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
-        check_model: as for `probe_score`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
         threshold: as for `probe_score`.
 
     Returns:
@@ -74,14 +85,9 @@ def read_probe(
         ```
     """
     reader = ProbeReader.of(
-        probe,
-        layer=layer,
-        positions=positions,
-        pool=pool,
-        selection=selection,
-        check_model=check_model,
-        threshold=threshold,
-    )
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, threshold=threshold,
+    )  # fmt: skip
 
     async def execute(message_id: str | None = None) -> str:
         """Read a probe of the target's internal state while it wrote one of its replies.

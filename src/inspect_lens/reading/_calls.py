@@ -1,39 +1,69 @@
-"""Which calls of a sample a scorer reads: the last one, or all, and every choice of each."""
+"""The calls of a sample in order, and which of them are read: the one place for roles and `over`.
+
+Everything that scores a sample takes its calls from `CallSelection`: scorers, monitors, columns,
+scanners. What is given one message finds its call, and so its role, in `find_turn`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from inspect_ai.event import Event, SampleLimitEvent
-from inspect_ai.log import transcript
+from inspect_ai.event import Event, ModelEvent, SampleLimitEvent, SpanBeginEvent, SpanEndEvent
+from inspect_ai.log import EvalSample, transcript
 from inspect_ai.model import Model, ModelOutput, model_roles
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import activations
+from inspect_lens.errors import NotCapturedError, SpecError
+from inspect_lens.model import activations, probe_scores, receipt
+from inspect_lens.model.from_logs._given import given_output
+from inspect_lens.model.request._instrument import is_instrument_call
 
+from ._aside import Aside
 from ._given import WITHHELD, is_withheld
-from ._reader import ProbeReader
-from ._reading import Reading
-from ._rows import has_nothing_to_read
-from ._turns import Turn, read_turns
+from ._rows import has_nothing_to_read, read_token_ids
 
 __all__ = [
-    "CallReading",
+    "CallSelection",
     "Calls",
+    "OnMissing",
     "Over",
-    "calls_to_read",
-    "check_over",
-    "each_choice",
-    "read_calls",
-    "read_each",
+    "Turn",
+    "find_turn",
+    "model_of",
+    "read_turns",
 ]
 
-T = TypeVar("T")
 Over = Literal["last", "all"]
 """Which calls of a sample are read: that of its answer, or every one of its model."""
+OnMissing = Literal["error", "skip"]
+"""What happens where the activations of a call are not there: the sample fails, or the call is
+treated as one without a token to read."""
+
+_PROVIDERS: Final = frozenset({"vllm-lens", "lens"})
+
+
+class Turn(NamedTuple):
+    """One call that wrote an assistant message."""
+
+    number: int
+    """0-based, in the order of the calls."""
+    message_id: str | None
+    output: ModelOutput
+    role: str | None
+    """Model role of the call; None for the model of the eval."""
+    model: str
+    """That made the call, as Inspect names it, such as `vllm-lens/organism/checkpoint`."""
+    choice: int = 0
+    """0-based, where a call has several answers and each is read by itself."""
+
+    @property
+    def has_lens(self) -> bool:
+        """Whether a model of this package made the call, or something was captured in it."""
+        if self.model.partition("/")[0] in _PROVIDERS or receipt(self.output) is not None:
+            return True
+        return activations(self.output) is not None or probe_scores(self.output) is not None
 
 
 class Calls(NamedTuple):
@@ -43,202 +73,300 @@ class Calls(NamedTuple):
         ```python
         from inspect_lens.reading import Calls
 
-        assert Calls([], n_turns=0, ended_by=None).ended_by is None  # nothing ended the sample
+        assert Calls([]).ended_by is None  # nothing ended the sample
         ```
     """
 
     turns: list[Turn]
     """In their order; each has one choice."""
-    n_turns: int
-    """Calls of the sample's model, read or not."""
-    ended_by: str | None
+    n_turns: int = 0
+    """Calls of the same model or roles, read or not."""
+    roles: tuple[str, ...] = ()
+    """Model roles of these calls; empty for the model of the eval."""
+    ended_by: str | None = None
     """`probe_gate`, or the type of the limit that ended the sample before it had an answer, such
     as `operator` for a monitor's; its last call is read then. None for a sample with an answer."""
 
 
-class CallReading(NamedTuple):
-    """Reading of a probe on one of several calls, with the call that it belongs to.
+@dataclass(frozen=True)
+class CallSelection:
+    """Which calls of a sample are read.
+
+    Without `roles` these are the calls of the eval's model. Where none of them has a lens and
+    those of one role do, as with `--model-role target=vllm-lens/…`, the calls of that role are
+    read; with several such roles one has to be named.
 
     Example:
         ```python
         from inspect_ai.log import read_eval_log
 
-        from inspect_lens.model import read_activations
-        from inspect_lens.reading import CallReading, ProbeReader, read_turns
+        from inspect_lens.reading import CallSelection
+
+        sample = read_eval_log("logs/honesty.eval").samples[0]
+        (turn,) = CallSelection.of(over="all").of_sample(sample).turns
+        assert turn.message_id == sample.output.message.id
+        ```
+    """
+
+    over: Over = "last"
+    roles: tuple[str, ...] | None = None
+    on_missing: OnMissing = "error"
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        over: Over = "last",
+        roles: Sequence[str] | None = None,
+        on_missing: OnMissing = "error",
+    ) -> Self:
+        """Check the choices of a user.
+
+        Args:
+            over: `last` reads the call of the sample's answer, or the last one of `roles`; `all`
+                reads every call, each choice by itself.
+            roles: model roles whose calls are read instead of those of the eval's model.
+            on_missing: `error`, or `skip` for calls whose activations are not there.
+
+        Returns:
+            The selection.
+
+        Raises:
+            SpecError: one of them does not exist.
+        """
+        if over not in get_args(Over):
+            raise SpecError(
+                f"over={over!r}; allowed are {', '.join(get_args(Over))}; 'last' reads the call of "
+                "the sample's answer, 'all' every call of its model, or of roles="
+            )
+        if on_missing not in get_args(OnMissing):
+            raise SpecError(
+                f"on_missing={on_missing!r}; allowed are {', '.join(get_args(OnMissing))}"
+            )
+        if isinstance(roles, str) or (roles is not None and not roles):
+            raise SpecError(f"roles={roles!r}; allowed is a list of model roles, or nothing")
+        return cls(over, None if roles is None else tuple(roles), on_missing)
+
+    def of_state(self, state: TaskState) -> Calls:
+        """The calls of the sample that is being scored; its transcript is that of this task.
+
+        Args:
+            state: of the sample.
+
+        Returns:
+            The calls; none where the model made no call. A sample that a monitor, a gate or another
+            limit ended has no answer of its own, and its last call stands for one.
+
+        Raises:
+            NotCapturedError: the wanted roles made no call, or only roles that were not asked for.
+            SpecError: several roles have a lens and none was named, a role that the eval does not
+                have, or several choices with `over="last"`.
+        """
+        known = tuple(model_roles())
+        return self.select(transcript().events, state.output, str(state.model), known=known)
+
+    def of_sample(self, sample: EvalSample) -> Calls:
+        """The calls of a sample out of a log; otherwise as `of_state`.
+
+        Args:
+            sample: with its events.
+
+        Returns:
+            The calls.
+
+        Raises:
+            NotCapturedError: as for `of_state`.
+            SpecError: as for `of_state`.
+        """
+        return self.select(sample.events, sample.output, None)
+
+    def select(
+        self,
+        events: Sequence[Event],
+        output: ModelOutput | None,
+        model: str | None,
+        *,
+        known: Sequence[str] = (),
+    ) -> Calls:
+        """The calls among events; `model` is the eval's, or None where it is not known."""
+        turns = read_turns(events)
+        ended = answer = None
+        if output is not None and has_nothing_to_read(output):
+            ended = _ended_by(output, events)
+        elif output is not None:
+            answer = _answer(output, turns, model)
+        try:
+            found = self._chosen(turns, answer, model, known)
+        except NotCapturedError:
+            if self.on_missing == "error":
+                raise
+            return Calls([], ended_by=ended)
+        if self.over == "last" and found:
+            stopped = (output.metadata or {}).get(WITHHELD) if output is not None else None
+            wanted = answer.message_id if answer is not None else stopped
+            last = next((turn for turn in found if turn.message_id == wanted), found[-1])
+            _require_one_choice(last)
+            return Calls([last], len(found), _roles_of(found), ended)
+        one_by_one = [one for turn in found for one in _each_choice(turn)]
+        return Calls(one_by_one, len(found), _roles_of(found), ended)
+
+    def _chosen(
+        self, turns: list[Turn], answer: Turn | None, model: str | None, known: Sequence[str]
+    ) -> list[Turn]:
+        """Every call of the model or the roles that are read, numbered anew."""
+        if answer is not None:
+            turns = [answer if one.message_id == answer.message_id else one for one in turns]
+        if self.roles is not None:
+            found = [turn for turn in turns if turn.role in self.roles]
+            if not found and turns and not set(self.roles) & set(known):
+                raise NotCapturedError(
+                    f"roles={list(self.roles)}: {_who(turns, model)}; name a role that did"
+                )
+            return _numbered(found)
+        own = [turn for turn in turns if _is_own(turn, model)]
+        is_call = answer is not None and answer.message_id in {turn.message_id for turn in turns}
+        if self.over == "last" and answer is not None and is_call and answer.has_lens:
+            return _numbered(turn for turn in turns if _is_like(turn, answer))
+        others = dict.fromkeys(turn.role for turn in turns if turn.has_lens and turn not in own)
+        if len(others) == 1 and None not in others and not any(turn.has_lens for turn in own):
+            return _numbered(turn for turn in turns if turn.role in others)
+        if answer is not None and not is_call and (self.over == "last" or not turns):
+            return _numbered([*own, answer])  # nobody called a model for it
+        if others and not any(turn.has_lens for turn in own):
+            raise SpecError(f"roles: {_who(turns, model)}; pass roles= with those to read")
+        if turns and not own:
+            raise NotCapturedError(
+                f"activations: {_who(turns, model)}, and nothing was captured in any of them; run "
+                "the model to read as vllm-lens/… with -M capture=…, or in its role"
+            )
+        return _numbered(own)
+
+
+def read_turns(
+    events: Iterable[Event], *, model: str | None = None, roles: Sequence[str] | None = None
+) -> list[Turn]:
+    """List the calls that wrote an assistant message; those of scorers and oracles are left out.
+
+    Calls that failed, and were tried again, wrote none. What `read_given` read is a turn as well,
+    of the model that read it. Generations that were only compared are no turns: steered cells of
+    a sweep, the other sides of `contrastive_pairs`, and attempts that a gate did not keep.
+
+    Args:
+        events: of a sample, live (`transcript().events`) or out of a log.
+        model: name of the model whose calls are wanted, such as `str(state.model)`; calls in a
+            role are then left out unless the role is listed. None takes every model.
+        roles: model roles whose calls are wanted too, or alone when `model` is None.
+
+    Returns:
+        The turns.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.reading import read_turns
 
         sample = read_eval_log("logs/honesty.eval").samples[0]
         (turn,) = read_turns(sample.events)
-        handle = read_activations(sample)[0].activations
-        reading = ProbeReader.of("organism/deception-lr").read_captured(handle)
-        print(CallReading(turn, reading).turn.number)
+        assert turn.output.completion == sample.output.completion
         ```
     """
+    found: list[Turn] = []
+    scorers: set[str] = set()
+    events = list(events)
+    aside = Aside.of(events)
+    for event in events:
+        if isinstance(event, SpanBeginEvent) and event.type in ("scorer", "scorers"):
+            scorers.add(event.id)
+        elif isinstance(event, SpanEndEvent):
+            scorers.discard(event.id)
+        elif scorers:
+            continue
+        elif isinstance(event, ModelEvent):
+            output = event.output
+            if event.error is not None or not output.choices or is_instrument_call(event.input):
+                continue
+            message_id = output.message.id
+            if not aside.has(event, message_id):
+                found.append(Turn(0, message_id, output, event.role, event.model))
+        elif (given := given_output(event)) is not None:
+            # Read by the model that reads; it plays no role.
+            found.append(Turn(0, given.message.id, given, None, given.model))
+    wanted = [
+        turn
+        for turn in found
+        if (model is None and roles is None)
+        or (roles is not None and turn.role in roles)
+        or (model is not None and _is_own(turn, model))
+    ]
+    return _numbered(wanted)
 
-    turn: Turn
-    reading: Reading
+
+def find_turn(message_id: str | None) -> Turn | None:
+    """The call that wrote a message, in the transcript of this task; None where none is known."""
+    if message_id is None:
+        return None
+    for event in reversed(transcript().events):
+        if isinstance(event, ModelEvent) and event.output.choices:
+            for index, choice in enumerate(event.output.choices):
+                if choice.message.id == message_id:
+                    return Turn(0, message_id, event.output, event.role, event.model, index)
+    return None
 
 
-def check_over(over: str) -> None:
-    """Raise an error for a value of `over` that does not exist.
+def model_of(turn: Turn) -> Model | None:
+    """The model of the turn's role, if it is the one that made the call; None without a role."""
+    found = model_roles().get(turn.role) if turn.role else None
+    models = found if isinstance(found, list) else [found]
+    return next((model for model in models if str(model) == turn.model), None)
 
-    Args:
-        over: as a user wrote it.
 
-    Raises:
-        SpecError: it is none of them.
+def _is_own(turn: Turn, model: str | None) -> bool:
+    return turn.role is None and model in (None, turn.model)
 
-    Example:
-        ```python
-        from inspect_lens.reading import check_over
 
-        check_over("all")
-        ```
-    """
-    if over not in get_args(Over):
+def _is_like(turn: Turn, answer: Turn) -> bool:
+    """Whether two calls are of one role, or of one model without a role."""
+    return turn.role == answer.role and (turn.role is not None or turn.model == answer.model)
+
+
+def _numbered(turns: Iterable[Turn]) -> list[Turn]:
+    return [turn._replace(number=number) for number, turn in enumerate(turns)]
+
+
+def _roles_of(turns: Iterable[Turn]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(turn.role for turn in turns if turn.role is not None))
+
+
+def _who(turns: Sequence[Turn], model: str | None) -> str:
+    """Who made the calls of a sample, in words."""
+    made = dict.fromkeys(
+        f"{turn.model} in the role {turn.role!r}" if turn.role else turn.model for turn in turns
+    )
+    whose = "the model of this eval" if model is None else f"{model}, the model of this eval,"
+    own = any(_is_own(turn, model) for turn in turns)
+    made_none = "" if own else f"{whose} made no call of this sample; "
+    return f"{made_none}its calls were made by {', '.join(made)}"
+
+
+def _answer(output: ModelOutput, turns: Sequence[Turn], model: str | None) -> Turn:
+    """The call of the sample's answer; one that is in no event is the eval's model's."""
+    message_id = output.message.id if output.choices else None
+    known = next((turn for turn in turns if turn.message_id == message_id), None)
+    if known is not None:
+        # What stands in the state may know more, as a log has no token ids, or nothing at all.
+        knows = activations(output) is not None or read_token_ids(output) is not None
+        return known._replace(output=output) if knows or not known.has_lens else known
+    return Turn(len(turns), message_id, output, None, model or output.model)
+
+
+def _require_one_choice(turn: Turn) -> None:
+    if len(turn.output.choices) > 1:
         raise SpecError(
-            f"over={over!r}; allowed are {', '.join(get_args(Over))}; 'last' reads the call of the "
-            "sample's answer, 'all' every call of its model"
-        )
-
-
-def calls_to_read(state: TaskState, over: Over = "last") -> Calls:
-    """Find the calls of a sample that a scorer reads.
-
-    A sample that a monitor, a gate or another limit ended has no answer of its own. Its last call
-    stands for one, so that the sample stays in the metrics.
-
-    Args:
-        state: of the sample; its transcript is that of this task.
-        over: `last` for the call that wrote the sample's answer, `all` for every call that the
-            eval's model made, each choice of a call by itself.
-
-    Returns:
-        The calls; none where the model made no call.
-
-    Raises:
-        SpecError: `last`, and the call has several choices.
-
-    Example:
-        ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-        from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
-        from inspect_ai.solver import TaskState
-
-        from inspect_lens.reading import calls_to_read
-
-
-        @scorer(metrics=[mean()])
-        def calls_made() -> Scorer:
-            async def count(state: TaskState, target: Target) -> Score:
-                return Score(value=len(calls_to_read(state, "all").turns))
-
-            return count
-
-
-        log = score(read_eval_log("logs/honesty.eval"), calls_made(), action="overwrite")
-        assert log.samples[0].scores["calls_made"].value == 1
-        ```
-    """
-    events = transcript().events
-    turns = read_turns(events, model=str(state.model))
-    ended = _ended_by(state.output, events) if has_nothing_to_read(state.output) else None
-    answer = _answer(state, turns)
-    if over == "all":
-        found = turns or ([] if answer is None else [answer])
-        return Calls([one for turn in found for one in each_choice(turn)], len(turns), ended)
-    if answer is None:
-        return Calls([], len(turns), ended)
-    if len(answer.output.choices) > 1:
-        raise SpecError(
-            f"num_choices={len(answer.output.choices)}: the call has several answers, and "
+            f"num_choices={len(turn.output.choices)}: the call has several answers, and "
             "over='last' would read the first alone; allowed is over='all', which reads each "
             "choice and says which has the largest value, or num_choices=1"
         )
-    return Calls([answer], len(turns), ended)
-
-
-async def read_calls(reader: ProbeReader, turns: Sequence[Turn]) -> list[CallReading]:
-    """Read a probe on several model calls.
-
-    A call in a role is compared with the card by the model that made it, and is fed again to the
-    model of that role alone, if it is still the one that made it.
-
-    Args:
-        reader: the probe and what it reads.
-        turns: of a sample.
-
-    Returns:
-        The readings; calls without a token to read are left out.
-
-    Raises:
-        ArtifactError: what the probe reads is missing in a call; the message names the turn.
-
-    Example:
-        ```python
-        import anyio
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.reading import ProbeReader, read_calls, read_turns
-
-        reader = ProbeReader.of("organism/deception-lr", source="captured")
-        sample = read_eval_log("logs/honesty.eval").samples[0]
-        (found,) = anyio.run(read_calls, reader, read_turns(sample.events))
-        assert found.turn.number == 0
-        ```
-    """
-
-    async def read(turn: Turn, model: Model | None, only_captured: bool) -> Reading | None:
-        reads = replace(reader, source="captured") if only_captured else reader
-        name = turn.model.partition("/")[2]
-        return await reads.read(turn.output, model_name=name, model=model)
-
-    return [CallReading(turn, reading) for turn, reading in await read_each(read, turns)]
-
-
-async def read_each(
-    read: Callable[[Turn, Model | None, bool], Awaitable[T | None]], turns: Sequence[Turn]
-) -> list[tuple[Turn, T]]:
-    """Read calls one after the other, whatever reads them.
-
-    Args:
-        read: takes a call, the model of its role, and whether only what was captured may be read,
-            as the model of the role is not the one that made the call.
-        turns: of a sample.
-
-    Returns:
-        What was read, each with its call; calls without a token to read are left out.
-
-    Raises:
-        ArtifactError: what is read is missing in a call; the message names the turn.
-    """
-    found = []
-    for turn in turns:
-        model = _model_of(turn)
-        try:
-            reading = await read(turn, model, bool(turn.role) and model is None)
-        except ArtifactError as error:
-            if len(turns) == 1:
-                raise
-            raise ArtifactError(f"turn {turn.number} ({turn.message_id}): {error}") from None
-        if reading is not None:
-            found.append((turn, reading))
-    return found
-
-
-def _answer(state: TaskState, turns: Sequence[Turn]) -> Turn | None:
-    """The call of the sample's answer; the last one of a sample that was ended without one."""
-    output = state.output
-    if not has_nothing_to_read(output):
-        message_id = output.message.id if output.choices else None
-        known = next((turn for turn in turns if turn.message_id == message_id), None)
-        if known is not None:
-            # What stands in the state knows more: an event of a log has no token ids.
-            return known._replace(output=output)
-        return Turn(len(turns), message_id, output, None, str(state.model))
-    withheld = (output.metadata or {}).get(WITHHELD)
-    stopped = next((turn for turn in turns if turn.message_id == withheld), None)
-    return stopped or (turns[-1] if turns else None)
 
 
 def _ended_by(output: ModelOutput, events: Sequence[Event]) -> str | None:
@@ -248,7 +376,7 @@ def _ended_by(output: ModelOutput, events: Sequence[Event]) -> str | None:
     return limits[-1] if limits else None
 
 
-def each_choice(turn: Turn) -> list[Turn]:
+def _each_choice(turn: Turn) -> list[Turn]:
     """Each choice of a call as an output of its own."""
     output = turn.output
     if len(output.choices) < 2:
@@ -265,10 +393,3 @@ def each_choice(turn: Turn) -> list[Turn]:
         only = output.model_copy(update={"choices": [choice], "metadata": shared | own})
         made.append(turn._replace(message_id=choice.message.id, output=only, choice=index))
     return made
-
-
-def _model_of(turn: Turn) -> Model | None:
-    """The model of the turn's role, if it is the one that made the call; None without a role."""
-    found = model_roles().get(turn.role) if turn.role else None
-    models = found if isinstance(found, list) else [found]
-    return next((model for model in models if str(model) == turn.model), None)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING
 
-import numpy as np
 from inspect_ai.log import EvalSample
 
-from inspect_lens.errors import SpecError
 from inspect_lens.model import read_activations
 from inspect_lens.probe import AnyProbe
 from inspect_lens.spec import Positions
 
+from ._calls import OnMissing, Over
 from ._reader import ProbeReader
+from ._samples import Combine, combining, read_sample_captured
 
 if TYPE_CHECKING:
     from inspect_ai.analysis import SampleColumn
 
 __all__ = ["captured_calls_column", "lens_column"]
-
-Over = Literal["last", "first", "max", "mean"]
-
-_OVER: Final[dict[str, Callable[[Sequence[float]], float]]] = {
-    "last": lambda values: values[-1],
-    "first": lambda values: values[0],
-    "max": max,
-    "mean": lambda values: float(np.mean(values)),
-}
 
 
 def lens_column(
@@ -40,8 +31,11 @@ def lens_column(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
-    over: Over = "last",
     tokenizer: str | None = None,
+    over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+    combine: Combine = "max",
 ) -> SampleColumn:
     """A column with a probe's value per sample, computed from captured activations.
 
@@ -50,20 +44,29 @@ def lens_column(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe.
         name: of the column; the last part of the probe's name by default.
-        layer: one of the probe's layers.
-        positions: tokens to read.
-        pool: token aggregation within a call.
-        selection: as for `probe_score`.
-        over: which calls of a sample count: the `last`, the `first`, the `max` or the `mean` over
-            all captured calls with a token to read.
-        tokenizer: folder or name of the tokenizer that tells sentences, for the pool
-            `sentence_mean_max`; that of the sample's model, else of the card's, by default.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        combine: `max` or `mean` of the calls is the value.
 
     Returns:
-        The column; missing where a sample has no captured call with a token to read.
+        The column; missing where a sample has no call with a token to read.
 
     Raises:
-        ArtifactError: no such probe; while reading, layers or tokens that were not captured.
+        ArtifactError: no such probe; while reading, a call whose activations are not there.
         SpecError: an argument is wrong.
         ImportError: there is no pandas.
 
@@ -80,15 +83,14 @@ def lens_column(
     """
     from inspect_ai.analysis import SampleColumn
 
-    if over not in get_args(Over):
-        raise SpecError(f"over={over!r}; allowed are {', '.join(get_args(Over))}")
+    combining(combine)
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
-        source="captured", check_model=False, tokenizer=tokenizer,
+        source="captured", check_model=False, tokenizer=tokenizer, over=over, roles=roles,
+        on_missing=on_missing,
     )  # fmt: skip
-
     title = name or reader.probe.name.rpartition("/")[2]
-    return SampleColumn(title, path=_Value(reader, over), full=True)
+    return SampleColumn(title, path=_Value(reader, combine), full=True)
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,11 @@ class _Value:
     """The path of a column; an object, as `parallel=True` pickles it."""
 
     reader: ProbeReader
-    over: Over
+    combine: Combine
 
     def __call__(self, sample: EvalSample) -> float | None:
-        readings = [self.reader.read_captured(c.activations) for c in read_activations(sample)]
-        values = [reading.value for reading in readings if reading is not None]
-        return _OVER[self.over](values) if values else None
+        values = [one.reading.value for one in read_sample_captured(self.reader, sample).read]
+        return combining(self.combine)(values) if values else None
 
 
 def captured_calls_column(name: str = "captured_calls") -> SampleColumn:

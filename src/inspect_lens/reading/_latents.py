@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 from inspect_ai.model import Model, ModelOutput
@@ -20,16 +20,15 @@ from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import Positions, Site, parse_positions
 
 from ._call_texts import CallTexts
-from ._calls import read_each
+from ._calls import CallSelection, OnMissing, Over
 from ._reading import SAID
 from ._rows import Rows, Source, captured_rows, read_rows
 from ._selection import Selector, positions_for, select_rows
 from ._sentences import Sentences
 from ._threads import in_thread
 from ._token_scores import TokenScores
-from ._turns import Turn
 
-__all__ = ["LatentCall", "LatentReader", "LatentReading", "read_latents"]
+__all__ = ["LatentReader", "LatentReading"]
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,6 @@ class LatentReading:
         )  # fmt: skip
 
 
-class LatentCall(NamedTuple):
-    """Reading of a latent, with the call that it belongs to."""
-
-    turn: Turn
-    reading: LatentReading
-
-
 @dataclass(frozen=True)
 class LatentReader:
     """Latents of a sparse autoencoder, the tokens that are read, and how they become one number.
@@ -155,6 +147,8 @@ class LatentReader:
     selection: str = ""
     """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
     tokenizer: str | None = None
+    calls: CallSelection = field(default_factory=CallSelection)
+    """Which calls of a sample are read."""
 
     @classmethod
     def of(
@@ -170,6 +164,9 @@ class LatentReader:
         source: Source = "auto",
         tokenizer: str | None = None,
         norm_scale: float | None = None,
+        over: Over = "last",
+        roles: Sequence[str] | None = None,
+        on_missing: OnMissing = "error",
     ) -> Self:
         """Load an autoencoder and settle what is read.
 
@@ -186,6 +183,9 @@ class LatentReader:
             source: as for `ProbeReader.of`; scores of the engine take no part.
             tokenizer: as for `ProbeReader.of`.
             norm_scale: as in `read_sae`; of a path only.
+            over: which calls of a sample are read, as `CallSelection.of` takes it.
+            roles: likewise.
+            on_missing: likewise.
 
         Returns:
             The reader.
@@ -207,7 +207,8 @@ class LatentReader:
         holds = positions_for(selection) if selection else "completion"
         read = holds if positions is None else parse_positions(positions, field="positions")
         rule = str(parse_pool(pool))
-        return cls(encoder, named, at, where, read, rule, source, selection, tokenizer)
+        calls = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
+        return cls(encoder, named, at, where, read, rule, source, selection, tokenizer, calls)
 
     async def read(
         self,
@@ -271,52 +272,6 @@ class LatentReader:
     @cached_property
     def _texts(self) -> CallTexts:
         return CallTexts(self.tokenizer)
-
-
-async def read_latents(reader: LatentReader, turns: Sequence[Turn]) -> dict[str, list[LatentCall]]:
-    """Read latents in calls, one after the other.
-
-    Args:
-        reader: the latents and the tokens that are read.
-        turns: of a sample.
-
-    Returns:
-        The readings by the name of the latent; calls without a token to read are left out.
-
-    Raises:
-        ArtifactError: what is read is missing in a call; the message names the turn.
-        SpecError: the rows have another width than the autoencoder reads.
-
-    Example:
-        ```python
-        import anyio
-        import numpy as np
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.reading import LatentReader, read_latents, read_turns
-        from inspect_lens.sae import SparseEncoder
-
-        eye = np.eye(256, dtype=np.float32)
-        encoder = SparseEncoder(weight=eye, bias=np.zeros(256, np.float32))
-        reader = LatentReader.of(encoder, [7], layer=4, source="captured")
-        sample = read_eval_log("logs/honesty.eval").samples[0]
-        (found,) = anyio.run(read_latents, reader, read_turns(sample.events))["latent_7"]
-        assert found.turn.number == 0
-        ```
-    """
-
-    async def read(
-        turn: Turn, model: Model | None, only_captured: bool
-    ) -> tuple[LatentReading, ...] | None:
-        reads = replace(reader, source="captured") if only_captured else reader
-        name = turn.model.partition("/")[2]
-        return await reads.read(turn.output, model_name=name, model=model)
-
-    found = await read_each(read, turns)
-    return {
-        name: [LatentCall(turn, each[i]) for turn, each in found]
-        for i, name in enumerate(reader.latents)
-    }
 
 
 def _named(latents: int | Sequence[int] | Mapping[str, int], n: int) -> dict[str, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from inspect_ai.model import ChatMessage, Model, ModelOutput
 
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import NotCapturedError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations_for, probe_scores_for
 from inspect_lens.model.request._advice import capture_advice
 
+from ._calls import find_turn, model_of
 from ._reader import ProbeReader
 from ._reading import Reading
 from ._threads import in_thread
@@ -114,17 +117,21 @@ async def read_message(
 ) -> Reading | None:
     """Apply a probe to the call that wrote a message.
 
+    A call in a role is fed again to the model of that role alone, if it is still the one that made
+    it. A call of a role that is not among the reader's `roles` is not read.
+
     Args:
         reader: the probe and what it reads.
         message: assistant message, or its id.
         output: as for `call_of`.
-        model: that recomputes; the active one by default.
+        model: that recomputes; by default that of the call's role, or the active one.
 
     Returns:
-        The reading, or None when the selection has no token in this call.
+        The reading, or None when the selection has no token in this call, when the call is of
+        another role, or with `on_missing="skip"` when its activations are not there.
 
     Raises:
-        ArtifactError: nothing is known of the call, or not what the probe reads.
+        NotCapturedError: nothing is known of the call, or not what the probe reads.
         UnsupportedError: the model cannot recompute.
 
     Example:
@@ -148,13 +155,26 @@ async def read_message(
         anyio.run(main)
         ```
     """
+    message_id = message if isinstance(message, str) else message.id
+    turn = find_turn(message_id)
+    wanted = reader.calls.roles
+    if wanted is not None and (turn is None or turn.role not in wanted):
+        return None
+    if model is None and turn is not None and turn.role is not None:
+        model = model_of(turn)
+        if model is None:
+            reader = replace(reader, source="captured")
     call = call_of(message, output)
-    if call is None:
-        message_id = message if isinstance(message, str) else message.id
-        layers = list(reader.probe.layers)
-        raise ArtifactError(
-            f"message {message_id}: no activations are known of the call that wrote it; the probe "
-            f"needs layers {layers}: {capture_advice(layers)}, or set INSPECT_LENS_CAPTURE, which "
-            "reaches every model"
-        )
-    return await read_call(reader, call, model=model)
+    try:
+        if call is None:
+            layers = list(reader.probe.layers)
+            raise NotCapturedError(
+                f"message {message_id}: no activations are known of the call that wrote it; the "
+                f"probe needs layers {layers}: {capture_advice(layers)}, or set "
+                "INSPECT_LENS_CAPTURE, which reaches every model"
+            )
+        return await read_call(reader, call, model=model)
+    except (NotCapturedError, UnsupportedError):
+        if reader.calls.on_missing == "error":
+            raise
+        return None

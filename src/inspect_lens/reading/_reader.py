@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from inspect_lens.probe import (
 from inspect_lens.spec import Positions, parse_positions
 
 from ._call_texts import CallTexts
+from ._calls import CallSelection, OnMissing, Over
 from ._cut import Cut, acting_point
 from ._reading import Reading
 from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
@@ -80,6 +81,8 @@ class ProbeReader:
     """Tells sentences and selections; None is that of the model."""
     selection: str = ""
     """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
+    calls: CallSelection = field(default_factory=CallSelection)
+    """Which calls of a sample are read."""
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
     _others: set[str] = field(default_factory=set, repr=False, compare=False)
     """Names of models that are known not to be the card's."""
@@ -97,6 +100,9 @@ class ProbeReader:
         tokenizer: str | None = None,
         selection: str | None = None,
         threshold: Cut = None,
+        over: Over = "last",
+        roles: Sequence[str] | None = None,
+        on_missing: OnMissing = "error",
     ) -> Self:
         """Load a probe and settle how it reads.
 
@@ -118,6 +124,9 @@ class ProbeReader:
                 positions are by default those that hold it.
             threshold: an operating point of the card, such as `fpr=0.05`; its first by default.
                 A number that is no point of the card changes nothing here.
+            over: which calls of a sample are read, as `CallSelection.of` takes it.
+            roles: likewise.
+            on_missing: likewise.
 
         Returns:
             The reader.
@@ -148,7 +157,10 @@ class ProbeReader:
         as_calibrated = (loaded.layers, read, rule, chosen) == card
         point = acting_point(loaded, threshold, as_calibrated=as_calibrated)
         calibration = loaded.card.calibration if as_calibrated else None
-        return cls(loaded, read, rule, source, point, check_model, calibration, tokenizer, chosen)
+        calls = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
+        return cls(
+            loaded, read, rule, source, point, check_model, calibration, tokenizer, chosen, calls
+        )
 
     async def read(
         self,

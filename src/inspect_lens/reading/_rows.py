@@ -11,7 +11,7 @@ from inspect_ai.model import Model, ModelOutput, get_model
 from numpy.typing import NDArray
 
 from inspect_lens import model as model_room
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations, receipt
 from inspect_lens.model.request._advice import capture_advice
 from inspect_lens.spec import (
@@ -88,7 +88,7 @@ async def read_rows(
         The rows, or None when no such token exists in this output, or it was withheld.
 
     Raises:
-        ArtifactError: they were not captured, and cannot be recomputed or may not be.
+        NotCapturedError: they were not captured, and cannot be recomputed or may not be.
         UnsupportedError: the model cannot recompute.
 
     Example:
@@ -122,7 +122,7 @@ async def read_rows(
         except ArtifactError as error:
             problem = str(error)
     if source == "captured":
-        raise ArtifactError(
+        raise NotCapturedError(
             _advice(
                 problem,
                 layers,
@@ -132,7 +132,7 @@ async def read_rows(
         )
     prompt, completion = _token_ids(output, problem, layers)
     if source == "auto" and was_steered(output, handle):
-        raise ArtifactError(
+        raise NotCapturedError(
             _advice(
                 f"{problem}, and the generation was steered, which recomputing would not repeat",
                 layers,
@@ -220,18 +220,18 @@ def pick_rows(
     """
     name = result_name(site)
     if name not in handle:
-        raise ArtifactError(f"{site} was not captured, only {', '.join(handle)}")
+        raise NotCapturedError(f"{site} was not captured, only {', '.join(handle)}")
     if (reduced := handle.tensors[name].reduce) not in ("none", "last"):
-        raise ArtifactError(f"of {site} only the {reduced} was captured, and not the tokens")
+        raise NotCapturedError(f"of {site} only the {reduced} was captured, and not the tokens")
     there = handle.tensors[name].layers
     missing = [layer for layer in layers if layer not in there]
     if missing:
-        raise ArtifactError(f"layer {missing[0]} was not captured, only {list(there)}")
+        raise NotCapturedError(f"layer {missing[0]} was not captured, only {list(there)}")
     row = {position: i for i, position in enumerate(handle.positions)}
     positions = handle.positions if wanted is None else wanted
     absent = [position for position in positions if position not in row]
     if absent:
-        raise ArtifactError(f"token position {absent[0]} was not captured")
+        raise NotCapturedError(f"token position {absent[0]} was not captured")
     data = handle.data(name)
     places = [row[p] for p in positions]
     at: Any = np.ix_([there.index(n) for n in layers], places)
@@ -300,7 +300,7 @@ def _token_ids(
 ) -> tuple[Sequence[int], Sequence[int]]:
     found = read_token_ids(output)
     if found is None:
-        raise ArtifactError(
+        raise NotCapturedError(
             _advice(
                 f"{problem}, and no token ids to recompute them from",
                 layers,

@@ -15,19 +15,18 @@ from inspect_ai.solver import TaskState
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import (
+    OnMissing,
     Over,
     ProbeReader,
     Reading,
     Source,
-    calls_to_read,
-    check_over,
-    read_calls,
+    read_sample,
 )
+from inspect_lens.spec import Positions
 
 from ._judge import ask_number, find_judge, shown
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._over import calls_read, largest, say_turn
 from ._rates import judged_share
 from ._tokens import keep_tokens, no_tokens
 
@@ -60,10 +59,18 @@ def probe_cascade(
     judge: str | Model | None = None,
     role: str = "grader",
     weighted: bool = False,
+    layer: int | None = None,
+    positions: Positions | list[int] | None = None,
+    pool: str | None = None,
+    selection: str | None = None,
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
+    tokenizer: str | None = None,
     over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+    name: str | None = None,
 ) -> Scorer:
     """Score with a probe, and ask a judge model where the probe is unsure or alarmed.
 
@@ -85,11 +92,30 @@ def probe_cascade(
         judge: model that judges; the one in `role` by default.
         role: of the judge, as in `inspect eval --model-role grader=…`.
         weighted: use the judge's probabilities of numbers, where it gives them.
-        source: as for `probe_score`.
-        check_model: as for `probe_score`.
-        token_scores: as for `probe_score`.
-        over: as for `probe_score`; the judge reads the answer with the largest value, after the
-            conversation before it.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        token_scores: write the score of each token to a file beside the log;
+            `inspect_lens.reading.read_token_scores` reads it.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself. The judge reads the answer with the largest value,
+            after the conversation before it.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        name: under which tables show the score; the probe and the pool, then a judge, by default.
 
     Returns:
         The scorer. A sample without a token to read, or whose judge gave no number, is unscored.
@@ -121,8 +147,11 @@ def probe_cascade(
         assert sum(judged) < 4
         ```
     """
-    check_over(over)
-    reader = ProbeReader.of(probe, source=source, check_model=check_model)
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
+        on_missing=on_missing,
+    )  # fmt: skip
     asked = question or reader.probe.card.description
     if not asked:
         raise SpecError(
@@ -130,30 +159,24 @@ def probe_cascade(
             "statement about the answer; pass question="
         )
     decide = _rule(reader, band, unit, share, reference)
+    title = name or f"{reader.probe.name} {reader.pool}, then a judge"
 
     async def score(state: TaskState, target: Target) -> Score:
-        calls = calls_to_read(state, over)
-        read = await read_calls(reader, calls.turns)
-        if not read:
-            return no_tokens(reader)
-        top = largest(read)
-        reading = top.reading
+        found = await read_sample(reader, state)
+        if not found.read:
+            return no_tokens(reader, found.n_missing)
+        reading = found.top.reading
         own = decide(reading)
         facts: dict[str, Any] = reading.metadata()
         # Those of the probe are not those of the value, which is the cascade's.
         facts = {"probe_value": reading.value, "probe_threshold": facts.pop("threshold"), **facts}
         facts.pop("calibration", None)
-        facts |= {"judged": own is None, "threshold": 0.5}
-        facts |= calls_read(over, calls, read, top)
-        records = [
-            one.reading.record(message_id=one.turn.message_id, turn=one.turn.number) for one in read
-        ]
-        readings = [one.reading for one in read]
-        facts |= await keep_tokens(records if token_scores else [], readings)
-        probe_says = reading.explain() + say_turn(calls, read, top)
+        facts |= {"name": title, "judged": own is None, "threshold": 0.5, **found.facts()}
+        facts |= await keep_tokens([found] if token_scores else [])
+        probe_says = reading.explain() + found.say()
         if own is not None:
             return _score(own, f"{probe_says} The judge was not asked.", facts)
-        before, answer = shown(state, top.turn)
+        before, answer = shown(state, found.top.turn)
         prompt = _PROMPT.format(before=before, answer=answer, question=asked)
         verdict = await ask_number(find_judge(judge, role), prompt, weighted=weighted)
         facts |= verdict.metadata()

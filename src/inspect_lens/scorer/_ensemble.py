@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -13,18 +14,17 @@ from inspect_ai.solver import TaskState
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import (
     CallReading,
+    OnMissing,
     Over,
     ProbeReader,
     Reading,
+    SampleReading,
     Source,
-    calls_to_read,
-    check_over,
-    read_calls,
+    read_sample,
 )
 
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._over import calls_read, largest, say_turn
 from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["probe_ensemble"]
@@ -43,7 +43,11 @@ def probe_ensemble(
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
+    tokenizer: str | None = None,
     over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+    name: str | None = None,
 ) -> Scorer:
     """Score each sample with several probes; the value is a dict with one entry each.
 
@@ -61,11 +65,23 @@ def probe_ensemble(
         bias: of `stacked`.
         threshold: of the entry `ensemble`, for its verdict and for `ensemble_recall` and
             `ensemble_fpr` of the metric `at_threshold`; no card holds one.
-        source: as for `probe_score`.
-        check_model: as for `probe_score`.
-        token_scores: as for `probe_score`.
-        over: as for `probe_score`. With `all` each entry is the largest of its own over the
-            turns; `metadata["turns"]` says of which turn each is.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        token_scores: write the score of each token to a file beside the log;
+            `inspect_lens.reading.read_token_scores` reads it.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself. Each entry is the largest of its own;
+            `metadata["turns"]` says of which turn.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        name: under which tables show the score; what is combined by default.
 
     Returns:
         The scorer. A sample in which one probe has no token to read is unscored.
@@ -92,56 +108,51 @@ def probe_ensemble(
         ```
     """
     readers = {
-        name: ProbeReader.of(path, source=source, check_model=check_model)
-        for name, path in _named(probes).items()
-    }
+        key: ProbeReader.of(
+            path, source=source, check_model=check_model, tokenizer=tokenizer, over=over,
+            roles=roles, on_missing=on_missing,
+        )
+        for key, path in _named(probes).items()
+    }  # fmt: skip
     _check(readers, combine, weights)
-    check_over(over)
+    title = name or f"{combine} of {', '.join(readers)}"
 
     async def score(state: TaskState, target: Target) -> Score:
-        calls = calls_to_read(state, over)
-        found: dict[str, list[CallReading]] = {}
-        for name, reader in readers.items():
-            found[name] = await read_calls(reader, calls.turns)
-            if not found[name]:
-                return no_tokens(reader)
+        found: dict[str, SampleReading[Reading]] = {}
+        for key, reader in readers.items():
+            found[key] = await read_sample(reader, state)
+            if not found[key].read:
+                return no_tokens(reader, found[key].n_missing)
         # The combination is of one call: probes that fire in different turns do not add up.
         both = _common(found)
         if not both:
             return no_tokens(next(iter(readers.values())))
         values = [_combine([r.reading for r in call], combine, weights, bias) for call in both]
         value = max(values)
-        top = both[values.index(value)]
-        best = {name: largest(each) for name, each in found.items()}
-        readings = {name: one.reading for name, one in best.items()}
-        records = [
-            one.reading.record(label=name, message_id=one.turn.message_id, turn=one.turn.number)
-            for name, each in found.items()
-            for one in each
-        ]
-        every = [one.reading for each in found.values() for one in each]
-        kept = await keep_tokens(records if token_scores else [], every)
-        facts = calls_read(over, calls, [call[0] for call in both], top[0])
-        facts["turns"] = {name: one.turn.number for name, one in best.items()}
+        readings = {key: one.top.reading for key, one in found.items()}
+        shared = replace(next(iter(found.values())), read=[call[0] for call in both])
+        facts = shared.facts(both[values.index(value)][0])
+        facts["turns"] = {key: one.top.turn.number for key, one in found.items()}
         facts["turns"][ENSEMBLE] = facts["turn"]
         if over == "all":
             facts |= {"turn_values": values, "fpr_bound": None}
-        texts = [
-            one.reading.explain() + say_turn(calls, found[name], one) for name, one in best.items()
-        ]
+        texts = [one.top.reading.explain() + one.say() for one in found.values()]
         return Score(
-            value={**{name: r.value for name, r in readings.items()}, ENSEMBLE: value},
+            value={**{key: r.value for key, r in readings.items()}, ENSEMBLE: value},
             answer=_verdict(value, threshold),
             explanation=" ".join(texts),
-            metadata=_metadata(readings, combine, value, threshold) | facts | kept,
+            metadata={"name": title}
+            | _metadata(readings, combine, value, threshold)
+            | facts
+            | await keep_tokens(found.values() if token_scores else [], labels=found),
         )
 
     return score
 
 
-def _common(found: Mapping[str, Sequence[CallReading]]) -> list[list[CallReading]]:
+def _common(found: Mapping[str, SampleReading[Reading]]) -> list[list[CallReading[Reading]]]:
     """The readings of each call that every probe read, in the order of the calls."""
-    by_call = [{(o.turn.number, o.turn.choice): o for o in each} for each in found.values()]
+    by_call = [{(o.turn.number, o.turn.choice): o for o in one.read} for one in found.values()]
     shared = [key for key in by_call[0] if all(key in one for one in by_call)]
     return [[one[key] for one in by_call] for key in shared]
 

@@ -11,17 +11,15 @@ from inspect_ai.solver import TaskState
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import (
     LatentReader,
+    OnMissing,
     Over,
     Source,
-    calls_to_read,
-    check_over,
     read_latents,
 )
 from inspect_lens.sae import SparseEncoder
 from inspect_lens.spec import Positions, Site
 
 from ._metrics import auroc
-from ._over import calls_read, largest, say_turn
 from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["sae_feature"]
@@ -41,6 +39,8 @@ def sae_feature(
     token_scores: bool = True,
     tokenizer: str | None = None,
     over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
     norm_scale: float | None = None,
 ) -> Scorer:
     """Activations of chosen latents of a sparse autoencoder, pooled over the tokens of a sample.
@@ -65,9 +65,15 @@ def sae_feature(
             `threshold_accuracy` and `at_threshold` (with `key="latent_31164"`) go by it.
         token_scores: write the activation of each token to a file beside the log, one record per
             latent; `inspect_lens.reading.read_token_scores` reads it.
-        tokenizer: as for `probe_score`.
-        over: as for `probe_score`. With `all` each entry is the largest of its own over the
-            turns.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself. Each entry is the largest of its own.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
         norm_scale: as in `read_sae`, for autoencoders that were trained on scaled rows.
 
     Returns:
@@ -109,31 +115,17 @@ def sae_feature(
         raise SpecError(f"threshold={threshold!r}; allowed is a number, as latents have no card")
     reader = LatentReader.of(
         sae, latents, layer=layer, site=site, positions=positions, pool=pool, selection=selection,
-        source=source, tokenizer=tokenizer, norm_scale=norm_scale,
+        source=source, tokenizer=tokenizer, norm_scale=norm_scale, over=over, roles=roles,
+        on_missing=on_missing,
     )  # fmt: skip
-    check_over(over)
 
     async def score(state: TaskState, target: Target) -> Score:
-        calls = calls_to_read(state, over)
-        found = await read_latents(reader, calls.turns)
-        if not all(found.values()):
-            return no_tokens(reader)
-        best = {name: largest(each) for name, each in found.items()}
-        value = {name: one.reading.value for name, one in best.items()}
-        every = [one for each in found.values() for one in each]
-        records = [
-            one.reading.record(
-                message_id=one.turn.message_id, turn=one.turn.number, threshold=threshold
-            )
-            for one in every
-            if token_scores
-        ]
-        facts = {
-            name: one.reading.metadata() | calls_read(over, calls, found[name], one)
-            for name, one in best.items()
-        }
-        texts = [one.reading.explain() + say_turn(calls, found[name], one)
-                 for name, one in best.items()]  # fmt: skip
+        found = await read_latents(reader, state)
+        if not all(one.read for one in found.values()):
+            return no_tokens(reader, next(iter(found.values())).n_missing)
+        value = {name: one.top.reading.value for name, one in found.items()}
+        facts = {name: one.top.reading.metadata() | one.facts() for name, one in found.items()}
+        texts = [one.top.reading.explain() + one.say() for one in found.values()]
         return Score(
             value=dict(value),
             answer=_verdict(value, threshold),
@@ -148,7 +140,7 @@ def sae_feature(
                 "thresholds": dict.fromkeys(value, threshold),
             }
             | ({"selection": reader.selection} if reader.selection else {})
-            | await keep_tokens(records, [one.reading for one in every]),
+            | await keep_tokens(found.values() if token_scores else [], threshold=threshold),
         )
 
     return score

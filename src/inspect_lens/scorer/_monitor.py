@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from inspect_ai.log import transcript
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
-from inspect_lens.model import activations
 from inspect_lens.probe import AnyProbe, Pool, parse_pool, running_pool
-from inspect_lens.reading import CallReading, ProbeReader, Source, Turn, read_calls, read_turns
-from inspect_lens.reading._calls import each_choice
+from inspect_lens.reading import (
+    CallReading,
+    OnMissing,
+    ProbeReader,
+    Reading,
+    Source,
+    read_sample,
+)
 from inspect_lens.reading._cut import Cut, cut_of
 from inspect_lens.reading._promise import promise, rates
+from inspect_lens.spec import Positions
 
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._tokens import keep_tokens
+from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["monitor_alarm"]
 
@@ -37,11 +42,16 @@ def monitor_alarm(
     value: Value = "alarm",
     onset: str | None = None,
     layer: int | None = None,
+    positions: Positions | list[int] | None = None,
+    pool: str | None = None,
     selection: str | None = None,
-    roles: list[str] | None = None,
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+    name: str | None = None,
 ) -> Scorer:
     """Find the first turn, or token, of a sample at which a probe is above its threshold.
 
@@ -69,13 +79,27 @@ def monitor_alarm(
             rankings.
         onset: key of the sample metadata that holds the 0-based turn from which an alarm is
             right; 0 without it.
-        layer: as for `probe_score`.
-        selection: as for `probe_score`; the card's rate holds for its own selection alone.
-        roles: model roles that are watched instead of the eval's model. A call in a role is
-            recomputed by the model of that role alone, if it is still the one that made it.
-        source: as for `probe_score`.
-        check_model: as for `probe_score`.
-        token_scores: as for `probe_score`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        token_scores: write the score of each token to a file beside the log;
+            `inspect_lens.reading.read_token_scores` reads it.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        name: under which tables show the score; the probe and the pool by default.
 
     Returns:
         The scorer. The metadata holds the first alarm: `turn`, `token` (0-based in the turn's
@@ -103,13 +127,11 @@ def monitor_alarm(
         ```
     """
     reader = ProbeReader.of(
-        probe,
-        layer=layer,
-        selection=selection,
-        source=source,
-        check_model=check_model,
-        threshold=threshold,
-    )
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, over="all", roles=roles,
+        on_missing=on_missing, threshold=threshold,
+    )  # fmt: skip
+    title = name or f"{reader.probe.name} {reader.pool}"
     if value not in get_args(Value) or level not in get_args(Level):
         raise SpecError(
             f"value={value!r}, level={level!r}; allowed are {', '.join(get_args(Value))} and "
@@ -122,23 +144,19 @@ def monitor_alarm(
     rate = stored.fpr if holds and stored is not None and cut == stored.value else None
 
     async def score(state: TaskState, target: Target) -> Score:
-        name = None if roles else str(state.model)
-        turns = read_turns(transcript().events, model=name, roles=roles)
-        if not turns and not roles and activations(state.output) is not None:
-            # Logs of releases before this one have no note of what `read_given` read.
-            turns = [Turn(0, state.output.message.id, state.output, None, str(state.model))]
-        watched = await read_calls(reader, [one for turn in turns for one in each_choice(turn)])
+        found = await read_sample(reader, state)
+        watched, n_turns = found.read, found.calls.n_turns
         if not watched:
-            return Score.unscored(
-                reason="no_tokens",
-                explanation=f"No token to read in {len(turns)} calls of {name or roles}.",
-            )
-        begins = _onset(state, onset, len(turns))
+            return no_tokens(reader, found.n_missing)
+        begins = _onset(state, onset, n_turns)
         # The rate is that of the card's model alone.
         own = None if any(one.reading.rate is None for one in watched) else rate
         facts = {
             **_facts(watched, cut, level, rule, begins),
-            **_provenance(reader, watched, len(turns)),
+            **_provenance(reader, watched, n_turns),
+            "name": title,
+            "roles": list(found.calls.roles),
+            "n_missing": found.n_missing,
             "threshold": {"alarm": 0.5, "max": cut}.get(value),
             "alarm_threshold": cut,
             "fpr_holds": own is not None,
@@ -147,10 +165,7 @@ def monitor_alarm(
         }
         if own is not None:
             facts |= rates(reader, cut)
-        records = [
-            w.reading.record(message_id=w.turn.message_id, turn=w.turn.number) for w in watched
-        ]
-        kept = await keep_tokens(records if token_scores else [], [w.reading for w in watched])
+        kept = await keep_tokens([found] if token_scores else [])
         means = promise(reader, cut) if holds else "No rate of the card holds for tokens."
         return _score(facts | kept, value, means)
 
@@ -181,7 +196,7 @@ def _cut(reader: ProbeReader, threshold: Cut, holds: bool, rule: str) -> float:
 
 
 def _facts(
-    watched: Sequence[CallReading], cut: float, level: str, rule: str, begins: int
+    watched: Sequence[CallReading[Reading]], cut: float, level: str, rule: str, begins: int
 ) -> dict[str, Any]:
     """The first alarm, and the largest value that was compared."""
     alarm: dict[str, Any] = {"turn": None, "token": None, "position": None, "message_id": None}
@@ -189,7 +204,8 @@ def _facts(
     read_before: int | None = None
     top, top_turn = float("-inf"), watched[0].turn.number
     alarms: list[dict[str, Any]] = []
-    for turn, reading in watched:
+    for one in watched:
+        turn, reading = one.turn, one.reading
         n = len(reading.rows.positions)
         compared = (
             running_pool(reading.token_scores(), rule) if level == "token" else [reading.value]
@@ -224,7 +240,7 @@ def _facts(
 
 
 def _provenance(
-    reader: ProbeReader, watched: Sequence[CallReading], n_turns: int
+    reader: ProbeReader, watched: Sequence[CallReading[Reading]], n_turns: int
 ) -> dict[str, Any]:
     first = watched[0].reading
     sources = sorted({w.reading.rows.source for w in watched})

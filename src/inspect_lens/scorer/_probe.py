@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from inspect_ai.scorer import Score, Scorer, Target, scorer
@@ -9,12 +10,11 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import Over, ProbeReader, Source, calls_to_read, check_over, read_calls
+from inspect_lens.reading import OnMissing, Over, ProbeReader, Source, read_sample
 from inspect_lens.spec import Positions
 
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._over import calls_read, largest, say_turn
 from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["deception_probe", "probe_score", "score_with"]
@@ -32,7 +32,10 @@ def probe_score(
     token_scores: bool = True,
     tokenizer: str | None = None,
     over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
     threshold: str | None = None,
+    name: str | None = None,
 ) -> Scorer:
     """Score each sample with a trained probe, on activations of the generation itself.
 
@@ -45,25 +48,29 @@ def probe_score(
             Inspect logs only the last part.
         layer: one of the probe's layers; all of them, averaged, by default.
         positions: tokens to read; those of the card by default.
-        pool: `mean`, `last`, `max`, `top_k_mean:5`, `rolling_mean_max:10`, `sentence_mean_max`;
-            the card's by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
         selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by
-            default, "" for all. It needs the model's tokenizer on this machine.
-        source: `captured` reads what the generation captured, also from the file beside a
-            finished log; `recompute` feeds the same token ids to the model again; `auto` does
-            the first where it can.
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
         check_model: refuse a model whose fingerprint is not that of the card.
         token_scores: write the score of each token to a file beside the log;
             `inspect_lens.reading.read_token_scores` reads it.
-        tokenizer: folder or name of the tokenizer that tells sentences, for the pool
-            `sentence_mean_max`; by default that of the model that is scored, else that of the
-            card's model, where it is on this machine.
-        over: `last` reads the call of the sample's answer; `all` every call that the eval's model
-            made, each choice of `num_choices` by itself, and the value is the largest. The
-            metadata names its `turn` and `choice`, and `turn_values` has them all.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
         threshold: operating point of the card that verdict and metrics go by, such as `fpr=0.05`;
             its first threshold by default. A number of your own goes to the metrics instead.
+        name: under which tables show the score; the probe and the pool by default.
 
     Returns:
         The scorer. A sample without a token to read is unscored. One that a monitor, a gate or a
@@ -88,9 +95,10 @@ def probe_score(
     """
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
-        check_model=check_model, tokenizer=tokenizer, threshold=_point(threshold),
+        check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
+        on_missing=on_missing, threshold=_point(threshold),
     )  # fmt: skip
-    return score_with(reader, token_scores=token_scores, over=over)
+    return score_with(reader, token_scores=token_scores, name=name)
 
 
 @scorer(metrics=[auroc(), at_threshold()])
@@ -103,23 +111,42 @@ def deception_probe(
     source: Source = "auto",
     check_model: bool = True,
     token_scores: bool = True,
+    tokenizer: str | None = None,
     over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
     threshold: str | None = None,
+    name: str | None = None,
 ) -> Scorer:
     """`probe_score` for deception: larger means more deceptive, read from the completion.
 
     Args:
         probe: a deception probe, as for `probe_score`. That of the offline model organism is
             `organism/deception-lr`.
-        layer: as for `probe_score`.
-        positions: as for `probe_score`; the completion by default.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
-        source: as for `probe_score`.
-        check_model: as for `probe_score`.
-        token_scores: as for `probe_score`.
-        over: as for `probe_score`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; the completion by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        token_scores: write the score of each token to a file beside the log;
+            `inspect_lens.reading.read_token_scores` reads it.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
         threshold: as for `probe_score`.
+        name: under which tables show the score; the probe and the pool by default.
 
     Returns:
         The scorer.
@@ -149,16 +176,11 @@ def deception_probe(
     # A selection may reach into the prompt; its own positions hold it.
     read = None if selection is not None and positions == "completion" else positions
     reader = ProbeReader.of(
-        probe,
-        layer=layer,
-        positions=read,
-        pool=pool,
-        selection=selection,
-        source=source,
-        check_model=check_model,
-        threshold=_point(threshold),
-    )
-    return score_with(reader, token_scores=token_scores, over=over)
+        probe, layer=layer, positions=read, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
+        on_missing=on_missing, threshold=_point(threshold),
+    )  # fmt: skip
+    return score_with(reader, token_scores=token_scores, name=name)
 
 
 def _point(threshold: str | None) -> str | None:
@@ -171,26 +193,23 @@ def _point(threshold: str | None) -> str | None:
     )
 
 
-def score_with(reader: ProbeReader, *, token_scores: bool, over: Over = "last") -> Scorer:
+def score_with(reader: ProbeReader, *, token_scores: bool, name: str | None = None) -> Scorer:
     """The scorer of one reader, whatever the name that it is registered under."""
-    check_over(over)
+    title = name or f"{reader.probe.name} {reader.pool}"
 
     async def score(state: TaskState, target: Target) -> Score:
-        calls = calls_to_read(state, over)
-        read = await read_calls(reader, calls.turns)
-        if not read:
-            return no_tokens(reader)
-        top = largest(read)
-        readings = [one.reading for one in read]
-        records = [
-            one.reading.record(message_id=one.turn.message_id, turn=one.turn.number) for one in read
-        ]
-        facts = top.reading.metadata() | calls_read(over, calls, read, top)
+        found = await read_sample(reader, state)
+        if not found.read:
+            return no_tokens(reader, found.n_missing)
+        reading = found.top.reading
         return Score(
-            value=top.reading.value,
-            answer=top.reading.verdict,
-            explanation=top.reading.explain() + say_turn(calls, read, top),
-            metadata=facts | await keep_tokens(records if token_scores else [], readings),
+            value=reading.value,
+            answer=reading.verdict,
+            explanation=reading.explain() + found.say(),
+            metadata={"name": title}
+            | reading.metadata()
+            | found.facts()
+            | await keep_tokens([found] if token_scores else []),
         )
 
     return score

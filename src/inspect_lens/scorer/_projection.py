@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from inspect_ai.scorer import Scorer, mean, scorer, stderr
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import read_vector
 from inspect_lens.probe import AnyProbe, Probe, ProbeCard, load_probe
-from inspect_lens.reading import Over, ProbeReader, Source
+from inspect_lens.reading import OnMissing, Over, ProbeReader, Source
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
 
@@ -27,11 +28,16 @@ def trait_projection(
     layer: int | None = None,
     positions: Positions | list[int] = "completion",
     pool: str = "mean",
+    selection: str = "",
     site: Site = RESID_POST,
     normalise: bool = True,
     source: Source = "auto",
     token_scores: bool = True,
+    tokenizer: str | None = None,
     over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+    name: str | None = None,
 ) -> Scorer:
     """Mean projection of a completion's activations on a direction, such as a persona vector's.
 
@@ -46,13 +52,27 @@ def trait_projection(
         layer: where to project. Of a vector that of its card by default; of a probe the only
             one; a bare file does not say, so it has to be given.
         positions: tokens to read.
-        pool: `mean` over them, or another.
+        pool: `mean` over the tokens, or another of `probe_score`.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; "" for all.
         site: place in the block, for a bare file; a vector and a probe have their own.
         normalise: divide the direction by its length; without it a vector has the length that
             `scale=1` adds.
-        source: as for `probe_score`.
-        token_scores: as for `probe_score`.
-        over: as for `probe_score`.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        token_scores: write the score of each token to a file beside the log;
+            `inspect_lens.reading.read_token_scores` reads it.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+        name: under which tables show the score; the direction and the pool by default.
 
     Returns:
         The scorer. A sample without a token to read is unscored.
@@ -80,8 +100,12 @@ def trait_projection(
         ```
     """
     probe = _as_probe(vector, layer, site, normalise)
-    reader = ProbeReader.of(probe, positions=positions, pool=pool, source=source, check_model=False)
-    return score_with(reader, token_scores=token_scores, over=over)
+    read = None if selection and positions == "completion" else positions
+    reader = ProbeReader.of(
+        probe, positions=read, pool=pool, selection=selection, source=source, check_model=False,
+        tokenizer=tokenizer, over=over, roles=roles, on_missing=on_missing,
+    )  # fmt: skip
+    return score_with(reader, token_scores=token_scores, name=name)
 
 
 def _as_probe(

@@ -8,6 +8,5 @@ from inspect_lens._extras import require as _require
 _require("inspect_scout", room="inspect_lens.scout", extra="scout")
 
 from ._scanners import audit_probe_scanner, probe_scanner  # noqa: E402 - after the check
-from ._turns import Combine  # noqa: E402 - after the check
 
-__all__ = ["Combine", "audit_probe_scanner", "probe_scanner"]
+__all__ = ["audit_probe_scanner", "probe_scanner"]

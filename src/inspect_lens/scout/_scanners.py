@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
 from inspect_ai.event import Event, Timeline, TimelineEvent, TimelineSpan
 from inspect_ai.scorer import mean
@@ -13,18 +12,20 @@ from inspect_scout import Result, Scanner, Transcript, scanner
 from inspect_lens.errors import SpecError
 from inspect_lens.model import know_log
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader, Source
+from inspect_lens.reading import Combine, OnMissing, Over, ProbeReader, Source, combining
+from inspect_lens.reading import read_turns as read_calls
 from inspect_lens.scorer import at_threshold, auroc
 from inspect_lens.spec import Positions
 
-from ._turns import Combine, read_turns, summarise
+from ._turns import read_turns, summarise
 
 __all__ = ["audit_probe_scanner", "probe_scanner"]
 
 
 @scanner(
     messages="all",
-    events=["model", "span_begin", "info"],  # the latter say which answers were only compared
+    # The latter say which calls are scorers', and which answers were only compared.
+    events=["model", "span_begin", "span_end", "info"],
     metrics=[auroc(), at_threshold(), mean()],
 )
 def probe_scanner(
@@ -36,8 +37,11 @@ def probe_scanner(
     combine: Combine = "max",
     source: Source = "auto",
     model: str | None = None,
-    role: str | None = None,
     check_model: bool = True,
+    tokenizer: str | None = None,
+    over: Over = "all",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
 ) -> Scanner[Transcript]:
     """Apply a probe to each model call of a transcript.
 
@@ -47,15 +51,26 @@ def probe_scanner(
 
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe.
-        layer: as for `probe_score`.
-        positions: as for `probe_score`.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
-        combine: `max`, `mean` or `last` of the turns is the value.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        combine: `max` or `mean` of the calls is the value.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: that reads again; the scan's model by default.
-        role: only calls of this model role.
         check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself.
+        roles: model roles whose calls are read instead of those of the eval's model. By default
+            these are found where the calls of one role alone have a lens.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
 
     Returns:
         The scanner. Its value is None for a transcript without a token that the probe reads.
@@ -81,12 +96,18 @@ def probe_scanner(
         assert len(found) == 8
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, combine, source, check_model)
+    combining(combine)
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
+        on_missing=on_missing,
+    )  # fmt: skip
 
     async def scan(transcript: Transcript) -> Result:
         if transcript.source_uri:
             know_log(transcript.source_uri)
-        turns = await read_turns(reader, transcript.events, role=role, model=model)
+        calls = reader.calls.select(transcript.events, None, transcript.model)
+        turns = await read_turns(reader, calls.turns, transcript.events, model=model)
         return summarise(turns, combine=combine, reader=reader)
 
     return scan
@@ -104,6 +125,9 @@ def audit_probe_scanner(
     source: Source = "auto",
     model: str | None = None,
     check_model: bool = True,
+    tokenizer: str | None = None,
+    over: Over = "all",
+    on_missing: OnMissing = "error",
 ) -> Scanner[Transcript]:
     """Apply a probe to each turn of the target of a Petri audit, on every branch.
 
@@ -112,14 +136,23 @@ def audit_probe_scanner(
     Args:
         probe: as for `probe_scanner`.
         audit_name: as for Petri's `audit_scanner`; the timeline is `<audit_name>-target`.
-        layer: as for `probe_score`.
-        positions: as for `probe_score`.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
-        combine: as for `probe_scanner`.
-        source: as for `probe_scanner`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        combine: `max` or `mean` of the calls is the value.
+        source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: as for `probe_scanner`.
-        check_model: as for `probe_scanner`.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        over: `all` reads every turn of the target, `last` its last one.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
 
     Returns:
         The scanner.
@@ -146,40 +179,23 @@ def audit_probe_scanner(
         )
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, combine, source, check_model)
+    combining(combine)
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, over=over, on_missing=on_missing,
+    )  # fmt: skip
     wanted = f"{audit_name}-target" if audit_name else "target"
 
     async def scan(transcript: Transcript) -> Result:
         if transcript.source_uri:
             know_log(transcript.source_uri)
         events = list(_events(_timeline(transcript, wanted).root))
-        turns = await read_turns(reader, events, role=None, model=model)
+        calls = read_calls(events)
+        chosen = calls[-1:] if over == "last" else calls
+        turns = await read_turns(reader, chosen, events, model=model)
         return summarise(turns, combine=combine, reader=reader)
 
     return scan
-
-
-def _reader(
-    probe: str | Path | AnyProbe,
-    layer: int | None,
-    positions: Positions | list[int] | None,
-    pool: str | None,
-    selection: str | None,
-    combine: Combine,
-    source: Source,
-    check_model: bool,
-) -> ProbeReader:
-    if combine not in get_args(Combine):
-        raise SpecError(f"combine={combine!r}; allowed are {', '.join(get_args(Combine))}")
-    return ProbeReader.of(
-        probe,
-        layer=layer,
-        positions=positions,
-        pool=pool,
-        selection=selection,
-        source=source,
-        check_model=check_model,
-    )
 
 
 def _timeline(transcript: Transcript, name: str) -> Timeline:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from inspect_ai.event import Event, ModelEvent
 from inspect_ai.model import Model, get_model
 from inspect_ai.scorer import Reference
 from inspect_scout import Result
 
-from inspect_lens.errors import ArtifactError, UnsupportedError
+from inspect_lens.errors import NotCapturedError, UnsupportedError
 from inspect_lens.model import activations, recaptures, reread
 from inspect_lens.model._host import PrerequisiteError
-from inspect_lens.model.request._instrument import is_instrument_call
-from inspect_lens.reading import ProbeReader, Reading, read_call
-from inspect_lens.reading._aside import Aside
+from inspect_lens.reading import Combine, ProbeReader, Reading, Turn, combining, read_call
 
-__all__ = ["Combine", "Turn", "Turns", "read_turns", "summarise"]
-
-Combine = Literal["max", "mean", "last"]
-"""Which turns make the value: the most suspicious one, all of them, or the last."""
+__all__ = ["Read", "Turns", "read_turns", "summarise"]
 
 
-class Turn(NamedTuple):
+class Read(NamedTuple):
     """One model call that the probe read."""
 
     message_id: str
@@ -36,7 +31,7 @@ class Turn(NamedTuple):
 class Turns(NamedTuple):
     """All model calls that were to be read."""
 
-    read: list[Turn]
+    read: list[Read]
     n_missing: int
     """Calls that captured nothing and could not be read again."""
     n_without_tokens: int
@@ -70,81 +65,72 @@ def reading_model(name: str | None) -> Model | None:
 
 
 async def read_turns(
-    reader: ProbeReader, events: Iterable[Event], *, role: str | None, model: str | None
+    reader: ProbeReader, turns: Iterable[Turn], events: Iterable[Event], *, model: str | None
 ) -> Turns:
-    """Apply a probe to every model call of a transcript.
+    """Apply a probe to model calls of a transcript.
 
     Args:
         reader: the probe and what it reads.
-        events: of the transcript; a call that occurs twice is read once, one of an oracle and one
-            that was only compared, such as a cell of a sweep, never.
-        role: only calls of this model role.
+        turns: calls of the transcript; one that occurs twice is read once.
+        events: of the transcript, which have what the model was shown.
         model: that reads calls again which captured nothing; the scan's model by default.
 
     Returns:
         The turns, in their order.
 
     Raises:
-        ArtifactError: activations are damaged, or the model is not the probe's.
+        ArtifactError: activations are damaged or not there, or the model is not the probe's.
         PrerequisiteError: as for `reading_model`.
     """
     again = None if reader.source == "captured" else reading_model(model)
-    turns, seen, missing, empty = [], set(), 0, 0
-    events = list(events)
-    aside = Aside.of(events)
-    for event in events:
-        if not isinstance(event, ModelEvent) or not event.output.choices:
-            continue
-        if is_instrument_call(event.input) or aside.has(event, event.output.message.id):
-            continue
-        message_id = event.output.message.id or ""
-        if (role is not None and event.role != role) or message_id in seen:
-            continue
-        seen.add(message_id)
+    made = {
+        choice.message.id: event
+        for event in events
+        if isinstance(event, ModelEvent)
+        for choice in event.output.choices
+    }
+    read, missing, empty = [], 0, 0
+    for turn in {turn.message_id: turn for turn in turns}.values():
         try:
-            turn = await _read(reader, event, again)
-        except _Missing:
+            found = await _read(reader, turn, made.get(turn.message_id), again)
+        except (NotCapturedError, UnsupportedError):
+            if reader.calls.on_missing == "error":
+                raise
             missing += 1
             continue
-        if turn is None:
+        if found is None:
             empty += 1
             continue
-        reading, off_policy = turn
-        turns.append(Turn(message_id, reading, off_policy))
-    return Turns(turns, missing, empty)
-
-
-class _Missing(Exception):
-    """This call captured nothing, and there is no model to read it again."""
+        read.append(Read(turn.message_id or "", *found))
+    return Turns(read, missing, empty)
 
 
 async def _read(
-    reader: ProbeReader, event: ModelEvent, again: Model | None
+    reader: ProbeReader, turn: Turn, event: ModelEvent | None, again: Model | None
 ) -> tuple[Reading, bool] | None:
     """The reading of one call, and whether it is off-policy; None without a token."""
-    handle = activations(event.output)
+    handle = activations(turn.output)
     if handle is not None:
-        try:
-            reading = await read_call(reader, handle, model=again)
-        except UnsupportedError:
-            raise _Missing from None
+        reading = await read_call(reader, handle, model=again)
         if reading is None:
             return None
         other = again is not None and again.name != handle.origin.get("model")
         return reading, reading.rows.source == "recomputed" and other
-    if again is None:
-        raise _Missing
-    message = event.output.message
+    layers = list(reader.probe.layers)
+    if again is None or event is None:
+        raise NotCapturedError(
+            f"activations: message {turn.message_id} captured nothing; the probe needs layers "
+            f"{layers}; scan with a vllm-lens/ model to read the text again, which is off-policy, "
+            f"run the eval with -M capture={layers}, or leave such calls out with "
+            'on_missing="skip"'
+        )
+    message = turn.output.message
     if not message.text:
         return None
     rendered = await reread(
-        again,
-        messages=event.input,
-        answer=message,
-        layers=list(reader.probe.layers),
-        tools=event.tools,
+        again, messages=event.input, answer=message, layers=layers, tools=event.tools,
         site=reader.probe.site,
-    )
+    )  # fmt: skip
     reading = await reader.read(rendered, model_name=again.name, model=again)
     return None if reading is None else (reading, True)
 
@@ -159,30 +145,19 @@ def summarise(turns: Turns, *, combine: Combine, reader: ProbeReader) -> Result:
 
     Returns:
         The result; its references cite the turns.
-
-    Raises:
-        ArtifactError: no turn could be read because none captured anything.
     """
-    layers = list(reader.probe.layers)
+    note = f" {turns.n_missing} calls captured nothing." if turns.n_missing else ""
     if not turns.read:
-        if turns.n_missing:
-            raise ArtifactError(
-                f"activations: none of the {turns.n_missing} model calls of this transcript "
-                f"captured anything; the probe needs layers {layers}; scan with a vllm-lens/ model "
-                "to read the text again, which is off-policy, or run the eval with -M "
-                f"capture={layers}"
-            )
-        return Result(value=None, explanation=f"No token that {reader.probe.name} reads.")
+        return Result(value=None, explanation=f"No token that {reader.probe.name} reads.{note}")
     values = [turn.reading.value for turn in turns.read]
-    best = values.index(max(values)) if combine != "last" else len(values) - 1
-    value = sum(values) / len(values) if combine == "mean" else values[best]
+    best = values.index(max(values))
+    value = combining(combine)(values)
     chosen = turns.read[best]
     references = [
         Reference(type="message", cite=f"[M{i}]", id=turn.message_id)
         for i, turn in enumerate(turns.read, start=1)
         if turn.message_id
     ]
-    note = f" {turns.n_missing} calls captured nothing." if turns.n_missing else ""
     return Result(
         value=value,
         answer=chosen.reading.verdict,
@@ -193,7 +168,7 @@ def summarise(turns: Turns, *, combine: Combine, reader: ProbeReader) -> Result:
     )
 
 
-def _metadata(turns: Turns, chosen: Turn) -> dict[str, Any]:
+def _metadata(turns: Turns, chosen: Read) -> dict[str, Any]:
     return {
         **chosen.reading.metadata(),
         "off_policy": any(turn.off_policy for turn in turns.read),

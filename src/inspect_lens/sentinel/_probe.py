@@ -5,8 +5,8 @@ Not portable: they read tensors that only the process of the eval has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from inspect_ai.model import ModelOutput
 from inspect_ai.scorer import Reference
@@ -14,23 +14,17 @@ from inspect_sentinel import AfterGenerate, BeforeToolCall, Context, Monitor, Ob
 
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import (
+    OnMissing,
     ProbeReader,
     Reading,
     Source,
     Suspicion,
     SuspicionUnit,
-    call_of,
     read_message,
 )
-from inspect_lens.reading._cut import Cut
 from inspect_lens.spec import Positions
 
-__all__ = ["OnMissing", "probe_call_monitor", "probe_monitor"]
-
-OnMissing = Literal["error", "abstain", "recompute"]
-"""What to do with a step without activations.
-
-The sample fails, the monitor says nothing, or the tokens are fed to the active model again."""
+__all__ = ["probe_call_monitor", "probe_monitor"]
 
 
 @monitor(portable=False, version=1)
@@ -42,8 +36,11 @@ def probe_monitor(
     selection: str | None = None,
     unit: SuspicionUnit = "raw",
     threshold: float | str | None = None,
-    on_missing: OnMissing = "error",
+    source: Source = "auto",
     check_model: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
 ) -> Monitor:
     """Score what the model just wrote with a probe of the activations that wrote it.
 
@@ -53,17 +50,27 @@ def probe_monitor(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe. By name, so that a log
             can rebuild the monitor.
-        layer: as for `probe_score`.
-        positions: as for `probe_score`.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
         unit: `raw` gives the probe's score, to be compared with the thresholds of its card;
             `threshold` gives sigmoid(score - threshold), between 0 and 1.
         threshold: score with suspicion one half, in that unit: a number, or an operating point of
             the card such as `fpr=0.05`; the card's first by default.
-        on_missing: `error` fails the sample, `abstain` says nothing, `recompute` feeds the
-            tokens to the active model again.
-        check_model: as for `probe_score`.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: model roles whose turns are read, where others are left alone; any by default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
 
     Returns:
         The monitor of `AfterGenerate`.
@@ -89,14 +96,17 @@ def probe_monitor(
         print([e.suspicion for e in log.samples[0].events if isinstance(e, SentinelEvent)])
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
+        threshold=threshold,
+    )  # fmt: skip
     suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:
             return None
-        message_id = step.output.message.id or ""
-        return await _observe(reader, suspicion, message_id, step.output, on_missing)
+        return await _observe(reader, suspicion, step.output.message.id or "", step.output)
 
     return probe_step
 
@@ -110,8 +120,11 @@ def probe_call_monitor(
     selection: str | None = None,
     unit: SuspicionUnit = "raw",
     threshold: float | str | None = None,
-    on_missing: OnMissing = "error",
+    source: Source = "auto",
     check_model: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
 ) -> Monitor:
     """Score a tool call, before it runs, with a probe of the turn that made it.
 
@@ -120,15 +133,25 @@ def probe_call_monitor(
 
     Args:
         probe: as for `probe_monitor`.
-        layer: as for `probe_score`.
-        positions: as for `probe_score`.
-        pool: as for `probe_score`.
-        selection: as for `probe_score`.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
         unit: as for `probe_monitor`.
         threshold: as for `probe_monitor`.
-        on_missing: as for `probe_monitor`; a turn that captured other layers can be recomputed,
-            one that captured nothing cannot, because the step knows no token ids.
-        check_model: as for `probe_score`.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: model roles whose turns are read, where others are left alone; any by default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
 
     Returns:
         The monitor of `BeforeToolCall`.
@@ -151,50 +174,23 @@ def probe_call_monitor(
         # inspect eval … -M capture=4
         ```
     """
-    reader = _reader(probe, layer, positions, pool, selection, on_missing, check_model, threshold)
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
+        threshold=threshold,
+    )  # fmt: skip
     suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
 
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
-        return await _observe(reader, suspicion, step.message_id, None, on_missing)
+        return await _observe(reader, suspicion, step.message_id, None)
 
     return probe_call
 
 
-def _reader(
-    probe: str | Path | AnyProbe,
-    layer: int | None,
-    positions: Positions | list[int] | None,
-    pool: str | None,
-    selection: str | None,
-    on_missing: OnMissing,
-    check_model: bool,
-    threshold: Cut,
-) -> ProbeReader:
-    source: Source = "auto" if on_missing == "recompute" else "captured"
-    return ProbeReader.of(
-        probe,
-        layer=layer,
-        positions=positions,
-        pool=pool,
-        selection=selection,
-        source=source,
-        check_model=check_model,
-        threshold=threshold,
-    )
-
-
 async def _observe(
-    reader: ProbeReader,
-    suspicion: Suspicion,
-    message_id: str,
-    output: ModelOutput | None,
-    on_missing: OnMissing,
+    reader: ProbeReader, suspicion: Suspicion, message_id: str, output: ModelOutput | None
 ) -> Observation | None:
-    if on_missing == "abstain" and call_of(message_id) is None:
-        return None
-    reading = await read_message(
-        reader, message_id, output=output if on_missing == "recompute" else None
-    )
+    reading = await read_message(reader, message_id, output=output)
     return None if reading is None else _observation(reading, suspicion, message_id)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader
+from inspect_lens.reading import OnMissing, ProbeReader, read_message
 from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import rates
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
@@ -50,6 +50,9 @@ def probe_gate(
     positions: Positions | list[int] | None = None,
     pool: str | None = None,
     selection: str | None = None,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
     tries: int = 3,
     steer: VectorLike | Mapping[str, Any] | None = None,
     replacement: str = "[withheld: a probe raised an alarm]",
@@ -82,15 +85,25 @@ def probe_gate(
             such as `fpr=0.05`; by default that of the card, for its own settings, or of the
             registered probe.
         action: what to do.
-        layer: one of the probe's layers; all of them by default.
+        layer: one of the probe's layers; all of them, averaged, by default.
         positions: tokens to read; those of the card by default.
-        pool: token aggregation; the card's by default.
-        selection: as for `probe_score`.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: with `inner=`: model roles whose turns are read, where others are left alone; any by
+            default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
         tries: further generations at most.
         steer: for `steer`: a vector, its name, or `{"vector": name, "layer": …, "scale": …}`.
         replacement: for `stop`: text that the user sees instead.
         temperature: of further generations; without one, greedy decoding repeats itself.
-        check_model: refuse a model whose fingerprint is not that of the probe's card.
+        check_model: refuse a model whose fingerprint is not that of the card.
         inner: an agent or a solver to gate, whose tool calls go through Inspect; `generate()` with
             the task's tools by default.
 
@@ -117,15 +130,7 @@ def probe_gate(
             print(sample.metadata["probe_gate"]["outcome"], sample.output.completion)
         ```
     """
-    if action not in get_args(GateAction):
-        raise SpecError(f"action={action!r}; allowed are {', '.join(get_args(GateAction))}")
-    if tries < 1:
-        raise SpecError(f"tries={tries}; allowed is 1 or more")
-    if (action == "steer") != (steer is not None):
-        raise SpecError(
-            f"action={action!r} with steer={steer!r}; action 'steer' needs a vector, and the "
-            "others take none"
-        )
+    _check(action, tries, steer, roles, inner)
     vector = None if steer is None else steering_vector(steer)
     if inner is not None and action not in ("flag", "stop"):
         raise SpecError(
@@ -151,14 +156,10 @@ def probe_gate(
             )
         return _in_engine(probe.removeprefix(ENGINE), threshold, action, replacement)
     reader = ProbeReader.of(
-        probe,
-        layer=layer,
-        positions=positions,
-        pool=pool,
-        selection=selection,
-        check_model=check_model,
+        probe, layer=layer, positions=positions, pool=pool, selection=selection,
+        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
         threshold=threshold,
-    )
+    )  # fmt: skip
     cut = cut_of(reader, threshold)
     read_by = ReadBy(reader, cut)
 
@@ -179,6 +180,30 @@ def probe_gate(
         return end.finish(state, tried, turn)
 
     return turn_by_turn(judged)
+
+
+def _check(
+    action: str,
+    tries: int,
+    steer: VectorLike | Mapping[str, Any] | None,
+    roles: Sequence[str] | None,
+    inner: Solver | Agent | None,
+) -> None:
+    """Refuse arguments that do not go together."""
+    if action not in get_args(GateAction):
+        raise SpecError(f"action={action!r}; allowed are {', '.join(get_args(GateAction))}")
+    if tries < 1:
+        raise SpecError(f"tries={tries}; allowed is 1 or more")
+    if (action == "steer") != (steer is not None):
+        raise SpecError(
+            f"action={action!r} with steer={steer!r}; action 'steer' needs a vector, and the "
+            "others take none"
+        )
+    if roles is not None and inner is None:
+        raise SpecError(
+            f"roles={list(roles)} without inner=: the gate generates with the model of the eval; "
+            "roles belong to an agent that calls models in roles; pass inner="
+        )
 
 
 def _around(
@@ -230,7 +255,9 @@ class ReadBy(NamedTuple):
         }
         with lens_scope(capture=capture, steer=steer):
             made = await attempt(state, generate, **config)
-        reading = await self.reader.read(made.output, model_name=state.model.name)
+        reading = None
+        if made.output.choices:
+            reading = await read_message(self.reader, made.output.message, output=made.output)
         value = None if reading is None else reading.value
         return Tried(
             made,

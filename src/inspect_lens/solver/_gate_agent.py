@@ -86,14 +86,8 @@ class AgentGate:
         """Judge the answer that the agent ended with, if it was no turn with tool calls."""
         if not state.output.choices or state.output.message.id in asked.turns:
             return state
-        reading = await self._reader.read(state.output, model_name=state.model.name)
-        judged = Judged(
-            completion=state.output.completion,
-            functions=(),
-            call_ids=frozenset(),
-            value=None if reading is None else reading.value,
-            is_above=reading is not None and reading.value > self._threshold,
-        )
+        judge = TurnJudge(self._reader, self._threshold)
+        judged = await judge.judge(state.output.message, state.output)
         self._record(state)(judged, turn=len(asked.turns))
         if judged.is_above and self._stops:
             return withhold(state, self._replacement)

@@ -84,7 +84,7 @@ def test_control_arena_finds_the_monitors() -> None:
 
     assert ControlAgent.get("probe_monitor") is probe_monitor_builder
     assert ControlAgent.get("coup_probe_monitor") is coup_probe_monitor_builder
-    made = probe_monitor_builder(probe=PROBE, on_missing="default")
+    made = probe_monitor_builder(probe=PROBE, on_missing="skip")
     assert made.model_dump()["probe"] == PROBE
 
 

@@ -6,12 +6,12 @@ import multiprocessing
 from typing import Any
 
 import pytest
-from inspect_ai.event import InfoEvent, ModelEvent, SpanBeginEvent
+from inspect_ai.event import Event, InfoEvent, ModelEvent, SpanBeginEvent
 from inspect_ai.model import GenerateConfig, get_model
 
-from inspect_lens.errors import ArtifactError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading import read_turns as read_calls
 from inspect_lens.scout._turns import Turns, read_turns, reading_model, summarise
 from tests.kit.mock_evals import call, planted_probe
 from tests.kit.repository import ROOT
@@ -48,9 +48,10 @@ def test_a_scans_own_model_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reading_model(None) is None
 
 
-def test_nothing_read_is_an_error_or_no_value() -> None:
-    with pytest.raises(ArtifactError, match="none of the 2 model calls"):
-        summarise(Turns([], 2, 0), combine="max", reader=READER)
+def test_nothing_read_is_no_value() -> None:
+    assert "2 calls captured nothing" in str(
+        summarise(Turns([], 2, 0), combine="max", reader=READER).explanation
+    )
     assert summarise(Turns([], 0, 1), combine="max", reader=READER).value is None
 
 
@@ -67,8 +68,10 @@ async def test_what_was_only_compared_is_no_turn() -> None:
         for span, output in zip((None, "cell"), made, strict=True)
     ]  # fmt: skip
     reader = ProbeReader.of(probe, source="captured", check_model=False)
-    found = await read_turns(reader, [inside[0], cells, inside[1]], role=None, model=None)
+    events: list[Event] = [inside[0], cells, inside[1]]
+    found = await read_turns(reader, read_calls(events), events, model=None)
     assert [turn.reading.value for turn in found.read] == [1.0]
     stands = InfoEvent(source="inspect_lens/standing", data={"message_ids": [made[1].message.id]})
-    found = await read_turns(reader, [inside[0], cells, inside[1], stands], role=None, model=None)
+    events.append(stands)
+    found = await read_turns(reader, read_calls(events), events, model=None)
     assert [turn.reading.value for turn in found.read] == [1.0, 9.0]

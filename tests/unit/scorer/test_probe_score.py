@@ -116,6 +116,7 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     assert [s.value for s in got] == pytest.approx([0.0, 2.0, 0.0, 2.0], abs=1e-5)
     assert got[1].metadata.pop("token_scores")["$lens"] == "scores/1"
     assert got[1].metadata == {
+        "name": "tiny/p mean",
         "probe": "tiny/p",
         "probe_sha256": made.sha256,
         "layers": [3],
