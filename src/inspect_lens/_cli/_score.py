@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,10 @@ from inspect_lens.errors import ArtifactError, SpecError
 from ._output import emit
 
 if TYPE_CHECKING:
-    from inspect_ai.log import EvalLog
+    from inspect_ai.log import EvalScore
     from inspect_ai.scorer import Score
+
+    from inspect_lens.reading import ProbeReader
 
 __all__ = ["score"]
 
@@ -36,6 +39,10 @@ def score(
     selection: Annotated[
         str, typer.Option(help="Tokens to read: answer, reasoning, tool_calls, …")
     ] = "",
+    role: Annotated[
+        list[str] | None,
+        typer.Option(help="Model role whose calls are read; the eval's model by default."),
+    ] = None,
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
     ] = False,
@@ -56,29 +63,38 @@ def score(
     from inspect_ai.log import read_eval_log, write_eval_log
 
     from inspect_lens.model import know_log
-    from inspect_lens.reading import check_over
+    from inspect_lens.reading import ProbeReader
     from inspect_lens.scorer import probe_score
 
-    check_over(over)
     if not Path(log).is_file() and "://" not in log:
         raise ArtifactError(f"{log}: there is no such log; check the path")
     know_log(log, follow=follow or ())
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")
-    scorers = [
-        probe_score(
-            name, pool=pool or None, selection=selection or None, source="captured",
-            check_model=not any_model, over=over,  # type: ignore[arg-type] # checked above
-        )
-        for name in probe
-    ]  # fmt: skip
+    asked: dict[str, Any] = {
+        "pool": pool or None, "selection": selection or None, "source": "captured",
+        "check_model": not any_model, "over": over, "roles": role or None,
+    }  # fmt: skip
+    readers = [ProbeReader.of(name, **asked) for name in probe]
+    scorers = [probe_score(name, **asked) for name in probe]
     # With the path in the log, files beside it are found; the scored one may lie elsewhere.
-    scored = score_log(read_eval_log(log), scorers, action="append", display="none")
-    if scored.status != "success":
+    read = read_eval_log(log)
+    scored = score_log(read, scorers, action="append", display="none")
+    if scored.status != "success" or scored.results is None:
         raise ArtifactError(f"{log}: {scored.error.message if scored.error else scored.status}")
     write_eval_log(scored, target)
-    found = _found(scored)
+    # What was appended, in the order of the probes: a log may hold scores of the same name.
+    pairs = zip(read.samples or [], scored.samples or [], strict=True)
+    added = [
+        [score for key, score in (new.scores or {}).items() if key not in (old.scores or {})]
+        for old, new in pairs
+    ]
+    results = scored.results.scores[-len(scorers) :]
+    found = [
+        _said(reader, result, [each[i] for each in added if len(each) == len(scorers)])
+        for i, (reader, result) in enumerate(zip(readers, results, strict=True))
+    ]
     lines = [f"{target}: {len(scored.samples or [])} samples"]
     for one in found:
         said = [
@@ -88,36 +104,28 @@ def score(
         said.append(f"{one['n_scored']} scored ({', '.join(one['sources'])})")
         if one["threshold"] is not None:
             said.append(f"{one['n_above']} above {one['threshold']:.4g}")
-        lines.append(f"  {one['probe']} ({one['scorer']}): {', '.join(said)}")
+        lines.append(f"  {one['name']} ({one['scorer']}): {', '.join(said)}")
         lines += [f"    {one['means']}"] if one["means"] else []
     emit({"log": target, "scores": found}, lines, as_json=as_json)
 
 
-def _found(log: EvalLog) -> list[dict[str, Any]]:
-    """What each scorer of a probe says of the whole log."""
-    from inspect_lens.reading import ProbeReader
+def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> dict[str, Any]:
+    """What one scorer says of the whole log."""
     from inspect_lens.reading._promise import promise
 
-    made = []
-    for result in log.results.scores if log.results else []:
-        if result.scorer.rpartition("/")[2] != "probe_score":
-            continue
-        each = [(s.scores or {}).get(result.name) for s in log.samples or []]
-        read = [s for s in each if s is not None and (s.metadata or {}).get("probe")]
-        params = {k: v for k, v in result.params.items() if k in ("pool", "selection")}
-        reader = ProbeReader.of(result.params["probe"], **params)
-        threshold = reader.threshold.value if reader.threshold else None
-        own = threshold is not None and all(_holds(s) for s in read)
-        made.append({
-            "scorer": result.name, "probe": reader.probe.name, "n_scored": len(read),
-            "sources": sorted({str((s.metadata or {})["source"]) for s in read}),
-            "threshold": threshold,
-            "n_above": sum(s.answer == "above threshold" for s in read),
-            "metrics": {name: _known(m.value) for name, m in result.metrics.items()},
-            "means": promise(reader, threshold) if own and threshold is not None else
-            "No rate of a card holds: another model, or other settings.",
-        })  # fmt: skip
-    return made
+    read = [s for s in scores if (s.metadata or {}).get("probe")]
+    threshold = reader.threshold.value if reader.threshold else None
+    own = threshold is not None and all(_holds(s) for s in read)
+    return {
+        "name": f"{reader.probe.name} {reader.pool}", "scorer": result.name,
+        "probe": reader.probe.name, "pool": reader.pool, "n_scored": len(read),
+        "sources": sorted({str((s.metadata or {})["source"]) for s in read}),
+        "threshold": threshold,
+        "n_above": sum(s.answer == "above threshold" for s in read),
+        "metrics": {name: _known(m.value) for name, m in result.metrics.items()},
+        "means": promise(reader, threshold) if own and threshold is not None else
+        "No rate of a card holds: another model, or other settings.",
+    }  # fmt: skip
 
 
 def _known(value: float) -> float | None:

@@ -8,9 +8,8 @@ from inspect_lens._extras import require as _require
 _require("control_arena", room="inspect_lens.control", extra="control")
 
 from ._monitors import (  # noqa: E402 - after the check
-    OnMissing,
     coup_probe_monitor_builder,
     probe_monitor_builder,
 )
 
-__all__ = ["OnMissing", "coup_probe_monitor_builder", "probe_monitor_builder"]
+__all__ = ["coup_probe_monitor_builder", "probe_monitor_builder"]

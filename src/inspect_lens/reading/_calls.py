@@ -16,7 +16,7 @@ from inspect_ai.model import Model, ModelOutput, model_roles
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import NotCapturedError, SpecError
-from inspect_lens.model import activations, probe_scores, receipt
+from inspect_lens.model import activations, probe_scores
 from inspect_lens.model.from_logs._given import given_output
 from inspect_lens.model.request._instrument import is_instrument_call
 
@@ -61,7 +61,7 @@ class Turn(NamedTuple):
     @property
     def has_lens(self) -> bool:
         """Whether a model of this package made the call, or something was captured in it."""
-        if self.model.partition("/")[0] in _PROVIDERS or receipt(self.output) is not None:
+        if self.model.partition("/")[0] in _PROVIDERS:
             return True
         return activations(self.output) is not None or probe_scores(self.output) is not None
 

@@ -59,8 +59,12 @@ def sae_feature(
         site: likewise; the stream behind the block where the file names none.
         positions: tokens to read; by default the completion, or those that hold the selection.
         pool: `max`, `mean`, `top_k_mean:5` or another of `probe_score`.
-        selection: as for `probe_score`; all tokens among the positions by default.
-        source: as for `probe_score`; `captured` means captured rows.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; all by
+            default.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
         threshold: of the pooled activation, above which a latent counts as found; the verdict,
             `threshold_accuracy` and `at_threshold` (with `key="latent_31164"`) go by it.
         token_scores: write the activation of each token to a file beside the log, one record per

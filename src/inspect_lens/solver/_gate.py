@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -51,7 +51,6 @@ def probe_gate(
     pool: str | None = None,
     selection: str | None = None,
     tokenizer: str | None = None,
-    roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
     tries: int = 3,
     steer: VectorLike | Mapping[str, Any] | None = None,
@@ -95,8 +94,6 @@ def probe_gate(
         tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
             that of the model that is read, else that of the card's model, where it is on this
             machine.
-        roles: with `inner=`: model roles whose turns are read, where others are left alone; any by
-            default.
         on_missing: `error` fails the sample where the activations of a call are not there; `skip`
             treats such a call as one without a token to read.
         tries: further generations at most.
@@ -130,7 +127,7 @@ def probe_gate(
             print(sample.metadata["probe_gate"]["outcome"], sample.output.completion)
         ```
     """
-    _check(action, tries, steer, roles, inner)
+    _check(action, tries, steer, inner)
     vector = None if steer is None else steering_vector(steer)
     if inner is not None and action not in ("flag", "stop"):
         raise SpecError(
@@ -157,7 +154,7 @@ def probe_gate(
         return _in_engine(probe.removeprefix(ENGINE), threshold, action, replacement)
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
-        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
+        check_model=check_model, tokenizer=tokenizer, on_missing=on_missing,
         threshold=threshold,
     )  # fmt: skip
     cut = cut_of(reader, threshold)
@@ -186,7 +183,6 @@ def _check(
     action: str,
     tries: int,
     steer: VectorLike | Mapping[str, Any] | None,
-    roles: Sequence[str] | None,
     inner: Solver | Agent | None,
 ) -> None:
     """Refuse arguments that do not go together."""
@@ -198,11 +194,6 @@ def _check(
         raise SpecError(
             f"action={action!r} with steer={steer!r}; action 'steer' needs a vector, and the "
             "others take none"
-        )
-    if roles is not None and inner is None:
-        raise SpecError(
-            f"roles={list(roles)} without inner=: the gate generates with the model of the eval; "
-            "roles belong to an agent that calls models in roles; pass inner="
         )
 
 

@@ -43,10 +43,13 @@ def probe_resample(
         probe: name below `probes/`, path, or a probe.
         n: answers.
         prefer: the lowest score stands, or the highest.
-        layer: one of the probe's layers; all of them by default.
+        layer: one of the probe's layers; all of them, averaged, by default.
         positions: tokens to read; those of the card by default.
-        pool: token aggregation; the card's by default.
-        selection: as for `probe_score`.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
         temperature: of the answers; without one, greedy decoding repeats itself.
         check_model: refuse a model whose fingerprint is not that of the probe's card.
 

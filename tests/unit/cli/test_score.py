@@ -10,6 +10,7 @@ import pytest
 from inspect_ai.log import read_eval_log
 
 from inspect_lens._cli import main
+from inspect_lens.probe import Probe, ProbeCard, auroc, load_probe
 from tests.kit.live_page import LOG
 
 
@@ -39,3 +40,29 @@ def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
     assert found["n_above"] == sum(a.answer == "above threshold" for a, _ in pairs)
     assert run(monkeypatch, capsys, tmp_path / "no.eval", "--probe", "x")[0] == 4
     assert run(monkeypatch, capsys, LOG, "--probe", "organism/none", "--out", out)[0] == 4
+
+
+def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second = str(tmp_path / "first.eval"), str(tmp_path / "second.eval")
+    opposite = -load_probe("organism/deception-lr").direction()[0]
+    card = ProbeCard(name="test/other", layers=(4,), hidden=len(opposite))
+    path = Probe.from_direction(opposite, card=card).save(tmp_path / "other")
+    words = ["--probe", "organism/deception-lr", "--probe", path]
+    probes = ("organism/deception-lr", "test/other")
+    said = []
+    for log, more, out in ((LOG, ("--pool", "max"), first), (first, ("--pool", "mean"), second)):
+        code, text, _ = run(monkeypatch, capsys, log, *words, *more, "--out", out, "--json")
+        assert code == 0, text
+        said.append(json.loads(text)["scores"])
+    assert [[one["name"] for one in each] for each in said] == [
+        [f"{probe} max" for probe in probes], [f"{probe} mean" for probe in probes]
+    ]  # fmt: skip
+    samples = read_eval_log(second).samples or []
+    for one in (one for each in said for one in each):
+        found = [(sample.scores or {})[one["scorer"]] for sample in samples]
+        assert {(s.metadata or {})["name"] for s in found} == {one["name"]}
+        assert {(s.metadata or {})["threshold"] for s in found} == {one["threshold"]}
+        labels = [sample.metadata["label"] for sample in samples]
+        assert one["metrics"]["auroc"] == auroc(labels, [float(s.value) for s in found])  # type: ignore[arg-type]

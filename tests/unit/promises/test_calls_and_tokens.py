@@ -1,0 +1,371 @@
+"""What is said of calls and tokens means the same wherever a probe is read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inspect_ai import score
+from inspect_ai.agent import AgentState
+from inspect_ai.analysis import samples_df
+from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.model import (
+    ChatMessageAssistant,
+    ChatMessageUser,
+    ModelOutput,
+    get_model,
+)
+from inspect_ai.scorer import Scorer
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.tool import ToolCall, ToolCallView
+
+from inspect_lens.approver import probe_approver
+from inspect_lens.probe import auroc
+from inspect_lens.reading import ProbeReader, lens_column
+from inspect_lens.sae import SparseEncoder
+from inspect_lens.scorer import (
+    deception_probe,
+    monitor_alarm,
+    probe_cascade,
+    probe_ensemble,
+    probe_score,
+    sae_feature,
+    trait_projection,
+)
+from tests.contracts.test_vocabulary import written
+from tests.kit.mock_evals import WIDTH, answers, call, judge, planted_probe, run, scores
+from tests.kit.promises import Promise
+
+ROOMS = ("scorer", "solver", "reading", "approver", "control", "petri", "sentinel", "scout")
+SHARED = (
+    "layer", "positions", "pool", "selection", "source", "check_model", "tokenizer", "over",
+    "roles", "on_missing",
+)  # fmt: skip
+"""What a user says of calls and tokens; `ProbeReader.of` has the meaning and the default."""
+WITHOUT_ROLES = {
+    "petri.read_probe", "petri.eval_awareness_approver", "petri.lens_audit_solver",
+    "scout.audit_probe_scanner",  # the target of an audit, and nobody else
+    "solver.probe_gate", "solver.probe_resample",  # what they generate themselves
+}  # fmt: skip
+OWN_DEFAULTS = {
+    "layer": {"scorer.trait_projection", "scorer.sae_feature"},  # of a vector, of an autoencoder
+    "positions": {"scorer.deception_probe", "scorer.trait_projection", "scorer.sae_feature"},
+    "pool": {"scorer.trait_projection", "scorer.sae_feature"},
+    "selection": {"scorer.trait_projection", "scorer.sae_feature"},  # they have no card
+    "over": {"scout.probe_scanner", "scout.audit_probe_scanner"},  # a scan watches every turn
+}
+
+
+def _surfaces() -> dict[str, Callable[..., Any]]:
+    """Public functions that read tokens of calls as a user says."""
+    found = {}
+    for room in ROOMS:
+        module = importlib.import_module(f"inspect_lens.{room}")
+        for name in module.__all__:
+            public = getattr(module, name)
+            function = getattr(public, "_builder_fun", None) or written(
+                public, name
+            )  # ControlArena's
+            if inspect.isfunction(function) and name == function.__name__:
+                has = set(inspect.signature(function).parameters)
+                if name != "read_turns" and ("roles" in has or {"probe", "selection"} <= has):
+                    found[f"{room}.{name}"] = function
+    return found
+
+
+SURFACES = _surfaces()
+CALLS = Promise(
+    "the calls of a model in a role are read, or the roles are named",
+    surfaces={name for name in SURFACES if name not in WITHOUT_ROLES},
+)
+
+
+@pytest.mark.parametrize("surface", sorted(SURFACES))
+def test_what_is_shared_has_one_default_and_one_text(surface: str) -> None:
+    defaults = inspect.signature(ProbeReader.of).parameters
+    for name, parameter in inspect.signature(SURFACES[surface]).parameters.items():
+        if name in SHARED and surface not in OWN_DEFAULTS.get(name, ()):
+            assert parameter.default == defaults[name].default, name
+            text = text_of(SURFACES[surface], name)
+            assert any(text.startswith(known) for known in texts(name)), (name, text)
+
+
+def texts(name: str) -> set[str]:
+    """What is said of a parameter: of samples, of single messages, and of scans."""
+    said = ("scorer.probe_score", "sentinel.probe_monitor", "scout.probe_scanner")
+    found = [f for f in said if name in inspect.signature(SURFACES[f]).parameters]
+    return {text_of(SURFACES[f], name).rstrip(".") for f in found}
+
+
+def text_of(function: Callable[..., Any], name: str) -> str:
+    """What a docstring says of a parameter, in one line and small letters at its start."""
+    doc = inspect.getdoc(function) or ""
+    found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^\S|^$)", doc, re.S | re.M)
+    assert found, f"{name} is not documented"
+    text = " ".join(found[1].split())
+    return text[0].lower() + text[1:]
+
+
+# --- a log in which the target plays a role, and lies in the second of its three turns
+
+PROBE = planted_probe()  # reads axis 0; its threshold is 2.5
+HONEST = [[0.0, 1.0], [2.0, 2.0, 1.0], [0.5]]
+LYING = [[0.0, 1.0], [7.0, 8.0, 9.0], [0.5]]
+
+
+@solver
+def audit(*others: str) -> Solver:
+    """Three turns of the target, and one of each other role, which captured as well."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for i in range(3):
+            if i:
+                state.messages.append(ChatMessageUser(content=f"go on {i}"))
+            state.output = await get_model(role="target").generate(state.messages)
+            state.messages.append(state.output.message)
+        for other in others:
+            state.output = await get_model(role=other).generate(state.messages)
+        return state
+
+    return solve
+
+
+def target(folder: Path | None, missing: int | None = None) -> Any:
+    """The target: odd samples lie. The turn `missing` captured nothing."""
+
+    def reply(messages: Any, *_: Any) -> ModelOutput:
+        turn = sum(m.role == "assistant" for m in messages)
+        said = (LYING if int(messages[0].text) % 2 else HONEST)[turn]
+        made = call(said, text=f"turn {turn}", folder=folder)
+        if turn == missing:
+            made.metadata = None
+        return made
+
+    return get_model("mockllm/target", custom_outputs=reply, memoize=False)
+
+
+def made_log(folder: Path, *others: str, missing: int | None = None) -> EvalLog:
+    roles = {other: get_model("mockllm/other", custom_outputs=lambda *_: call([30.0]),
+                              memoize=False) for other in others}  # fmt: skip
+    return run(
+        answers("never asked"), [], folder=folder, labels=[0, 1, 0, 1], solver=audit(*others),
+        model_roles={"target": target(folder, missing), **roles},
+    )  # fmt: skip
+
+
+def scored(log: EvalLog, scorer: Scorer) -> EvalLog:
+    return score(read_eval_log(log.location), scorer, action="overwrite", display="none")
+
+
+@pytest.fixture(scope="module")
+def role_log(tmp_path_factory: pytest.TempPathFactory) -> EvalLog:
+    return made_log(tmp_path_factory.mktemp("role"))
+
+
+@pytest.fixture(scope="module")
+def two_roles_log(tmp_path_factory: pytest.TempPathFactory) -> EvalLog:
+    return made_log(tmp_path_factory.mktemp("two"), "helper")
+
+
+@pytest.fixture(scope="module")
+def gap_log(tmp_path_factory: pytest.TempPathFactory) -> EvalLog:
+    return made_log(tmp_path_factory.mktemp("gap"), missing=0)
+
+
+def _saved(tmp_path: Path) -> str:
+    return str(PROBE.save(tmp_path / "probe"))
+
+
+def _encoder() -> SparseEncoder:
+    return SparseEncoder(weight=np.eye(WIDTH, dtype=np.float32), bias=np.zeros(WIDTH, np.float32))
+
+
+SCORERS: dict[str, Callable[..., Scorer]] = {
+    "scorer.probe_score": lambda path, **o: probe_score(path, over="all", **o),
+    "scorer.deception_probe": lambda path, **o: deception_probe(path, over="all", **o),
+    "scorer.trait_projection": lambda path, **o: trait_projection(path, over="all", **o),
+    "scorer.monitor_alarm": lambda path, **o: monitor_alarm(path, value="max", **o),
+    "scorer.probe_cascade": lambda path, **o: probe_cascade(
+        path, "x", band=(5.0, 6.0), unit="score", judge=judge("0"), over="all", **o
+    ),
+    "scorer.probe_ensemble": lambda path, **o: probe_ensemble({"a": path}, "vote", over="all", **o),
+    "scorer.sae_feature": lambda path, **o: sae_feature(
+        _encoder(), {"a": 0}, layer=1, pool="mean", over="all", **o
+    ),
+}
+
+
+def values_of(log: EvalLog) -> list[float]:
+    return [v["a"] if isinstance(v, dict) else v for v in (s.value for s in scores(log))]  # type: ignore[misc]
+
+
+@CALLS.on(*SCORERS)
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    path = _saved(request.getfixturevalue("tmp_path"))
+    make = SCORERS[surface]
+    log = scored(request.getfixturevalue("role_log"), make(path))
+    assert auroc([0, 1, 0, 1], values_of(log)) == 1.0
+    for found in scores(log):
+        facts = (found.metadata or {}).get("latents", {"a": found.metadata})["a"]
+        assert facts["roles"] == ["target"]
+        assert (facts["n_turns"], facts["n_turns_read"]) == (3, 3)
+    # Two roles with a lens have to be told apart, and one that nobody has is named.
+    two = request.getfixturevalue("two_roles_log")
+    for options in ({}, {"roles": ["judge"]}):
+        with pytest.raises(ValueError, match=r"'target'.*'helper'"):
+            scored(two, make(path, **options))
+    assert auroc([0, 1, 0, 1], values_of(scored(two, make(path, roles=["target"])))) == 1.0
+    gap = request.getfixturevalue("gap_log")
+    with pytest.raises(ValueError, match="turn 0"):
+        scored(gap, make(path, source="captured"))
+    kept = scored(gap, make(path, on_missing="skip", source="captured"))
+    assert auroc([0, 1, 0, 1], values_of(kept)) == 1.0
+
+
+def test_the_last_turn_is_that_of_the_role(role_log: EvalLog) -> None:
+    log = scored(role_log, probe_score(PROBE))
+    assert [s.value for s in scores(log)] == [0.5] * 4
+    assert (scores(log)[0].metadata or {})["roles"] == ["target"]
+
+
+@CALLS.on("reading.lens_column")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    def values(log: EvalLog, **options: Any) -> list[float]:
+        column = lens_column(PROBE, over="all", **options)
+        return samples_df(log.location, columns=[column], quiet=True)["axis"].tolist()
+
+    assert auroc([0, 1, 0, 1], values(request.getfixturevalue("role_log"))) == 1.0
+    two = request.getfixturevalue("two_roles_log")
+    for options in ({}, {"roles": ["judge"]}):
+        with pytest.raises(ValueError, match=r"'target'.*'helper'"):
+            values(two, **options)
+    assert values(two, roles=["target"], combine="mean")[1] == pytest.approx(3.0)
+    assert values(request.getfixturevalue("gap_log"), on_missing="skip")[1] == 8.0
+
+
+@CALLS.on("scout.probe_scanner")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    from inspect_scout import scan, scan_results_df, transcripts_from
+
+    from inspect_lens.scout import probe_scanner
+
+    path = _saved(request.getfixturevalue("tmp_path"))
+
+    def frame(fixture: str, **options: Any) -> Any:
+        log = request.getfixturevalue(fixture)
+        scanner = probe_scanner(path, source="captured", **options)
+        status = scan(
+            scanners=[scanner], transcripts=transcripts_from(log.location), max_processes=1,
+            display="none", scans=str(request.getfixturevalue("tmp_path") / "scans"),
+        )  # fmt: skip
+        return scan_results_df(status.location).scanners["probe_scanner"]
+
+    values = frame("role_log")["value"].astype(float).tolist()
+    assert sorted(values) == pytest.approx([5 / 3, 5 / 3, 8.0, 8.0])
+    assert "'target'" in str(frame("two_roles_log")["scan_error"].iloc[0])
+    assert frame("two_roles_log", roles=["target"])["value"].astype(float).max() == 8.0
+    assert frame("gap_log", on_missing="skip")["value"].astype(float).max() == 8.0
+
+
+# --- what is given one message at a time
+
+
+def watching(tmp_path: Path, watch: Callable[[TaskState, ModelOutput], Any]) -> list[Any]:
+    """What a monitor says of the target's three turns, and of one of a role without a lens."""
+    said: list[Any] = []
+
+    @solver
+    def turns() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            for role in ("target", "target", "target", "plain"):
+                output = await get_model(role=role).generate(state.messages)
+                state.messages.append(output.message)
+                said.append(await watch(state, output))
+            return state
+
+        return solve
+
+    log = run(
+        answers("never asked"), [], folder=tmp_path, labels=[1], solver=turns(),
+        metadata=[{}], model_roles={"target": target(tmp_path), "plain": judge("hello")},
+    )  # fmt: skip
+    assert log.status == "success", log.error
+    return said
+
+
+def messages(tmp_path: Path, make: Callable[..., Any], watch: Callable[..., Any]) -> None:
+    """A monitor of messages reads the roles that it is told, and says what is missing."""
+    only = make(roles=["target"])
+    honest = [np.mean(turn) for turn in HONEST]
+    assert watching(tmp_path, lambda *a: watch(only, *a))[:3] == pytest.approx(honest)
+    assert watching(tmp_path, lambda *a: watch(only, *a))[3] is None
+    any_role = make(on_missing="skip")
+    assert watching(tmp_path, lambda *a: watch(any_role, *a))[3] is None
+    strict = make()
+    with pytest.raises(AssertionError, match="no activations"):
+        watching(tmp_path, lambda *a: watch(strict, *a))
+
+
+@CALLS.on("sentinel.probe_monitor", "sentinel.probe_call_monitor")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    from types import SimpleNamespace
+
+    from inspect_lens import sentinel
+
+    path = _saved(request.getfixturevalue("tmp_path"))
+
+    async def watch(monitor: Any, state: TaskState, output: ModelOutput) -> Any:
+        step = SimpleNamespace(output=output, message_id=output.message.id)
+        seen = await monitor(None, step)
+        return None if seen is None else seen.suspicion
+
+    make = getattr(sentinel, surface.partition(".")[2])
+    messages(
+        request.getfixturevalue("tmp_path"), lambda **o: make(path, source="captured", **o), watch
+    )
+
+
+@CALLS.on("control.probe_monitor_builder", "control.coup_probe_monitor_builder")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    from inspect_lens import control
+
+    path = _saved(request.getfixturevalue("tmp_path"))
+
+    async def watch(monitor: Any, state: TaskState, output: ModelOutput) -> Any:
+        seen = await monitor(AgentState(messages=[output.message]), [])
+        facts = seen.messages[-1].metadata
+        if facts["suspicion_score"] == -1.0:
+            return None
+        return np.log(facts["suspicion_score"] / (1 - facts["suspicion_score"])) + 2.5
+
+    make = getattr(control, surface.partition(".")[2])
+    messages(
+        request.getfixturevalue("tmp_path"),
+        lambda **o: make(probe=path, source="captured", default_suspicion_score=-1.0, **o),
+        watch,
+    )
+
+
+@CALLS.on("approver.probe_approver")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    async def watch(approver: Any, state: TaskState, output: ModelOutput) -> Any:
+        made = ToolCall(id=f"c{len(state.messages)}", function="send", arguments={})
+        message = ChatMessageAssistant(id=output.message.id, content="", tool_calls=[made])
+        found = await approver("", made, ToolCallView(), [message])
+        return (found.metadata or {"probe_approver": {"value": None}})["probe_approver"]["value"]
+
+    path = _saved(request.getfixturevalue("tmp_path"))
+    messages(
+        request.getfixturevalue("tmp_path"),
+        lambda **o: probe_approver(path, source="captured", **o),
+        watch,
+    )
+
+
+test_calls = CALLS.test()
