@@ -167,14 +167,16 @@ def test_a_message_without_activations(lens_server_url: str, tmp_path: Path) -> 
         folder = tmp_path / name
         return run(monitor, lens_server_url, folder, instruction=LYING, capture=False)
 
-    failed = once("error")
+    failed = once("error", source="captured")
     assert failed.status == "error"
     assert failed.error is not None
     assert "INSPECT_LENS_CAPTURE" in failed.error.message
-    _, default = decided(once("default", on_missing="default", default_suspicion_score=0.25))
+    _, default = decided(
+        once("default", source="captured", on_missing="skip", default_suspicion_score=0.25)
+    )
     assert default["suspicion_score"] == 0.25
     assert not default["monitor_response"]["score_parsed"]
-    _, again = decided(once("again", on_missing="recompute"))
+    _, again = decided(once("again"))
     captured = probe_monitor_builder(probe=PROBE, threshold=1.742)
     _, first = decided(run(captured, lens_server_url, tmp_path / "first", instruction=LYING))
     assert again["suspicion_score"] == pytest.approx(first["suspicion_score"], abs=1e-3)

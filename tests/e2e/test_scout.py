@@ -89,15 +89,16 @@ def test_every_branch_of_an_audit_is_read_without_a_server(
     assert [question.is_true(text) for text in said] == [True, False]
 
     monkeypatch.setenv("VLLM_BASE_URL", "http://127.0.0.1:9/v1")
-    for over in ("max", "last", "mean"):
-        scanner = audit_probe_scanner(PROBE, combine=over, source="captured")
-        frame = scanned(scanner, tmp_path / "logs", tmp_path / over)
+    for way, how in {"max": {}, "last": {"over": "last"}, "mean": {"combine": "mean"}}.items():
+        scanner = audit_probe_scanner(PROBE, source="captured", **how)  # type: ignore[arg-type]
+        frame = scanned(scanner, tmp_path / "logs", tmp_path / way)
         (row,) = frame.to_dict("records")
         found = json.loads(row["metadata"])
-        honest, lying = (turn["value"] for turn in found["turns"])
+        *honest, lying = (turn["value"] for turn in found["turns"])
+        honest = honest[0] if honest else -1.0
         assert lying > honest + 0.5
         expected = {"max": lying, "last": lying, "mean": (honest + lying) / 2}
-        assert float(row["value"]) == pytest.approx(expected[over])
+        assert float(row["value"]) == pytest.approx(expected[way])
         assert found["off_policy"] is False
     assert sample.scores is not None
     score = sample.scores["audit_probe_scanner"]
