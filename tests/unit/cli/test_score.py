@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
 def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    shutil.copytree(LOG.with_suffix(".lens"), tmp_path / LOG.with_suffix(".lens").name)
+    log = str(shutil.copy(LOG, tmp_path))
     first, second = str(tmp_path / "first.eval"), str(tmp_path / "second.eval")
     opposite = -load_probe("organism/deception-lr").direction()[0]
     card = ProbeCard(name="test/other", layers=(4,), hidden=len(opposite))
@@ -52,8 +55,8 @@ def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
     words = ["--probe", "organism/deception-lr", "--probe", path]
     probes = ("organism/deception-lr", "test/other")
     said = []
-    for log, more, out in ((LOG, ("--pool", "max"), first), (first, ("--pool", "mean"), second)):
-        code, text, _ = run(monkeypatch, capsys, log, *words, *more, "--out", out, "--json")
+    for source, more, out in ((log, ("--pool", "max"), first), (first, ("--pool", "mean"), second)):
+        code, text, _ = run(monkeypatch, capsys, source, *words, *more, "--out", out, "--json")
         assert code == 0, text
         said.append(json.loads(text)["scores"])
     assert [[one["name"] for one in each] for each in said] == [
