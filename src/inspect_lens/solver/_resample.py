@@ -51,7 +51,7 @@ def probe_resample(
             `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
             "" for all.
         temperature: of the answers; without one, greedy decoding repeats itself.
-        check_model: refuse a model whose fingerprint is not that of the probe's card.
+        check_model: refuse a model whose fingerprint is not that of the card.
 
     Returns:
         The solver. An answer without a token to read stands only if all are.

@@ -13,6 +13,7 @@ from inspect_ai.analysis import samples_df
 from inspect_ai.log import edit_score, read_eval_log, read_eval_log_sample
 from inspect_ai.scorer import ScoreEdit
 
+from inspect_lens.errors import ArtifactError
 from inspect_lens.model import activations, know_log
 from inspect_lens.model.stored import _places
 from inspect_lens.model.stored._handle import MEMORY, MESSAGES
@@ -75,7 +76,13 @@ def test_the_policy_is_asked_before_a_file_is_looked_for(
     monkeypatch.setattr(_places, "_roots", OrderedDict())
     monkeypatch.setattr(_places, "may_follow", note)
     know_log(moved)
-    assert activations(read_eval_log_sample(moved, id=0).output).numpy().size  # type: ignore[union-attr]
+    handle = activations(read_eval_log_sample(moved, id=0).output)
+    assert handle is not None
+    assert handle.numpy().size
+    shutil.rmtree(Path(moved).parent / "planted.lens")
+    MEMORY.clear()
+    with pytest.raises(ArtifactError, match="does not lie next to it"):
+        handle.numpy()
     assert asked == {str(Path(moved).parent.parent / "old"): False, str(Path(moved).parent): True}
 
 

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from inspect_lens._intake import join, parent, write_file
+from inspect_lens._intake import absolute, join, parent, write_file
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model.scores._probe_scores import ProbeScores
 from inspect_lens.model.stored._handle import Activations
-from inspect_lens.model.stored._places import Place, find, place_for, place_of
+from inspect_lens.model.stored._places import Place, find, know_root, place_for, place_of
 
 __all__ = ["read_sidecar", "write_sidecar"]
 
@@ -60,6 +60,7 @@ def write_sidecar(
     # Beside activations without a folder, a slash before the name would be the root of the disk.
     uri = join(place.folder, f"{name}-{digest[:12]}.safetensors")
     write_file(join(place.root, uri), [data])
+    know_root(place.root or parent(absolute(uri)))  # what this process wrote it may read
     return {"$lens": kind, "uri": uri, "root": place.root, "sha256": digest}
 
 

@@ -191,7 +191,9 @@ def find(uri: str, root: str | None, *, most: int | None = None) -> tuple[str, b
 def _addresses(uri: str, root: str | None) -> Iterator[tuple[str, str]]:
     """Where a file may be, each folder with the file's address, as far as the policy allows."""
     seen = set()
-    for folder in (*([root] if root else []), *_known_folders(), *([] if root else [""])):
+    # A copy of a log has its files next to it: the log that was read last comes first.
+    known = [*_known_folders()]
+    for folder in (*known[:1], *([root] if root else []), *known[1:], *([] if root else [""])):
         where = join(folder, uri)
         if where not in seen and may_follow(where):
             seen.add(where)
