@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import parse_positions, resolve_positions
+from inspect_lens.spec import parse_positions, resolve_positions, shown
 
 __all__ = ["Align", "Alignment", "align_tokens", "choose_positions", "find_subject"]
 
@@ -62,7 +62,7 @@ def align_tokens(
         ```
     """
     if mode not in get_args(Align):
-        raise SpecError(f"align={mode!r}; allowed are {', '.join(get_args(Align))}")
+        raise SpecError(f"align={shown(mode)}; allowed are {', '.join(get_args(Align))}")
     both = min(len(clean), len(corrupted))
     first = next((i for i in range(both) if clean[i] != corrupted[i]), both)
     shift = len(clean) - len(corrupted)
@@ -84,16 +84,21 @@ def _unequal(
         tail < min(len(clean), len(corrupted)) - first and clean[-1 - tail] == corrupted[-1 - tail]
     ):
         tail += 1
-    shown = texts or ([f"{i}" for i in clean], [f"{i}" for i in corrupted])
-    parts = [
-        f"{name}[{first}:{len(ids) - tail}] = {list(pieces[first : len(ids) - tail])}"
-        for name, ids, pieces in (("clean", clean, shown[0]), ("corrupted", corrupted, shown[1]))
-    ]
+    pair = texts or ([f"{i}" for i in clean], [f"{i}" for i in corrupted])
+    parts = []
+    for name, ids, pieces in (("clean", clean, pair[0]), ("corrupted", corrupted, pair[1])):
+        differ = list(pieces[first : len(ids) - tail])
+        listed = differ if len(differ) <= _MOST_LISTED else [*differ[:_MOST_LISTED], "…"]
+        parts.append(f"{name}[{first}:{len(ids) - tail}] = {listed}")
     return (
         f"corrupted: has {len(corrupted)} tokens and the clean prompt {len(clean)}; they differ at "
         f"{' and '.join(parts)}. Choose words of as many tokens, or pass align='ends', which "
         "pairs these tokens from the right"
     )
+
+
+_MOST_LISTED = 20
+"""Tokens in an error."""
 
 
 def choose_positions(
@@ -151,8 +156,8 @@ def find_subject(subject: str | Sequence[int], texts: Sequence[str]) -> tuple[in
     times = whole.count(subject) if subject else 0
     if times != 1:
         raise SpecError(
-            f"subject={subject!r} stands {times} times in the prompt {whole!r}; allowed is a text "
-            "that stands there once, or the positions of its tokens"
+            f"subject={shown(subject)} stands {times} times in the prompt {shown(whole)}; allowed "
+            "is a text that stands there once, or the positions of its tokens"
         )
     start = whole.index(subject)
     stop, at, found = start + len(subject), 0, []

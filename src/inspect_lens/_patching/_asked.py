@@ -9,10 +9,18 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import RESID_POST, Site, explain
+from inspect_lens.spec import (
+    RESID_POST,
+    Site,
+    as_tensor_data,
+    check_counts,
+    encode_tensor,
+    judging,
+    shown,
+)
 
 from ._align import Align
 from ._cells import check_site
@@ -55,10 +63,12 @@ class SweepSpec:
         """
         check_site(self.site, "site")
         if self.source not in get_args(Source):
-            raise SpecError(f"source={self.source!r}; allowed are {', '.join(get_args(Source))}")
+            raise SpecError(
+                f"source={shown(self.source)}; allowed are {', '.join(get_args(Source))}"
+            )
         if (self.rows is None) != (self.source in ("clean", "zero")):
             raise SpecError(
-                f"source={self.source!r} and rows={'none' if self.rows is None else 'given'}; "
+                f"source={shown(self.source)} and rows={'none' if self.rows is None else 'given'}; "
                 "rows belong to source='mean' and source='rows'"
             )
         if not math.isfinite(self.alpha):
@@ -84,7 +94,7 @@ class _Body(BaseModel):
     layers: list[StrictInt] | None = None
     positions: list[StrictBool] | list[StrictInt] | None = None
     source: str = "clean"
-    rows: list[Any] | None = None
+    rows: list[Any] | dict[str, Any] | None = None
     alpha: float = 1.0
     window: int = Field(default=1, ge=1)
     align: str = "equal"
@@ -107,28 +117,24 @@ def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
     """
     if not isinstance(body, Mapping):
         raise SpecError(f"the body: a JSON object is wanted, not {type(body).__name__}")
+    check_counts(dict(body))
     if unknown := sorted(str(name)[:80] for name in body.keys() - _Body.model_fields.keys()):
         raise SpecError(
             f"{', '.join(unknown)}: unknown; allowed are {', '.join(_Body.model_fields)}"
         )
-    try:
+    with judging(""):
         asked = _Body.model_validate(dict(body))
-    except ValidationError as error:
-        raise SpecError(explain(error)) from None
     if len(set(asked.sites)) < len(asked.sites):
-        raise SpecError(f"sites={asked.sites}: one stands there twice; name each once")
+        raise SpecError(f"sites={shown(asked.sites)}: one stands there twice; name each once")
     for name in ("clean", "corrupted", "answer", "foil"):
         if getattr(asked, name) in ("", []):
             raise SpecError(f"{name}: is empty; give a text, token ids, or messages")
+    for name in ("clean", "corrupted"):
+        _check_prompt(getattr(asked, name), name)
     fields = {name: getattr(asked, name) for name in _Body.model_fields}
     model, sites = fields.pop("model"), fields.pop("sites")
     if asked.rows is not None:
-        try:
-            fields["rows"] = np.array(asked.rows, dtype=np.float32)
-        except (TypeError, ValueError, OverflowError):
-            raise SpecError(
-                "rows: lists of numbers are wanted, (layers, positions or n, width)"
-            ) from None
+        fields["rows"] = as_tensor_data(asked.rows, field="rows").to_float32()
         if not np.isfinite(fields["rows"]).all():
             raise SpecError("rows: hold NaN or infinity; allowed are finite numbers")
         if len(sites) > 1:
@@ -141,6 +147,20 @@ def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
     return model, specs
 
 
+def _check_prompt(prompt: Prompt, name: str) -> None:
+    for i, part in enumerate(() if isinstance(prompt, str) else prompt):
+        if isinstance(part, int):
+            if part < 0:
+                raise SpecError(f"{name}[{i}]: {part}; token ids begin at 0")
+        elif isinstance(part, Mapping):
+            for key in ("role", "content"):
+                if key not in part or not (key == "content" or isinstance(part[key], str)):
+                    raise SpecError(
+                        f"{name}[{i}].{key}: {shown(part.get(key))}; a message has a role and "
+                        'content, such as {"role": "user", "content": "Hello"}'
+                    )
+
+
 def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
     """The body that asks a server for a sweep.
 
@@ -148,7 +168,7 @@ def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
         spec: of the sweep.
         model: that is asked for.
     """
-    rows = None if spec.rows is None else np.asarray(spec.rows, dtype=np.float32).tolist()
+    rows = None if spec.rows is None else encode_tensor(as_tensor_data(np.asarray(spec.rows)))
     return {
         "model": model, "clean": _plain(spec.clean), "corrupted": _plain(spec.corrupted),
         "answer": spec.answer, "foil": spec.foil, "sites": [spec.site],

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import SITE_TABLE, Replace, Site
+from inspect_lens.spec import SITE_TABLE, Replace, Site, shown
 
 from ._runs import Rows, Run
 
@@ -28,7 +28,7 @@ def check_site(site: Site, field: str) -> None:
     """
     if site not in SITE_TABLE:
         allowed = ", ".join(SITE_TABLE)
-        raise UnsupportedError(f"{field}={site!r}: cannot be patched; that can be {allowed}")
+        raise UnsupportedError(f"{field}={shown(site)}: cannot be patched; that can be {allowed}")
 
 
 def windows(

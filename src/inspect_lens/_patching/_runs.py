@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import CaptureSpec, EditBase, Site
+from inspect_lens.spec import CaptureSpec, EditBase, Site, shown
 
 __all__ = [
     "Prompt",
@@ -90,13 +90,13 @@ def next_token(runs: Runs, prompt: Prompt, ids: Sequence[int], answer: str | int
         else:
             longer = [*before, last, {"role": "assistant", "content": answer}]
     else:
-        raise SpecError(f"{name}={answer!r}: a prompt of token ids needs a token id here")
+        raise SpecError(f"{name}={shown(answer)}: a prompt of token ids needs a token id here")
     found = runs.tokens(longer)
     n = len(ids)
     if len(found) <= n or list(found[:n]) != list(ids):
         raise SpecError(
-            f"{name}={answer!r}: joins the last token of the prompt; let the prompt end before "
-            "the space, and the answer begin with it, such as ' Paris'"
+            f"{name}={shown(answer)}: joins the last token of the prompt; let the prompt end "
+            "before the space, and the answer begin with it, such as ' Paris'"
         )
     return int(found[n])
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import Site
+from inspect_lens.spec import Site, shown
 
 from ._align import Alignment, align_tokens, choose_positions
 from ._asked import SweepSpec
@@ -78,8 +78,8 @@ def sweep(runs: Runs, spec: SweepSpec) -> Iterator[SweepEvent]:
         wanted.append(next_token(runs, spec.clean, ids, spec.foil, "foil"))
         if wanted[0] == wanted[1]:
             raise SpecError(
-                f"foil={spec.foil!r}: begins with the same token as the answer {spec.answer!r}; "
-                "put what they share at the end of both prompts"
+                f"foil={shown(spec.foil)}: begins with the same token as the answer "
+                f"{shown(spec.answer)}; put what they share at the end of both prompts"
             )
     swept = None if spec.layers is None else tuple(sorted(set(spec.layers)))
     own = runs.capture(bad_ids, None if spec.window > 1 else swept, spec.site)
@@ -131,7 +131,7 @@ def gather(events: Iterable[SweepEvent]) -> PatchSweep:
     stream = iter(events)
     start = next(stream, None)
     if not isinstance(start, SweepStarted):
-        raise SpecError(f"events: the first is {start!r}; a sweep begins with SweepStarted")
+        raise SpecError(f"events: the first is {shown(start)}; a sweep begins with SweepStarted")
     shape = (len(start.layers), len(start.positions))
     logprob = np.full(shape, np.nan)
     foil = None if start.foil is None else np.full(shape, np.nan)
@@ -171,7 +171,7 @@ def _stored(
     n = given.shape[1] if source == "mean" and given.ndim == 3 else len(at)
     if given.shape != (len(swept), n, width) or not n:
         raise SpecError(
-            f"rows: have the shape {given.shape}; allowed for source={source!r} is "
+            f"rows: have the shape {given.shape}; allowed for source={shown(source)} is "
             f"({len(swept)} layers, {'n' if source == 'mean' else f'{n} positions'}, {width})"
         )
     if source == "mean":

@@ -101,8 +101,9 @@ from .request._encode import to_extra_args, to_wire_args
 from .request._registrable import Registrable
 from .request._request import LensRequest, forget_parsed, parse_extra_args
 from .values._arrays import as_tensor_data
+from .values._counts import check_counts, check_size
 from .values._names import check_function_name, check_name
-from .values._strict import explain, shown
+from .values._strict import explain, judging, shown
 from .values._tensor import (
     DType,
     TensorData,
@@ -223,6 +224,7 @@ __all__ = [
     "VectorUse",
     "Zero",
     "as_tensor_data",
+    "check_counts",
     "check_edits",
     "check_engine_lens",
     "check_engine_pool",
@@ -233,6 +235,7 @@ __all__ = [
     "check_probe",
     "check_qk",
     "check_request",
+    "check_size",
     "chosen_numbers",
     "code_python",
     "decode_saved",
@@ -246,6 +249,7 @@ __all__ = [
     "in_phase",
     "in_site_order",
     "is_mask",
+    "judging",
     "lens_args",
     "parse_edits",
     "parse_extra_args",

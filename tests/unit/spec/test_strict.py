@@ -56,7 +56,7 @@ def steer(**changes: Any) -> LensRequest | None:
         ({"activations": TENSOR | {"shape": [True, 4]}}, "no list of integers"),
         ({"activations": TENSOR | {"shape": "14"}}, "no list of integers"),
         ({"activations": TENSOR | {"shape": [10**4000, 10**4000]}}, "out of range"),
-        ({"activations": TENSOR | {"shape": [1] * 40}}, "out of range"),
+        ({"activations": TENSOR | {"shape": [1] * 40}}, "has 40 entries; 8 at most"),
         ({"activations": TENSOR | {"dtype": "float16"}}, "stored as float32"),
         ({"activations": TENSOR | {"dtype": "int8"}}, "stored as float32"),
         ({"activations": TENSOR | {"original_dtype": 3}}, "dtype 3"),

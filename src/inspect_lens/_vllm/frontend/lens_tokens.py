@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import EngineFacts, LensRequest, check_lens, shown
+from inspect_lens.spec import EngineFacts, LensRequest, check_lens, judging, shown
 
 __all__ = ["with_token_ids"]
 
@@ -33,7 +33,8 @@ def with_token_ids(request: LensRequest, processor: Any, facts: EngineFacts) -> 
         raise UnsupportedError(
             "lens.tokens: this engine was started without a tokenizer; give ids instead of texts"
         )
-    ids = [_id_of(t, tokenizer) if isinstance(t, str) else t for t in lens.tokens]
+    with judging("lens.tokens"):
+        ids = [_id_of(t, tokenizer) if isinstance(t, str) else t for t in lens.tokens]
     if len(set(ids)) != len(ids):
         raise SpecError(f"lens.tokens: {shown(lens.tokens)} are the ids {ids}; name each once")
     named = lens.model_copy(update={"tokens": tuple(ids)})

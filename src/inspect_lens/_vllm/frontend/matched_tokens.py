@@ -7,7 +7,14 @@ from typing import Any, Final
 
 from inspect_lens._vllm.http.bodies import pattern_budget
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import LensRequest, PatternBudget, Positions, TokenMatch, sampled_match
+from inspect_lens.spec import (
+    LensRequest,
+    PatternBudget,
+    Positions,
+    TokenMatch,
+    judging,
+    sampled_match,
+)
 
 __all__ = ["needs_prompt", "spans_of", "with_positions"]
 
@@ -91,7 +98,8 @@ class _Prompt:
                 f"{field}.pattern: this engine was started without a tokenizer; give token_ids"
             )
         if self._spans is None:
-            self._text, self._spans = spans_of(self._ids, self._tokenizer)
+            with judging(field):
+                self._text, self._spans = spans_of(self._ids, self._tokenizer)
         found, first = [], 0
         for start, stop in self._budget.spans(pattern, self._text, field=field):
             while first < len(self._spans) and self._spans[first][1] <= start:

@@ -15,8 +15,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from inspect_lens._vllm.metrics import refused
-from inspect_lens.errors import CapacityError, LensError, SpecError
+from pydantic_core import from_json
+
+from inspect_lens.errors import CapacityError, LensError
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -25,10 +26,14 @@ from inspect_lens.spec import (
     LensRequest,
     PatternBudget,
     TensorLimits,
+    check_size,
+    judging,
     lens_args,
     parse_extra_args,
     split_body,
 )
+
+from .refusals import refusal
 
 __all__ = [
     "TOKENS_PATH",
@@ -151,6 +156,7 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
     return b"".join(message.get("body", b"") for message in messages), again
 
 
+@judging("the body")
 def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
     """Parse what a body asks of the lens.
 
@@ -165,12 +171,11 @@ def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
     Raises:
         LensError: what is asked is wrong.
     """
+    check_size(body)
     try:
-        fields = json.loads(body)
+        fields = from_json(body)
     except ValueError:
         return _Held(None, is_read=False)
-    except RecursionError:
-        raise SpecError("the body is nested too deep") from None
     if path.endswith(TOKENS_PATH):
         fields = fields.get("sampling_params") if isinstance(fields, dict) else None
         args = fields.get("extra_args") if isinstance(fields, dict) else None
@@ -265,9 +270,7 @@ def _vector_bytes(request: LensRequest) -> int:
 
 async def refuse(error: LensError, send: Send) -> None:
     """Answer with an error, in the form of vLLM's own."""
-    refused(error)
-    about = {"message": str(error), "type": type(error).__name__, "param": None}
-    body = json.dumps({"error": {**about, "code": error.status}}).encode()
+    body = json.dumps(refusal(error)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, packed_hook, raise_first
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import encode_saved, parse_hooks
 
+from .refusals import json_body, refusal
 from .write_key import UNAUTHORIZED, may_write
 
 __all__ = ["add_hook_routes"]
@@ -34,12 +34,10 @@ def add_hook_routes(app: Any) -> None:
                 return JSONResponse(UNAUTHORIZED, status_code=401)
             try:
                 engine = request.app.state.engine_client
-                return await handler(_book_of(engine), engine, await _body(request))
+                return await handler(_book_of(engine), engine, await json_body(request))
             except LensError as error:
-                code = error.status if error.status < 500 else 400
-                refused_as(code, type(error).__name__)
-                body = {"message": str(error), "type": type(error).__name__, "code": code}
-                return JSONResponse({"error": body}, status_code=code)
+                status = error.status if error.status < 500 else 400
+                return JSONResponse(refusal(error, status=status), status_code=status)
 
         # FastAPI reads annotations at run time, and those of this module are text.
         endpoint.__annotations__["request"] = Request
@@ -63,18 +61,6 @@ def _book_of(engine: Any) -> HookBook:
             "lets everybody who can send it requests run any code there"
         )
     return book
-
-
-async def _body(request: Any) -> dict[str, Any]:
-    if not await request.body():
-        return {}
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"the body cannot be read: {error}") from None
-    if not isinstance(body, dict):
-        raise SpecError(f"a JSON object is wanted, not {type(body).__name__}")
-    return body
 
 
 def _names(body: dict[str, Any], field: str) -> list[str]:

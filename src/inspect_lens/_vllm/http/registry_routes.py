@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.contents import Tell, forget_unused, give_name, take_name
 from inspect_lens._vllm.registered.items import parse_item
 from inspect_lens.errors import LensError, SpecError
-from inspect_lens.spec import EngineFacts, Registrable, TensorLimits, check_name
+from inspect_lens.spec import EngineFacts, Registrable, TensorLimits, check_name, shown
 
+from .refusals import json_body, refusal
 from .write_key import UNAUTHORIZED, may_write
 
 __all__ = ["add_registry_routes"]
@@ -34,8 +34,8 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
     from fastapi.responses import JSONResponse
 
     def refused(error: LensError) -> JSONResponse:
-        body = _refusal(error)
-        return JSONResponse(body, status_code=body["error"]["code"])
+        status = error.status if error.status < 500 else 400
+        return JSONResponse(refusal(error, status=status), status_code=status)
 
     def tell_through(request: Any) -> Tell:
         async def tell(reference: str, item: Registrable | None) -> Sequence[object]:
@@ -103,24 +103,11 @@ async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, boo
     Raises:
         SpecError: the body is something else.
     """
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"the body cannot be read: {error}") from None
-    if not isinstance(body, dict):
-        raise SpecError(
-            f"the body cannot be read: a JSON object is wanted, not {type(body).__name__}"
-        )
+    body = await json_body(request)
     replace = body.pop("replace", False)
     if not isinstance(replace, bool):
-        raise SpecError(f"replace={replace!r}; allowed are true and false")
+        raise SpecError(f"replace={shown(replace)}; allowed are true and false")
     limits = None if facts is None else TensorLimits.of(facts)
     name, item = await asyncio.to_thread(parse_item, body, limits)
     await asyncio.to_thread(item.reference)  # its hash, which is kept
     return name, item, replace
-
-
-def _refusal(error: LensError) -> dict[str, Any]:
-    code = error.status if error.status < 500 else 400
-    refused_as(code, type(error).__name__)
-    return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}

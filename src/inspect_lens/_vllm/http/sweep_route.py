@@ -14,11 +14,11 @@ import numpy as np
 from inspect_lens._engine.protocol.exceptions import as_exception
 from inspect_lens._patching import EventLines, SweepSpec, capture_spec, specs_of, sweep
 from inspect_lens._vllm.compat.features import require
-from inspect_lens._vllm.compat.one_token import status_of
-from inspect_lens._vllm.metrics import refused_as
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
-from inspect_lens.spec import EngineFacts, LensRequest, Replace
+from inspect_lens.spec import EngineFacts, LensRequest, Replace, shown
 
+from .payloads import CLIENT
+from .refusals import json_body, refusal
 from .sweep_runs import Ask, ServerRuns
 
 __all__ = ["SWEEP_PATH", "add_sweep_route"]
@@ -26,6 +26,12 @@ __all__ = ["SWEEP_PATH", "add_sweep_route"]
 SWEEP_PATH: Final = "/v1/inspect_lens/patch_sweep"
 MOST_SWEEPS: Final = 4
 """At once: each holds the rows of its prompts, and has a thread."""
+MOST_OF_CLIENT: Final = 2
+"""Of them, of one address and key."""
+MOST_UNREAD: Final = 1024
+"""Lines that wait for a client; then the sweep waits, too."""
+UNREAD_S: Final = 30.0
+"""How long; then it ends, and its place is free."""
 
 
 def add_sweep_route(app: Any, front_end: Callable[[], Any]) -> None:
@@ -43,15 +49,14 @@ def add_sweep_route(app: Any, front_end: Callable[[], Any]) -> None:
     async def patch_sweep(request: Request) -> Any:
         made: _Sweep | None = None
         try:
-            model, specs = await _asked(request)
+            require("http")
+            require("sweeps")
+            # It may have many rows, and the event loop is everybody's.
+            model, specs = await asyncio.to_thread(specs_of, await json_body(request))
             ask = _asks(request)
             await _check_model(model, ask)
             _judge(specs, front_end())
-            if len(running) >= MOST_SWEEPS:
-                raise CapacityError(
-                    f"patch sweeps: {len(running)} run in this server, which is the most at once; "
-                    "try again when one has ended"
-                )
+            _admit([sweep.client for sweep in running])
             runs = ServerRuns(request.app.state.engine_client, ask, asyncio.get_running_loop())
             made = _Sweep(runs, specs, running.discard)
             running.add(made)
@@ -60,7 +65,8 @@ def add_sweep_route(app: Any, front_end: Callable[[], Any]) -> None:
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is an answer, too
             if made is not None:
                 made.stop()
-            return JSONResponse(_refusal(error), status_code=_refusal(error)["error"]["code"])
+            body = refusal(error)
+            return JSONResponse(body, status_code=body["error"]["code"])
         except BaseException:
             if made is not None:
                 made.stop()
@@ -83,6 +89,9 @@ class _Sweep:
         self._runs, self._specs, self._on_end = runs, specs, on_end
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+        self._room = threading.Semaphore(MOST_UNREAD)
+        self.client = CLIENT.get()
+        """Whose it is."""
 
     def start(self) -> None:
         """Begin."""
@@ -91,6 +100,7 @@ class _Sweep:
     def stop(self) -> None:
         """Abort what runs; the thread ends soon."""
         self._runs.stop()
+        self._room.release()
 
     async def next(self) -> dict[str, Any] | None:
         """The next line; None behind the last.
@@ -99,6 +109,7 @@ class _Sweep:
             Exception: what the sweep ended with.
         """
         item = await self._queue.get()
+        self._room.release()
         if isinstance(item, Exception):
             raise item
         return item
@@ -111,7 +122,7 @@ class _Sweep:
                 yield json.dumps(line, allow_nan=False) + "\n"
                 line = await self.next()
         except Exception as error:  # noqa: BLE001 - the status is sent; the stream has to say it
-            yield json.dumps(_refusal(error)) + "\n"
+            yield json.dumps(refusal(error)) + "\n"
         finally:
             self.stop()
 
@@ -120,8 +131,8 @@ class _Sweep:
         try:
             for spec in self._specs:
                 for event in sweep(self._runs, spec):
-                    self._put(lines.line(event))
-                self._put(lines.end())
+                    self._put_line(lines.line(event))
+                self._put_line(lines.end())
             self._put(None)
         except BaseException as error:  # noqa: BLE001 - raised again where it can be answered
             # A SystemExit in a task ends the event loop, and with it the server.
@@ -130,20 +141,28 @@ class _Sweep:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._on_end, self)
 
+    def _put_line(self, line: dict[str, Any]) -> None:
+        if not self._room.acquire(timeout=UNREAD_S):
+            raise CapacityError(
+                f"patch sweep: {MOST_UNREAD} lines wait, and nobody has read one for "
+                f"{UNREAD_S:g} s, so it has ended; read the answer as it comes, or sweep fewer "
+                "cells"
+            )
+        self._put(line)
+
     def _put(self, item: dict[str, Any] | Exception | None) -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
 
-async def _asked(request: Any) -> tuple[str | None, list[SweepSpec]]:
-    require("http")
-    require("sweeps")
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"the body cannot be read: {error}") from None
-    # It may have many rows, and the event loop is everybody's.
-    return await asyncio.to_thread(specs_of, body)
+def _admit(clients: Sequence[str]) -> None:
+    own = clients.count(CLIENT.get())
+    if len(clients) >= MOST_SWEEPS or own >= MOST_OF_CLIENT:
+        raise CapacityError(
+            f"patch sweeps: {len(clients)} run in this server, {own} of them yours; the most at "
+            f"once are {MOST_SWEEPS}, and {MOST_OF_CLIENT} of one client; try again when one has "
+            "ended"
+        )
 
 
 def _asks(request: Any) -> Ask:
@@ -153,10 +172,13 @@ def _asks(request: Any) -> Ask:
     keys = {k: v for k, v in request.headers.items() if k == "authorization"}
 
     async def ask(method: str, path: str, body: Any) -> tuple[int, Any]:
-        transport = httpx.ASGITransport(app=request.app)
+        transport = httpx.ASGITransport(app=request.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://lens") as client:
             answer = await client.request(method, path, json=body, headers=keys)
-            return answer.status_code, answer.json()
+            try:
+                return answer.status_code, answer.json()
+            except ValueError:  # a fault of vLLM's
+                return answer.status_code, {"error": answer.text[:200]}
 
     return ask
 
@@ -168,11 +190,11 @@ async def _check_model(model: str | None, ask: Ask) -> None:
     known = {item["id"]: item.get("parent") for item in answer["data"]}
     bases = [name for name, parent in known.items() if parent is None]
     if model not in known:
-        raise SpecError(f"model={model!r}: is not served here; allowed are {', '.join(bases)}")
+        raise SpecError(f"model={shown(model)}: is not served here; allowed are {', '.join(bases)}")
     if model not in bases:
         raise UnsupportedError(
-            f"model={model!r}: is an adapter, and a sweep in the server runs the model without it; "
-            "have each cell sent by itself: patch_sweep(client, ..., over='requests')"
+            f"model={shown(model)}: is an adapter, and a sweep in the server runs the model without "
+            "it; have each cell sent by itself: patch_sweep(client, ..., over='requests')"
         )
 
 
@@ -208,9 +230,3 @@ async def _first(made: _Sweep, request: Any) -> dict[str, Any] | None:
 async def _gone(request: Any) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _refusal(error: BaseException) -> dict[str, Any]:
-    code = status_of(error)
-    refused_as(code, type(error).__name__)
-    return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}

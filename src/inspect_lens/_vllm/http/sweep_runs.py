@@ -23,7 +23,7 @@ from inspect_lens._patching import (
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens._vllm.compat.one_token import one_token
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import NATIVE_KEY, LensRequest, Receipt, Site, result_name
+from inspect_lens.spec import NATIVE_KEY, LensRequest, Receipt, Site, judging, result_name
 
 __all__ = ["Ask", "ServerRuns"]
 
@@ -65,12 +65,13 @@ class ServerRuns:
             body = {"messages": messages_of(prompt), **chat_ending(prompt)}
         else:
             return list(cast("Sequence[int]", prompt))
-        status, answer = self._wait(self._ask_once("POST", "/tokenize", body))
-        if status >= 400:
-            error = answer.get("error", answer)
-            reason = error.get("message") if isinstance(error, dict) else error
-            raise SpecError(f"prompt: the server cannot turn it into tokens: {reason}")
-        return list(answer["tokens"])
+        with judging("prompt"):
+            status, answer = self._wait(self._ask_once("POST", "/tokenize", body))
+            if status >= 400:
+                error = answer.get("error", answer)
+                reason = str(error.get("message") if isinstance(error, dict) else error)
+                raise SpecError(f"prompt: the server cannot turn it into tokens: {reason[:1000]}")
+            return list(answer["tokens"])
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """See `Runs.texts`."""

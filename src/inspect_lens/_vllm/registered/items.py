@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import is_lens, load_lens
 from inspect_lens.probe import Probe, load_probe
@@ -20,8 +18,9 @@ from inspect_lens.spec import (
     Registrable,
     SteeringVector,
     TensorLimits,
+    check_counts,
     check_name,
-    explain,
+    judging,
     shown,
 )
 
@@ -87,10 +86,9 @@ def parse_item(
         )
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context
-    try:
+    check_counts(body[given[0]], field=given[0])
+    with judging(given[0]):
         return name, kinds[given[0]].model_validate(body[given[0]], context=context)
-    except ValidationError as error:
-        raise SpecError(f"{given[0]}: {explain(error)}") from None
 
 
 def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:

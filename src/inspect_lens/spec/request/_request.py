@@ -26,8 +26,9 @@ from inspect_lens.spec.asks._steer import SteeringVector, VectorUse
 from inspect_lens.spec.asks._token_match import TokenMatch
 from inspect_lens.spec.edits import Edit, EditsUse, parse_edits
 from inspect_lens.spec.engine._limits import TensorLimits, limits_of
+from inspect_lens.spec.values._counts import check_counts
 from inspect_lens.spec.values._dump import WireModel
-from inspect_lens.spec.values._strict import Flag, explain, shown
+from inspect_lens.spec.values._strict import Flag, explain, judging, shown
 from inspect_lens.spec.values._words import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -199,7 +200,8 @@ def parse_extra_args(
     key, kept = fingerprint(extra_args, LensRequest)
     if key is not None and (known := _PARSED.get(key)) is not None:
         return known[0]
-    request = _parse(extra_args, limits)
+    with judging(NATIVE_KEY):
+        request = _parse(extra_args, limits)
     if key is not None:
         _PARSED.keep(key, kept, request)
     return request
@@ -246,13 +248,12 @@ def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRe
             values["steer"] = [values["steer"]]
     else:
         values = _from_vllm_lens(extra_args)
+    check_counts(values)
     context = None if limits is None else limits.context
     try:
         return _none_if_empty(LensRequest.model_validate(values, context=context))
     except ValidationError as error:
         raise SpecError(explain(error)) from None
-    except (OverflowError, RecursionError) as error:
-        raise SpecError(f"{NATIVE_KEY}: cannot be read ({error})") from None
 
 
 def _none_if_empty(request: LensRequest) -> LensRequest | None:
@@ -274,6 +275,7 @@ def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
 
 def _from_vllm_lens(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    check_counts({key: extra_args[key] for key in LENS_KEYS if key in extra_args})
     transport = _transport(extra_args.get("activations_transport"))
     for key, name in (("output_residual_stream", "capture"), ("output_qk", "qk")):
         layers = _asked_layers(key, _load(key, extra_args.get(key)))
@@ -330,6 +332,8 @@ def _load(field: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        loaded = json.loads(value)
     except (ValueError, RecursionError):
-        raise SpecError(f"{field}: {value[:80]!r} is not JSON, or nested too deep") from None
+        raise SpecError(f"{field}: {shown(value)} is not JSON, or nested too deep") from None
+    check_counts(loaded, field=field)
+    return loaded

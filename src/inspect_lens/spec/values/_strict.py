@@ -6,14 +6,20 @@ it says, without a word.
 
 from __future__ import annotations
 
+import logging
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, StrictBool, StrictFloat, ValidationError
 
-__all__ = ["Flag", "Integer", "Number", "explain", "integers", "shown"]
+from inspect_lens.errors import LensError, SpecError
+
+__all__ = ["Flag", "Integer", "Number", "explain", "integers", "judging", "shown"]
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -126,6 +132,41 @@ def explain(error: ValidationError, *, at: str = "") -> str:
     lines += [f"and {more} more"] if more else []
     # Text of the request may hold what no response can: half of a surrogate pair.
     return "; ".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+@contextmanager
+def judging(field: str) -> Iterator[None]:
+    r"""While a request is judged, whatever is raised is an error of the request.
+
+    Args:
+        field: that is judged, for error messages; "" is the body as a whole.
+
+    Raises:
+        SpecError: in the place of any exception that is none of ours.
+
+    Example:
+        ```python
+        import pytest
+
+        from inspect_lens.errors import SpecError
+        from inspect_lens.spec import judging
+
+        with pytest.raises(SpecError, match="lens.tokens: cannot be read"), judging("lens.tokens"):
+            "\ud800".encode()
+        ```
+    """
+    try:
+        yield
+    except LensError:
+        raise
+    except ValidationError as error:
+        raise SpecError(explain(error, at=field)) from None
+    except Exception as error:
+        # It may be a fault of ours, whose place is to be found.
+        logger.warning("inspect_lens: %s cannot be read", field, exc_info=True)
+        raise SpecError(
+            f"{field}: cannot be read ({type(error).__name__}: {shown(str(error))})"
+        ) from None
 
 
 _MOST_LINES = 8
