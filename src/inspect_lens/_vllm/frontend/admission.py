@@ -28,11 +28,9 @@ from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
-    NATIVE_KEY,
     EngineFacts,
     LensRequest,
     forget_parsed,
-    judging,
 )
 
 from .lens_tokens import with_token_ids
@@ -53,7 +51,6 @@ __all__ = [
 ]
 
 
-@judging(NATIVE_KEY)
 def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] | None:
     """What a request asks of an engine, judged as far as its parameters tell.
 
@@ -136,7 +133,6 @@ def asks_for_results(params: Any) -> bool:
         return False
 
 
-@judging(NATIVE_KEY)
 def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     """Judge all that can be judged before the engine is asked, where the prompt is known.
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
-from inspect_lens.errors import CapacityError, LensError
+from inspect_lens.errors import CapacityError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -174,7 +174,9 @@ def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
     check_size(body)
     try:
         fields = from_json(body)
-    except ValueError:
+    except ValueError as error:
+        if "recursion" in str(error):
+            raise SpecError("the body is nested too deep") from None
         return _Held(None, is_read=False)
     if path.endswith(TOKENS_PATH):
         fields = fields.get("sampling_params") if isinstance(fields, dict) else None

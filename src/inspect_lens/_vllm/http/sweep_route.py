@@ -186,15 +186,17 @@ def _asks(request: Any) -> Ask:
 async def _check_model(model: str | None, ask: Ask) -> None:
     if model is None:
         return
-    _, answer = await ask("GET", "/v1/models", None)
+    status, answer = await ask("GET", "/v1/models", None)
+    if status != 200:
+        raise SpecError(f"model={shown(model)}: this server does not list its models; leave it out")
     known = {item["id"]: item.get("parent") for item in answer["data"]}
     bases = [name for name, parent in known.items() if parent is None]
     if model not in known:
         raise SpecError(f"model={shown(model)}: is not served here; allowed are {', '.join(bases)}")
     if model not in bases:
         raise UnsupportedError(
-            f"model={shown(model)}: is an adapter, and a sweep in the server runs the model without "
-            "it; have each cell sent by itself: patch_sweep(client, ..., over='requests')"
+            f"model={shown(model)}: is an adapter, and a sweep in the server runs the model "
+            "without it; have each cell sent by itself: patch_sweep(client, ..., over='requests')"
         )
 
 

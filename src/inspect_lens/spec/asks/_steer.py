@@ -211,7 +211,7 @@ class SteeringVector(WireModel):
         for values in self.activations.blocks():
             if not np.isfinite(values).all():
                 raise ValueError("activations holds NaN or infinity; every value has to be finite")
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 scaled = np.float32(self.scale) * values
             if not np.isfinite(scaled).all():
                 raise ValueError(f"scale {self.scale} times activations overflows float32")
