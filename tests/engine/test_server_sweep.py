@@ -138,6 +138,13 @@ def test_a_client_that_hangs_up_leaves_nothing(http: httpx.Client) -> None:
     [
         ({"clean": None}, "clean"),
         ({"clean": ""}, "clean: is empty"),
+        ({"clean": [{"content": "x"}]}, "clean[0].role"),
+        ({"clean": [{}]}, "clean[0].role"),
+        ({"clean": [-5]}, "clean[0]: -5"),
+        ({"clean": [1 << 60], "corrupted": [1 << 60]}, ""),
+        ({"clean": [1, 2], "corrupted": [1, 3], "answer": -5, "foil": None}, ""),
+        ({"layers": [0] * 100_000}, "layers: has 100000 entries"),
+        ({"clean": "x " * 500_000, "corrupted": "y"}, ""),
         ({"clean": [1, "x"]}, "clean"),
         ({"answer": None}, "answer"),
         ({"layer": [1]}, "layer: unknown; allowed are model, clean"),
@@ -149,7 +156,7 @@ def test_a_client_that_hangs_up_leaves_nothing(http: httpx.Client) -> None:
         ({"sites": []}, "sites"),
         ({"source": "noise"}, "allowed are clean, zero, mean, rows"),
         ({"source": "mean"}, "rows=none"),
-        ({"source": "rows", "rows": [["x"]]}, "lists of numbers"),
+        ({"source": "rows", "rows": [["x"]]}, "rows: [['x']] holds something that is not a number"),
         ({"source": "rows", "rows": [[[1.0]]]}, "256"),
         ({"align": "left"}, "allowed are equal, ends"),
         ({"corrupted": "The river Kusubrer is"}, "align='ends'"),
@@ -170,7 +177,20 @@ def test_a_body_that_is_wrong_gets_400(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert message in error["message"]
+    assert len(error["message"]) < 5000, "no prompt is sent back"
     assert error["code"] == 400
+
+
+def test_a_client_that_does_not_read_leaves_room_for_others(http: httpx.Client) -> None:
+    body = BODY | {"layers": None, "source": "zero", "floor_runs": 64, "in_flight": 8}
+    with http.stream("POST", PATH, json=body) as first, http.stream("POST", PATH, json=body):
+        assert first.status_code == 200
+        third = http.post(PATH, json=body)
+        assert third.status_code == 429, third.text
+        assert "2 of one client" in third.json()["error"]["message"]
+        mine = {"authorization": "Bearer another"}
+        with http.stream("POST", PATH, json=body, headers=mine) as other:
+            assert other.status_code == 200
 
 
 def test_what_is_no_object_gets_400(http: httpx.Client) -> None:

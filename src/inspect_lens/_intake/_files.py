@@ -29,12 +29,13 @@ __all__ = [
 ]
 
 
-def write_file(uri: str, parts: Iterable[bytes | memoryview]) -> None:
+def write_file(uri: str, parts: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
     """Write a file so that a reader sees all of it or none.
 
     Args:
         uri: local path or fsspec URL; folders are made.
         parts: contents, in order.
+        mode: permissions of a local file, before the process's umask.
 
     Raises:
         CaptureError: the file could not be written; the message has the reason.
@@ -42,13 +43,13 @@ def write_file(uri: str, parts: Iterable[bytes | memoryview]) -> None:
     try:
         if is_local(uri):
             # What nearly all calls write; asking fsspec costs half as much as the file.
-            _replace(uri, parts)
+            _replace(uri, parts, mode)
             return
         import fsspec
 
         filesystem, path = fsspec.core.url_to_fs(uri)
         if "file" in filesystem.protocol:
-            _replace(path, parts)
+            _replace(path, parts, mode)
         else:
             filesystem.makedirs(parent(path), exist_ok=True)
             # Object stores show an upload only when it is complete.
@@ -142,7 +143,7 @@ def absolute(uri: str) -> str:
     return uri if "://" in uri else os.path.abspath(uri)
 
 
-def _replace(path: str, parts: Iterable[bytes | memoryview]) -> None:
+def _replace(path: str, parts: Iterable[bytes | memoryview], mode: int) -> None:
     """Write a local file in few system calls.
 
     Each gives the interpreter away, and a thread that wants it back from a busy event loop waits
@@ -154,10 +155,10 @@ def _replace(path: str, parts: Iterable[bytes | memoryview]) -> None:
     temporary = os.path.join(folder, f".{uuid4().hex}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        file = os.open(temporary, flags, 0o666)
+        file = os.open(temporary, flags, mode)
     except FileNotFoundError:
         os.makedirs(folder, exist_ok=True)
-        file = os.open(temporary, flags, 0o666)
+        file = os.open(temporary, flags, mode)
     try:
         try:
             _write_all(file, parts)

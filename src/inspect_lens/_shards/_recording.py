@@ -29,6 +29,8 @@ RECORDING: Final = "recording.json"
 """Says what is recorded; written first."""
 RECORDING_FORMAT: Final = "inspect_lens.recording/1"
 """Marks that file, and the manifest that is made of a recording."""
+_PRIVATE: Final = 0o600
+"""Of all files: what a server computes is its operator's."""
 _FACTS = re.compile(r"shard-([0-9a-f]{12})-(\d{6,9})\.json")
 
 
@@ -81,7 +83,7 @@ class ShardWriter:
         where = f"{self.uri}/{RECORDING}"
         content = read_file(where)
         if content is None:
-            write_file(where, [_json(self._about)])
+            write_file(where, [_json(self._about)], mode=_PRIVATE)
         else:
             there = _read_about(where, content)
             ours = json.loads(_json(self._about))
@@ -137,7 +139,7 @@ class ShardWriter:
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part)
-        write_file(f"{self.uri}/{name}.safetensors", parts)
+        write_file(f"{self.uri}/{name}.safetensors", parts, mode=_PRIVATE)
         first = next((s for s in samples if s.acts is not None), None)
         acts = None if first is None else first.acts
         facts = {
@@ -150,7 +152,7 @@ class ShardWriter:
             "hidden": 0 if acts is None else acts.storage.shape[2],
             "dtype": "" if acts is None else acts.dtype,
         }
-        write_file(f"{self.uri}/{name}.json", [_json(facts)])
+        write_file(f"{self.uri}/{name}.json", [_json(facts)], mode=_PRIVATE)
         return f"{name}.safetensors", sum(memoryview(part).nbytes for part in parts)
 
 

@@ -168,3 +168,11 @@ def test_killed_at_any_moment_it_reads_up_to_the_last_finished_shard(tmp_path: P
     for writer, (following, rest) in json.loads(cursor).items():
         assert following > 0, writer
         assert rest == []
+
+
+def test_files_of_a_recording_are_their_owners(tmp_path: Path) -> None:
+    writer = ShardWriter(str(tmp_path / "live"), ABOUT, writer=WRITERS[0])
+    writer.write(0, [captured("a")])
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "live").iterdir()}
+    assert len(modes) == 3
+    assert set(modes.values()) == {0o600}, modes

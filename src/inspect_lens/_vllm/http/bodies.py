@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
+from inspect_lens._vllm.compat.api_keys import lacks_key
 from inspect_lens.errors import CapacityError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -61,6 +62,12 @@ _SERVED = (
     TOKENS_PATH,
 )
 """Ends of paths whose handlers read lens keys."""
+_UNGUARDED = "/invocations"
+"""Where vLLM asks for no key of `--api-key`."""
+_NO_KEY = (
+    "this server asks for a key (--api-key) where something is asked of the lens; send "
+    "'Authorization: Bearer KEY'"
+)
 _MARKS = tuple(key.encode() for key in LENS_KEYS)
 _ESCAPED = re.compile(rb"\\u00[4-7]")
 """A letter that no encoder of JSON escapes: a key may be hidden."""
@@ -108,6 +115,9 @@ class ReadBodies:
         hides = _ESCAPED.search(body) is not None
         if not hides and not any(mark in body for mark in _MARKS):
             await self._app(scope, again, send)
+            return
+        if path.endswith(_UNGUARDED) and lacks_key(scope):
+            await refuse(SpecError(_NO_KEY), send, status=401)
             return
         facts: EngineFacts | None = front.facts
         try:
@@ -270,9 +280,10 @@ def _vector_bytes(request: LensRequest) -> int:
     return request.tensor_bytes
 
 
-async def refuse(error: LensError, send: Send) -> None:
-    """Answer with an error, in the form of vLLM's own."""
-    body = json.dumps(refusal(error)).encode()
+async def refuse(error: LensError, send: Send, *, status: int | None = None) -> None:
+    """Answer with an error, in the form of vLLM's own; `status` in the place of the error's."""
+    status = status or error.status
+    body = json.dumps(refusal(error, status=status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -72,7 +72,7 @@ class SpillFolder:
             self.n_bytes += size
         path = self._folder / f"shard-{writer}-{number:06d}.safetensors"
         try:
-            write_file(str(path.absolute()), parts)
+            write_file(str(path.absolute()), parts, mode=0o600)
         except BaseException:
             with self._lock:
                 self.n_bytes -= size

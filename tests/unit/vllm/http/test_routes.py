@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from inspect_lens._vllm.http.bodies import ReadBodies
 from inspect_lens._vllm.http.ignored_keys import RefuseLostKeys
 from inspect_lens._vllm.http.responses import _WRAPPERS
 from inspect_lens.errors import SpecError, UnsupportedError
@@ -156,3 +157,28 @@ def test_a_stream_of_tokens_ends_with_results() -> None:
     event = json.loads(last.removeprefix("data: "))
     assert event["inspect_lens"] == {"n": 1}
     assert [c["inspect_lens"]["n"] for c in event["inspect_lens_choices"]] == [1, 2]
+
+
+@pytest.mark.parametrize("keys", [[], ["first", "second"]], ids=["open", "keys"])
+def test_invocations_ask_for_a_key_where_the_lens_is_asked(keys: list[str]) -> None:
+    """vLLM guards `/v1` and `/inference` with `--api-key`, and not this route."""
+    authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    app = FastAPI()
+
+    async def served(request: Request) -> Any:
+        return {}
+
+    served.__annotations__["request"] = Request
+    app.add_api_route("/invocations", served, methods=["POST"])
+    app.add_middleware(ReadBodies, front_end=lambda: SimpleNamespace(facts=None))
+    if keys:
+        app.add_middleware(authenticate.AuthenticationMiddleware, tokens=keys)
+    client = TestClient(app)
+    lens = {"prompt": "a", "output_residual_stream": [1]}
+    without = client.post("/invocations", json=lens)
+    assert without.status_code == (401 if keys else 200)
+    wrong = client.post("/invocations", json=lens, headers={"authorization": "Bearer other"})
+    assert wrong.status_code == (401 if keys else 200)
+    right = client.post("/invocations", json=lens, headers={"authorization": "Bearer second"})
+    assert right.status_code == 200
+    assert client.post("/invocations", json={"prompt": "a"}).status_code == 200
