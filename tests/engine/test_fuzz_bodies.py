@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,7 @@ import pytest
 
 from inspect_lens import SteeringVector
 from inspect_lens.spec import EngineProbe
-from tests.kit.bodies import calm, near_valid
+from tests.kit.bodies import calm, near_valid, pattern, registry_body, sweep_body
 
 pytestmark = pytest.mark.engine
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MODEL = "organism/checkpoint"
 REGISTRY = "/v1/inspect_lens/registry"
+SWEEP = "/v1/inspect_lens/patch_sweep"
 JSON = {"content-type": "application/json"}
 CLIENTS = 4
 GROWTH = 512 << 20
@@ -87,6 +88,12 @@ def timed(client: httpx.Client, *, plain: bool) -> float:
 def body_of(seed: int) -> tuple[str, str]:
     """Path and text of a body."""
     rng = random.Random(seed)
+    if (kind := rng.random()) < 0.05:
+        return SWEEP, json.dumps(sweep_body(rng))
+    if kind < 0.15:
+        return REGISTRY, json.dumps(calm(registry_body(rng)))
+    if kind < 0.2:
+        return "/v1/hooks/register", json.dumps({"hooks": near_valid(rng)})
     lens = calm(near_valid(rng))
     said: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
     path = "/v1/completions"
@@ -104,10 +111,27 @@ def body_of(seed: int) -> tuple[str, str]:
     return path, json.dumps({**lens, **said})
 
 
-def send(client: httpx.Client, seed: int) -> tuple[int, str]:
-    path, text = body_of(seed)
+def pattern_of(seed: int) -> tuple[str, str]:
+    """The same of a prompt of some length, or several, in which a pattern is looked for."""
+    rng = random.Random(seed)
+    prompts = ["the town of é and a river " * rng.choice([1, 10, 60])] * rng.choice([1, 1, 8, 32])
+    edits = [
+        {"op": "scale", "factor": 1, "layers": [1], "positions": {"pattern": pattern(rng)}}
+        for _ in range(rng.choice([0, 0, 1, 4, 20]))
+    ]
+    lens = {"capture": {"layers": [1], "positions": {"pattern": pattern(rng)}}, "edits": edits}
+    said = {"model": MODEL, "max_tokens": 1, "temperature": 0, "prompt": prompts}
+    return "/v1/completions", json.dumps({**said, "inspect_lens": lens})
+
+
+def send(
+    client: httpx.Client, seed: int, make: Callable[[int], tuple[str, str]] = body_of
+) -> tuple[int, str]:
+    path, text = make(seed)
     answer = client.post(path, content=text, headers=JSON)
     status = answer.status_code
+    if path == SWEEP and status == 200 and '{"error"' in (last := answer.text.splitlines()[-1]):
+        status = int(json.loads(last)["error"]["code"])
     for line in answer.text.splitlines() if "stream" in text and status == 200 else ():
         if line.startswith('data: {"error"'):
             status = int(json.loads(line.removeprefix("data: "))["error"]["code"])
@@ -123,10 +147,17 @@ def server_process(url: str) -> psutil.Process:
     return pytest.fail("the server is on another machine")
 
 
+@pytest.mark.parametrize(
+    ("make", "share"), [(body_of, 1.0), (pattern_of, 0.4)], ids=["bodies", "patterns"]
+)
 def test_bodies_hurt_nobody(
-    client: httpx.Client, lens_server_url: str, request: pytest.FixtureRequest
+    client: httpx.Client,
+    lens_server_url: str,
+    request: pytest.FixtureRequest,
+    make: Callable[[int], tuple[str, str]],
+    share: float,
 ) -> None:
-    n = int(request.config.getoption("--fuzz-bodies"))
+    n = int(share * request.config.getoption("--fuzz-bodies"))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     process = server_process(lens_server_url)
 
@@ -136,13 +167,14 @@ def test_bodies_hurt_nobody(
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         # What is loaded and made at the first request of a kind is no growth.
-        list(pool.map(lambda seed: send(client, seed), range(-100, 0)))
+        list(pool.map(lambda seed: send(client, seed, make), range(-100, 0)))
+        idle_health = sorted(timed(client, plain=False) for _ in range(50))
         usual = statistics.median(timed(client, plain=True) for _ in range(20))
         before = held()
         neighbour = Neighbour(lens_server_url)
         neighbour.start()
         began = time.perf_counter()
-        answers = list(pool.map(lambda seed: send(client, seed), range(n)))
+        answers = list(pool.map(lambda seed: send(client, seed, make), range(n)))
         seconds = time.perf_counter() - began
         neighbour.is_over.set()
         neighbour.join()
@@ -151,9 +183,16 @@ def test_bodies_hurt_nobody(
     plain, health = sorted(neighbour.plain_s), sorted(neighbour.health_s)
     logger.info(
         "%d bodies in %.0f s: %s; grown by %d MiB; plain request: usually %.3f s, median %.3f s, "
-        "longest %.3f s; /health: median %.4f s, longest %.3f s",
+        "longest %.3f s; /health: median %.4f s, longest %.3f s, idle %.4f s",
         *(n, seconds, dict(statuses), grown >> 20),
-        *(usual, statistics.median(plain), plain[-1], statistics.median(health), health[-1]),
+        *(
+            usual,
+            statistics.median(plain),
+            plain[-1],
+            statistics.median(health),
+            health[-1],
+            idle_health[-1],
+        ),
     )
     failed = [what for status, what in answers if status >= 500]
     assert not failed, "\n".join(failed[:5])

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from inspect_lens.spec import POOLS, SITES, as_tensor_data, encode_tensor
+from inspect_lens.spec import EDITS, POOLS, SITES, as_tensor_data, encode_tensor
 
-__all__ = ["LAYERS", "WIDTH", "calm", "lens_part", "mutated", "near_valid", "zeros"]
+__all__ = [
+    "LAYERS", "WIDTH", "calm", "lens_part", "mutated", "near_valid", "pattern", "registry_body",
+    "sweep_body", "zeros",
+]  # fmt: skip
 
 WIDTH = 256
 LAYERS = 6
@@ -53,7 +56,8 @@ _KEYS = (
     "alarm", "threshold", "scale", "norm_match", "position_indices", "layer_indices", "activations",
     "shape", "data", "compression", "inspect_lens", "_inspect_lens", "output_residual_stream",
     "lens", "extra_args", "vllm_xargs", "extra_body", "capture_layers", "steering_vectors",
-    "output_residual_streem",
+    "output_residual_streem", "edits", "sink", "op", "when", "pattern", "token_ids", "direction",
+    "vector", "value", "heads", "columns", "top_k",
 )  # fmt: skip
 
 
@@ -95,7 +99,7 @@ def _use(rng: Random) -> Any:
 def _capture(rng: Random) -> dict[str, Any]:
     full = {
         "layers": rng.choice(["all", [0], [1, 4], [LAYERS - 1]]),
-        "positions": rng.choice(["all", "prompt", "completion", "last", [0], [-1], "last_prompt"]),
+        "positions": _where(rng),
         "phase": rng.choice(["prefill", "decode", "both"]),
         "reduce": rng.choice(["none", "mean", "last", "max", "norm"]),
         "dtype": rng.choice(["model", "float32", "bfloat16", "float16"]),
@@ -103,6 +107,126 @@ def _capture(rng: Random) -> dict[str, Any]:
         "transport": rng.choice(["auto", "inline", "binary"]),
     }
     return {k: v for k, v in full.items() if rng.random() < 0.4}
+
+
+_ATOMS = (
+    "a", "e", ".", "é", "\\pL", "\\w", "\\d", "[a-z]", "[^é]", "(?:a|b)", "(a)", "the", "e", "a",
+    "\\x{10ffff}", "[\\pL\\pN]", "^", "$", "\\b", "(?i)", "(?s)", "|", "(", "]", "\\", "\\Q",
+    "\ud800", "(?<=a)", "\\1", "{e<=1}", "(?P<n>a)", "\x00", "𝄞", "(?:" * 300, "[[:alpha:]]",
+)  # fmt: skip
+_REPEATS = ("", "", "", "*", "+", "?", "*?", "{3}", "{2,5}", "{1000}", "{3000}", "{0,900}", "{,2}")
+
+
+def pattern(rng: Random) -> str:
+    """A regular expression: often right, often too much, sometimes none."""
+    n = rng.choice([1, 1, 2, 3, 5, 12, 80, 400])
+    parts = [rng.choice(_ATOMS) + rng.choice(_REPEATS) for _ in range(n)]
+    text = "".join(parts)
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        text = f"(?:{text}){rng.choice(_REPEATS)}"
+    if rng.random() < 0.3:
+        text += "|e"
+    return text[: rng.choice([10, 100, 1000, 1000, 5000])]
+
+
+def _match(rng: Random) -> dict[str, Any]:
+    full = {
+        "matches": rng.choice(["all", "first", "last"]),
+        "tokens": rng.choice(["all", "first", "last"]),
+        "exclude": rng.random() < 0.5,
+        "among": rng.choice(["prompt", "completion"]),
+    }
+    what = {"pattern": pattern(rng)} if rng.random() < 0.5 else {"token_ids": [5, 9]}
+    return what | {k: v for k, v in full.items() if rng.random() < 0.3}
+
+
+def _where(rng: Random) -> Any:
+    named = ["all", "prompt", "completion", "last", [0], [-1], "last_prompt"]
+    return _match(rng) if rng.random() < 0.3 else rng.choice(named)
+
+
+def _gate(rng: Random) -> dict[str, Any]:
+    full = {
+        "threshold": rng.choice([-1e6, 0, 1e6]),
+        "scope": rng.choice(["token", "next", "rest"]),
+        "ema": 0.3,
+        "closes_below": -1.0,
+        "sharpness": rng.choice([None, 1.0]),
+        "cosine": True,
+        "reads": rng.choice(["prompt", "completion"]),
+    }
+    made = {"direction": _tensor(rng, WIDTH), "layer": rng.randrange(LAYERS)}
+    return made | {k: v for k, v in full.items() if rng.random() < 0.3}
+
+
+_NUMBERS = (0, 0.5, 1, -1, 10)
+
+
+def edit(rng: Random) -> dict[str, Any]:
+    """One edit, of any operation that there is, with any of its fields."""
+    kind = EDITS[rng.choice(sorted(EDITS))]
+    made: dict[str, Any] = {
+        "op": kind.model_fields["op"].default,
+        "layers": [rng.randrange(LAYERS)],
+    }
+    for name, axes in kind.tensor_fields.items():
+        if kind.model_fields[name].is_required() or rng.random() < 0.2:
+            n = () if name in kind.number_fields else (WIDTH,)
+            made[name] = _tensor(rng, *((2,) * (axes - len(n))), *n)
+    extra = {
+        "positions": _where(rng),
+        "site": rng.choice(SITES),
+        "phase": rng.choice(["prefill", "decode", "both"]),
+        "when": _gate(rng),
+        "heads": [0, 1],
+        "neurons": [3],
+        "experts": [0],
+    }
+    made |= {k: v for k, v in extra.items() if rng.random() < 0.05}
+    for name, field in kind.model_fields.items():
+        if name not in made and name not in extra and (field.is_required() or rng.random() < 0.3):
+            made[name] = rng.choice(_NUMBERS)
+    return made
+
+
+def _logit_lens(rng: Random) -> dict[str, Any]:
+    full = {
+        "layers": rng.choice(["all", [1], [0, 5]]),
+        "top_k": rng.choice([0, 5, 100]),
+        "tokens": rng.choice([[5], [" the"], ["\ud800"], ["nothing of one token"], [10**9]]),
+        "positions": _where(rng),
+        "name": rng.choice(["l", "nobody"]),
+    }
+    return {k: v for k, v in full.items() if rng.random() < 0.5}
+
+
+def registry_body(rng: Random) -> Any:
+    """A body of the registry, mostly near right."""
+    kinds: dict[str, Any] = {
+        "vector": _vector(rng),
+        "edits": [edit(rng) for _ in range(rng.randrange(1, 4))],
+        "probe": {"layers": [1], "tensors": {"weight": _tensor(rng, 1, WIDTH)}},
+        "lens": {
+            "kind": "jacobian", "n_layers": LAYERS, "layers": [1],
+            "tensors": {"matrix": zeros(1, WIDTH, WIDTH)},
+        },
+    }  # fmt: skip
+    kind = rng.choice(sorted(kinds))
+    body: Any = {"name": rng.choice(["fuzz-a", "fuzz-b"]), kind: kinds[kind], "replace": True}
+    return mutated(body, rng) if rng.random() < 0.7 else body
+
+
+def sweep_body(rng: Random) -> Any:
+    """A body of a sweep, mostly near right."""
+    texts = ("the town is", [5, 9, 14], [{"role": "user", "content": "Who?"}], [{}], [-5])
+    body: Any = {
+        "clean": rng.choice(texts), "corrupted": rng.choice(texts), "answer": rng.choice([" a", 5]),
+        "layers": [1], "floor_runs": 1, "positions": [-1],
+        "source": rng.choice(["clean", "zero", "mean", "rows"]),
+    }  # fmt: skip
+    if rng.random() < 0.3:
+        body["rows"] = _tensor(rng, 1, 1, WIDTH)
+    return mutated(body, rng) if rng.random() < 0.7 else body
 
 
 def lens_part(rng: Random) -> dict[str, Any]:
@@ -114,6 +238,9 @@ def lens_part(rng: Random) -> dict[str, Any]:
             "probes": [_use(rng)],
             "steer_named": [rng.choice(["v", "nobody"])],
             "edits_named": [rng.choice(["e", "nobody"])],
+            "edits": [edit(rng) for _ in range(rng.choice([1, 1, 2, 3, 70]))],
+            "lens": _logit_lens(rng),
+            "sink": rng.choice(["recorded", "nobody", {"name": "recorded", "columns": {"a": 1}}]),
             "qk": {"layers": [1]},
             "skip_reading_prefix_cache": True,
         }

@@ -150,8 +150,8 @@ def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
 def _check_prompt(prompt: Prompt, name: str) -> None:
     for i, part in enumerate(() if isinstance(prompt, str) else prompt):
         if isinstance(part, int):
-            if part < 0:
-                raise SpecError(f"{name}[{i}]: {part}; token ids begin at 0")
+            if not 0 <= part < 1 << 31:
+                raise SpecError(f"{name}[{i}]: {shown(part)}; token ids are 0 to 2**31 - 1")
         elif isinstance(part, Mapping):
             for key in ("role", "content"):
                 if key not in part or not (key == "content" or isinstance(part[key], str)):
