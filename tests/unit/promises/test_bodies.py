@@ -80,7 +80,7 @@ class Accepting:
 
     facts = FACTS
     engines: tuple[Any, ...] = ()
-    registry = SimpleNamespace(describe=dict)
+    registry = SimpleNamespace(describe=dict, has_left=False)
     inspect_lens_book = HookBook(FACTS, most_bytes=1 << 20)
 
     @property
