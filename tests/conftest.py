@@ -34,9 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-requests", type=int, default=600, help="requests of tests/engine/test_soak.py"
     )
     parser.addoption(
-        "--fuzz-bodies", type=int, default=300, help="bodies of tests/engine/test_fuzz_bodies.py"
-    )
-    parser.addoption(
         "--lens-server",
         help="address of a server of organism/checkpoint that runs already, with LoRA enabled",
     )

@@ -1,6 +1,6 @@
-"""Thousands of bodies near right ones against a served engine.
+"""Bodies near right ones, and patterns of all kinds, against a served engine.
 
-`--fuzz-bodies 5000 --log-cli-level INFO` sends many, and says the figures.
+`--log-cli-level INFO` says the figures; at night there are thousands.
 
 None of them is answered with a 5xx, the server keeps nothing beyond its budgets, and somebody
 else's plain request is answered all along.
@@ -147,17 +147,21 @@ def server_process(url: str) -> psutil.Process:
     return pytest.fail("the server is on another machine")
 
 
+NIGHTLY = pytest.mark.nightly(held_by="test_bodies_hurt_nobody", why="minutes of load")
+
+
 @pytest.mark.parametrize(
-    ("make", "share"), [(body_of, 1.0), (pattern_of, 0.4)], ids=["bodies", "patterns"]
+    ("make", "n"),
+    [
+        pytest.param(body_of, 300, id="bodies"),
+        pytest.param(pattern_of, 120, id="patterns"),
+        pytest.param(body_of, 5000, id="many bodies", marks=NIGHTLY),
+        pytest.param(pattern_of, 2000, id="many patterns", marks=NIGHTLY),
+    ],
 )
 def test_bodies_hurt_nobody(
-    client: httpx.Client,
-    lens_server_url: str,
-    request: pytest.FixtureRequest,
-    make: Callable[[int], tuple[str, str]],
-    share: float,
+    client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
 ) -> None:
-    n = int(share * request.config.getoption("--fuzz-bodies"))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     process = server_process(lens_server_url)
 
