@@ -218,7 +218,13 @@ def registry_body(rng: Random) -> Any:
 
 def sweep_body(rng: Random) -> Any:
     """A body of a sweep, mostly near right."""
-    texts = ("the town is", [5, 9, 14], [{"role": "user", "content": "Who?"}], [{}], [-5])
+    texts: tuple[Any, ...] = (
+        "the town is",
+        [5, 9, 14],
+        [{"role": "user", "content": "Who?"}],
+        [{}],
+        [-5],
+    )
     body: Any = {
         "clean": rng.choice(texts), "corrupted": rng.choice(texts), "answer": rng.choice([" a", 5]),
         "layers": [1], "floor_runs": 1, "positions": [-1],

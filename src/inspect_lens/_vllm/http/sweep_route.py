@@ -13,11 +13,11 @@ import numpy as np
 
 from inspect_lens._engine.protocol.exceptions import as_exception
 from inspect_lens._patching import EventLines, SweepSpec, capture_spec, specs_of, sweep
+from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.compat.features import require
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineFacts, LensRequest, Replace, shown
 
-from .payloads import CLIENT
 from .refusals import json_body, refusal
 from .sweep_runs import Ask, ServerRuns
 
