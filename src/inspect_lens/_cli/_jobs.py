@@ -41,7 +41,7 @@ from inspect_lens.train import (
 )
 from inspect_lens.train.sets._copies import near_copies
 
-from ._made import Made
+from ._made import CHOSEN_HERE, Made
 from ._stores import MEMORY, read_set, refuse_shared_texts, unverified
 from ._stores import judged_set as _judged
 from ._stores import pieces as _pieces
@@ -297,6 +297,7 @@ def sweep_job(
                 f"{family:18s} {score.layer:5d} {score.auroc:7.4f} {score.separation:11.2f}"
                 f"{recall}{mark}"
             )
+    lines.append(CHOSEN_HERE)
     return {"selection": chosen.name, "n": len(chosen), "sweep": table}, lines
 
 

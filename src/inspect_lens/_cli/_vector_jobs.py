@@ -20,6 +20,7 @@ from inspect_lens.train import (
 )
 from inspect_lens.vector import Vector, export_vector, import_vector, load_vector
 
+from ._made import CHOSEN_HERE
 from ._stores import read_set
 
 __all__ = ["evaluate_job", "export_job", "extract_job", "import_job", "sweep_job"]
@@ -106,6 +107,7 @@ def sweep_job(
             table.append({"method": method, "layer": n, "auroc": area, "length": norm,
                           "chosen": best})  # fmt: skip
             lines.append(f"{method:16s} {n:5d} {area:7.4f} {norm:9.4g}{' *' if best else ''}")
+    lines.append(CHOSEN_HERE)
     return {"selection": chosen.name, "n": len(chosen), "sweep": table}, lines
 
 

@@ -39,8 +39,9 @@ def words_auroc(
 
     Args:
         label: key of the sample metadata that holds 1 or true for positives.
-        group: key of the sample metadata that names what must share a fold, such as the scenario;
-            by default each sample by itself.
+        group: key of the sample metadata that names what must share a fold, such as the scenario.
+            By default it is `group` where all samples have it, else each sample is one by itself.
+            Where a pair is in two folds, words that its sides share tell the wrong label.
         folds: of the cross-validation.
         interval: also give DeLong's 95% interval, as `words_auroc_low` and `words_auroc_high`;
             it takes texts as independent and the classifiers as given.
@@ -68,10 +69,9 @@ def words_auroc(
     def compute(scores: list[SampleScore]) -> Value:
         area = low = high = math.nan
         found = labelled(scores, label)
-        if group is None:
-            names: list[str] = found.groups
-        else:
-            names = [str((s.sample_metadata or {}).get(group)) for s in found.scores]
+        facts = [s.sample_metadata or {} for s in found.scores]
+        key = group or ("group" if all("group" in known for known in facts) else None)
+        names = found.groups if key is None else [str(known.get(key)) for known in facts]
         classes = [{n for n, y in zip(names, found.labels, strict=True) if y == c} for c in (0, 1)]
         if min(map(len, classes)) >= 2:
             ranks = arithmetic.cross_validated_words(

@@ -390,3 +390,25 @@ def test_a_limit_draws_labels_alike_and_keeps_groups_together(tmp_path: Path) ->
     )
     assert again.sha256 == some.sha256 != other.sha256
     assert len(load_dataset("geometry_of_truth", path=str(path), limit=500)) == 80
+
+
+def test_files_of_geometry_of_truth_are_grouped_by_what_they_are_about(tmp_path: Path) -> None:
+    files = {
+        "sp_en_trans": "statement,label\nThe Spanish word 'con' means 'to speak'.,0\n"
+        "The Spanish word 'con' means 'with'.,1\n",
+        "neg_sp_en_trans": "statement,label\nThe Spanish word 'con' does not mean 'with'.,0\n",
+        "larger_than": "statement,label,n1,n2\nOne is larger than two.,0,1,2\n"
+        "Two is larger than one.,1,2,1\n",
+        "smaller_than": "statement,label,n1,n2\nOne is smaller than two.,1,1,2\n",
+        "cities": "statement,label,city\nOslo is in Peru.,0,Oslo\n",
+        "cities_cities_conj": "statement,label,city1,city2\nBoth.,0,Oslo,Lima\n",
+    }
+    groups: dict[str, set[str]] = {}
+    for name, text in files.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+        loaded = load_dataset("geometry_of_truth", path=str(tmp_path / f"{name}.csv"))
+        groups[name] = {s.group for s in loaded}
+    assert groups["sp_en_trans"] == groups["neg_sp_en_trans"] == {"word: con"}
+    assert groups["larger_than"] == groups["smaller_than"] == {"numbers: 1 2"}
+    assert groups["cities"] == groups["cities_cities_conj"] == {"city: oslo"}
+    assert loaded.samples[0].columns["city2"] == "Lima"

@@ -11,6 +11,7 @@ import pytest
 
 from inspect_lens._cli._made import Made
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import ProbeCard
 from inspect_lens.report import write_report
 from inspect_lens.train import ActivationSet, MeanDifferenceProbe, extract_vector, train_probe
 
@@ -88,3 +89,21 @@ def test_layers_that_tie_are_named() -> None:
     assert vector.card.separation == (1.0, 1.0, 1.0)
     (note,) = vector.card.notes
     assert note.startswith("3 of 3 layers have AUROC 1.000 on other, so that chooses none of them")
+
+
+def test_a_card_says_whether_its_dimensions_were_divided() -> None:
+    said = []
+    for huge in (1.0, 1000.0):
+        data = instructed("train", 80)
+        wide = [np.concatenate([a, a[..., :1] * huge], axis=-1) for a in data.acts]
+        more = ActivationSet(
+            name="train", model="m", layers=data.layers, acts=wide, labels=data.labels,
+            groups=data.groups, ids=data.ids,
+        )  # fmt: skip
+        x, y, _ = more.rows(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fitted = MeanDifferenceProbe().fit(x, y)
+        card = ProbeCard(name="t/p", layers=(0,), hidden=9)
+        said.append(fitted.to_probe(card).card.method.partition("; ")[2])
+    assert said == ["unscaled", "dimensions divided by their median deviation"]

@@ -41,7 +41,7 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
     if card.calibration:
         parts += ["## Calibration", _calibration(card.calibration)]
     if card.sweep:
-        parts += ["## Layer sweep (selection set)", _sweep(card)]
+        parts += ["## Layer sweep (selection set)", _CHOSEN, _sweep(card)]
     if card.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -52,6 +52,10 @@ def _warnings(card: ProbeCard) -> tuple[str, ...]:
     return (*card.warnings, *copies)
 
 
+_CHOSEN: Final = (
+    "The layer was chosen on these samples, so the figures of its row are too high; what it does "
+    "on others stands under the held-out sets."
+)
 _ROWS: Final = {
     "tokens": "one per token",
     "mean": "one per sample, the mean of its tokens",

@@ -113,7 +113,12 @@ class DirectionEstimator(BinaryEstimator):
                 f"card: layers {card.layers} of width {card.hidden}; allowed is one layer of width "
                 f"{self.n_features_in_}; an estimator learns the direction of one layer"
             )
-        filled = {"method": card.method or self.describe(), "source": card.source or self.source}
+        method = self.describe()
+        if self.scaling != "none":
+            # Dividing is no part of the published methods, and `auto` decides by the data.
+            divided = not np.allclose(self.scale_, 1.0)
+            method += "; dimensions divided by their median deviation" if divided else "; unscaled"
+        filled = {"method": card.method or method, "source": card.source or self.source}
         return Probe(
             weight=np.asarray(self.coef_, dtype=np.float32)[None],
             bias=np.array([self.intercept_], dtype=np.float32),
