@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +121,33 @@ def test_the_only_api_server(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(below, timeout=LEARN_S)
         assert not alive, alive
         assert not list(Path(temporary).glob(".inspect-lens-tmp-*"))
+
+
+@pytest.mark.nightly(
+    held_by=(
+        "tests/unit/engine/protocol/test_arena.py::"
+        "test_the_memory_has_no_name_and_goes_with_its_holders"
+    ),
+    why="a server in a file system of its own",
+)
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs a namespace")
+def test_a_full_dev_shm(tmp_path: Path) -> None:
+    """vLLM's own segments lie there; its workers end at the first page that has no room."""
+    own = 'mount -t tmpfs -o size=500m tmpfs /dev/shm && exec "$@"'
+    options = {key: value for key, value in OPTIONS.items() if key != "api_server_count"}
+    with api_server(
+        options,
+        environment=os.environ,
+        log=tmp_path / "log",
+        inside=["unshare", "-m", "bash", "-c", own, "bash"],
+    ) as server:
+        tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        assert ask(server.url, captures=True, stream=False, n=8) == "whole"
+        fill = ["nsenter", "-t", str(server.pid), "-m", "dd", "if=/dev/zero", "of=/dev/shm/full"]
+        assert subprocess.run([*fill, "bs=1M"], capture_output=True, check=False).returncode
+        assert ask(server.url, captures=True, stream=False, n=8) in ("HTTP 500", "broken")
+        _, alive = psutil.wait_procs(tree, timeout=LEARN_S)
+        assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def stop_and_kill(role: str, server: ApiServer, log: Path, temporary: Path) -> None:

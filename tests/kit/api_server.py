@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def api_server(
     environment: Mapping[str, str],
     log: Path,
     preloaded: bool = False,
+    inside: Sequence[str] = (),
 ) -> Iterator[ApiServer]:
     """Start a server at the root of this repository, and end it with all that it started.
 
@@ -49,6 +51,7 @@ def api_server(
         log: file for what it prints.
         preloaded: whether its processes are forked from one that has vLLM imported, for servers
             of which only answers are tested.
+        inside: words of a command that runs another one, such as `unshare -m`.
 
     Yields:
         The server, once it is healthy.
@@ -63,7 +66,7 @@ def api_server(
     if "api_server_count" in options:
         module = "tests.kit.serve_several"  # the other one starts one in any case
     arguments = flags({**options, "host": "127.0.0.1", "port": port})
-    start = run_forked if preloaded and is_possible() else _run
+    start = run_forked if preloaded and is_possible() else partial(_run, inside=inside)
     process = start(module, arguments, environment=environment, log=log)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -74,10 +77,15 @@ def api_server(
 
 
 def _run(
-    module: str, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path
+    module: str,
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log: Path,
+    inside: Sequence[str] = (),
 ) -> psutil.Process:
     with log.open("wb") as output:
-        command = [sys.executable, "-m", module, *arguments]
+        command = [*inside, sys.executable, "-m", module, *arguments]
         return psutil.Popen(command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output)
 
 

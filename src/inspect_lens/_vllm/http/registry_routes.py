@@ -41,7 +41,9 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
         async def tell(reference: str, item: Registrable | None) -> Sequence[object]:
             engine = request.app.state.engine_client
             # A lens may have gigabytes, and the event loop is everybody's.
-            wire = item and await asyncio.to_thread(item.model_dump, mode="json")
+            wire: dict[str, Any] | None = None
+            if item is not None:
+                wire = await asyncio.to_thread(item.model_dump, mode="json")
             return (
                 await engine.collective_rpc("inspect_lens_register", args=(reference, wire)) or ()
             )

@@ -163,7 +163,7 @@ def tell_through(engine: Any) -> Tell:
     """Tell the workers of an engine of this process, an `LLM` or what it steps."""
 
     async def tell(reference: str, item: Registrable | None) -> Sequence[object]:
-        wire = item and item.model_dump(mode="json")
+        wire = None if item is None else item.model_dump(mode="json")
         answers: Sequence[object] = engine.collective_rpc(
             "inspect_lens_register", args=(reference, wire)
         )

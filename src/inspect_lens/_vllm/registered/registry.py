@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from inspect_lens._engine.protocol.envelope import Envelope, uses_of
+from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
@@ -32,7 +32,8 @@ from .shared_names import SharedNames
 
 __all__ = ["Registry"]
 
-_READS_MOST = 64
+_READS_MOST, _READS_BYTES = 64, 1 << 23
+"""Uses of probes, and bytes of them as text."""
 
 
 class Registry:
@@ -59,10 +60,10 @@ class Registry:
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
         self._version = 0
-        self._reads: OrderedDict[int, Reads] = OrderedDict()
+        self._reads: Kept[int, Reads] = Kept(_READS_MOST, _READS_BYTES)
         """By identity of the uses; of one version."""
         self._reads_version = 0
-        self._sealed: OrderedDict[int, Reads] = OrderedDict()
+        self._sealed: Kept[int, Reads] = Kept(_READS_MOST, _READS_BYTES)
         """By identity of what is sent of the uses."""
         for name, item in (items or {}).items():
             check_name(name)
@@ -307,7 +308,7 @@ class Registry:
         # As they were judged: what others change meanwhile is for the next request.
         version, probes = self._version, self.probes
         if version != self._reads_version:
-            self._reads.clear()
+            self._reads = Kept(_READS_MOST, _READS_BYTES)
             self._reads_version = version
         known = self._reads.get(id(uses))
         if known is not None:
@@ -315,9 +316,7 @@ class Registry:
         made = Reads(uses, probes)
         # Both are kept by what they name, so that nothing else gets their identity.
         for table, key in ((self._reads, id(made.uses)), (self._sealed, id(made.wire))):
-            table[key] = made
-            if len(table) > _READS_MOST:
-                table.popitem(last=False)
+            table.keep(key, made, len(made.wire))
         return made
 
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
