@@ -19,7 +19,7 @@ WORDS = ["Velosh", "town", "founder", "creature", "river", "who", "is", "the", "
 GROWS_MOST = 14 << 20
 """Bytes from one half of the requests to the next. The caches of what was asked, which have a bound
 of entries, take some 4 MiB for 250 requests until they are full; a server that kept the rows of
-each would take 40."""
+each would take more."""
 
 
 def _server(url: str) -> psutil.Process:

@@ -217,7 +217,7 @@ class Envelope:
         return replace(envelope, edited=_edited(value[HASH_KEY], edits), steer_hash=value[HASH_KEY])
 
 
-_EDITED: Final[Kept[str, SealedEdits]] = Kept(1024, 1 << 26)
+_EDITED: Final[Kept[str, SealedEdits]] = Kept(1024)
 """What was read of edits, by `Envelope.steer_hash`."""
 
 

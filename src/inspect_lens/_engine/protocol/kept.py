@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+from weakref import ref
 
-__all__ = ["BYTES_BESIDE", "Kept"]
+__all__ = ["BYTES_BESIDE", "Budget", "Kept"]
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -15,27 +16,47 @@ BYTES_BESIDE = 1 << 10
 """What a value costs that has no tensors."""
 
 
+class Budget:
+    """Bytes of several caches together; what came first goes first, whichever cache has it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.n_bytes = most_bytes, 0
+        self.lock = threading.Lock()
+        self.order: dict[tuple[ref[Kept[Any, Any]], Hashable], int] = {}
+        """Bytes by cache and key."""
+
+    def drop(self, one: tuple[ref[Kept[Any, Any]], Hashable]) -> None:
+        """Let go of a value; call it with the lock."""
+        nbytes = self.order.pop(one, None)
+        if nbytes is not None:
+            self.n_bytes -= nbytes
+            if (cache := one[0]()) is not None:
+                cache.values.pop(one[1], None)
+
+
+_PROCESS: Final = Budget(1 << 27)
+"""Of all caches of a process."""
+
+
 class Kept(Generic[Key, Value]):
     """Values by key; those that came first go when there is no more room. Threads may share it."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    def __init__(self, most: int, budget: Budget = _PROCESS) -> None:
         """Start empty.
 
         Args:
             most: values.
-            most_bytes: bytes of all of them together. A value of more than an eighth is not kept.
+            budget: of their bytes. A value of more than a sixteenth is not kept.
         """
-        self._most, self._most_bytes, self._nbytes = most, most_bytes, 0
-        self._known: dict[Key, tuple[Value, int]] = {}
-        self._lock = threading.Lock()
+        self._most, self._budget, self._self = most, budget, ref(self)
+        self.values: dict[Key, Value] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.values)
 
     def get(self, key: Key) -> Value | None:
         """What is kept under a key; None for nothing."""
-        known = self._known.get(key)
-        return None if known is None else known[0]
+        return self.values.get(key)
 
     def keep(self, key: Key, value: Value, nbytes: int = 0) -> None:
         """Keep a value in the place of the one that the key has.
@@ -45,17 +66,15 @@ class Kept(Generic[Key, Value]):
             value: what to keep.
             nbytes: of what it holds.
         """
-        nbytes += BYTES_BESIDE
-        if nbytes > self._most_bytes // 8:
+        budget, nbytes = self._budget, nbytes + BYTES_BESIDE
+        if nbytes > budget.most_bytes // 16:
             return
-        with self._lock:
-            self._drop(key)
-            self._known[key] = value, nbytes
-            self._nbytes += nbytes
-            while len(self._known) > self._most or self._nbytes > self._most_bytes:
-                self._drop(next(iter(self._known)))
-
-    def _drop(self, key: Key) -> None:
-        known = self._known.pop(key, None)
-        if known is not None:
-            self._nbytes -= known[1]
+        with budget.lock:
+            budget.drop((self._self, key))
+            self.values[key] = value
+            budget.order[self._self, key] = nbytes
+            budget.n_bytes += nbytes
+            while len(self.values) > self._most:
+                budget.drop((self._self, next(iter(self.values))))
+            while budget.n_bytes > budget.most_bytes:
+                budget.drop(next(iter(budget.order)))

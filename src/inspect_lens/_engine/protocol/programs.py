@@ -22,7 +22,7 @@ __all__ = ["Program", "Programs", "content_of", "made_once", "unpack_programs"]
 
 Program = tuple[Instruction, ...]
 
-_MOST, _MOST_BYTES = 1 << 14, 1 << 26
+_MOST = 1 << 14
 """Programs, and bytes of their rows, that a process keeps for requests to come."""
 _LIST_BYTES = 1 << 12
 """What a program costs that has no rows."""
@@ -107,8 +107,8 @@ def _read(
 
 
 _Known = Kept[Hashable, Programs]
-_MADE: Final[_Known] = Kept(_MOST, _MOST_BYTES)
-_UNPACKED: Final[_Known] = Kept(_MOST, _MOST_BYTES)
+_MADE: Final[_Known] = Kept(_MOST)
+_UNPACKED: Final[_Known] = Kept(_MOST)
 
 
 def _once(kept: _Known, key: Hashable, make: Callable[[], Programs]) -> Programs:

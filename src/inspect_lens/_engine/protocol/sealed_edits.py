@@ -140,9 +140,7 @@ class SealedEdits:
 
 NO_EDITS: Final = SealedEdits()
 
-_SEALED: Final[Kept[tuple[int, int], tuple[LensRequest, EngineFacts, SealedEdits]]] = Kept(
-    1024, 1 << 26
-)
+_SEALED: Final[Kept[tuple[int, int], tuple[LensRequest, EngineFacts, SealedEdits]]] = Kept(1024)
 """By identity of the request and the facts, which are kept so that nothing else gets it."""
 
 

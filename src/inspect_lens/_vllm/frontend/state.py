@@ -52,8 +52,7 @@ __all__ = ["FrontEnd", "front_end", "not_served"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-_JUDGED_MOST, _JUDGED_BYTES = 1024, 1 << 26
-"""Requests, and bytes of their tensors."""
+_JUDGED_MOST = 1024
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class FrontEnd:
         """API servers in front of the engine; each has a store of tensors of its own."""
         self.siblings: Path | None = None
         """Folder that several of them share."""
-        self._judged: Kept[tuple[int, int], _Judged] = Kept(_JUDGED_MOST, _JUDGED_BYTES)
+        self._judged: Kept[tuple[int, int], _Judged] = Kept(_JUDGED_MOST)
         self.row_caches: WeakSet[RowCache] = WeakSet()
         """Captured rows of earlier requests, of each engine that is still there."""
         self.results = Results(self.settings.result_timeout_s)

@@ -32,8 +32,7 @@ from .shared_names import SharedNames
 
 __all__ = ["Registry"]
 
-_READS_MOST, _READS_BYTES = 64, 1 << 23
-"""Uses of probes, and bytes of them as text."""
+_READS_MOST = 64
 
 
 class Registry:
@@ -60,10 +59,10 @@ class Registry:
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
         self._version = 0
-        self._reads: Kept[int, Reads] = Kept(_READS_MOST, _READS_BYTES)
+        self._reads: Kept[int, Reads] = Kept(_READS_MOST)
         """By identity of the uses; of one version."""
         self._reads_version = 0
-        self._sealed: Kept[int, Reads] = Kept(_READS_MOST, _READS_BYTES)
+        self._sealed: Kept[int, Reads] = Kept(_READS_MOST)
         """By identity of what is sent of the uses."""
         for name, item in (items or {}).items():
             check_name(name)
@@ -308,7 +307,7 @@ class Registry:
         # As they were judged: what others change meanwhile is for the next request.
         version, probes = self._version, self.probes
         if version != self._reads_version:
-            self._reads = Kept(_READS_MOST, _READS_BYTES)
+            self._reads = Kept(_READS_MOST)
             self._reads_version = version
         known = self._reads.get(id(uses))
         if known is not None:

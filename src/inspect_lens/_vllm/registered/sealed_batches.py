@@ -12,8 +12,8 @@ from .probe_scores import Reads
 
 __all__ = ["SealedBatches"]
 
-_MOST, _MOST_BYTES = 1024, 1 << 26
-"""Envelopes, and bytes of tensors of their requests."""
+_MOST = 1024
+"""Envelopes."""
 _MOST_LISTED = 1 << 14
 """Positions that are named, and letters of what is asked of probes."""
 
@@ -31,7 +31,7 @@ class SealedBatches:
             salt: see `Results.salt`; changes when a steered request of some content has failed.
         """
         self._salt = salt
-        self._known: Kept[_Key, _Value] = Kept(_MOST, _MOST_BYTES)
+        self._known: Kept[_Key, _Value] = Kept(_MOST)
 
     def get(
         self,

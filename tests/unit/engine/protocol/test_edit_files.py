@@ -51,8 +51,8 @@ def vectors() -> LensRequest:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(envelope, "_EDITED", Kept(16, 1 << 20))
-    monkeypatch.setattr(programs, "_UNPACKED", Kept(16, 1 << 20))
+    monkeypatch.setattr(envelope, "_EDITED", Kept(16))
+    monkeypatch.setattr(programs, "_UNPACKED", Kept(16))
 
 
 @pytest.mark.parametrize("make", [low_rank, vectors])
@@ -81,7 +81,7 @@ def test_a_file_is_there_as_long_as_a_request_may_be_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is kept for requests to come.
-    monkeypatch.setattr(programs, "_MADE", Kept(0, 1 << 30))
+    monkeypatch.setattr(programs, "_MADE", Kept(0))
     one = packed(low_rank(1, positions="completion"), tmp_path)
     gc.collect()
     assert Envelope.unpack(msgspec.msgpack.decode(sent(one))).edited.edits

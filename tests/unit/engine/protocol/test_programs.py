@@ -80,7 +80,7 @@ EDITS: dict[str, Any] = {
 def test_what_is_sent_is_read_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = sealed(EDITS[name](), EDITS["ablate"]())
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_edits(here, None)))
-    monkeypatch.setattr(module, "_UNPACKED", Kept(16, 1 << 20))
+    monkeypatch.setattr(module, "_UNPACKED", Kept(16))
     for a, b in zip(here, unpack_edits(wire), strict=True):
         same(a, b)
     # The second time it is found, and is the same object.

@@ -333,7 +333,7 @@ def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
     other = sealed(processor, steered)
     assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
     assert sealed(processor, steered) is other
-    least: Kept[Any, Any] = Kept(4, 8 * (kept.BYTES_BESIDE + 31))
+    least: Kept[Any, Any] = Kept(4, kept.Budget(16 * (kept.BYTES_BESIDE + 31)))
     monkeypatch.setattr(state.front_end().sealed, "_known", least)
     large = steer()
     assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"
