@@ -147,19 +147,31 @@ def server_process(url: str) -> psutil.Process:
     return pytest.fail("the server is on another machine")
 
 
-NIGHTLY = pytest.mark.nightly(held_by="test_bodies_hurt_nobody", why="minutes of load")
-
-
 @pytest.mark.parametrize(
     ("make", "n"),
-    [
-        pytest.param(body_of, 300, id="bodies"),
-        pytest.param(pattern_of, 120, id="patterns"),
-        pytest.param(body_of, 5000, id="many bodies", marks=NIGHTLY),
-        pytest.param(pattern_of, 2000, id="many patterns", marks=NIGHTLY),
-    ],
+    [pytest.param(body_of, 300, id="bodies"), pytest.param(pattern_of, 120, id="patterns")],
 )
 def test_bodies_hurt_nobody(
+    client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
+) -> None:
+    check_that_nobody_is_hurt(client, lens_server_url, make, n)
+
+
+@pytest.mark.nightly(
+    held_by="tests/engine/test_fuzz_bodies.py::test_bodies_hurt_nobody",
+    why="5,000 bodies and 2,000 patterns; by day 300 and 120",
+)
+@pytest.mark.parametrize(
+    ("make", "n"),
+    [pytest.param(body_of, 5000, id="bodies"), pytest.param(pattern_of, 2000, id="patterns")],
+)
+def test_thousands_of_bodies_hurt_nobody(
+    client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
+) -> None:
+    check_that_nobody_is_hurt(client, lens_server_url, make, n)
+
+
+def check_that_nobody_is_hurt(
     client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
 ) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
