@@ -8,7 +8,7 @@ from functools import cache
 
 from .errors import SpecError, did_you_mean
 
-__all__ = ["Settings", "is_set", "settings_table", "text"]
+__all__ = ["Settings", "flag", "is_set", "settings_table", "text"]
 
 _PREFIX = "INSPECT_LENS_"
 
@@ -26,8 +26,9 @@ class Settings:
     )
     required: bool = _setting(  # type: ignore[assignment]
         False,
-        "Refuse to start where vLLM lacks a name that any feature of the lens needs. Else that "
-        "feature is off: requests for it get a 400 with the reason, and the log has one line.",
+        "Refuse to start where anything of the lens cannot be served: a model, a setting, a vLLM "
+        "that lacks a name, a start-up check that fails. Otherwise vLLM starts as without it, the "
+        "log has one line, and requests for the lens get a 400 with the reason.",
     )
     layers: str = _setting(  # type: ignore[assignment]
         "all",
@@ -127,7 +128,7 @@ class Settings:
     self_check: bool = _setting(  # type: ignore[assignment]
         True,
         "Prove at start-up that every tap fires, and that rows of two requests, one of them "
-        "steered, leave each worker as in an eager pass, however steps run; refuse to start where "
+        "steered, leave each worker as in an eager pass, however steps run; the lens is off where "
         "that is not so.",
     )
     hosts_address: str = _setting(  # type: ignore[assignment]
@@ -226,6 +227,12 @@ def variable(field_name: str) -> str:
 def text(field_name: str) -> str:
     """A setting that is text, without reading any other: each call of a model asks for it."""
     return os.environ.get(variable(field_name), "")
+
+
+def flag(field_name: str, *, wrong: bool = False) -> bool:
+    """A switch, without reading any other setting; `wrong` if its value is neither on nor off."""
+    value = text(field_name).lower()
+    return value in ("1", "true") or (wrong and value not in ("", "0", "false"))
 
 
 def vllm_plugins() -> list[str] | None:

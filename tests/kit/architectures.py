@@ -86,6 +86,20 @@ def _gemma3(hidden: int) -> Any:
     )
 
 
+def _gemma4(hidden: int) -> Any:
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **_common(hidden) | {"tie_word_embeddings": True},
+        **_gated(hidden),
+        global_head_dim=64,
+        sliding_window=32,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=32,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+
+
 def _opt(hidden: int) -> Any:
     from transformers import OPTConfig
 
@@ -194,6 +208,7 @@ CASES = (
     Case("llama", "fused residual", _llama),
     Case("qwen3", "fused residual, norms on queries and keys", _qwen3),
     Case("gemma3", "fused residual, four norms, sliding windows", _gemma3, has_patterns=True),
+    Case("gemma4", "stream alone, input by layer, one list of layers under two names", _gemma4),
     Case("opt", "plain residual, no feed-forward module", _opt, layers="model.decoder.layers"),
     Case("olmo2", "plain residual, norms behind the modules", _olmo2),
     Case("mixtral", "mixture of experts", _mixtral, is_routed=True),

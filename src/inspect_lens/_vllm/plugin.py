@@ -6,8 +6,8 @@ import logging
 import sys
 from multiprocessing import parent_process
 
-from inspect_lens._settings import Settings, drop, is_set
-from inspect_lens.errors import CompatError, SpecError
+from inspect_lens._settings import drop, flag, text
+from inspect_lens.errors import CompatError
 
 from .compat.rivals import RivalError
 
@@ -22,41 +22,32 @@ _INSPECTING = "vllm.model_executor.models.registry"
 def register() -> None:
     """Entry point of `vllm.general_plugins`.
 
-    Where this vLLM lacks a name that the lens needs, what needs it is off, with one line in the
-    log, and everything else starts as ever: whoever starts vLLM may not have asked for us.
+    Where the lens cannot be served, it is off, with one line in the log, and vLLM starts as ever:
+    whoever starts it may not have asked for us. What one engine cannot have is found out later, see
+    `compat.off`; wrong settings are such a thing, too.
 
     Raises:
-        CompatError: vLLM loads vllm-lens as well; or something is off, and INSPECT_LENS_REQUIRED
-            says not to start then.
+        Exception: what is wrong, where INSPECT_LENS_REQUIRED says not to start then.
     """
     try:
-        settings = Settings.load()
-    except SpecError as error:
-        if is_set("required"):
-            raise
-        _leave_off(str(error))
-        return
-    if settings.parent and parent_process() is None:
-        from .http.server_lifetime import end_with
+        if (parent := text("parent")).isdecimal() and int(parent) and parent_process() is None:
+            from .http.server_lifetime import end_with
 
-        # The server; engines and workers, which it starts, are not the named process's children.
-        drop("parent")
-        end_with(settings.parent)
-    if settings.disable or _only_looks_at_a_model():
-        return
-    try:
-        _install()
-    except RivalError:
-        raise
+            # The server; engines and workers, which it starts, are not that process's children.
+            drop("parent")
+            end_with(int(parent))
+        if not flag("disable") and not _only_looks_at_a_model():
+            _install()
     except Exception as error:
-        if settings.required:
+        if flag("required", wrong=True):
             raise
-        _leave_off(f"{type(error).__name__}: {error}")
+        _leave_off(error)
 
 
 def _install() -> None:
     # Imported here: the entry point itself has to stay light.
     from .compat.features import FEATURES, problems, turn_off
+    from .compat.off import is_required
     from .compat.seam_table import SEAMS
     from .compat.seams import add_method, has_rust_front_end, seam, verify, wrap
 
@@ -75,17 +66,19 @@ def _install() -> None:
     from .frontend.wrappers import FRONT_END_WRAPPERS
     from .http.responses import install_when_serving
     from .worker.rpc import manage_hooks
+    from .worker.start import refusal_here
     from .worker.worker import exported_taps, stats, wrap_load_model
     from .worker.worker import register as register_probe
 
     refuse_rivals()
     for feature, reason in problems().items():
-        if feature == "lens" or Settings.load().required:
+        if feature == "lens" or is_required():
             raise CompatError(f"{reason}, which inspect_lens needs for {FEATURES[feature]}")
         logger.warning("inspect_lens: %s: off: %s", FEATURES[feature], reason)
         turn_off(feature, reason)
     verify(SEAMS)
     wrap(seam("load_model"), wrap_load_model)
+    add_method(seam("load_model"), "inspect_lens_refusal", refusal_here)
     add_method(seam("load_model"), "inspect_lens_stats", stats)
     add_method(seam("load_model"), "inspect_lens_register", register_probe)
     add_method(seam("load_model"), "inspect_lens_taps", exported_taps)
@@ -102,8 +95,9 @@ def _install() -> None:
     install_when_serving()
 
 
-def _leave_off(reason: str) -> None:
+def _leave_off(error: Exception) -> None:
     """Go on without the lens, and have requests for it refused where that can be done."""
+    reason = f"{type(error).__name__}: {error}"
     logger.error(
         "inspect_lens: not active in this process: %s. vLLM runs as without it. See "
         "`inspect-lens doctor`; INSPECT_LENS_REQUIRED=1 refuses to start instead",
@@ -111,13 +105,12 @@ def _leave_off(reason: str) -> None:
     )
     try:
         from .compat.features import turn_off
-        from .compat.seams import seam, wrap
-        from .frontend.refusing import refuse_lens_keys
+        from .frontend.refusing import refuse_requests
 
         turn_off("lens", reason)
-        wrap(seam("verify_args"), refuse_lens_keys)
-    except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
-        logger.error("inspect_lens: requests for the lens are passed over: %s", error)
+        refuse_requests(own_only=isinstance(error, RivalError))
+    except Exception as further:  # noqa: BLE001 - vLLM's start must not end here
+        logger.error("inspect_lens: requests for the lens are passed over: %s", further)
 
 
 def _only_looks_at_a_model() -> bool:

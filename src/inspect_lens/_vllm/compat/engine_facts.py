@@ -22,7 +22,9 @@ from inspect_lens.spec import (
 )
 
 from .connectors import connector_refusals, is_vllms_own, no_steering
+from .features import is_off
 from .hosts import hosts_refusals
+from .off import off
 from .seams import vllm_version
 from .site_widths import width_of
 
@@ -38,9 +40,14 @@ def refusal(vllm_config: Any) -> str | None:
     Such an engine runs as if the plug-in were not installed, and refuses lens requests with
     this reason. What stands here has not been shown to keep rows and tokens together.
     """
-    parallel = vllm_config.parallel_config
+    if (known := off(vllm_config) or is_off("lens")) is not None:
+        return known
     # Read again for each engine, so that one process can hold engines with and without.
-    settings = Settings.load()
+    try:
+        settings = Settings.load()
+    except SpecError as error:
+        return str(error)
+    parallel = vllm_config.parallel_config
     found = {
         "INSPECT_LENS_DISABLE is set": settings.disable,
         "it does not generate text": vllm_config.model_config.runner_type != "generate",

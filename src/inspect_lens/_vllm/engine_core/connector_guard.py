@@ -25,6 +25,7 @@ from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.connectors import Behaviour, behaviours_of, loads_again
 from inspect_lens._vllm.compat.engine_facts import refusal
+from inspect_lens._vllm.compat.off import reason_of, turn_off
 from inspect_lens._vllm.http.server_lifetime import end_engine_with_parent
 from inspect_lens.spec import ENVELOPE_KEY
 
@@ -252,18 +253,23 @@ class GuardedConnector:
 def _scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        end_engine_with_parent()
-        connector = getattr(self, "connector", None)
-        if connector is None or refusal(vllm_config) is not None:
-            return
-        found = behaviours_of(vllm_config, Settings.load())
-        names = ", ".join(f"{name} ({known or 'not known'})" for name, known in found.items())
-        logger.info("inspect_lens: KV connectors, and what they find blocks by: %s", names)
-        GuardedConnector(
-            connector, ConnectorGuard(found.values(), loads_again=loads_again(vllm_config))
-        )
+        try:
+            end_engine_with_parent()
+            if refusal(vllm_config) is None and getattr(self, "connector", None) is not None:
+                _guard(self.connector, vllm_config)
+        except Exception as error:  # noqa: BLE001 - front-ends come to the same, and steer nothing
+            turn_off(vllm_config, reason_of(error))
 
     return init
+
+
+def _guard(connector: Any, vllm_config: Any) -> None:
+    found = behaviours_of(vllm_config, Settings.load())
+    names = ", ".join(f"{name} ({known or 'not known'})" for name, known in found.items())
+    logger.info("inspect_lens: KV connectors, and what they find blocks by: %s", names)
+    GuardedConnector(
+        connector, ConnectorGuard(found.values(), loads_again=loads_again(vllm_config))
+    )
 
 
 CONNECTOR_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

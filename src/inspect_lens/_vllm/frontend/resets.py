@@ -1,6 +1,7 @@
-"""Rows that are kept of earlier prompts go where vLLM's prefix cache may go, or the weights change.
+"""What a front-end asks of an engine beside requests: it comes by two methods of its client.
 
-All that a front-end asks of an engine beside requests comes by two methods of its client.
+Rows that are kept of earlier prompts go where vLLM's prefix cache may go, or the weights change.
+And whether the workers have the lens is asked behind the first call to an engine that has started.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from inspect_lens._vllm.compat.off import off, turn_off
 from inspect_lens._vllm.registered.prompt_rows import is_harmless
 
 from .state import front_end
@@ -32,7 +34,11 @@ def _forgetting(method: str, args: Sequence[Any]) -> Iterator[None]:
 def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         with _forgetting(method, args):
-            return original(self, method, *args, **kwargs)
+            result = original(self, method, *args, **kwargs)
+        if method == _FIRST_CALL:
+            with _hearing(self) as heard:
+                heard += original(self, *_ASK, **kwargs)
+        return result
 
     return call_utility
 
@@ -40,9 +46,32 @@ def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
 def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         with _forgetting(method, args):
-            return await original(self, method, *args, **kwargs)
+            result = await original(self, method, *args, **kwargs)
+        if method == _FIRST_CALL:
+            with _hearing(self) as heard:
+                heard += await original(self, *_ASK, **kwargs)
+        return result
 
     return call_utility
+
+
+_FIRST_CALL = "get_supported_tasks"
+"""What every front-end asks an engine that has started, before its first request."""
+_ASK = ("collective_rpc", "inspect_lens_refusal", None, (), {})
+
+
+@contextmanager
+def _hearing(client: Any) -> Iterator[list[str | None]]:
+    """Take note of why the workers of an engine are without the lens, if they are."""
+    config = client.vllm_config
+    heard: list[str | None] = []
+    try:
+        yield heard
+    except Exception as error:  # noqa: BLE001 - its workers do not know us
+        heard = [f"its workers are without inspect-lens ({error})"]
+    reason = next((one for one in heard if one is not None), None)
+    if reason is not None and off(config) is None:
+        turn_off(config, reason, is_told=True)
 
 
 RESET_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
@@ -21,6 +21,7 @@ from inspect_lens._vllm import metrics, traces
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
+from inspect_lens._vllm.compat.off import reason_of, turn_off, when_off
 from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
@@ -69,7 +70,15 @@ class FrontEnd:
     """What this process knows: its engines' facts, and the results it waits for."""
 
     def __init__(self) -> None:
-        self.settings = Settings.load()
+        problem, items = None, {}
+        self.settings = Settings()
+        try:
+            self.settings = Settings.load()
+            items = start_items(self.settings.register)
+        except Exception as error:  # noqa: BLE001 - told by each engine
+            problem = reason_of(error)
+        self._problem = problem
+        """What is wrong with the settings of this process."""
         self.engines: list[EngineFacts | str] = []
         """Facts of each engine of this process, or why the lens does not serve it."""
         self.n_processes = 1
@@ -82,7 +91,7 @@ class FrontEnd:
         self.results = Results(self.settings.result_timeout_s)
         self.sinks = Sinks()
         self.sealed = SealedBatches(self.results.salt)
-        self.registry = Registry(start_items(self.settings.register), self.settings)
+        self.registry = Registry(items, self.settings)
         # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
         self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
 
@@ -94,7 +103,28 @@ class FrontEnd:
 
     def learn(self, processor: Any, vllm_config: Any) -> None:
         """Take note of an engine; called when its input processor is made."""
-        reason = refusal(vllm_config)
+        known, index = ref(processor), len(self.engines)
+        self.engines.append("it has not started yet")
+
+        def leave(reason: str) -> None:
+            self.engines[index] = reason
+            if (mine := known()) is not None:
+                mine.inspect_lens_facts, mine.inspect_lens_refusal = None, reason
+
+        try:
+            reason = self._problem or refusal(vllm_config)
+            if reason is None:
+                self.engines[index] = facts = self._learn(processor, vllm_config)
+                processor.inspect_lens_facts, processor.inspect_lens_refusal = facts, None
+        except Exception as error:  # noqa: BLE001 - vLLM starts without us
+            reason = reason_of(error)
+        when_off(vllm_config, leave)
+        if reason is not None:
+            turn_off(vllm_config, reason)
+        # The server's modules may not have been imported when the plug-in was loaded.
+        install_when_serving(self)
+
+    def _learn(self, processor: Any, vllm_config: Any) -> EngineFacts:
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
         self.results.n_processes = self.n_processes
         if is_serving() and (wanted := _servers_of(sys.argv)) > self.n_processes:
@@ -113,34 +143,29 @@ class FrontEnd:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
         # Read again: one process can hold engines with different settings.
         settings = Settings.load()
-        facts = facts_of(vllm_config, settings) if reason is None else None
-        processor.inspect_lens_facts = facts
-        if facts is not None and (links := links_of(vllm_config, settings, facts)) is not None:
+        facts = facts_of(vllm_config, settings)
+        if (links := links_of(vllm_config, settings, facts)) is not None:
             self.results.links = links
-        if facts is not None and facts.allows_code:
+        if facts.allows_code:
             processor.inspect_lens_book = HookBook(
                 facts,
                 most_bytes=settings.hook_bytes,
                 n_processes=self.n_processes,
             )
-        processor.inspect_lens_refusal = reason
-        if facts is not None:
-            self.sinks.learn(facts, settings.sinks)
-        if reason is None and is_traced(vllm_config):
+        self.sinks.learn(facts, settings.sinks)
+        if is_traced(vllm_config):
             traces.begin(parent_of)
-        if reason is None and is_serving():
+        if is_serving():
             metrics.begin()
             payloads.report()
-        if reason is None and self.n_processes == 1 and keeps_rows(vllm_config, settings):
+        if self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
             cache = RowCache(
                 settings.cached_rows_bytes, keeps_first=is_serving(), on_change=self._note_rows
             )
             processor.inspect_lens_rows = cache
             self.row_caches.add(cache)
-        self.engines.append(facts if facts is not None else str(reason))
-        # The server's modules may not have been imported when the plug-in was loaded.
-        install_when_serving(self)
+        return facts
 
     def _note_rows(self) -> None:
         metrics.keeps(sum(cache.n_bytes for cache in tuple(self.row_caches)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -254,12 +254,12 @@ def xargs_of(request: Any, facts: EngineFacts | None) -> dict[str, Any] | None:
     return typed(args, asked_of(args, facts))
 
 
-def has_lens_words(request: Any) -> bool:
+def has_lens_words(request: Any, keys: Collection[str] = LENS_KEYS) -> bool:
     """Whether a body has anything of ours in it, wherever it stands."""
     places = [getattr(request, "vllm_xargs", None), getattr(request, "model_extra", None)]
     found = [place for place in places if isinstance(place, dict)]
     inner = [place[name] for place in found for name in PLACES if isinstance(place.get(name), dict)]
-    return any(key in place for place in (*found, *inner) for key in LENS_KEYS)
+    return any(key in place for place in (*found, *inner) for key in keys)
 
 
 def typed(args: Mapping[str, Any], request: LensRequest | None) -> dict[str, Any] | None:

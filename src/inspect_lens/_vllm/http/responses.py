@@ -11,12 +11,13 @@ from typing import Any
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.compat.off import reason_of
 from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
 from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.metrics import delivered, failed, refused, stored
 from inspect_lens._vllm.results.outputs import choices_of, has_fields
 from inspect_lens._vllm.sinks.sink import Done, Sink
-from inspect_lens.errors import CompatError, LensError, UnsupportedError
+from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -78,13 +79,13 @@ def install_when_serving(front_end: Any = None) -> None:
         return
     try:
         verify(SERVE_SEAMS)
-    except CompatError as error:
+        for name, make in _WRAPPERS.items():
+            wrap(seam(name), make)
+    except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
         # Judging refuses lens requests from now on.
-        logger.warning("inspect_lens: %s: off: %s", FEATURES["http"], error)
-        turn_off("http", str(error))
-        return
-    for name, make in _WRAPPERS.items():
-        wrap(seam(name), make)
+        reason = reason_of(error)
+        logger.warning("inspect_lens: %s: off: %s", FEATURES["http"], reason)
+        turn_off("http", reason)
 
 
 def as_json(completion: Any) -> dict[str, Any]:
@@ -346,7 +347,12 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
     def register(app: Any) -> None:
         original(app)
+        try:
+            add_routes(app)
+        except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
+            turn_off("http", reason_of(error))
 
+    def add_routes(app: Any) -> None:
         async def about() -> dict[str, Any]:
             described = _Front.end.describe() if _Front.end is not None else {}
             return {**described, "stored_bytes": payloads.n_bytes}

@@ -21,7 +21,8 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
 
     They are the one list of modules with `n_layers` entries in which the entries of this
     pipeline stage hold attention or state-space layers. In some hybrids a part of the entries
-    has a feed-forward module only; a list where all have one is preferred.
+    has a feed-forward module only; a list where all have one is preferred. Lists of the same
+    layers, as Gemma 4 has them, are one list.
 
     Args:
         model: the model as the runner holds it.
@@ -39,8 +40,10 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
             layers = [None if _is_elsewhere(layer) else layer for layer in module]
             mixers = [has_mixer(layer) for layer in layers if layer is not None]
-            if any(mixers):
-                (found if all(mixers) else mixed)[name] = layers
+            kind = found if all(mixers) else mixed
+            # Modules are equal only to themselves.
+            if any(mixers) and layers not in kind.values():
+                kind[name] = layers
     found = found or mixed
     if len(found) != 1:
         raise UnsupportedError(

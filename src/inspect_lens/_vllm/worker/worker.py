@@ -10,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from inspect_lens._engine.export.device_copy import copier_for
 from inspect_lens._engine.export.transport import Exporter
@@ -26,6 +27,7 @@ from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.hosts import facts_mark, worker_links
+from inspect_lens._vllm.compat.off import is_required
 from inspect_lens._vllm.model.attention import attention_facts
 from inspect_lens._vllm.model.find_layers import decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
@@ -44,13 +46,13 @@ from inspect_lens.spec import (
     rows_for,
 )
 
-from .agreement import agree
 from .check_requests import steered_row
 from .check_taps import check_taps, scale_for
 from .rpc import attach_hooks
 from .runner_v1 import RunnerV1
 from .runner_v2 import RunnerV2
 from .self_check import check_steps
+from .start import Start
 
 __all__ = ["exported_taps", "register", "stats", "wrap_load_model"]
 
@@ -65,12 +67,8 @@ def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        reason = refusal(self.vllm_config)
-        if reason is None:
-            _install(self, Settings.load())
-        else:
-            agree(self.vllm_config, "", reason)
-            logger.info("inspect_lens: not active in this engine: %s", reason)
+        if getattr(self.model_runner, "inspect_lens", None) is None:
+            Start(self).run(_install)
         return result
 
     return load_model
@@ -139,19 +137,19 @@ def exported_taps(worker: Any) -> list[str]:
     return [f"{tap.site}.{tap.layer}" for tap in stepper.state.taps]
 
 
-def _install(worker: Any, settings: Settings) -> None:
-    config = worker.vllm_config
+def _install(start: Start) -> str:
+    """Put the lens into a loaded model; returns what is equal on all ranks."""
+    worker, config, settings = start.worker, start.config, Settings.load()
+    if (reason := refusal(config)) is not None:
+        raise UnsupportedError(reason)
     runner = worker.model_runner
-    if getattr(runner, "inspect_lens", None) is not None:
-        return
     facts = facts_of(config, settings)
-    agree(config, facts_mark(facts))
     blocks = decoder_layers(runner.get_model(), facts.n_layers)
     # A stage of a pipeline has the taps of its layers, which may be none.
     here = tuple(tap for tap in facts.taps if blocks[tap.layer] is not None)
     if not here:
         logger.info("inspect_lens: no taps in this stage of the pipeline")
-        return
+        return facts_mark(facts)
     # As many steps may be under way as the pipeline has stages, and one more.
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
@@ -163,9 +161,11 @@ def _install(worker: Any, settings: Settings) -> None:
         block, width = blocks[point.layer], facts.width_of(point.site)
         assert block is not None
         own = width.width // width.shards
-        add_tap(block, point, state.new_ctl(index), width=own, is_sharded=tp_size() > 1)
+        handle = add_tap(block, point, state.new_ctl(index), width=own, is_sharded=tp_size() > 1)
+        start.undo.callback(handle.remove)
     # Without this a compiled graph that was cached without taps would be loaded, and nothing
     # would fire. The value is hashed, so it must not change between runs.
+    start.undo.callback(setattr, config, "additional_config", config.additional_config)
     config.additional_config = {
         **(config.additional_config or {}),
         "inspect_lens": {"abi": ABI, "taps": [f"{site}.{layer}" for site, layer in facts.taps]},
@@ -202,7 +202,9 @@ def _install(worker: Any, settings: Settings) -> None:
     _attach_hooks(runner, stepper, exporter if is_first else None, blocks, facts, settings)
     # Whether a feed-forward module leaves a sum to others shows only in its values.
     if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
-        _check_after_warm_up(worker, stepper, exporter, facts, is_whole=settings.self_check)
+        start.check = functools.partial(
+            _check, worker, stepper, exporter, facts, is_whole=settings.self_check
+        )
     install(state)
     logger.info(
         "inspect_lens: %d taps (%s) in %d of %d layers, capture buffer of %d rows, %d steering "
@@ -218,6 +220,7 @@ def _install(worker: Any, settings: Settings) -> None:
         state.nbytes / 2**20,
         arena.nbytes / 2**20,
     )
+    return facts_mark(facts)
 
 
 def _allocate(
@@ -266,7 +269,7 @@ def _attach_hooks(runner: Any, stepper: HookedStepper, *args: Any) -> None:
     try:
         attach_hooks(runner, stepper, *args)
     except CompatError as error:
-        if Settings.load().required:
+        if is_required():
             raise
         logger.warning("inspect_lens: custom hooks: off: %s", error)
 
@@ -297,7 +300,7 @@ def add_tap(
     *,
     width: int | None = None,
     is_sharded: bool = False,
-) -> None:
+) -> RemovableHandle:
     """Put a tap into a decoder layer. Hooks are traced into the compiled graph.
 
     Args:
@@ -306,6 +309,9 @@ def add_tap(
         ctl: its identity token.
         width: of the rows on this rank; None for that of the stream.
         is_sharded: whether tensor parallelism splits the block's sums over ranks.
+
+    Returns:
+        What takes it out again.
 
     Raises:
         UnsupportedError: the layer's structure is not known.
@@ -324,9 +330,8 @@ def add_tap(
         tap(*place.read(args, kwargs, output), getattr(module, name))
 
     if place.is_input:
-        place.module.register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        place.module.register_forward_hook(after, with_kwargs=True)
+        return place.module.register_forward_pre_hook(before, with_kwargs=True)
+    return place.module.register_forward_hook(after, with_kwargs=True)
 
 
 def sums_that_fit(settings: Settings, hidden: int, dtype: torch.dtype, lag: int) -> int:
@@ -340,25 +345,17 @@ def _max_tokens(config: Any, facts: EngineFacts) -> int:
     return max([facts.max_step_tokens, *sizes])
 
 
-def _check_after_warm_up(
+def _check(
     worker: Any, stepper: HookedStepper, exporter: Exporter, facts: EngineFacts, *, is_whole: bool
 ) -> None:
-    original = worker.compile_or_warm_up_model
-
-    @functools.wraps(original)
-    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        rows = check_taps(worker.model_runner, stepper, is_sharded=tp_size() > 1)
-        if is_whole:
-            check_steps(
-                worker.model_runner,
-                stepper,
-                exporter,
-                facts,
-                scale=scale_for(rows[steered_row(stepper.state)], is_sharded=tp_size() > 1),
-                rank=tp_rank(),
-                may_force_eager=stepper.hooks is not None,
-            )
-        return result
-
-    worker.compile_or_warm_up_model = compile_or_warm_up_model
+    rows = check_taps(worker.model_runner, stepper, is_sharded=tp_size() > 1)
+    if is_whole:
+        check_steps(
+            worker.model_runner,
+            stepper,
+            exporter,
+            facts,
+            scale=scale_for(rows[steered_row(stepper.state)], is_sharded=tp_size() > 1),
+            rank=tp_rank(),
+            may_force_eager=stepper.hooks is not None,
+        )
