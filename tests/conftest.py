@@ -132,7 +132,7 @@ def lens_server_url(
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "enable_scale_out": True,  # the route of token ids
         "enable_lora": True,
-        "max_loras": 2,
+        "max_loras": 4,
         "max_lora_rank": MAX_LORA_RANK,
     }
     environment = os.environ | {

@@ -47,6 +47,7 @@ FINE = {
     "_vllm.http.responses:_tokens_stream.stream": "passes on to `_collect`",
     "_vllm.http.sweep_route:_Sweep._work": "the thread of one sweep, which hands on what it raises",
     "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
+    "_vllm.worker.start:refusal_here": "reads a field; vLLM tells its caller what it raises",
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",
     "_vllm.results.ended:Running._end_if_gone": "looks up two tables and puts errors in queues",
@@ -131,7 +132,9 @@ def wrappers() -> Iterator[str]:
             arguments = getattr(node, "args", None)
             if arguments is not None and [a.arg for a in arguments.args][:1] == ["original"]:
                 inner = [n for n in functions(path) if n.startswith(f"{name}.")]
-                inner = [n for n in inner if not n.endswith((".outputs_of", ".about"))]
+                inner = [
+                    n for n in inner if not n.endswith((".outputs_of", ".about", ".add_routes"))
+                ]
                 assert inner, f"{file}:{name} makes nothing"
                 yield f"_vllm.{file}:{inner[-1]}"
 
@@ -139,9 +142,10 @@ def wrappers() -> Iterator[str]:
 def worker_calls() -> Iterator[str]:
     """Methods that are added to vLLM's worker."""
     text = (SOURCE / "_vllm" / "plugin.py").read_text(encoding="utf-8")
-    assert text.count("add_method(") == 4
+    assert text.count("add_method(") == 5
     yield from ("_vllm.worker.worker:stats", "_vllm.worker.worker:register")
     yield from ("_vllm.worker.worker:exported_taps", "_vllm.worker.rpc:manage_hooks")
+    yield "_vllm.worker.start:refusal_here"
 
 
 def all_entered() -> set[str]:

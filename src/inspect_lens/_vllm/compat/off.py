@@ -49,7 +49,8 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, LensError):
         return str(error)
     logger.warning("inspect_lens: a fault at start; please report it", exc_info=error)
-    return f"a fault at start ({type(error).__name__}: {error}); the log has its traceback"
+    text = " ".join(str(error).split())
+    return f"a fault at start ({type(error).__name__}: {text}); the log has its traceback"
 
 
 def turn_off(vllm_config: Any, reason: str, *, is_told: bool = False) -> None:

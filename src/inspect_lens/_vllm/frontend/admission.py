@@ -18,6 +18,7 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
 from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._vllm.clients import TENANT
+from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import is_serving, payloads
 from inspect_lens._vllm.metrics import requested
@@ -65,6 +66,9 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
     Raises:
         LensError: the engine cannot do what is asked.
     """
+    adapters: CpuAdapters | None = getattr(processor, "inspect_lens_adapters", None)
+    if adapters is not None:
+        adapters.check(params)
     facts: EngineFacts | None = processor.inspect_lens_facts
     request = asked_of(getattr(params, "extra_args", None), facts)
     book: HookBook | None = getattr(processor, "inspect_lens_book", None)

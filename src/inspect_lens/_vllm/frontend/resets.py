@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.off import off, turn_off
 from inspect_lens._vllm.registered.prompt_rows import is_harmless
 
@@ -19,8 +20,10 @@ __all__ = ["RESET_WRAPPERS"]
 
 
 @contextmanager
-def _forgetting(method: str, args: Sequence[Any]) -> Iterator[None]:
+def _forgetting(client: Any, method: str, args: Sequence[Any]) -> Iterator[None]:
     """Forget before, for requests that come meanwhile, and after, for what these captured."""
+    if method in _ADAPTERS and (adapters := CpuAdapters.of(client.vllm_config)) is not None:
+        adapters.loaded(method, args)
     is_fine = is_harmless(method, args)
     if not is_fine:
         front_end().forget_rows()
@@ -33,7 +36,7 @@ def _forgetting(method: str, args: Sequence[Any]) -> Iterator[None]:
 
 def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        with _forgetting(method, args):
+        with _forgetting(self, method, args):
             result = original(self, method, *args, **kwargs)
         if method == _FIRST_CALL:
             with _hearing(self) as heard:
@@ -45,7 +48,7 @@ def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        with _forgetting(method, args):
+        with _forgetting(self, method, args):
             result = await original(self, method, *args, **kwargs)
         if method == _FIRST_CALL:
             with _hearing(self) as heard:
@@ -55,6 +58,7 @@ def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_utility
 
 
+_ADAPTERS = ("add_lora", "remove_lora")
 _FIRST_CALL = "get_supported_tasks"
 """What every front-end asks an engine that has started, before its first request."""
 _ASK = ("collective_rpc", "inspect_lens_refusal", None, (), {})

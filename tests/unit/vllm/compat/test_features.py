@@ -16,7 +16,7 @@ from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import LEANS, busy, has, problems
 from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
-from inspect_lens._vllm.frontend.refusing import refuse_lens_keys
+from inspect_lens._vllm.frontend import refusing
 from inspect_lens.errors import CompatError, UnsupportedError
 
 ALL = [*((s.target, s.parameters) for s in SEAMS + SERVE_SEAMS + EAGER_SEAMS)]
@@ -92,10 +92,16 @@ def test_without_what_all_needs_vllm_runs_and_lens_requests_get_the_reason(
     wrapped: list[Any] = []
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
     monkeypatch.setattr("inspect_lens._vllm.compat.seams.verify", broken)
-    monkeypatch.setattr("inspect_lens._vllm.compat.seams.wrap", lambda *args: wrapped.append(args))
+    monkeypatch.setattr(refusing, "wrap", lambda *args: wrapped.append(args))
+    monkeypatch.setattr(refusing, "is_serving", lambda: True)
     plugin.register()
-    assert [make for _, make in wrapped] == [refuse_lens_keys]
-    judge = refuse_lens_keys(lambda self: None)
+    assert [item.name for item, _ in wrapped] == ["verify_args", "chat_params", "completion_params"]
+    judge, body, _ = (make(lambda self: None) for _, make in wrapped)
+    body(SimpleNamespace(vllm_xargs={"kv_hint": 1}, model_extra={}))
+    for place in ("vllm_xargs", "model_extra"):
+        asking = {"vllm_xargs": None, "model_extra": None, place: {"inspect_lens": {}}}
+        with pytest.raises(UnsupportedError, match=str(error).strip("'")):
+            body(SimpleNamespace(**asking))
     judge(SimpleNamespace(extra_args={"kv_hint": 1}))
     judge(SimpleNamespace(extra_args=None))
     with pytest.raises(UnsupportedError, match=str(error).strip("'")):

@@ -1,4 +1,4 @@
-"""Beside another plug-in that takes the same keys the lens does not start, and says what to do."""
+"""Beside another plug-in that takes the same keys the lens is off, and says what to do."""
 
 from __future__ import annotations
 
@@ -62,22 +62,41 @@ def test_what_vllm_does_not_load_is_no_rival(
         refuse_rivals()
 
 
+CODE = """
+from vllm.plugins import load_general_plugins as load
+load(); load()
+from vllm import SamplingParams
+SamplingParams(extra_args={"output_residual_stream": [1]})
+try:
+    SamplingParams(extra_args={"inspect_lens": {"capture": {"layers": [0]}}})
+except Exception as error:
+    print("refused:", error)
+"""
+
+
 @pytest.mark.parametrize(
-    ("environment", "is_refused"),
+    ("environment", "is_off"),
     [({}, True), ({"VLLM_PLUGINS": "inspect_lens"}, False), ({"INSPECT_LENS_DISABLE": "1"}, False)],
 )
-def test_vllm_itself_loads_both_and_hears_of_it(
-    beside: Path, environment: dict[str, str], is_refused: bool
+def test_vllm_starts_with_both_and_the_other_one_serves_its_keys(
+    beside: Path, environment: dict[str, str], is_off: bool
 ) -> None:
     own = {k: v for k, v in os.environ.items() if k not in ("VLLM_PLUGINS", "INSPECT_LENS_DISABLE")}
     path = os.pathsep.join([str(beside), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", "from vllm.plugins import load_general_plugins as f; f(); f()"],
-        env={**own, **environment, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode != 0) == is_refused, done.stderr[-2000:]
-    assert ("vLLM also loads vllm-lens" in done.stderr) == is_refused
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", CODE],
+            env={**own, **environment, "PYTHONPATH": path} | more,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ("vLLM also loads vllm-lens" in done.stderr) == is_off
+    assert ("refused: " in done.stdout) == is_off
+    if is_off:
+        assert run(INSPECT_LENS_REQUIRED="1").returncode != 0
