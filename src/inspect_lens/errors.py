@@ -7,7 +7,7 @@ LensError
 ├─ CapacityError                  429  rows, ring or bytes are full; a retry may help
 ├─ CaptureError                   500  a result is incomplete; the request fails as a whole
 │  └─ HookError                   500  a hook of the request raised; the message is its traceback
-├─ CompatError (RuntimeError)     -    vLLM is not the one we know; refuses to start
+├─ CompatError (RuntimeError)     -    vLLM is not the one we know; the lens is off
 └─ ArtifactError (ValueError)     -    a probe, log or sidecar is wrong; at load time
    └─ NotCapturedError            -    what is to be read was not captured
 ```

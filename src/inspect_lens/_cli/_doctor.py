@@ -98,7 +98,7 @@ def _plugin(settings: Settings, allowed: list[str] | None) -> str | None:
     if others := rivals(allowed):
         names = ",".join(name for name, _ in others)
         return (
-            f"vllm-lens (plug-in {names}) takes the same request keys, and vLLM would not start; "
+            f"vllm-lens (plug-in {names}) takes the same request keys; the lens is off beside it: "
             "set VLLM_PLUGINS=inspect_lens, or uninstall vllm-lens"
         )
     return None
