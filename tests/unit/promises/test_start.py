@@ -74,7 +74,7 @@ _HARMLESS = {
     *("Settings", "Start", "CompatError", "UnsupportedError", "SpecError", "off", "reason_of"),
     *("turn_off", "when_off", "ref", "is_off", "is_required", "TypeError", "ValueError"),
     # What only engines come to that have queries, lenses, or the other runner.
-    *("attention_facts", "check_engine_lens", "EngineLens", "RunnerV2", "_know"),
+    *("attention_facts", "check_engine_lens", "EngineLens", "RunnerV2", "_know", "start_reference"),
     # In a handler that runs later, or with a boundary of its own.
     *("install_when_serving",),
 }
@@ -255,7 +255,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on(*of("front-end"))
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
-    monkeypatch.setattr(state, "is_serving", lambda: name in ("is_serving",))
+    monkeypatch.setattr(state, "is_serving", lambda: name == "_servers_of")
     monkeypatch.setattr(state, "is_traced", lambda config: name == "parent_of")
     engine = config()
     if name in ("SharedNames", "open_door", "folder_of_siblings"):
