@@ -42,7 +42,7 @@ from inspect_lens.train import (
 from inspect_lens.train.sets._copies import near_copies
 
 from ._made import CHOSEN_HERE, Made
-from ._stores import MEMORY, read_set, refuse_shared_texts, unverified
+from ._stores import MEMORY, manifest_of, read_set, refuse_shared_texts, unverified
 from ._stores import judged_set as _judged
 from ._stores import pieces as _pieces
 
@@ -99,7 +99,7 @@ def train_job(
     for uri in (control, *heldout):
         refuse_shared_texts(train, uri, disjoint)
     judged = [read(uri, "heldout") for uri in heldout]
-    manifest = ActivationStore.open(train).manifest
+    manifest = manifest_of(train)
     facts = manifest["model"]
     positions = manifest["request"]["positions"]
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,15 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 from inspect_lens.train import ActivationSet, StoreSet
 
-__all__ = ["MEMORY", "judged_set", "pieces", "read_set", "refuse_shared_texts", "unverified"]
+__all__ = [
+    "MEMORY",
+    "judged_set",
+    "manifest_of",
+    "pieces",
+    "read_set",
+    "refuse_shared_texts",
+    "unverified",
+]
 
 MEMORY: Final = 4.0
 """GB that a command may hold: a fit, or the stores that it reads whole with the copies of a fit."""
@@ -30,7 +39,7 @@ def read_set(
     work: str = "",
     beside: Sequence[str] = (),
 ) -> ActivationSet:
-    """A store, with the sentence ends where the pool needs them.
+    """A store, with the sentence ends where the pool needs them, or a file of `ActivationSet.save`.
 
     It is held in memory, as float32, where it takes at most a quarter of `memory` GB together with
     the stores `beside` it; else it stays on disk, fits of it hold at most `memory`, and they are
@@ -38,10 +47,13 @@ def read_set(
     """
     if not uri:
         raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
+    name = Path(uri.rstrip("/")).name
+    if _is_file(uri):
+        return _of_file(uri, name, layers)
     store = ActivationStore.open(uri)
     texts = pieces(store, tokenizer) if pool == SENTENCE_POOL else None
-    name = Path(uri.rstrip("/")).name
-    every = [store, *(ActivationStore.open(other) for other in beside if other != uri)]
+    others = [ActivationStore.open(o) for o in beside if o != uri and not _is_file(o)]
+    every = [store, *others]
     n_layers = len(store.layers if layers is None else layers)
     size = 4e-9 * n_layers * store.hidden * sum(one.n_rows for one in every)
     if _COPIES * size > memory:
@@ -49,6 +61,40 @@ def read_set(
             store, name=name, layers=layers, pieces=texts, work=work or None, memory=memory
         )
     return ActivationSet.from_store(store, name=name, layers=layers, pieces=texts)
+
+
+def manifest_of(uri: str) -> dict[str, Any]:
+    """What is known of a store, or of a file that `ActivationSet.save` wrote."""
+    if not _is_file(uri):
+        return dict(ActivationStore.open(uri).manifest)
+    data = ActivationSet.load(uri)
+    return {
+        "model": {"name": data.model, "sha256": data.model_sha256},
+        "layers": data.layers,
+        "n_samples": len(data),
+        "request": {"positions": data.positions or "completion"},
+        # Whose texts these are, and who wrote them, is not in the file.
+        "dataset": {"on_policy": False, "label_meaning": "", "text_overlap_group": ""},
+    }
+
+
+def _is_file(uri: str) -> bool:
+    return Path(uri).is_file()
+
+
+def _of_file(uri: str, name: str, layers: Sequence[int] | None) -> ActivationSet:
+    data = ActivationSet.load(uri)
+    kept = data.layers if layers is None else tuple(sorted(layers))
+    if missing := sorted(set(kept) - set(data.layers)):
+        raise SpecError(
+            f"{uri}: layer {missing[0]} is not in it; allowed are {list(data.layers)}; save that "
+            "layer, too"
+        )
+    rows = [data.layers.index(layer) for layer in kept]
+    return replace(
+        data, name=name.removesuffix(".safetensors"), layers=kept,
+        acts=tuple(a[rows] for a in data.acts),
+    )  # fmt: skip
 
 
 def pieces(store: ActivationStore, tokenizer: str) -> Callable[[Sequence[int]], list[str]]:
@@ -61,8 +107,7 @@ def pieces(store: ActivationStore, tokenizer: str) -> Callable[[Sequence[int]], 
 
 def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "") -> ActivationSet:
     """A store that a probe may be judged on: its model, its layers and its tokens."""
-    store = ActivationStore.open(uri)
-    ours, theirs = probe.card.model, store.manifest["model"]
+    ours, theirs = probe.card.model, manifest_of(uri)["model"]
     known = ours is not None and ours.sha256 and theirs["sha256"]
     other = ours is not None and (
         ours.sha256 != theirs["sha256"] if known else ours.name != theirs["name"]
@@ -73,10 +118,11 @@ def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "
             f"{uri}: activations of {theirs['name']!r}; probe {probe.name!r} belongs to "
             f"{ours.name!r}; allowed is that model; collect there, or pass --any-model"
         )
-    missing = [layer for layer in probe.layers if layer not in store.layers]
+    captured = manifest_of(uri)["layers"]
+    missing = [layer for layer in probe.layers if layer not in captured]
     if missing:
         raise ArtifactError(
-            f"{uri}: layer {missing[0]} was not captured, only {list(store.layers)}; probe "
+            f"{uri}: layer {missing[0]} was not captured, only {list(captured)}; probe "
             f"{probe.name!r} reads {list(probe.layers)}; collect these layers"
         )
     data = read_set(uri, "store", layers=probe.layers, pool=probe.pool, tokenizer=tokenizer)
@@ -94,11 +140,14 @@ def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> No
     `group`, `id` and `content` are not enough: these always differ where a text is told in other
     words, and the first is what every set is kept apart by.
     """
-    stores = [ActivationStore.open(u) for u in (train, uri)]
-    groups = [store.manifest["dataset"]["text_overlap_group"] for store in stores]
+    groups = [manifest_of(u)["dataset"]["text_overlap_group"] for u in (train, uri)]
     name = Path(uri.rstrip("/")).name
-    if groups[0] == groups[1] and disjoint.get(name, "group") in ("group", "id", "content"):
-        apart = _columns_apart(*stores)
+    if (
+        groups[0]
+        and groups[0] == groups[1]
+        and disjoint.get(name, "group") in ("group", "id", "content")
+    ):
+        apart = _columns_apart(*(ActivationStore.open(u) for u in (train, uri)))
         advice = f"as in --disjoint {name}={apart[0]}" if apart else "and these sets have none"
         more = f" (or {', '.join(apart[1:])})" if apart[1:] else ""
         raise SpecError(
@@ -122,6 +171,6 @@ def _columns_apart(one: ActivationStore, other: ActivationStore) -> list[str]:
 
 def unverified(stores: Sequence[str]) -> tuple[str, ...]:
     """What nobody could check about the data sets of stores, one note for each set."""
-    facts = [ActivationStore.open(uri).manifest["dataset"] for uri in stores]
+    facts = [manifest_of(uri)["dataset"] for uri in stores]
     notes = {f"{f['name']}, not verified: {f['unverified']}" for f in facts if f.get("unverified")}
     return tuple(sorted(notes))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef
 from inspect_lens.train import (
@@ -21,7 +20,7 @@ from inspect_lens.train import (
 from inspect_lens.vector import Vector, export_vector, import_vector, load_vector
 
 from ._made import CHOSEN_HERE
-from ._stores import read_set
+from ._stores import manifest_of, read_set
 
 __all__ = ["evaluate_job", "export_job", "extract_job", "import_job", "sweep_job"]
 
@@ -43,7 +42,7 @@ def extract_job(
 ) -> Answer:
     """Find a vector in a store, and save it."""
     data, chosen = _sets(store, selection, layers=layers, seed=seed)
-    facts = ActivationStore.open(store).manifest
+    facts = manifest_of(store)
     vector = extract_vector(
         data,
         name=name or f"{Path(data.model).name}/{method}",

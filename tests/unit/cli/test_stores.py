@@ -176,3 +176,20 @@ def test_every_method_trains_in_little_memory(family: str, settings: dict[str, A
     assert large.layers == small.layers
     scores = [ActivationSet.from_store("s/control").scores(probe) for probe in (small, large)]
     np.testing.assert_allclose(scores[1], scores[0], atol=5e-3 * np.abs(scores[0]).max())
+
+
+def test_a_saved_set_is_read_as_a_store_is() -> None:
+    plant("s/test", HALF, seed=3)
+    files = {}
+    for name in ("train", "control", "test"):
+        data = ActivationSet.from_store(f"s/{name}", name=name)
+        files[name] = str(data.save(f"sets/{name}.safetensors"))
+    stores = train(heldout=["s/test"])
+    saved = train(out="q", train=files["train"], control=files["control"], heldout=[files["test"]])
+    np.testing.assert_array_equal(saved.probe.weight, stores.probe.weight)
+    assert saved.probe.threshold.value == stores.probe.threshold.value
+    assert [e.name for e in saved.evaluations] == ["test"]
+    assert saved.probe.card.model == stores.probe.card.model
+    assert evaluate(files["test"]).evaluations[0].auroc == stores.evaluations[0].auroc
+    with pytest.raises(SpecError, match="layer 77 is not in it"):
+        train(out="r", train=files["train"], layers=[77])
