@@ -2,6 +2,7 @@
 
 from ._cascade import probe_cascade
 from ._coherence import coherence
+from ._compare import compare
 from ._document_rank import document_rank
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._dose_table import DoseRow
@@ -31,6 +32,7 @@ __all__ = [
     "average_precision",
     "calibration_error",
     "coherence",
+    "compare",
     "deception_probe",
     "document_rank",
     "dose_curves",
