@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import httpx
 
+from ._http import DELAYS_S, is_broken, no_answer
 from .errors import LensError, SpecError
 from .spec import (
     LENS_KEYS,
@@ -119,12 +121,18 @@ def with_request(
     return ({**rest, "vllm_xargs": args} if args else rest), request
 
 
-def answer_of(http: httpx.Client, method: str, path: str, body: Any = None) -> httpx.Response:
-    """Send a request; a server that cannot be reached is an error with its address."""
-    try:
-        return http.request(method, path, json=body)
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise _no_server(http, error) from error
+def answer_of(
+    http: httpx.Client, method: str, path: str, body: Any = None, *, again: bool = True
+) -> httpx.Response:
+    """Send a request, again where the connection broke and that does no harm."""
+    for delay in (*(DELAYS_S if again else ()), None):
+        try:
+            return http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            if delay is None or not is_broken(error):
+                raise no_answer(_address(http, path), error) from error
+        time.sleep(delay)
+    raise AssertionError("unreachable")
 
 
 def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
@@ -135,17 +143,12 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
                 response.read()
                 json_of(response)  # raises
             yield from response.iter_lines()
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise _no_server(http, error) from error
-    except (httpx.RemoteProtocolError, httpx.ReadError) as error:
-        raise LensError(f"{path}: the server at {http.base_url} broke off: {error}") from error
+    except httpx.TransportError as error:
+        raise no_answer(_address(http, path), error) from error
 
 
-def _no_server(http: httpx.Client, error: Exception) -> LensError:
-    return LensError(
-        f"no server answers at {http.base_url}: {error}; start one there, or correct the "
-        "address and port"
-    )
+def _address(http: httpx.Client, path: str) -> str:
+    return str(http.base_url.join(path))
 
 
 def json_of(response: httpx.Response) -> Any:

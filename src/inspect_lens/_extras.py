@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 from inspect_lens._shipped import EVALS, from_eval
+from inspect_lens.errors import did_you_mean
 from inspect_lens.model._host import (
     PrerequisiteError,
     RegistryInfo,
@@ -70,7 +72,19 @@ def _register(kind: RegistryType, name: str, find: Callable[[], Callable[..., An
         return
 
     def create(*args: Any, **params: Any) -> Any:
-        return find()(*args, **params)
+        factory = find()
+        signature = inspect.signature(factory)
+        flag = "-T " if kind == "task" else ""
+        for name in params:
+            if name not in signature.parameters:
+                hint = did_you_mean(name, signature.parameters)
+                raise PrerequisiteError(f"{full}: takes no {flag}{name}=…; {hint}")
+        try:
+            signature.bind(*args, **params)
+        except TypeError as error:
+            takes = ", ".join(f"{flag}{name}=…" for name in signature.parameters)
+            raise PrerequisiteError(f"{full}: {error}; it takes {takes}") from None
+        return factory(*args, **params)
 
     # Inspect asks a task for its parameters; this one takes any and hands them on.
     metadata: dict[str, Any] = {"attribs": {}, "params": []} if kind == "task" else {}

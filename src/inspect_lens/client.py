@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ._client_request import answer_of, json_of, lines_of, request_of, with_request
 from ._fetch import HTTPError, fetch_bytes
 from ._hook_results import SavedValues, read_results
+from ._http import server_address
 from ._receipts import gives_no_receipts, needs_receipt, not_done
 from ._torch import to_torch
 from .errors import CaptureError, SpecError
@@ -131,7 +132,7 @@ class LensClient:
         api_key: str | None = None,
         timeout: float | None = 600.0,
     ) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = server_address(base_url)
         self._model = model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout
@@ -319,7 +320,7 @@ class LensClient:
 
     def _hooks(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         path = f"/v1/hooks/{action}"
-        answer: dict[str, Any] = json_of(answer_of(self._http, "POST", path, body))
+        answer: dict[str, Any] = json_of(answer_of(self._http, "POST", path, body, again=False))
         return answer
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:

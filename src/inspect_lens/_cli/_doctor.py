@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import psutil
 import typer
 
 from inspect_lens._settings import Settings, vllm_plugins
@@ -33,7 +36,9 @@ def doctor(
     sequences: Annotated[
         int, typer.Option("--max-num-seqs", help="Value that vLLM gets, for the buffers.")
     ] = 256,
-    device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option("--device", help="Device of the buffers.")
+    ] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
     """Show what is installed, which features are served, and why others are off.
@@ -72,6 +77,7 @@ def examined(
     }
     found: dict[str, Any] = {
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "machine": _machine(),
         "plugin": plugin or "loaded by every vLLM process",
         "features": features,
         "hooks_allowed": settings.allow_code,
@@ -102,6 +108,27 @@ def _plugin(settings: Settings, allowed: list[str] | None) -> str | None:
             "set VLLM_PLUGINS=inspect_lens, or uninstall vllm-lens"
         )
     return None
+
+
+def _machine() -> dict[str, Any]:
+    """GPUs as the driver tells of them, without a context on any, and memory in GiB."""
+    gpus: list[dict[str, str]] = []
+    why = "nvidia-smi is not installed"
+    if (program := shutil.which("nvidia-smi")) is not None:
+        keys = ("name", "driver_version", "memory.total", "memory.free")
+        asked = subprocess.run(
+            [program, f"--query-gpu={','.join(keys)}", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+        why = "" if asked.returncode == 0 else " ".join((asked.stdout + asked.stderr).split())[:200]
+        rows = asked.stdout.splitlines() if asked.returncode == 0 else []
+        gpus = [dict(zip(keys, (c.strip() for c in row.split(",")), strict=False)) for row in rows]
+    memory = psutil.virtual_memory()
+    return {
+        "gpus": gpus, "no_gpu": "" if gpus else why or "the driver shows none",
+        "memory_gib": round(memory.total / 2**30, 1),
+        "free_gib": round(memory.available / 2**30, 1),
+    }  # fmt: skip
 
 
 def _version(package: str) -> str | None:
@@ -177,6 +204,13 @@ def _feature_lines(found: dict[str, Any]) -> list[str]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     lines = ["installed   " + ", ".join(f"{n} {v}" for n, v in found["packages"].items())]
+    machine = found["machine"]
+    lines += [
+        f"GPU         {g['name']}, driver {g['driver_version']}, {g['memory.free']} of "
+        f"{g['memory.total']} free"
+        for g in machine["gpus"]
+    ] or [f"GPU         none: {machine['no_gpu']}"]
+    lines.append(f"memory      {machine['free_gib']} of {machine['memory_gib']} GiB free")
     reasons = {feature["off"] for feature in found["features"].values()}
     if len(reasons) == 1 and (reason := reasons.pop()):
         # One cause for all: twelve lines would tell no more.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._untrusted import parse_json
+from inspect_lens._untrusted import parse_json, refuse_irregular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import Lens, LensQuality, load_lens
 from inspect_lens.probe import ModelRef, fingerprint_model
@@ -45,6 +45,8 @@ def fit_job(
     """Fit a lens to texts, and save it."""
     if kind not in ("tuned", "jacobian"):
         raise SpecError(f"kind={kind!r}; allowed are tuned and jacobian")
+    refuse_irregular(texts)
+    refuse_irregular(held_out)
     loaded, tokenizer = _model(model, device, dtype)
     prompts = _read(texts, tokenizer)
     is_folder = Path(model).is_dir()

@@ -13,7 +13,7 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError, Unsupported
 from ._chat import chat
 from ._doctor import doctor
 from ._lens import lens_app
-from ._output import fail
+from ._output import fail, in_shell_words
 from ._probe import probe_app
 from ._score import score
 from ._vector import vector_app
@@ -74,29 +74,38 @@ def _root(
 
 
 def main() -> None:
-    """Run the program; errors of this package become one line and an exit code."""
+    """Run the program: what a user can cause becomes one line and an exit code."""
     try:
         app(prog_name="inspect-lens")
-    except (SpecError, UnsupportedError) as error:
-        fail(error, 3)
-    except ArtifactError as error:
-        fail(error, 4)
-    except LensError as error:
-        fail(error, 5)
-    except ModuleNotFoundError as error:
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; what is finished is kept\n")
+        sys.exit(130)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:  # a fault of ours keeps its traceback
+            raise
+        told = _missing(error) if isinstance(error, ModuleNotFoundError) else error
+        fail(told, code, in_shell_words(str(told), app))
+
+
+def _exit_code(error: Exception) -> int | None:
+    """By the kind of error; None for what no user can cause."""
+    if isinstance(error, ModuleNotFoundError):
         from inspect_lens._extras import is_installed
 
         package = (error.name or "").partition(".")[0]
         # Of a package that is there, a part that is not is another fault.
-        if package not in EXTRAS or is_installed(package):
-            raise
-        fail(_missing(package), 3)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; what is finished is kept\n")
-        sys.exit(130)
+        return 3 if package in EXTRAS and not is_installed(package) else None
+    if isinstance(error, OSError):
+        return 4
+    by_kind = ((SpecError, 3), (UnsupportedError, 3), (ArtifactError, 4), (LensError, 5))
+    found = next((code for kind, code in by_kind if isinstance(error, kind)), None)
+    # Inspect's error of a wrong argument; loaded by whoever raised it.
+    return 3 if found is None and type(error).__name__ == "PrerequisiteError" else found
 
 
-def _missing(package: str) -> UnsupportedError:
+def _missing(error: ModuleNotFoundError) -> UnsupportedError:
+    package = (error.name or "").partition(".")[0]
     extra = EXTRAS[package]
     return UnsupportedError(
         f"this command needs the package {package!r}, which is not installed; the extra {extra!r} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NoReturn
@@ -15,12 +16,15 @@ __all__ = [
     "check_recipe_options",
     "emit",
     "fail",
+    "in_shell_words",
     "parse_layers",
     "parse_model_args",
     "parse_settings",
 ]
 
 _BOTH: Final = frozenset({"out", "recipe", "resamples", "memory", "as_json"})
+_RENAMED: Final = (("any_model", "check_model"), ("probe", "probes"), ("max_mib", "max_bytes"))
+"""Parameters of commands whose argument in Python has another name."""
 _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
 
 
@@ -63,17 +67,42 @@ def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> N
         sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
-def fail(error: Exception, code: int) -> NoReturn:
+def in_shell_words(message: str, app: typer.Typer) -> str:
+    """A message of the library with the flags of the command that runs, not Python's arguments.
+
+    Args:
+        message: such as `pass tokenizer= with the folder`.
+        app: the program.
+    """
+    command: Any = typer.main.get_command(app)
+    for word in sys.argv[1:]:
+        command = getattr(command, "commands", {}).get(word, command)
+    flags = {p.name: max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")}
+    flags |= {name: flag for ours, name in _RENAMED if (flag := flags.get(ours))}
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in flags:
+            return found[0]
+        # Of a switch the flag alone; else the value, where one stands there.
+        return flags[name] + (f"={value}" if value not in ("", "True", "False") else "")
+
+    return re.sub(r"(?<![-\w{'\"])([a-z]\w*)=(True|False|[^\s;,.()]*)", flag, message)
+
+
+def fail(error: Exception, code: int, message: str) -> NoReturn:
     """Write an error to standard error, as JSON where JSON was asked for, and end.
 
     Args:
         error: what happened.
         code: exit code.
+        message: of the error, in the shell's words.
     """
+    message = " ".join(message.split())
     if "--json" in sys.argv:
-        sys.stderr.write(json.dumps({"error": type(error).__name__, "message": str(error)}) + "\n")
+        sys.stderr.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
     else:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{type(error).__name__}: {message}\n")
     sys.exit(code)
 
 

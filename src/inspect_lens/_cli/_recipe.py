@@ -149,7 +149,11 @@ async def _collect(
     from inspect_lens.data import load_dataset
 
     stores: dict[str, str] = {}
-    async with get_model(model, memoize=False, **model_args) as live:
+    try:
+        made = get_model(model, memoize=False, **model_args)
+    except ValueError as error:
+        raise SpecError(f"model={model}: {error}") from None
+    async with made as live:
         for part in (recipe.train, recipe.control, *recipe.heldout):
             title = part.name or part.dataset
             data = load_dataset(

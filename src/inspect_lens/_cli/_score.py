@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from ._output import emit
 
 if TYPE_CHECKING:
-    from inspect_ai.log import EvalScore
+    from inspect_ai.log import EvalLog, EvalScore
     from inspect_ai.scorer import Score
 
     from inspect_lens.reading import ProbeReader
@@ -30,6 +31,9 @@ def score(
         list[str], typer.Option(help="Probe: name, folder or hf:// address. Repeatable.")
     ],
     out: Annotated[str, typer.Option(help="Scored log to write; next to the log by default.")] = "",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the scored log if it is there already.")
+    ] = False,
     over: Annotated[
         str, typer.Option(help="Calls to score: last (the answer), or all of a sample.")
     ] = "last",
@@ -60,7 +64,7 @@ def score(
     Needs the log and the .lens folder next to it; no server and no GPU. Earlier scores stay.
     """
     from inspect_ai import score as score_log
-    from inspect_ai.log import read_eval_log, write_eval_log
+    from inspect_ai.log import read_eval_log
 
     from inspect_lens.model import know_log
     from inspect_lens.reading import ProbeReader
@@ -72,6 +76,10 @@ def score(
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")
+    if same_file(target, log):
+        raise SpecError(f"out={target}: is the log that is scored; give another file")
+    if Path(target).exists() and not overwrite:
+        raise SpecError(f"out={target}: is there already; give another file, or pass --overwrite")
     asked: dict[str, Any] = {
         "pool": pool or None, "selection": selection or None, "source": "captured",
         "check_model": not any_model, "over": over, "roles": role or None,
@@ -83,7 +91,7 @@ def score(
     scored = score_log(read, scorers, action="append", display="none")
     if scored.status != "success" or scored.results is None:
         raise ArtifactError(f"{log}: {scored.error.message if scored.error else scored.status}")
-    write_eval_log(scored, target)
+    _write(scored, target)
     # What was appended, in the order of the probes: a log may hold scores of the same name.
     pairs = zip(read.samples or [], scored.samples or [], strict=True)
     added = [
@@ -107,6 +115,28 @@ def score(
         lines.append(f"  {one['name']} ({one['scorer']}): {', '.join(said)}")
         lines += [f"    {one['means']}"] if one["means"] else []
     emit({"log": target, "scores": found}, lines, as_json=as_json)
+
+
+def same_file(one: str, other: str) -> bool:
+    """Whether two paths are one file, by any name."""
+    return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
+
+
+def _write(log: EvalLog, target: str) -> None:
+    """Write a log beside its place, and put it there when it is whole."""
+    from inspect_ai.log import write_eval_log
+
+    if "://" in target:  # object stores show an upload when it is complete
+        write_eval_log(log, target)
+        return
+    place = Path(target)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+    try:
+        write_eval_log(log, beside)
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> dict[str, Any]:

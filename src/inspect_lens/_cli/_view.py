@@ -25,9 +25,11 @@ def view(
     tokenizer: Annotated[
         str, typer.Option(help="Folder of a tokenizer; the model's by default.")
     ] = "",
-    limit: Annotated[int, typer.Option(help="Show at most this many samples; 0 shows all.")] = 0,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Show at most this many samples; 0 shows all.")
+    ] = 0,
     max_mib: Annotated[
-        int, typer.Option(help="Largest page in MiB; further samples are left out.")
+        int, typer.Option(min=1, help="Largest page in MiB; further samples are left out.")
     ] = 64,
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,6 +11,9 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import parse_positions, resolve_positions, shown
 
 __all__ = ["Align", "Alignment", "align_tokens", "choose_positions", "find_subject"]
+
+_ID = re.compile(r"⟨\d+⟩")
+"""A token whose text nobody here knows."""
 
 Align = Literal["equal", "ends"]
 """How the tokens of two prompts are paired.
@@ -134,13 +138,16 @@ def choose_positions(
     return chosen
 
 
-def find_subject(subject: str | Sequence[int], texts: Sequence[str]) -> tuple[int, ...]:
+def find_subject(
+    subject: str | Sequence[int], texts: Sequence[str], *, where: str = ""
+) -> tuple[int, ...]:
     """Positions of a subject's tokens.
 
     Args:
         subject: its text, which has to stand in the prompt once; or the positions themselves,
             negative ones from the end.
         texts: of the prompt's tokens.
+        where: the model, and the address of its server, for the message.
 
     Returns:
         The positions, ascending: every token that has a character of the subject.
@@ -152,6 +159,12 @@ def find_subject(subject: str | Sequence[int], texts: Sequence[str]) -> tuple[in
     if not isinstance(subject, str):
         parsed = parse_positions(list(subject), field="subject")
         return tuple(sorted(resolve_positions(parsed, n_prompt=n, n_max=n, field="subject")))
+    if texts and all(_ID.fullmatch(text) for text in texts):
+        raise SpecError(
+            f"subject={subject!r}: is found by the texts of tokens, and no tokenizer of "
+            f"{where or 'the model'} is on this machine; give the positions of its tokens, or run "
+            "where the model's name is the folder of its checkpoint"
+        )
     whole = "".join(texts)
     times = whole.count(subject) if subject else 0
     if times != 1:

@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 import fsspec
 from inspect_ai.model import GenerateConfig, Model, get_model
+from pydantic import ValidationError
 
 from inspect_lens._concurrency import first_error
 from inspect_lens._progress import progress_bar
@@ -155,9 +156,13 @@ async def collect_async(
         anyio.run(main)
         ```
     """
+    try:
+        asked = CaptureSpec(layers=layers, positions=positions)
+    except ValidationError as error:
+        raise SpecError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     how = Request(
-        layers=CaptureSpec(layers=layers).layers,
-        positions=CaptureSpec(positions=positions).positions,
+        layers=asked.layers,
+        positions=asked.positions,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
@@ -180,7 +185,10 @@ async def collect_async(
                 live = model
                 if isinstance(live, str):
                     config = GenerateConfig(max_connections=concurrency)
-                    live = get_model(live, config=config, memoize=False, **(model_args or {}))
+                    try:
+                        live = get_model(live, config=config, memoize=False, **(model_args or {}))
+                    except ValueError as error:
+                        raise SpecError(f"model={live}: {error}") from None
                     await stack.enter_async_context(live)
                 total = len(dataset)
                 waiting = sum(len(_span(k, shard_samples, total)) for k in todo)

@@ -26,7 +26,7 @@ from inspect_ai.log._recorders.eval import EvalRecorder
 from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model._generate_config import active_generate_config
-from inspect_ai.model._model import active_model, init_model_roles
+from inspect_ai.model._model import active_model, init_model_roles, model_roles
 
 if TYPE_CHECKING:
     from inspect_ai._util.local_server import (
@@ -67,6 +67,7 @@ __all__ = [
     "registry_has",
     "registry_info",
     "registry_lookup",
+    "role_of",
     "start_local_server",
     "terminate_process",
     "when_log_is_read",
@@ -97,6 +98,15 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def role_of(api: object) -> str:
+    """Names of the roles that a model has in the running task, by its provider; "" for none."""
+    found = []
+    for role, models in model_roles().items():
+        several = models if isinstance(models, list) else [models]
+        found += [role for model in several if model.api is api]
+    return ", ".join(found)
 
 
 class Seam(NamedTuple):
@@ -173,6 +183,7 @@ SEAMS: tuple[Seam, ...] = (
         (),
         "the config of the task is in calls of this model alone",
     ),
+    Seam("inspect_ai.model._model", "model_roles", (), "messages name the role of a model"),
     Seam(
         "inspect_ai.model._model",
         "init_model_roles",

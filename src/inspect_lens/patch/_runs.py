@@ -115,6 +115,10 @@ class _Served:
             return list(cast("Sequence[int]", prompt))
         return list(output.prompt_token_ids)
 
+    @property
+    def where(self) -> str:
+        return f"{self._client.model!r} (so named by the server at {self._client.base_url})"
+
     def texts(self, ids: Sequence[int]) -> list[str]:
         if self._texts is None:
             self._texts = TokenTexts.of(f"vllm-lens/{self._client.model}")

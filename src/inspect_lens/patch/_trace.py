@@ -117,7 +117,7 @@ def causal_trace(
     runs = open_runs(model)
     ids = runs.tokens(prompt)
     texts = runs.texts(ids)
-    where = find_subject(subject, texts)
+    where = find_subject(subject, texts, where=getattr(runs, "where", ""))
     same = Alignment(tuple(range(len(ids))), where[0])
     at = choose_positions(positions, same, skip_equal=True)
     token = next_token(runs, prompt, ids, answer, "answer")

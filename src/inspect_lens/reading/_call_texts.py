@@ -43,13 +43,15 @@ class CallTexts:
         if self._given is not None:
             return TokenTexts.of("", tokenizer=self._given)
         names = [(model_name or "").partition(":")[0], self._card_model]
+        why: list[str] = []
         for name in filter(None, names):
             try:
                 return TokenTexts.of("", tokenizer=name)
-            except ArtifactError:
-                continue
+            except ArtifactError as error:
+                why.append(str(error).partition("; ")[0])
         raise ArtifactError(
             f"{what}: told by the texts of tokens, and no tokenizer of "
-            f"{' or '.join(filter(None, names)) or 'the model'} is on this machine; allowed is "
-            "tokenizer= with the folder of a checkpoint or a name that the hub's cache has"
+            f"{' or '.join(filter(None, names)) or 'the model'} is on this machine "
+            f"({'; '.join(why) or 'no model is named'}); allowed is tokenizer= with the folder of "
+            "a checkpoint or a name that the hub's cache has"
         )

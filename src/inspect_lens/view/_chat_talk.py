@@ -14,6 +14,7 @@ import httpx
 from pydantic import BaseModel
 
 from inspect_lens._client_request import answer_of, json_of, lines_of
+from inspect_lens._http import server_address
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
@@ -268,7 +269,7 @@ def open_talk(
     if vector is None and scale is not None:
         raise SpecError(f"scale={scale!r}: of which vector? Name one with vector=")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = base_url.rstrip("/").removesuffix("/v1")
+    base = server_address(base_url)
     http = httpx.Client(base_url=base, headers=headers, timeout=600)
     try:
         served = [item["id"] for item in json_of(answer_of(http, "GET", "/v1/models"))["data"]]

@@ -40,7 +40,7 @@ def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
     assert [a.value for a, _ in pairs] == pytest.approx([b.value for _, b in pairs], rel=1e-5)
     assert found["n_above"] == sum(a.answer == "above threshold" for a, _ in pairs)
     assert run(monkeypatch, capsys, tmp_path / "no.eval", "--probe", "x")[0] == 4
-    assert run(monkeypatch, capsys, LOG, "--probe", "organism/none", "--out", out)[0] == 4
+    assert run(monkeypatch, capsys, LOG, "--probe", "organism/none", "--out", f"{out}2")[0] == 4
 
 
 def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(

@@ -43,7 +43,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
     ):
         with (
             LensClient(f"{url}/v1") as client,
-            pytest.raises(LensError, match=f"no server answers at {url}: .*; start one there"),
+            pytest.raises(LensError, match=f"no server answers at {url}.*start one there"),
         ):
             call(client)
 

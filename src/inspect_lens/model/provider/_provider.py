@@ -7,7 +7,8 @@ asked), `generate` reads the request out of it, Inspect logs the request, and on
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from subprocess import Popen
@@ -16,10 +17,17 @@ from typing import Any, cast, get_args
 import anyio.to_thread
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
-from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
+from openai import (
+    APIConnectionError,
+    APIStatusError,
+    AsyncOpenAI,
+    AuthenticationError,
+    BadRequestError,
+)
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
+from inspect_lens._http import no_answer
 from inspect_lens._intake import Source
 from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.model._host import PrerequisiteError, VLLMServer, _vllm_servers
@@ -326,9 +334,8 @@ class LensAPI(ServerCalls):
                     body["vllm_xargs"] = await anyio.to_thread.run_sync(to_wire_args, args)
         asked_for = request | {"extra_body": body}
         try:
-            completion = await super()._generate_completion(asked_for, config)
-        except AuthenticationError as error:
-            raise self.refused_key() from error
+            with self._named_errors():
+                completion = await super()._generate_completion(asked_for, config)
         except BadRequestError as error:
             if call is None or call.request is None or UNKNOWN not in str(error.body):
                 raise
@@ -341,6 +348,19 @@ class LensAPI(ServerCalls):
             if call is not None:
                 call.fields = fields
         return completion
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say whose key is refused, and at which address nobody answers."""
+        try:
+            yield
+        except AuthenticationError as error:
+            raise self.refused_key() from error
+        except APIConnectionError as error:
+            # Of the same type, so that Inspect tries again as ever; OpenAI says "Connection error."
+            cause = error.__cause__ or error
+            error.args = (str(no_answer(self._server_root(), cause, self.told())),)
+            raise
 
     # -- streaming ---------------------------------------------------------------
 

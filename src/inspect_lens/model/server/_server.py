@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from inspect_lens._http import server_address
 from inspect_lens._settings import variable
 from inspect_lens._shipped import SERVER_ARGS, model_path, served_name
 from inspect_lens.model._host import (
@@ -55,7 +56,7 @@ def server_for(base_model: str, endpoint: str) -> VLLMServer:
 
 def normalise_url(url: str) -> str:
     """Add the `/v1` that the OpenAI client needs where a URL has no path."""
-    bare = url.rstrip("/")
+    bare = url.rstrip("/") if "://" in url else server_address(url)
     return bare if urlsplit(bare).path else f"{bare}/v1"
 
 

@@ -6,17 +6,18 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
+import anyio
 import anyio.from_thread
 import anyio.to_thread
-import httpx
 from typing_extensions import override
 
 from inspect_lens._fetch import HTTPError
+from inspect_lens._http import DELAYS_S, is_broken, is_transport_error, no_answer
 from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.model._host import VLLMAPI, ensure_adapter_loaded
+from inspect_lens.model._host import VLLMAPI, ensure_adapter_loaded, role_of
 from inspect_lens.model.response._response import LensFields
 from inspect_lens.spec import LensRequest
 
@@ -28,7 +29,6 @@ from ._startup import while_telling
 __all__ = ["FETCH_TIMEOUT_S", "ServerCalls"]
 
 FETCH_TIMEOUT_S = 600.0
-POST_ATTEMPTS = 3
 
 
 class ServerCalls(VLLMAPI):
@@ -75,10 +75,35 @@ class ServerCalls(VLLMAPI):
             "server; set VLLM_API_KEY to one"
         )
 
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
+        """Ask the server, again over another connection where one broke; the response.
+
+        What is posted here may be posted twice.
+
+        Raises:
+            CaptureError: nobody answers; the message has address, model and role.
+        """
+        url = f"{self._server_root()}{path}"
+        for delay in (*DELAYS_S, None):
+            try:
+                return await self.http_client.request(
+                    method, url, headers=self._headers(), timeout=FETCH_TIMEOUT_S, **options
+                )
+            except Exception as error:
+                if not is_transport_error(error):
+                    raise
+                if delay is None or not is_broken(error):
+                    raise no_answer(url, error, self.told()) from error
+            await anyio.sleep(delay)
+        raise AssertionError("unreachable")
+
+    def told(self) -> str:
+        """The model and its role, for messages about its server."""
+        role = role_of(self)
+        return f" (model {self.model_name}{f', role {role}' if role else ''})"
+
     async def _get(self, path: str) -> Any:
-        return await self.http_client.get(
-            f"{self._server_root()}{path}", headers=self._headers(), timeout=FETCH_TIMEOUT_S
-        )
+        return await self._request("GET", path)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """Send JSON to the server, which is started where needed; returns its JSON.
@@ -89,7 +114,8 @@ class ServerCalls(VLLMAPI):
         response = await self._send(path, {"model": self.service_model_name(), **body})
         if response.status_code != 200:
             raise CaptureError(
-                f"{path} answered HTTP {response.status_code}: {response.text[:500]}"
+                f"{path} of {self._server_root()}{self.told()} answered HTTP "
+                f"{response.status_code}: {response.text[:500]}"
             )
         return response.json()
 
@@ -100,20 +126,7 @@ class ServerCalls(VLLMAPI):
             CaptureError: the server closed the connection repeatedly.
         """
         await self._ensure_server_started()
-        for attempt in range(POST_ATTEMPTS):
-            try:
-                return await self.http_client.post(
-                    f"{self._server_root()}{path}",
-                    json=body,
-                    headers=self._headers(),
-                    timeout=FETCH_TIMEOUT_S,
-                )
-            except (httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError) as error:
-                # The server closed an idle connection as we took it; what is posted here may be
-                # posted twice.
-                if attempt + 1 == POST_ATTEMPTS:
-                    raise CaptureError(f"{path}: {type(error).__name__}: {error}") from error
-        raise AssertionError("unreachable")
+        return await self._request("POST", path, json=body)
 
     @cached_property
     def _probes(self) -> ProbeService:
@@ -142,7 +155,7 @@ class ServerCalls(VLLMAPI):
             await self._ensure_server_started()
             try:
                 self._binary = (await self._get("/v1/inspect_lens")).status_code == 200
-            except httpx.HTTPError:
+            except CaptureError:
                 return False
         return self._binary
 

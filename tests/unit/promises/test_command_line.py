@@ -1,0 +1,161 @@
+"""What a user gets wrong is one line in the shell's words and an exit code, in every command."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from inspect_ai.log import read_eval_log
+from inspect_ai.model import get_model
+
+from inspect_lens._cli import _doctor
+from inspect_lens._cli._main import app
+from inspect_lens._cli._output import in_shell_words
+from inspect_lens.model._host import PrerequisiteError, registry_lookup
+from tests.kit.commands import commands, run_command
+from tests.kit.planted_log import plant_log, planted_probe
+from tests.kit.promises import Promise
+
+PROMISE = Promise("a mistake is one line and an exit code", surfaces=commands())
+PYTHON = re.compile(r"\b[a-z_]+=(True|False)\b|\b(base_url|check_model|any_model|tokenizer)=")
+
+
+def refused(words: str, line: str, request: pytest.FixtureRequest, *, code: int) -> str:
+    """The line that a mistake gets."""
+    capsys = request.getfixturevalue("capsys")
+    capsys.readouterr()
+    try:
+        found = run_command(words, *line.split())
+    except Exception as error:  # noqa: BLE001
+        pytest.fail(f"{words} {line}: a traceback of {type(error).__name__}: {error}")
+    said = str(capsys.readouterr().err)
+    assert found == code, (line, said)
+    if code != 2:
+        last = said.strip().splitlines()[-1]
+        assert re.match(r"\w+Error: ", last), said
+        assert not PYTHON.search(last), last
+    return said
+
+
+@PROMISE.on("probe collect")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    out = request.getfixturevalue("tmp_path") / "out"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    data = f"--out {out} --dataset instructed_pairs --limit 2"
+    refused(surface, f"--model gpt2 {data}", request, code=3)
+    refused(surface, f"--model lens/x --positions foo {data}", request, code=3)
+    refused(surface, f"--model lens/x --layers x {data}", request, code=3)
+    refused(surface, f"--model lens/x -M captur=4 {data}", request, code=3)
+    refused(surface, f"--model lens/x --out {out} --dataset nothing", request, code=3)
+    said = refused(surface, f"--model lens/x --base-url localhost:{port} {data}", request, code=5)
+    assert f"http://localhost:{port}" in said
+    assert "pass another address as --base-url" in said
+
+
+@PROMISE.on("chat")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    refused(surface, "--base-url localhost:9", request, code=5)
+    refused(surface, "--base-url localhost:9 --scale 2", request, code=3)
+
+
+@PROMISE.on("probe train", "probe sweep")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    out = "" if surface.endswith("sweep") else "--out there"
+    refused(surface, f"{out} --train /nowhere --control /nowhere", request, code=4)
+    refused(surface, f"{out} --train /nowhere --layers x", request, code=3)
+
+
+@PROMISE.on("probe evaluate", "probe calibrate", "probe report")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    rest = {"evaluate": "store", "calibrate": "--out x", "report": "store --out x"}
+    refused(surface, f"nothing-here {rest[surface.split()[1]]}", request, code=4)
+    refused(surface, "", request, code=2)
+
+
+@PROMISE.on("vector extract", "vector evaluate", "vector sweep", "vector import", "vector export")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    line = {
+        "extract": "--store /nowhere --out x", "evaluate": "nothing-here /nowhere",
+        "sweep": "--train /nowhere", "import": "/nowhere.gguf --out x --name a/b",
+        "export": "nothing-here x.gguf --format repeng",
+    }  # fmt: skip
+    refused(surface, line[surface.split()[1]], request, code=4)
+
+
+@PROMISE.on("lens fit", "lens evaluate")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    if surface.endswith("fit"):
+        line = "--model x --texts /nowhere --held-out /nowhere --out x --kind"
+        refused(surface, f"{line} other", request, code=3)
+        refused(surface, f"{line} tuned", request, code=4)
+    else:
+        refused(surface, "nothing-here --model x --texts /nowhere", request, code=4)
+
+
+@PROMISE.on("view", "score")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    refused(surface, "/nowhere.eval --probe a/b", request, code=4)
+    if surface == "view":
+        refused(surface, "/nowhere.eval --limit -1", request, code=2)
+        return
+    probe = planted_probe(folder)
+    log = plant_log(folder / "logs", probe, n=2).log.location
+    before = Path(log).read_bytes()
+    copy = folder / "copy.eval"
+    assert run_command(surface, log, "--probe", probe, "--out", str(copy)) == 0
+    whole = copy.read_bytes()
+    for line in (f"--out {log}", f"--out {copy}", f"--out {log} --overwrite"):
+        refused(surface, f"{log} --probe {probe} {line}", request, code=3)
+    assert (Path(log).read_bytes(), copy.read_bytes()) == (before, whole)
+    assert run_command(surface, log, "--probe", probe, "--out", str(copy), "--overwrite") == 0
+    assert read_eval_log(str(copy)).status == "success"
+    assert {p.name for p in folder.glob("*.eval")} == {"copy.eval"}, "nothing is left beside it"
+
+
+@PROMISE.on("doctor")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    refused(surface, "--device tpu", request, code=2)
+    refused(surface, "--model /nowhere", request, code=4)
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    folder: Path = request.getfixturevalue("tmp_path")
+    smi = folder / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.95, 81559 MiB, 81000 MiB'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    machine = _doctor.examined()["machine"]
+    assert machine["gpus"][0]["driver_version"] == "580.95"
+    assert 0 < machine["free_gib"] <= machine["memory_gib"]
+    smi.write_text("#!/bin/sh\necho 'driver mismatch'; exit 9\n")
+    assert _doctor.examined()["machine"]["no_gpu"] == "driver mismatch"
+
+
+test_promise = PROMISE.test()
+
+
+def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["inspect-lens", "score", "x.eval"])
+    for python, shell in (
+        ("or check_model=False to measure transfer", "or --any-model to measure transfer"),
+        ("pass pool='mean', or pool=", "pass --pool='mean', or --pool"),
+        ("-M capture=[4] and layer=3", "-M capture=[4] and layer=3"),
+    ):
+        assert in_shell_words(python, app) == shell
+
+
+def test_names_of_models_are_judged_in_python_too() -> None:
+    with pytest.raises(ValueError, match="should be in the format"):
+        get_model("gpt2")
+
+
+def test_an_eval_without_its_probe_says_which_arguments_it_takes() -> None:
+    importlib.import_module("inspect_lens._registry")
+    factory = registry_lookup("task", "inspect_lens/ai_liar")
+    with pytest.raises(PrerequisiteError, match=r"'probe'.*-T probe=…"):
+        factory()
+    with pytest.raises(PrerequisiteError, match=r"no -T prob=….*did you mean 'probe'"):
+        factory(prob="a/b")
