@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -248,6 +249,13 @@ def dose_curves(
             curves[name] = _dose_response(
                 found, baseline or None, groups=answers.samples, n_resamples=n_resamples, seed=seed
             )
+            values = {r.value for r in found} | {baseline[p] for p in known if p in baseline}
+            if kind.kind == "vector" and len(values) == 1:
+                # Nothing varies: at a floor or a ceiling, an effect could not be seen.
+                none = curves[name].effect_interval.model_copy(
+                    update={"low": math.nan, "high": math.nan, "method": "none: all values are one"}
+                )
+                curves[name] = replace(curves[name], effect=math.nan, effect_interval=none)
     return curves
 
 
