@@ -99,8 +99,9 @@ def read_npz(path: Path) -> dict[str, NDArray[np.float32]]:
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as member:
-                version = np.lib.format.read_magic(member)
-                read = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")
+                form: Any = np.lib.format
+                version = form.read_magic(member)
+                read = getattr(form, f"read_array_header_{version[0]}_{version[1]}")
                 shape, _, dtype = read(member)
             if dtype.hasobject or math.prod(shape) * dtype.itemsize > entry.file_size:
                 raise ValueError(f"{entry.filename} is {shape} of {dtype} in {entry.file_size} B")

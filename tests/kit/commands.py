@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import click
@@ -16,7 +17,8 @@ __all__ = ["commands", "run_command"]
 
 def commands() -> dict[str, click.Command]:
     """Every command that does something, by its words."""
-    return dict(_leaves(typer.main.get_command(app), ""))
+    program: Any = typer.main.get_command(app)
+    return dict(_leaves(program, ""))
 
 
 def run_command(words: str, *arguments: str) -> int:

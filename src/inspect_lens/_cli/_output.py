@@ -77,17 +77,19 @@ def in_shell_words(message: str, app: typer.Typer) -> str:
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
-    flags = {p.name: max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")}
-    flags |= {name: flag for ours, name in _RENAMED if (flag := flags.get(ours))}
+    flags: dict[str, str] = {
+        str(p.name): max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")
+    }
+    flags |= {name: flags[ours] for ours, name in _RENAMED if ours in flags}
 
-    def flag(found: re.Match[str]) -> str:
+    def in_words(found: re.Match[str]) -> str:
         name, value = found.groups()
         if name not in flags:
             return found[0]
         # Of a switch the flag alone; else the value, where one stands there.
         return flags[name] + (f"={value}" if value not in ("", "True", "False") else "")
 
-    return re.sub(r"(?<![-\w{'\"])([a-z]\w*)=(True|False|[^\s;,.()]*)", flag, message)
+    return re.sub(r"(?<![-\w{'\"])([a-z]\w*)=(True|False|[^\s;,.()]*)", in_words, message)
 
 
 def fail(error: Exception, code: int, message: str) -> NoReturn:
