@@ -380,7 +380,11 @@ def _reserve(row_bytes: int) -> mmap.mmap:
             # A limit on addresses (`ulimit -v`), or a kernel that does not overcommit.
             nbytes //= 4
             if nbytes < _LEAST:
-                raise
+                raise CapacityError(
+                    f"this process has no addresses left for rows of {row_bytes} bytes: results of "
+                    "too many widths have been asked for since it started; restart it, or raise "
+                    "its limit on addresses (ulimit -v)"
+                ) from None
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

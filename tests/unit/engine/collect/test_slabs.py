@@ -386,3 +386,14 @@ def test_counts_of_memory_are_right_whatever_is_taken_and_dropped(
             assert 0 <= budget.kept <= max(keep, spare - budget.used)
             starts = sorted((id(slab._pool), slab.start, slab.start + slab.size) for slab in live)
             assert all(a[2] <= b[1] for a, b in pairwise(starts) if a[0] == b[0])
+
+
+def test_widths_for_which_no_addresses_are_left_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(nbytes: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(result_memory, "_mapped", full)
+    with pytest.raises(CapacityError, match="no addresses left for rows of 4096 bytes"):
+        SlabPool(4096, Budget(0))
