@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from inspect_lens import SteeringVector
-from inspect_lens.spec import EngineProbe
+from inspect_lens.spec import EngineProbe, TokenMatch
 from tests.kit.bodies import calm, near_valid, pattern, registry_body, sweep_body
 
 pytestmark = pytest.mark.engine
@@ -111,15 +111,26 @@ def body_of(seed: int) -> tuple[str, str]:
     return path, json.dumps({**lens, **said})
 
 
+def is_pattern(text: str) -> bool:
+    try:
+        return TokenMatch(pattern=text).pattern == text
+    except ValueError:
+        return False
+
+
 def pattern_of(seed: int) -> tuple[str, str]:
     """The same of a prompt of some length, or several, in which a pattern is looked for."""
     rng = random.Random(seed)
     prompts = ["the town of é and a river " * rng.choice([1, 10, 60])] * rng.choice([1, 1, 8, 32])
     edits = [
         {"op": "scale", "factor": 1, "layers": [1], "positions": {"pattern": pattern(rng)}}
-        for _ in range(rng.choice([0, 0, 1, 4, 20]))
+        for _ in range(rng.choice([0, 0, 0, 0, 1, 4, 20]))
     ]
-    lens = {"capture": {"layers": [1], "positions": {"pattern": pattern(rng)}}, "edits": edits}
+    text = pattern(rng)
+    while rng.random() < 0.7 and not is_pattern(f"{text}|e"):
+        text = pattern(rng)
+    where = {"pattern": f"{text}|e"[:1500]}
+    lens = {"capture": {"layers": [1], "positions": where}, "edits": edits}
     said = {"model": MODEL, "max_tokens": 1, "temperature": 0, "prompt": prompts}
     return "/v1/completions", json.dumps({**said, "inspect_lens": lens})
 
