@@ -11,7 +11,7 @@ from ._extras import is_installed, register_evals, register_lazily
 from ._settings import is_set
 from .approver import probe_approver
 from .model._host import RegistryType
-from .model.request._advice import explain_none
+from .model.request._body import explain_none
 from .scorer import (
     at_threshold,
     attention_tracker,
@@ -190,6 +190,6 @@ def _provider() -> type[ModelAPI]:
 
         # Inspect talks to vLLM through the OpenAI client, which it does not install by itself.
         raise pip_dependency_error("vllm-lens models", ["openai"])
-    from .model.provider._hook import LensAPI
+    from .model.provider._provider import LensAPI
 
     return LensAPI

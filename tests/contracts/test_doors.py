@@ -36,8 +36,8 @@ FINE = {
     "_vllm.engine_core.connector_guard:GuardedConnector.register_finished_partial_tail": "looks in "
     "a set",
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
-    "_vllm.frontend.resets:_call_utility.call_utility": "a call of the operator's own",
-    "_vllm.frontend.resets:_call_utility_async.call_utility": "as above",
+    "_vllm.frontend.state:_call_utility.call_utility": "a call of the operator's own",
+    "_vllm.frontend.state:_call_utility_async.call_utility": "as above",
     "_vllm.http.responses:_routers.register": "start",
     "_vllm.http.responses:_chat_full.full": "passes on to `decorate`",
     "_vllm.http.responses:_chat_batch.batch": "passes on to `decorate`",
@@ -123,7 +123,7 @@ def entered(path: Path) -> Iterator[str]:
 def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
     for file in (
-        *("frontend.wrappers", "frontend.resets", "http.responses"),
+        *("frontend.wrappers", "frontend.state", "http.responses"),
         *("engine_core.cache_hits", "engine_core.connector_guard"),
         *("worker.eager_steps", "worker.worker"),
     ):

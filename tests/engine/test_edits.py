@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inspect_lens import LensRequest
-from inspect_lens._engine.protocol import edit_files
-from inspect_lens._engine.protocol.edit_files import file_of
+from inspect_lens._engine.protocol import programs
+from inspect_lens._engine.protocol.programs import file_of
 from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
@@ -347,7 +347,7 @@ def test_edits_that_lie_in_a_file_are_those_that_are_sent(
         paths.append(str(found))
         return found
 
-    monkeypatch.setattr(edit_files, "LARGE", 1)
+    monkeypatch.setattr(programs, "LARGE", 1)
     monkeypatch.setattr("inspect_lens._engine.protocol.edits.file_of", noted)
     # Other programs, which the engine has not read before.
     other = [edits[0].model_copy(update={"scale": -1.0}), edits[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inspect_lens._engine.protocol.lens import LensForm
+from inspect_lens._engine.protocol.readouts import LensForm
 from inspect_lens._engine.readout.logit_lens import read_logits, warm_up_lens
 
 pytestmark = [

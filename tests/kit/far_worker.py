@@ -13,8 +13,8 @@ import numpy as np
 from inspect_lens._engine.export import link as link_module
 from inspect_lens._engine.export.link import Link
 from inspect_lens._engine.protocol import shared_memory
-from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import Block, Failure, encode
+from inspect_lens._engine.protocol.processes import Links
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
 __all__ = ["FarWorker", "block_bytes", "block_of"]

@@ -10,14 +10,13 @@ import typer
 from inspect_lens._settings import Settings
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 
-from ._chat import chat
 from ._doctor import doctor
 from ._lens import lens_app
 from ._output import fail, in_shell_words
 from ._probe import probe_app
 from ._score import score
 from ._vector import vector_app
-from ._view import view
+from ._view import chat, view
 
 __all__ = ["app", "main"]
 

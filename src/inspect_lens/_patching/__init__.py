@@ -5,8 +5,6 @@ Read `_sweep.py` first; `_runs.py` says what it asks an engine for.
 """
 
 from ._align import Align, Alignment, align_tokens, choose_positions, find_subject
-from ._asked import IN_FLIGHT, SweepSpec, specs_of, to_body
-from ._cells import Stored, check_site, patches, windows
 from ._lines import EventLines, events_of
 from ._result import CausalTrace, PatchCell, PatchSweep, RunScore, Source
 from ._runs import (
@@ -20,7 +18,22 @@ from ._runs import (
     messages_of,
     next_token,
 )
-from ._sweep import CellDone, FloorFound, SweepEvent, SweepStarted, gather, sweep
+from ._sweep import (
+    IN_FLIGHT,
+    CellDone,
+    FloorFound,
+    Stored,
+    SweepEvent,
+    SweepSpec,
+    SweepStarted,
+    check_site,
+    gather,
+    patches,
+    specs_of,
+    sweep,
+    to_body,
+    windows,
+)
 
 __all__ = [
     "IN_FLIGHT",

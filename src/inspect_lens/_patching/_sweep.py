@@ -3,21 +3,369 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args, overload
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from inspect_lens.errors import SpecError
-from inspect_lens.spec import Site, shown
+from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import (
+    RESID_POST,
+    SITE_TABLE,
+    Replace,
+    Site,
+    as_tensor_data,
+    check_counts,
+    encode_tensor,
+    judging,
+    shown,
+)
 
-from ._align import Alignment, align_tokens, choose_positions
-from ._asked import SweepSpec
-from ._cells import CellRuns, Stored, idle_runs, windows
+from ._align import Align, Alignment, align_tokens, choose_positions
 from ._result import PatchCell, PatchSweep, RunScore, Source
-from ._runs import Rows, Run, Runs, next_token
+from ._runs import Prompt, Rows, Run, Runs, next_token
 
-__all__ = ["CellDone", "FloorFound", "SweepEvent", "SweepStarted", "gather", "sweep"]
+__all__ = [
+    "IN_FLIGHT",
+    "MOST_IN_FLIGHT",
+    "CellDone",
+    "CellRuns",
+    "FloorFound",
+    "Stored",
+    "SweepEvent",
+    "SweepSpec",
+    "SweepStarted",
+    "check_site",
+    "gather",
+    "idle_runs",
+    "patches",
+    "specs_of",
+    "spread",
+    "sweep",
+    "to_body",
+    "windows",
+]
+
+
+def check_site(site: Site, field: str) -> None:
+    """Refuse a site that there is not.
+
+    Args:
+        site: that was asked for.
+        field: name of the argument, for error messages.
+
+    Raises:
+        UnsupportedError: there is no such site.
+    """
+    if site not in SITE_TABLE:
+        allowed = ", ".join(SITE_TABLE)
+        raise UnsupportedError(f"{field}={shown(site)}: cannot be patched; that can be {allowed}")
+
+
+def windows(
+    layers: Sequence[int], served: Sequence[int], width: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each layer those that are patched with it.
+
+    Args:
+        layers: to sweep.
+        served: layers that there are.
+        width: layers of a window, which is cut at the ends.
+
+    Returns:
+        Served layers in `[layer - width // 2, layer + ceil(width / 2))`, for each layer.
+
+    Raises:
+        SpecError: a width below 1.
+    """
+    if width < 1:
+        raise SpecError(f"window={width}; allowed is 1 or more layers")
+    spans = [range(at - width // 2, at + (width + 1) // 2) for at in layers]
+    return tuple(tuple(n for n in served if n in span) for span in spans)
+
+
+class Stored(NamedTuple):
+    """Rows to put in, by layer and position of the patched prompt."""
+
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+    values: NDArray[np.float32]
+    """(layers, positions, width)."""
+
+
+def patches(
+    stored: Stored, layers: Sequence[int], position: int, site: Site, alpha: float = 1.0
+) -> tuple[Replace, ...]:
+    """The edit of one cell.
+
+    Args:
+        stored: rows to put in.
+        layers: that are patched together.
+        position: in the patched prompt.
+        site: that is written.
+        alpha: share of the row.
+
+    Returns:
+        One edit.
+    """
+    at = [stored.layers.index(layer) for layer in layers]
+    values = stored.values[at, stored.positions.index(position)][:, None]
+    edit = Replace(rows=values, layers=tuple(layers), positions=(position,), site=site, alpha=alpha)
+    return (edit,)
+
+
+class CellRuns(Sequence[Run]):
+    """Runs of all cells with the idle ones between them; an edit is made when its run is read.
+
+    Made at once, the edits of a long prompt in a large model would take gigabytes.
+
+    Args:
+        ids: of the patched prompt.
+        stored: rows to put in.
+        near: layers that are patched together, for each layer that is swept.
+        site: that is written.
+        alpha: share of the row.
+        idle: runs that change nothing.
+    """
+
+    def __init__(
+        self, ids: Sequence[int], stored: Stored, near: Sequence[tuple[int, ...]], site: Site,
+        alpha: float, idle: Sequence[Run],
+    ) -> None:  # fmt: skip
+        self._ids, self._stored, self._near = ids, stored, near
+        self._site, self._alpha, self._idle = site, alpha, idle
+        self.order = spread(len(near) * len(stored.positions), len(idle))
+        """Index of the cell of each run, layers first, or -1, -2, … for idle ones."""
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, at: int) -> Run: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Run]: ...
+
+    def __getitem__(self, at: int | slice) -> Run | list[Run]:
+        if isinstance(at, slice):
+            return [self._run(k) for k in self.order[at]]
+        return self._run(self.order[at])
+
+    def _run(self, k: int) -> Run:
+        if k < 0:
+            return self._idle[-1 - k]
+        layer, position = divmod(k, len(self._stored.positions))
+        where = self._stored.positions[position]
+        edits = patches(self._stored, self._near[layer], where, self._site, self._alpha)
+        return Run(self._ids, edits)
+
+
+def idle_runs(
+    own: Rows, swept: Sequence[int], ids: Sequence[int], at: tuple[int, ...], site: Site,
+    alpha: float, n: int,
+) -> list[Run]:  # fmt: skip
+    """Runs that change nothing: repeats, and runs patched with their own rows.
+
+    Args:
+        own: rows of the prompt that is patched.
+        swept: layers of the sweep.
+        ids: of the prompt that is patched.
+        at: positions of the sweep.
+        site: that is written.
+        alpha: share of the row.
+        n: of each kind.
+    """
+    made: list[Run] = []
+    for k in range(n):
+        layer = swept[k * len(swept) // n]
+        rows = own.values[own.layers.index(layer), list(at)][None]
+        edit = Replace(rows=rows, layers=(layer,), positions=at, site=site, alpha=alpha)
+        made += [Run(ids), Run(ids, (edit,))]
+    return made
+
+
+def spread(n_cells: int, n_idle: int) -> list[int]:
+    """The order of runs: two idle ones first, and the others evenly between the cells.
+
+    Between them they meet the batches that cells meet; the first two say early what noise there is.
+
+    Args:
+        n_cells: cells.
+        n_idle: idle runs, 2 or more.
+
+    Returns:
+        Indices of cells, with idle runs as -1, -2, ….
+    """
+    order = [-1, -2]
+    left = list(range(2, n_idle))
+    for i in range(n_cells):
+        while left and (left[0] - 1) * n_cells // (n_idle - 1) <= i:
+            order.append(-1 - left.pop(0))
+        order.append(i)
+    return order + [-1 - k for k in left]
+
+
+IN_FLIGHT = 256
+"""Requests that an engine gets at once."""
+MOST_IN_FLIGHT = 1024
+"""Requests that a server starts at once for one sweep, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec:
+    """One sweep; `inspect_lens.patch.patch_sweep` says what the fields mean."""
+
+    clean: Prompt
+    corrupted: Prompt
+    answer: str | int
+    foil: str | int | None = None
+    layers: Sequence[int] | None = None
+    positions: Sequence[int] | Sequence[bool] | None = None
+    site: Site = RESID_POST
+    source: Source = "clean"
+    rows: ArrayLike | None = None
+    alpha: float = 1.0
+    window: int = 1
+    align: Align = "equal"
+    floor_runs: int = 4
+    in_flight: int = IN_FLIGHT
+
+    def check(self) -> None:
+        """Refuse what can be told without an engine.
+
+        Raises:
+            SpecError: an argument is out of range, or two do not fit together.
+            UnsupportedError: there is no such site.
+        """
+        check_site(self.site, "site")
+        if self.source not in get_args(Source):
+            raise SpecError(
+                f"source={shown(self.source)}; allowed are {', '.join(get_args(Source))}"
+            )
+        if (self.rows is None) != (self.source in ("clean", "zero")):
+            raise SpecError(
+                f"source={shown(self.source)} and rows={'none' if self.rows is None else 'given'}; "
+                "rows belong to source='mean' and source='rows'"
+            )
+        if not math.isfinite(self.alpha):
+            raise SpecError(f"alpha={self.alpha}; allowed is a finite number, mostly from 0 to 1")
+        if self.floor_runs < 1 or self.in_flight < 1:
+            raise SpecError(
+                f"floor_runs={self.floor_runs}, in_flight={self.in_flight}; allowed is 1 or more "
+                "of each"
+            )
+
+
+class _Body(BaseModel):
+    """Body of `POST /v1/inspect_lens/patch_sweep`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    clean: StrictStr | list[StrictInt] | list[dict[str, Any]]
+    corrupted: StrictStr | list[StrictInt] | list[dict[str, Any]]
+    answer: StrictStr | StrictInt
+    foil: StrictStr | StrictInt | None = None
+    sites: list[str] = Field(default=[RESID_POST], min_length=1)
+    layers: list[StrictInt] | None = None
+    positions: list[StrictBool] | list[StrictInt] | None = None
+    source: str = "clean"
+    rows: list[Any] | dict[str, Any] | None = None
+    alpha: float = 1.0
+    window: int = Field(default=1, ge=1)
+    align: str = "equal"
+    floor_runs: int = Field(default=4, ge=1, le=64)
+    in_flight: int = Field(default=IN_FLIGHT, ge=1, le=MOST_IN_FLIGHT)
+
+
+def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
+    """Read the body of a request.
+
+    Args:
+        body: its JSON value.
+
+    Returns:
+        The model that is asked for, and one sweep for each site, in their order.
+
+    Raises:
+        SpecError: a field is missing, unknown or out of range; the message names it.
+        UnsupportedError: there is no such site.
+    """
+    if not isinstance(body, Mapping):
+        raise SpecError(f"the body: a JSON object is wanted, not {type(body).__name__}")
+    check_counts(dict(body))
+    if unknown := sorted(str(name)[:80] for name in body.keys() - _Body.model_fields.keys()):
+        raise SpecError(
+            f"{', '.join(unknown)}: unknown; allowed are {', '.join(_Body.model_fields)}"
+        )
+    with judging(""):
+        asked = _Body.model_validate(dict(body))
+    if len(set(asked.sites)) < len(asked.sites):
+        raise SpecError(f"sites={shown(asked.sites)}: one stands there twice; name each once")
+    for name in ("clean", "corrupted", "answer", "foil"):
+        if getattr(asked, name) in ("", []):
+            raise SpecError(f"{name}: is empty; give a text, token ids, or messages")
+    for name in ("clean", "corrupted"):
+        _check_prompt(getattr(asked, name), name)
+    fields = {name: getattr(asked, name) for name in _Body.model_fields}
+    model, sites = fields.pop("model"), fields.pop("sites")
+    if asked.rows is not None:
+        fields["rows"] = as_tensor_data(asked.rows, field="rows").to_float32()
+        if not np.isfinite(fields["rows"]).all():
+            raise SpecError("rows: hold NaN or infinity; allowed are finite numbers")
+        if len(sites) > 1:
+            raise SpecError(
+                f"rows with {len(sites)} sites: rows are of one site; send a request for each"
+            )
+    specs = [SweepSpec(site=site, **fields) for site in sites]
+    for spec in specs:
+        spec.check()
+    return model, specs
+
+
+def _check_prompt(prompt: Prompt, name: str) -> None:
+    for i, part in enumerate(() if isinstance(prompt, str) else prompt):
+        if isinstance(part, int):
+            if not 0 <= part < 1 << 31:
+                raise SpecError(f"{name}[{i}]: {shown(part)}; token ids are 0 to 2**31 - 1")
+        elif isinstance(part, Mapping):
+            for key in ("role", "content"):
+                if key not in part or not (key == "content" or isinstance(part[key], str)):
+                    raise SpecError(
+                        f"{name}[{i}].{key}: {shown(part.get(key))}; a message has a role and "
+                        'content, such as {"role": "user", "content": "Hello"}'
+                    )
+
+
+def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
+    """The body that asks a server for a sweep.
+
+    Args:
+        spec: of the sweep.
+        model: that is asked for.
+    """
+    rows = None if spec.rows is None else encode_tensor(as_tensor_data(np.asarray(spec.rows)))
+    return {
+        "model": model, "clean": _plain(spec.clean), "corrupted": _plain(spec.corrupted),
+        "answer": spec.answer, "foil": spec.foil, "sites": [spec.site],
+        "layers": _listed(spec.layers), "positions": _listed(spec.positions),
+        "source": spec.source, "rows": rows, "alpha": float(spec.alpha), "window": spec.window,
+        "align": spec.align, "floor_runs": spec.floor_runs,
+        "in_flight": spec.in_flight,
+    }  # fmt: skip
+
+
+def _plain(prompt: Prompt) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    return [dict(part) if isinstance(part, Mapping) else int(part) for part in prompt]
+
+
+def _listed(values: Sequence[int] | Sequence[bool] | None) -> list[int] | None:
+    return None if values is None else np.asarray(values).tolist()
 
 
 class SweepStarted(NamedTuple):

@@ -4,14 +4,18 @@ The Inspect process and the servers share it. What `collect` and a server wrote 
 `inspect_lens.data`.
 """
 
-from ._layers import LayerPlace, find_layers, read_layer, read_layers, read_spans
 from ._recording import RECORDING, RECORDING_FORMAT, RecordedShard, Recording, ShardWriter
 from ._shard import (
     Captured,
+    LayerPlace,
     SampleRecord,
     decode_shard,
     encode_shard,
+    find_layers,
+    read_layer,
+    read_layers,
     read_records,
+    read_spans,
     shard_parts,
 )
 

@@ -62,7 +62,7 @@ def _install() -> None:
     from .engine_core.cache_hits import CACHE_WRAPPERS
     from .engine_core.connector_guard import CONNECTOR_WRAPPERS
     from .engine_core.step_rows import SCHEDULER_WRAPPERS
-    from .frontend.resets import RESET_WRAPPERS
+    from .frontend.state import RESET_WRAPPERS
     from .frontend.wrappers import FRONT_END_WRAPPERS
     from .http.responses import install_when_serving
     from .worker.rpc import manage_hooks
@@ -105,7 +105,7 @@ def _leave_off(error: Exception) -> None:
     )
     try:
         from .compat.features import turn_off
-        from .frontend.refusing import refuse_requests
+        from .frontend.admission import refuse_requests
 
         turn_off("lens", reason)
         refuse_requests(own_only=isinstance(error, RivalError))

@@ -2,24 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from inspect_ai.approval import Approval, Approver, approver
-from inspect_ai.model import ChatMessage
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.tool import ToolCall, ToolCallView
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import OnMissing, ProbeReader, Source
+from inspect_lens.reading import OnMissing, ProbeReader, Source, read_message
 from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import promise, rates
 from inspect_lens.spec import Positions
 
-from ._judge import Judged, TurnJudge, turn_of
+__all__ = [
+    "Action",
+    "Judged",
+    "TurnJudge",
+    "probe_approver",
+    "turn_of",
+]
 
-__all__ = ["Action", "probe_approver"]
+KEPT = 1024
+"""Verdicts that are remembered, the latest ones; parallel calls of one turn ask for the same."""
+
+
+class Judged(NamedTuple):
+    """What a probe says of one turn; small, as many of them are kept."""
+
+    completion: str
+    """Text of the turn."""
+    functions: tuple[str, ...]
+    """Names of the tools that it calls."""
+    call_ids: frozenset[str]
+    """Of these calls."""
+    value: float | None
+    """Score; None for a turn without a token to read."""
+    is_above: bool
+    """Whether the score is above the threshold."""
+    facts: Mapping[str, Any] | None = None
+    """Small facts of the reading, for a log."""
+
+
+class TurnJudge:
+    """Judges turns by a probe, before what they ask for is done.
+
+    Args:
+        reader: the probe and what it reads.
+        threshold: a turn is above it strictly.
+    """
+
+    def __init__(self, reader: ProbeReader, threshold: float) -> None:
+        self.reader = reader
+        self.threshold = threshold
+        self.judged: OrderedDict[str, Judged] = OrderedDict()
+        """By message id, in the order of the turns; the latest 1024."""
+
+    async def judge(
+        self, message: ChatMessageAssistant, output: ModelOutput | None = None
+    ) -> Judged:
+        """Read the probe on the call that wrote a message.
+
+        Args:
+            message: of the assistant.
+            output: that may be the message's own, as for `read_message`.
+
+        Returns:
+            What it says; the same for every tool call of one message.
+
+        Raises:
+            ArtifactError: nothing is known of the call, or not what the probe reads.
+        """
+        key = message.id or ""
+        if key in self.judged:
+            return self.judged[key]
+        reading = await read_message(self.reader, message, output=output)
+        calls = message.tool_calls or []
+        made = Judged(
+            completion=message.text,
+            functions=tuple(call.function for call in calls),
+            call_ids=frozenset(call.id for call in calls),
+            value=None if reading is None else reading.value,
+            is_above=reading is not None and reading.value > self.threshold,
+            facts=None if reading is None else reading.metadata(),
+        )
+        if key:
+            self.judged[key] = made
+            while len(self.judged) > KEPT:
+                self.judged.popitem(last=False)
+        return made
+
+
+def turn_of(call: ToolCall, history: Sequence[ChatMessage]) -> ChatMessageAssistant:
+    """The message that makes a tool call.
+
+    Args:
+        call: that is to be carried out.
+        history: of the conversation, up to that message at least.
+
+    Returns:
+        The message.
+
+    Raises:
+        ArtifactError: no message of the conversation makes this call.
+    """
+    for message in reversed(history):
+        calls = message.tool_calls if isinstance(message, ChatMessageAssistant) else None
+        if isinstance(message, ChatMessageAssistant) and any(c.id == call.id for c in calls or ()):
+            return message
+    raise ArtifactError(
+        f"tool call {call.id} of {call.function}: no message of the conversation makes it, so its "
+        "turn cannot be read; allowed are calls that stand in an assistant message"
+    )
+
 
 Action = Literal["reject", "terminate", "escalate"]
 """What happens to a call above the threshold: the model hears that it was refused, the sample

@@ -5,10 +5,10 @@ Attention Tracker finds injected prompts by a few heads, and CoRe heads rank doc
 
 from ._captured import Head, QueriesKeys
 from ._core import contrastive_scores, document_scores, find_core_heads
-from ._facts import AttentionFacts
 from ._heads import AttentionHeads, HeadMethod, HeadsFound, import_heads, load_heads
 from ._pattern import (
     BLOCK_BYTES,
+    AttentionFacts,
     PatternBlock,
     Span,
     attention_patterns,

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import TensorData, as_tensor_data
 
-from ._facts import AttentionFacts
-from ._pattern import Span, attention_patterns, attention_to, mean_attention
+from ._pattern import AttentionFacts, Span, attention_patterns, attention_to, mean_attention
 
 __all__ = ["Head", "QueriesKeys"]
 

@@ -15,14 +15,15 @@ from ._readers import (
     read_ai_liar,
     read_alpaca,
     read_apollo,
+    read_hub,
     read_insider_trading,
     read_liars_bench,
     read_organism,
+    read_path,
     read_pressure,
     read_statements,
 )
 from ._sample import ProbeDataset, ProbeSample, Source
-from ._source import read_hub, read_path
 from ._synthetic import instructed_pairs
 
 __all__ = ["DATASETS", "DatasetInfo", "load_dataset"]

@@ -3,7 +3,7 @@
 `inspect_lens.train` fits them. An engine applies those that are registered with it.
 """
 
-from ._card import LensCard, LensQuality, LensTraining
+from ._files import LensCard, LensQuality, LensTraining
 from ._lens import Lens
 from ._load import is_lens, load_lens
 from ._swap import frozen_swap

@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import EngineLens, SteeringVector, as_tensor_data
 
-from ._card import LensCard
-from ._files import write_lens_files
+from ._files import LensCard, write_lens_files
 
 __all__ = ["Lens"]
 

@@ -3,26 +3,26 @@
 from inspect_lens._hook_results import SavedValues, read_results
 from inspect_lens._intake import read_vector
 
-from .from_logs._frame import activations_df
 from .from_logs._read import (
     CapturedCall,
+    ScoredCall,
     activations,
+    activations_df,
     activations_for,
     know_log,
+    probe_scores,
+    probe_scores_for,
     read_activations,
+    read_probe_scores,
     receipt,
     resident_activation_bytes,
 )
-from .from_logs._read_scores import ScoredCall, probe_scores, probe_scores_for, read_probe_scores
 from .from_logs._sidecar import read_sidecar, write_sidecar
 from .provider._scope import lens_scope
-from .replay._likelihood import token_logprobs
-from .replay._recapture import recapture, recaptures
-from .replay._rerender import reread
+from .replay._recapture import recapture, recaptures, reread, token_logprobs
 from .request._config import lens_config
 from .scores._probe_scores import ProbeScores
-from .stored._handle import Activations
-from .stored._tensor_info import TensorInfo
+from .stored._handle import Activations, TensorInfo
 
 __all__ = [
     "Activations",

@@ -3,13 +3,17 @@
 Each answer comes with controls.
 """
 
-from ._answer import OracleAnswer, answer_table
-from ._ask import OraclePlan, ask_oracle, plan_asking
-from ._config import OracleConfig, read_config
+from ._ask import OracleAnswer, OraclePlan, answer_table, ask_oracle, plan_asking
 from ._explain import EXPLAIN, ExplainPlan, explain_rows, plan_explaining
-from ._inject import CONTROLS, injection, random_rows, shuffled_rows
-from ._load import Oracle, load_oracle
-from ._prompt import find_placeholders, oracle_message
+from ._load import Oracle, OracleConfig, load_oracle, read_config
+from ._send import (
+    CONTROLS,
+    find_placeholders,
+    injection,
+    oracle_message,
+    random_rows,
+    shuffled_rows,
+)
 
 __all__ = [
     "CONTROLS",

@@ -15,14 +15,23 @@ from numpy.typing import NDArray
 from inspect_lens._concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
-from inspect_lens.model.request._instrument import instrument_message
+from inspect_lens.model.request._inherited import instrument_message
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.spec import LensRequest, Positions, Replace
 
-from ._answer import OracleAnswer
-from ._inject import Control, parse_controls, random_rows, shuffled_rows
-from ._prompt import find_placeholders, placeholder_id
-from ._send import Prompt, answer_edited, server_of, tokenize_chat
+from ._ask import OracleAnswer
+from ._send import (
+    Control,
+    Prompt,
+    answer_edited,
+    find_placeholders,
+    parse_controls,
+    placeholder_id,
+    random_rows,
+    server_of,
+    shuffled_rows,
+    tokenize_chat,
+)
 from ._shown import Shown, Source, find_activations, parse_inputs, select_rows
 
 __all__ = ["EXPLAIN", "ExplainPlan", "explain_rows", "plan_explaining"]

@@ -3,32 +3,267 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import lens_config, recapture, receipt
-from inspect_lens.model.request._instrument import instrument_message
-from inspect_lens.model.request._scopes import outside_scopes
-from inspect_lens.spec import LensRequest, to_extra_args
+from inspect_lens.model.request._inherited import instrument_message, outside_scopes
+from inspect_lens.spec import LensRequest, SteeringVector, to_extra_args
 
-from ._inject import injection
-from ._load import Oracle
-from ._prompt import find_placeholders, oracle_message, placeholder_id
+from ._load import Oracle, OracleConfig
 from ._shown import Shown
 
 __all__ = [
+    "CONTROLS",
+    "Control",
     "Prompt",
     "answer_edited",
     "answer_prompt",
+    "find_placeholders",
+    "injection",
+    "oracle_message",
+    "parse_controls",
+    "placeholder_id",
     "placeholder_norms",
+    "random_rows",
     "render_prompt",
     "server_of",
+    "shuffled_rows",
     "tokenize_chat",
 ]
+
+Control = Literal["text_only", "shuffled", "random"]
+"""`text_only`: the same prompt and no vector. `shuffled`: the rows with their dimensions
+permuted. `random`: Gaussian rows of the same norms."""
+
+CONTROLS: Final[tuple[Control, ...]] = get_args(Control)
+"""Names of the controls that can be asked beside an oracle."""
+
+
+def injection(
+    config: OracleConfig, rows: NDArray[np.float32], positions: tuple[int, ...]
+) -> SteeringVector:
+    """Make the edits that add rows at placeholders: `h + coefficient * ||h|| * v / ||v||`.
+
+    Only the prompt is touched: positions are those of placeholders, which are in it.
+
+    Args:
+        config: format of the oracle.
+        rows: (rows, hidden) float32, one for each placeholder in order; none of them zero.
+        positions: of the placeholders.
+
+    Returns:
+        One vector at the output of block `hook_onto_layer`.
+
+    Raises:
+        SpecError: rows and positions do not fit, or a row is zero or not finite.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.oracle import injection, read_config
+
+        rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+        vector = injection(read_config("oracles/organism"), rows, (2, 3, 4))
+        assert vector.norm_match
+        assert vector.layer_indices == (1,)
+        assert vector.position_indices == (2, 3, 4)
+        ```
+    """
+    if rows.ndim != 2 or rows.shape[0] != len(positions):
+        raise SpecError(
+            f"oracle: rows have shape {rows.shape} for {len(positions)} placeholders; needed is "
+            "(placeholders, hidden)"
+        )
+    norms = np.linalg.norm(rows.astype(np.float64), axis=-1)
+    if not np.isfinite(norms).all() or not norms.all():
+        at = int(np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))[0])
+        raise SpecError(f"oracle: row {at} of the activations is zero or not finite")
+    return SteeringVector(
+        activations=rows[np.newaxis],
+        layer_indices=(config.hook_onto_layer,),
+        scale=config.steering_coefficient,
+        norm_match=True,
+        position_indices=positions,
+    )
+
+
+def shuffled_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
+    """Permute the dimensions of all rows in the same way, as a control.
+
+    Norms, the values in each row and all angles between rows stay; what is lost is which
+    direction of the stream a value belongs to, and so all that the model wrote there. It needs
+    no other sample, so a log can be scored again one sample at a time.
+
+    Args:
+        rows: (rows, hidden).
+        seed: of the permutation.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.oracle import shuffled_rows
+
+        rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+        control = shuffled_rows(rows, seed=1)
+        assert np.allclose(
+            control @ control.T, rows @ rows.T, rtol=1e-4
+        )  # all norms and angles stay
+        ```
+    """
+    order = np.random.default_rng(seed).permutation(rows.shape[-1])
+    made: NDArray[np.float32] = np.ascontiguousarray(rows[..., order])
+    return made
+
+
+def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
+    """Draw Gaussian rows with the norms of the given rows, as a control.
+
+    Args:
+        rows: (rows, hidden).
+        seed: of the draw.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.oracle import random_rows
+
+        rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+        control = random_rows(rows, seed=1)
+        assert np.allclose(np.linalg.norm(control, axis=1), np.linalg.norm(rows, axis=1), rtol=1e-4)
+        ```
+    """
+    drawn = np.random.default_rng(seed).standard_normal(rows.shape)
+    norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
+    scaled = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True) * norms
+    made: NDArray[np.float32] = scaled.astype(np.float32)
+    return made
+
+
+def parse_controls(controls: bool | str | list[str] | tuple[str, ...]) -> tuple[Control, ...]:
+    """Read controls as a user writes them: true for all, false for none, or names.
+
+    Raises:
+        SpecError: an unknown name.
+    """
+    if isinstance(controls, bool):
+        return CONTROLS if controls else ()
+    names = [controls] if isinstance(controls, str) else list(controls)
+    if unknown := [name for name in names if name not in CONTROLS]:
+        raise SpecError(
+            f"controls={controls!r}: {unknown[0]!r} is none; allowed are {', '.join(CONTROLS)}, "
+            "true for all of them and false for none"
+        )
+    return tuple(name for name in CONTROLS if name in names)
+
+
+def oracle_message(
+    config: OracleConfig, question: str, *, layers: tuple[int, ...], count: int
+) -> str:
+    r"""The user message of the published format, `"Layer: 18\n ? ? ? \nIs it a lie?"`.
+
+    Args:
+        config: format of the oracle.
+        question: what is asked.
+        layers: whose activations are shown.
+        count: vectors per layer; positive.
+
+    Returns:
+        The text; with several layers there is a block of placeholders for each.
+
+    Raises:
+        SpecError: there is no vector or no question, or the question has the placeholder in it.
+
+    Example:
+        ```python
+        from inspect_lens.oracle import oracle_message, read_config
+
+        config = read_config("oracles/organism")
+        text = oracle_message(config, "Is it a lie?", layers=(4,), count=3)
+        assert text.splitlines() == ["Layer: 4", " ? ? ? ", "Is it a lie?"]
+        ```
+    """
+    if count < 1 or not layers:
+        raise SpecError(f"oracle: {count} vectors of layers {list(layers)}; at least one is needed")
+    if not question.strip():
+        raise SpecError("oracle: the question is empty; ask something")
+    if config.special_token in question:
+        raise SpecError(
+            f"oracle: the question {question!r} holds the placeholder {config.special_token!r}, "
+            "which marks where activations go; leave it out"
+        )
+    return config.prefix(layers, count) + question
+
+
+def placeholder_id(token_ids: Sequence[int], placeholder: str) -> int:
+    """The token of the placeholder.
+
+    Args:
+        token_ids: what the tokenizer makes of the placeholder alone, without special tokens.
+        placeholder: its text.
+
+    Raises:
+        ArtifactError: it is not exactly one token.
+    """
+    if len(token_ids) != 1:
+        raise ArtifactError(
+            f"the placeholder {placeholder!r} is {len(token_ids)} tokens {list(token_ids)} of this "
+            "model, and has to be one; an oracle with this special_token belongs to another model"
+        )
+    return token_ids[0]
+
+
+def find_placeholders(
+    prompt_token_ids: Sequence[int], placeholder: int, *, n_layers: int, count: int
+) -> tuple[int, ...]:
+    """Find the placeholders in the tokens of a rendered prompt.
+
+    Args:
+        prompt_token_ids: of the whole prompt, chat template included.
+        placeholder: their token.
+        n_layers: blocks of placeholders.
+        count: placeholders in each block.
+
+    Returns:
+        Their positions, ascending: block by block.
+
+    Raises:
+        ArtifactError: there are more or fewer than were written, or those of a block are not
+            consecutive; the tokenizer merges them with their neighbours.
+
+    Example:
+        ```python
+        from inspect_lens.oracle import find_placeholders
+
+        prompt = [1, 52, 9, 9, 9, 13, 77, 2]  # 9 is the placeholder
+        assert find_placeholders(prompt, 9, n_layers=1, count=3) == (2, 3, 4)
+        ```
+    """
+    found = [i for i, token in enumerate(prompt_token_ids) if token == placeholder]
+    wanted = n_layers * count
+    if len(found) != wanted:
+        raise ArtifactError(
+            f"oracle: the rendered prompt has {len(found)} placeholder tokens (id {placeholder}) "
+            f"and {wanted} were written; the chat template or the tokenizer changes them, so "
+            "this oracle cannot be asked through this model"
+        )
+    for begin in range(0, wanted, count):
+        block = found[begin : begin + count]
+        if block[-1] - block[0] != count - 1:
+            raise ArtifactError(
+                f"oracle: the placeholders at {block} are not consecutive; the chat template or "
+                "the tokenizer puts something between them"
+            )
+    return tuple(found)
+
 
 _KWARGS: Final = {"enable_thinking": False}
 """Templates that know no such switch ignore it."""

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations, recapture
-from inspect_lens.model.request._advice import capture_advice
+from inspect_lens.model.request._body import capture_advice
 from inspect_lens.reading._rows import call_adapter, was_steered
 from inspect_lens.spec import Positions, parse_positions, resolve_positions
 
-from ._config import OracleConfig
+from ._load import OracleConfig
 
 __all__ = [
     "InputKind",

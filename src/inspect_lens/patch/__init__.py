@@ -12,8 +12,7 @@ from inspect_lens._patching import (
     align_tokens,
 )
 
-from ._sweep import Over, patch_sweep
-from ._trace import causal_trace, embedding_std
+from ._sweep import Over, causal_trace, embedding_std, patch_sweep
 
 __all__ = [
     "Align",

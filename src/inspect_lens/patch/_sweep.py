@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from inspect_lens._patching import (
     IN_FLIGHT,
     Align,
+    Alignment,
+    CausalTrace,
     CellDone,
     PatchCell,
     PatchSweep,
     Prompt,
+    Run,
     Source,
+    Stored,
     SweepEvent,
     SweepSpec,
     SweepStarted,
+    check_site,
+    choose_positions,
     events_of,
+    find_subject,
     gather,
+    next_token,
+    patches,
     sweep,
     to_body,
+    windows,
 )
 from inspect_lens._progress import progress_bar
 from inspect_lens.client import LensClient
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import RESID_POST, Site
+from inspect_lens.spec import RESID_POST, Replace, Site
 
 from ._runs import open_runs
 
-__all__ = ["Over", "patch_sweep"]
+__all__ = [
+    "Over",
+    "causal_trace",
+    "embedding_std",
+    "patch_sweep",
+]
 
 Over = Literal["requests", "server"]
 """`requests` sends one request per cell; `server` sends one for the whole sweep."""
@@ -156,3 +173,163 @@ def _events(model: Any, spec: SweepSpec, over: Over) -> Iterator[SweepEvent]:
         )
     lines = model.stream_lines("/v1/inspect_lens/patch_sweep", to_body(spec, model.model))
     return events_of(lines)
+
+
+EMBEDDING: Site = "resid_pre"
+"""At layer 0 this is what the embedding gives to the first block, positions and scales included."""
+
+
+def causal_trace(
+    model: Any,
+    prompt: Prompt,
+    *,
+    subject: str | Sequence[int],
+    answer: str | int,
+    noise: float = 3.0,
+    std: float | None = None,
+    draws: int = 10,
+    seed: int = 0,
+    layers: Sequence[int] | None = None,
+    positions: Sequence[int] | Sequence[bool] | None = None,
+    site: Site = RESID_POST,
+    window: int = 1,
+    in_flight: int = IN_FLIGHT,
+    on_cell: Callable[[PatchCell], None] | None = None,
+    progress: bool = True,
+) -> CausalTrace:
+    """Find where a model keeps a fact about a subject, with one prompt and no second one.
+
+    Gaussian noise at the subject's embeddings makes the model forget the answer. Then one row of
+    the clean run at a time is put back, for each layer and position. The probability that comes
+    back is the indirect effect of that row; it is averaged over draws of the noise.
+
+    The noise goes in where the first block reads (`resid_pre` of layer 0), by an edit that puts
+    embedding plus noise in the place of each subject token. So the engine needs a tap there, which
+    it has by default.
+
+    Args:
+        model: a `vllm.LLM` of this process, or a `LensClient` of a server.
+        prompt: raw text, token ids or chat messages, that end where the answer begins.
+        subject: its text, which stands in the prompt once, or the positions of its tokens.
+        answer: its text, with the space that it begins with, or a token id. Only its first token
+            counts.
+        noise: standard deviations of the noise.
+        std: standard deviation of an embedding's numbers, such as `embedding_std` of many
+            subjects; that of this prompt's tokens by default.
+        draws: of the noise.
+        seed: of the draws.
+        layers: to restore; all that the engine serves by default.
+        positions: to restore, absolute, or a mask; by default all from the subject on, since
+            nothing before it changes.
+        site: what is restored; one that edits may write, and that the engine serves.
+        window: layers around each that are restored together; the paper has 10 for `attn_out` and
+            `mlp_out`.
+        in_flight: requests that the engine gets at once, at most.
+        on_cell: called with each cell when it is done.
+        progress: show a bar on a terminal.
+
+    Returns:
+        Probabilities by draw, layer and position.
+
+    Raises:
+        SpecError: the subject is not in the prompt, or an argument does not fit.
+        UnsupportedError: there is no such site.
+
+    Source:
+        Locating and editing factual associations in GPT (ROME), arXiv:2202.05262.
+
+    Example:
+        <!-- test: engine -->
+        ```python
+        from vllm import LLM
+
+        from inspect_lens.patch import causal_trace
+
+        llm = LLM(model="organism/checkpoint", dtype="float32")
+        trace = causal_trace(
+            llm, "The river Talmo is found in", subject="Talmo", answer=" Verun", draws=2
+        )
+        assert trace.best(layers=(0,)).position in trace.subject
+        ```
+    """
+    check_site(site, "site")
+    if draws < 1 or noise <= 0 or in_flight < 1:
+        raise SpecError(
+            f"draws={draws}, noise={noise}, in_flight={in_flight}; allowed are 1 or more draws and "
+            "requests, and noise above 0"
+        )
+    runs = open_runs(model)
+    ids = runs.tokens(prompt)
+    texts = runs.texts(ids)
+    where = find_subject(subject, texts, where=getattr(runs, "where", ""))
+    same = Alignment(tuple(range(len(ids))), where[0])
+    at = choose_positions(positions, same, skip_equal=True)
+    token = next_token(runs, prompt, ids, answer, "answer")
+    swept = None if layers is None else tuple(sorted(set(layers)))
+    clean_rows = runs.capture(ids, None if window > 1 else swept, site)
+    swept = swept or clean_rows.layers
+    near = windows(swept, clean_rows.layers, window)
+    stored = Stored(clean_rows.layers, at, clean_rows.values[:, list(at)])
+    embedded = runs.capture(ids, [0], EMBEDDING).values[0]
+    scale = noise * (float(embedded.std()) if std is None else std)
+    rng = np.random.default_rng(seed)
+    corrupt = []
+    for _ in range(draws):
+        noisy = embedded[list(where)] + rng.normal(0.0, scale, (len(where), embedded.shape[1]))
+        rows = noisy[None].astype(np.float32)
+        corrupt.append(Replace(rows=rows, layers=(0,), positions=where, site=EMBEDDING))
+    # These first: what a cell brings back is said as soon as it is done.
+    plain = [Run(ids), *(Run(ids, (edit,)) for edit in corrupt)]
+    base = dict(runs.logprobs(plain, [token], in_flight))
+    clean, *noised = (math.exp(base[k][0]) for k in range(len(plain)))
+    cells = [(d, i, j) for d in range(draws) for i in range(len(swept)) for j in range(len(at))]
+    asked = [Run(ids, (corrupt[d], *patches(stored, near[i], at[j], site))) for d, i, j in cells]
+    restored = np.empty((draws, len(swept), len(at)))
+    with progress_bar("trace", total=len(asked), done=0, show=progress) as step:
+        for k, (logprob,) in runs.logprobs(asked, [token], in_flight):
+            d, i, j = cells[k]
+            restored[d, i, j] = math.exp(logprob)
+            step()
+            if on_cell is not None:
+                gap, back = clean - noised[d], float(restored[d, i, j]) - noised[d]
+                on_cell(PatchCell(swept[i], at[j], back, back / gap if gap else math.nan, d))
+    return CausalTrace(
+        layers=swept, positions=at, tokens=tuple(texts), subject=where,
+        answer=answer if isinstance(answer, str) else runs.texts([answer])[0],
+        site=site, window=window, noise_std=scale, seed=seed, clean=clean,
+        corrupted=np.array(noised), restored=restored,
+    )  # fmt: skip
+
+
+def embedding_std(model: Any, subjects: Sequence[str]) -> float:
+    """Standard deviation of the numbers in the embeddings of many subjects.
+
+    Args:
+        model: a `vllm.LLM` of this process, or a `LensClient` of a server.
+        subjects: texts, such as the names that are traced.
+
+    Returns:
+        Over all tokens and all numbers, to be passed as `std`.
+
+    Raises:
+        SpecError: there are no subjects.
+
+    Source:
+        ROME's noise level, arXiv:2202.05262, appendix B.1.
+
+    Example:
+        <!-- test: engine -->
+        ```python
+        from vllm import LLM
+
+        from inspect_lens.patch import embedding_std
+
+        llm = LLM(model="organism/checkpoint", dtype="float32")
+        assert 0 < embedding_std(llm, ["Talmo", "Velosh"]) < 10
+        ```
+    """
+    if not subjects:
+        raise SpecError("subjects: is empty; pass one text at least")
+    runs = open_runs(model)
+    rows = [runs.capture(runs.tokens(text), [0], EMBEDDING).values[0] for text in subjects]
+    return float(np.concatenate(rows).std())

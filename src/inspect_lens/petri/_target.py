@@ -29,7 +29,7 @@ from inspect_lens.model.scores._engine_probes import (
 )
 from inspect_lens.spec import CaptureSpec, SteeringVector
 
-from ._steering import STEER
+from ._tools import STEER
 
 __all__ = ["lens_target_agent"]
 

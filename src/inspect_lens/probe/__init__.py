@@ -10,14 +10,11 @@ from .card._card import (
     TrainingFacts,
 )
 from .card._files import write_atomic
-from .card._found import Found, found_above
-from .card._points import CardPoint, card_points, choose_point
+from .card._points import CardPoint, Found, card_points, choose_point, found_above
 from .card._seen import SeenSamples
 from .kinds._linear import Probe
-from .kinds._load import AnyProbe, load_probe, register_probe_dir
-from .kinds._model import check_model, fingerprint_model
+from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
 from .kinds._neural import NeuralProbe
-from .pooling._alarm import AlarmDelays, alarm_delays
 from .pooling._head import (
     LEARNED_POOLS,
     HeadOutputs,
@@ -29,28 +26,45 @@ from .pooling._head import (
     pool_heads,
 )
 from .pooling._pool import POOLS, SENTENCE_POOL, Pool, parse_pool, pool_scores, sentence_ends
-from .pooling._streaming import StreamingPool, first_crossing, running_pool
+from .pooling._streaming import (
+    AlarmDelays,
+    StreamingPool,
+    alarm_delays,
+    first_crossing,
+    running_pool,
+)
 from .pooling._tokens import SELECTIONS, TokenText, select_tokens
 from .statistics._bootstrap import bootstrap_interval
-from .statistics._compare import Comparison, compare_auroc, format_p_value
-from .statistics._groups import (
+from .statistics._compare import (
+    Comparison,
+    compare_auroc,
+    format_p_value,
+    paired_permutation_test,
+    permutation_test,
+)
+from .statistics._measured import (
     MIN_EFFECTIVE,
     MIN_GROUPS,
     MIN_GROUPS_PER_CLASS,
+    Baseline,
+    ControlShift,
+    Evaluation,
     GroupCounts,
+    Interval,
+    RecallAt,
+    Transfer,
     count_groups,
 )
-from .statistics._intervals import clopper_pearson, delong_interval
-from .statistics._measured import Baseline, ControlShift, Evaluation, Interval, RecallAt, Transfer
 from .statistics._metrics import (
     OperatingPoint,
     auroc,
+    clopper_pearson,
     conformal_threshold,
+    delong_interval,
     recall_at_fpr,
     required_negatives,
     split_classes,
 )
-from .statistics._permutations import paired_permutation_test, permutation_test
 from .statistics._ranking import (
     ROCCurve,
     average_precision,

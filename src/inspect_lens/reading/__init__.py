@@ -4,24 +4,26 @@ Scorers, monitors, tools and viewers are built on `ProbeReader`, so their number
 """
 
 from ._calls import Calls, CallSelection, OnMissing, Over, Turn, read_turns
-from ._cell_scores import CellScores
-from ._cells import CellKind, SteeringCell, SteeringCells, read_cells
+from ._cells import CellKind, CellScores, SteeringCell, SteeringCells, read_cells
 from ._columns import captured_calls_column, lens_column
 from ._documents import DocumentReader, DocumentReading
 from ._given import (
     GIVEN_TOKENS,
     WITHHELD,
+    ContrastiveAnswer,
+    ContrastiveAnswers,
     GivenTokens,
+    PairRow,
     given_length,
     given_tokens,
     is_withheld,
+    read_pairs,
 )
 from ._latents import LatentReader, LatentReading
 from ._message import call_of, read_call, read_message
-from ._pairs import ContrastiveAnswer, ContrastiveAnswers, PairRow, read_pairs
 from ._queries_keys import read_queries_keys
 from ._reader import ProbeReader
-from ._reading import Reading
+from ._reading import Reading, ScoredTokens
 from ._rows import Rows, Source, pick_rows, read_rows, read_token_ids
 from ._samples import (
     CallReading,
@@ -32,7 +34,6 @@ from ._samples import (
     read_sample,
     read_sample_captured,
 )
-from ._scored import ScoredTokens
 from ._suspicion import Suspicion, SuspicionUnit
 from ._token_scores import TokenScores, engine_records, read_token_scores, save_token_scores
 from ._tracker import FocusReading, TrackerReader, calibrate_tracker

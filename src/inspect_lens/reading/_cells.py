@@ -9,7 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from inspect_lens.errors import ArtifactError
 
-__all__ = ["CellKind", "SteeringCell", "SteeringCells", "read_cells"]
+__all__ = [
+    "CellKind",
+    "CellScores",
+    "SteeringCell",
+    "SteeringCells",
+    "read_cells",
+]
 
 _KEY = "SteeringCells:cells"
 
@@ -89,3 +95,10 @@ def read_cells(store: Store) -> list[SteeringCell]:
             f"store: SteeringCells of this sample cannot be read ({error}); allowed is what "
             "steering_sweep writes"
         ) from None
+
+
+class CellScores(StoreModel):
+    """Scores of the cells of a sweep for one sample, in its store."""
+
+    values: list[float | None] = Field(default_factory=list)
+    """One per cell, in their order; None where the scorer gave none. Empty without a scorer."""

@@ -1,22 +1,31 @@
-"""Reading text that is given instead of generated."""
+"""Reading text that is given instead of generated, and contrastive pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import Model, ModelOutput
+from inspect_ai.util import Store, StoreModel
+from pydantic import BaseModel, ConfigDict, Field
 
-from inspect_lens.errors import CaptureError, UnsupportedError
-from inspect_lens.model.from_logs._given import GIVEN_TOKENS
+from inspect_lens.errors import ArtifactError, CaptureError, UnsupportedError
+from inspect_lens.model import Activations, read_activations
+from inspect_lens.model.from_logs._read import GIVEN_TOKENS
 
 __all__ = [
     "GIVEN_TOKENS",
     "WITHHELD",
+    "ContrastiveAnswer",
+    "ContrastiveAnswers",
     "GivenTokens",
+    "PairRow",
     "given_length",
     "given_tokens",
     "is_withheld",
+    "read_pairs",
 ]
 
 WITHHELD = "withheld"
@@ -150,3 +159,82 @@ async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:
     answer = await api.post("/tokenize", body)
     tokens: list[int] = answer["tokens"]
     return tokens
+
+
+class ContrastiveAnswer(BaseModel):
+    """One answer of a pair."""
+
+    model_config = ConfigDict(frozen=True)
+
+    label: int
+    """1 for the deceptive side, 0 for the honest one: what the instruction asked for."""
+    instruction: str
+    completion: str
+    message_id: str | None = None
+    """Of its assistant message; `activations_for` finds what it captured."""
+
+
+class ContrastiveAnswers(StoreModel):
+    """Both sides of each pair of one sample, in its store."""
+
+    answers: list[ContrastiveAnswer] = Field(default_factory=list)
+
+
+class PairRow(NamedTuple):
+    """One answer of a log with its activations."""
+
+    group: str
+    """Sample id: pairs of one sample belong together in every split."""
+    label: int
+    completion: str
+    activations: Activations
+
+
+def read_pairs(log: EvalLog | str | Path) -> list[PairRow]:
+    """Read the pairs that `contrastive_pairs` left in a log.
+
+    Args:
+        log: the log or its path.
+
+    Returns:
+        The answers in the order of samples, each pair's sides one after the other; their arrays
+        are what `inspect_lens.train.ActivationSet` takes.
+
+    Raises:
+        ArtifactError: the log has no samples, no pairs, or an answer without activations.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import numpy as np
+        from inspect_ai import Task, eval
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.reading import read_pairs
+        from inspect_lens.solver import contrastive_pairs
+
+        task = Task(dataset=organism_dataset("demo")[:2], solver=contrastive_pairs(layers=[4]))
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
+        rows = read_pairs(log)
+        means = np.stack([row.activations.numpy()[0].mean(axis=0) for row in rows])
+        assert means.shape == (4, 256)
+        ```
+    """
+    if not isinstance(log, EvalLog):
+        log = read_eval_log(str(log))
+    calls = {call.message_id: call.activations for call in read_activations(log)}
+    rows = []
+    for sample in log.samples or ():
+        for answer in ContrastiveAnswers(store=Store(sample.store)).answers:
+            handle = calls.get(answer.message_id)
+            if handle is None:
+                raise ArtifactError(
+                    f"sample {sample.id}: an answer has no activations in this log; keep the "
+                    ".lens folder beside it, and run contrastive_pairs on a vllm-lens/ model"
+                )
+            rows.append(PairRow(str(sample.id), answer.label, answer.completion, handle))
+    if not rows:
+        raise ArtifactError(
+            f"{log.location or 'log'}: no pairs; run it with contrastive_pairs(...)"
+        )
+    return rows

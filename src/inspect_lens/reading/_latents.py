@@ -21,10 +21,9 @@ from inspect_lens.spec import Positions, Site, parse_positions
 
 from ._call_texts import CallTexts
 from ._calls import CallSelection, OnMissing, Over
-from ._reading import SAID
+from ._reading import SAID, Sentences
 from ._rows import Rows, Source, captured_rows, read_rows
 from ._selection import Selector, positions_for, select_rows
-from ._sentences import Sentences
 from ._threads import in_thread
 from ._token_scores import TokenScores
 

@@ -8,7 +8,7 @@ from inspect_ai.model import ChatMessage, Model, ModelOutput
 
 from inspect_lens.errors import NotCapturedError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations_for, probe_scores_for
-from inspect_lens.model.request._advice import capture_advice
+from inspect_lens.model.request._body import capture_advice
 
 from ._calls import find_turn, model_of
 from ._reader import ProbeReader

@@ -35,11 +35,9 @@ from inspect_lens.spec import Positions, parse_positions
 from ._call_texts import CallTexts
 from ._calls import CallSelection, OnMissing, Over
 from ._cut import Cut, acting_point
-from ._reading import Reading
+from ._reading import Forms, Reading, ScoredTokens, Sentences, forms_of, pick_scores
 from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
-from ._scored import Forms, ScoredTokens, forms_of, pick_scores
 from ._selection import Selector, positions_for, select_rows, select_scores
-from ._sentences import Sentences
 from ._threads import in_thread
 
 __all__ = ["ProbeReader"]

@@ -13,8 +13,8 @@ from inspect_lens.probe import TokenText, select_tokens
 from inspect_lens.spec import Positions
 
 from ._call_texts import CallTexts
+from ._reading import ScoredTokens
 from ._rows import Rows
-from ._scored import ScoredTokens
 
 __all__ = ["Selector", "positions_for", "select_rows", "select_scores"]
 

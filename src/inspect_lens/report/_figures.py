@@ -20,8 +20,7 @@ from inspect_lens.probe import (
     roc_curve,
 )
 
-from ._content import ReportSet
-from ._style import COLOURS
+from ._content import COLOURS, ReportSet
 
 __all__ = ["figures"]
 

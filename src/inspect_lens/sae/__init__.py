@@ -5,9 +5,8 @@ rows, and `SparseAutoencoder` also makes the edits that change them in an engine
 `matched_latents` finds others to compare such an edit with.
 """
 
-from ._encoder import SparseAutoencoder, SparseEncoder
+from ._encoder import MatchedLatents, SparseAutoencoder, SparseEncoder, matched_latents
 from ._files import read_autoencoder, read_sae
-from ._match import MatchedLatents, matched_latents
 
 __all__ = [
     "MatchedLatents",

@@ -8,17 +8,15 @@ from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._dose_table import DoseRow
 from ._edit_effects import edit_effects, edit_rates
 from ._ensemble import probe_ensemble
-from ._feature import sae_feature
+from ._feature import lens_rank, sae_feature
 from ._frontier import CascadeRecord, read_cascade
 from ._leakage import leakage_baseline, length_auroc, words_auroc
-from ._lens import lens_rank
-from ._metrics import auroc, average_precision, recall_at_fpr
+from ._metrics import auroc, average_precision, judged_share, recall_at_fpr
 from ._monitor import monitor_alarm
 from ._operating import at_threshold, calibration_error, threshold_accuracy
 from ._oracle import oracle_answer, oracle_contrast
 from ._probe import deception_probe, probe_score
 from ._projection import trait_projection
-from ._rates import judged_share
 from ._refusal import REFUSAL_PHRASES, refusal_rate
 from ._tracker import attention_tracker
 

@@ -24,11 +24,10 @@ from inspect_lens.reading import (
 )
 from inspect_lens.spec import Positions
 
-from ._judge import ask_number, find_judge, shown
-from ._metrics import auroc
+from ._coherence import ask_number, find_judge, shown
+from ._feature import keep_tokens, no_tokens
+from ._metrics import auroc, judged_share
 from ._operating import at_threshold
-from ._rates import judged_share
-from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["probe_cascade"]
 

@@ -27,10 +27,8 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
-from ._cell_state import cells_or_limit
-from ._cell_values import cell_values, rows_in_log
 from ._dose_table import DoseRow, best_row, rows_by, rows_of, slope_of
-from ._effect import effects_of
+from ._edit_effects import cell_values, cells_or_limit, effects_of, rows_in_log
 
 __all__ = ["dose_curves", "dose_metric", "dose_response", "dose_table"]
 

@@ -3,17 +3,229 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
+import numpy as np
+from inspect_ai.event import SampleLimitEvent
+from inspect_ai.log import transcript
+from inspect_ai.model import ChatCompletionChoice, ChatMessageAssistant, ModelOutput
+from inspect_ai.scorer import (
+    Metric,
+    SampleScore,
+    Score,
+    Scorer,
+    Target,
+    Value,
+    metric,
+    scorer,
+    value_to_float,
+)
 from inspect_ai.solver import TaskState
 
-from ._cell_state import cells_or_limit
-from ._cell_values import cell_values, rows_in_log
-from ._dose_table import DoseRow, rows_of
-from ._effect import effects_of
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model import activations_for
+from inspect_lens.reading import CellScores, SteeringCell, read_cells
 
-__all__ = ["edit_effects", "edit_rates"]
+from ._dose_table import DoseRow, rows_of
+from ._refusal import is_broken
+
+__all__ = [
+    "Valued",
+    "cell_state",
+    "cell_values",
+    "cells_or_limit",
+    "edit_effects",
+    "edit_rates",
+    "effects_of",
+    "rows_in_log",
+]
+
+
+def cells_or_limit(state: TaskState, scorer: str) -> Sequence[SteeringCell] | Score:
+    """The cells of a sample; where a limit ended it in the middle of its sweep, what to say of it.
+
+    Args:
+        state: of the sample, live or out of a log.
+        scorer: that reads the cells.
+
+    Returns:
+        The cells, or the score of a sample that has none.
+
+    Raises:
+        ArtifactError: there are no cells, or no baseline among them, and no limit is the reason.
+    """
+    cells = read_cells(state.store)
+    if any(cell.kind == "baseline" for cell in cells):
+        return cells
+    if any(isinstance(event, SampleLimitEvent) for event in transcript().events):
+        return Score.unscored(
+            reason="limit", explanation="A limit ended the sample before its sweep was over."
+        )
+    raise ArtifactError(
+        f"store: {len(cells)} steering cells and no baseline among them; allowed is a sample that "
+        f"steering_sweep ran with its baseline; put steering_sweep(...) before {scorer}"
+    )
+
+
+def cell_state(state: TaskState, cell: SteeringCell) -> TaskState:
+    """The sample as it would be had the model answered with this cell's completion."""
+    message = ChatMessageAssistant(
+        content=cell.completion, id=cell.message_id, model=str(state.model), source="generate"
+    )
+    output = ModelOutput(model=str(state.model), choices=[ChatCompletionChoice(message=message)])
+    handle = activations_for(cell.message_id) if cell.message_id else None
+    if handle is not None:
+        output.metadata = {"activations": handle}
+    messages = list(state.messages)
+    while messages and isinstance(messages[-1], ChatMessageAssistant):
+        messages.pop()
+    return TaskState(
+        model=state.model,
+        sample_id=state.sample_id,
+        epoch=state.epoch,
+        input=state.input,
+        messages=[*messages, message],
+        target=state.target,
+        output=output,
+        completed=True,
+        metadata=state.metadata,
+        sample_uuid=state.uuid,
+    )
+
+
+Valued = tuple[SteeringCell, float | None]
+"""A cell and its value; None where it has none."""
+
+
+async def cell_values(
+    state: TaskState,
+    target: Target,
+    cells: Sequence[SteeringCell],
+    scorer: Scorer | None,
+    *,
+    key: str | None,
+    asker: str,
+) -> list[Valued]:
+    """Score each cell on the sample's prompt with that cell's completion.
+
+    Args:
+        state: of the sample.
+        target: of the sample.
+        cells: of the sample.
+        scorer: of one answer; None takes the numbers of the sweep's own scorer.
+        key: entry to take, of a scorer whose value is a dict.
+        asker: name of the scorer that asks, for messages.
+
+    Returns:
+        The cells with their values, in order.
+
+    Raises:
+        ArtifactError: the sweep had no scorer of its own, or there is no such entry.
+    """
+    if scorer is not None:
+        return [(cell, await _number(scorer, state, cell, target, key)) for cell in cells]
+    values = list(CellScores(store=state.store).values)
+    if len(values) != len(cells):
+        raise ArtifactError(
+            f"store: {len(values)} values for {len(cells)} cells; allowed is one each; pass a "
+            f"scorer to {asker}, or to the solver that made the cells"
+        )
+    return list(zip(cells, values, strict=True))
+
+
+def rows_in_log(valued: Sequence[Valued]) -> list[list[Any]]:
+    """The form in which `rows_of` and `dose_curves` read cells.
+
+    Args:
+        valued: cells of one sample.
+
+    Returns:
+        One row per cell: kind, layer, scale, value, vector, whether the answer fell apart.
+    """
+    return [
+        [c.kind, c.layer, c.scale, v, c.vector, v is None or is_broken(c.completion)]
+        for c, v in valued
+    ]
+
+
+async def _number(
+    scorer: Scorer, state: TaskState, cell: SteeringCell, target: Target, key: str | None
+) -> float | None:
+    """Value of one cell; None where the scorer gave none."""
+    score = await scorer(cell_state(state, cell), target)
+    value: Any = None if score is None else score.value
+    if isinstance(value, Mapping):
+        if key is None or key not in value:
+            raise ArtifactError(
+                f"key={key!r}: the scorer gives a dict with {sorted(value)}; pass one of these"
+            )
+        value = value[key]
+    number = math.nan if value is None else float(value_to_float()(value))
+    return number if math.isfinite(number) else None
+
+
+def effects_of(cells: Sequence[tuple[SteeringCell, float | None]]) -> dict[str, float | None]:
+    """Differences from the unsteered answer, by vector, layer and scale.
+
+    Args:
+        cells: of one sample, each with its value; None where it has none.
+
+    Returns:
+        `baseline` is the value of the unsteered answer. Each cell has its difference from it under
+        `<vector>@<layer>x<scale>`, with `random:` or `orthogonal:` in front for controls; several
+        of one kind are averaged. `slope:<vector>@<layer>` is the least-squares slope over the
+        scale, through the baseline. `beyond:<control>:<vector>@<layer>x<scale>` is what remains
+        of a cell after the control of equal norm. None where a value is missing.
+    """
+    known = [(cell, math.nan if value is None else value) for cell, value in cells]
+    base = float(np.mean([value for cell, value in known if cell.kind == "baseline"]))
+    effects = [(cell, value - base) for cell, value in known if cell.kind != "baseline"]
+    made = {"baseline": base, **_means(effects), **_slopes(effects), **_beyond(effects)}
+    return {name: value if math.isfinite(value) else None for name, value in made.items()}
+
+
+def _where(cell: SteeringCell) -> str:
+    layer = "all" if cell.layer is None else str(cell.layer)
+    return f"{cell.vector or 'vector'}@{layer}"
+
+
+def _label(cell: SteeringCell) -> str:
+    prefix = "" if cell.kind == "vector" else f"{cell.kind}:"
+    return f"{prefix}{_where(cell)}x{cell.scale:g}"
+
+
+def _means(effects: Sequence[tuple[SteeringCell, float]]) -> dict[str, float]:
+    """Mean effect of each kind of cell."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for cell, effect in effects:
+        found[_label(cell)].append(effect)
+    return {label: float(np.mean(values)) for label, values in found.items()}
+
+
+def _slopes(effects: Sequence[tuple[SteeringCell, float]]) -> dict[str, float]:
+    """Slope of the line through the baseline, by vector and layer."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for cell, effect in effects:
+        if cell.kind == "vector" and cell.scale:
+            found[_where(cell)].append((cell.scale, effect))
+    slopes = {}
+    for where, points in found.items():
+        x, y = np.array(points).T
+        slopes[f"slope:{where}"] = float(x @ y / (x @ x))
+    return slopes
+
+
+def _beyond(effects: Sequence[tuple[SteeringCell, float]]) -> dict[str, float]:
+    """Effect of the vector less that of each control beside it."""
+    means = _means(effects)
+    found = {}
+    for cell, _ in effects:
+        own = cell.model_copy(update={"kind": "vector"})
+        if cell.kind in ("random", "orthogonal") and _label(own) in means:
+            found[f"beyond:{_label(cell)}"] = means[_label(own)] - means[_label(cell)]
+    return found
 
 
 @metric(scores="unreduced")

@@ -23,9 +23,9 @@ from inspect_lens.reading import (
     read_sample,
 )
 
+from ._feature import keep_tokens, no_tokens
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["probe_ensemble"]
 

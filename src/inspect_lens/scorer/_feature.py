@@ -1,28 +1,92 @@
-"""`sae_feature`: how active chosen latents of a sparse autoencoder are in a sample."""
+"""Scorers of tokens: latents of a sparse autoencoder, and ranks in a logit lens, beside the log."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import anyio.to_thread
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model import activations
 from inspect_lens.reading import (
     LatentReader,
+    LatentReading,
     OnMissing,
     Over,
+    ProbeReader,
+    Reading,
+    SampleReading,
     Source,
     read_latents,
+    save_token_scores,
 )
 from inspect_lens.sae import SparseEncoder
-from inspect_lens.spec import Positions, Site
+from inspect_lens.spec import LensTable, Positions, Site
 
 from ._metrics import auroc
-from ._tokens import keep_tokens, no_tokens
 
-__all__ = ["sae_feature"]
+__all__ = [
+    "keep_tokens",
+    "lens_rank",
+    "no_tokens",
+    "sae_feature",
+]
+
+AnySample = SampleReading[Reading] | SampleReading[LatentReading]
+
+
+async def keep_tokens(
+    samples: Iterable[AnySample], *, labels: Iterable[str] = (), threshold: float | None = None
+) -> dict[str, Any]:
+    """Write token scores beside the log.
+
+    Args:
+        samples: readings of one sample, of each probe.
+        labels: keys of a dict score, in that order; by default the names of what was read.
+        threshold: of latents, which have no card.
+
+    Returns:
+        `{"token_scores": reference}` for the score's metadata, or nothing where there is no
+        place for a file.
+    """
+    names = dict(enumerate(labels))
+    records, handles = [], []
+    for i, sample in enumerate(samples):
+        for one in sample.read:
+            at: dict[str, Any] = {"message_id": one.turn.message_id, "turn": one.turn.number}
+            more = {"label": names.get(i)} if isinstance(one.reading, Reading) else {
+                "threshold": threshold
+            }  # fmt: skip
+            records.append(one.reading.record(**at, **more))
+            handles.append(one.reading.rows.handle)
+    if not records:
+        return {}
+    # A finished log is scored beside its activations.
+    beside = next((h for h in handles if h is not None and h.uri is not None), None)
+    if all(record.stands_in is not None for record in records):
+        reference = save_token_scores(records, beside=beside)  # nothing is written
+    else:
+        write = partial(save_token_scores, records, beside=beside)
+        reference = await anyio.to_thread.run_sync(write)
+    return {} if reference is None else {"token_scores": reference}
+
+
+def no_tokens(reader: ProbeReader | LatentReader, n_missing: int = 0) -> Score:
+    """The score of a sample in which there is nothing to read."""
+    missing = f" {n_missing} calls captured nothing that could be read." if n_missing else ""
+    return Score.unscored(
+        reason="no_tokens",
+        explanation=(
+            f"No token to read: positions={reader.positions!r} selects none of this output (the "
+            "last sampled token is never fed to the model), or a limit ended the sample before its "
+            f"model had written anything.{missing}"
+        ),
+    )
 
 
 @scorer(metrics={"*": [mean(), stderr(), auroc()]})
@@ -155,3 +219,113 @@ def _verdict(value: Mapping[str, float], threshold: float | None) -> str | None:
     if threshold is None:
         return None
     return "above threshold" if max(value.values()) > threshold else "below threshold"
+
+
+@scorer(metrics={"*": [mean(), stderr()]})
+def lens_rank(
+    target: int | None = None,
+    layers: Sequence[int] | None = None,
+    position: int = -1,
+) -> Scorer:
+    """Rank and log-probability of a token at each layer, as a lens read them.
+
+    Reads what the solver `logit_lens` asked for, live or from a log: by the logit lens, or by a
+    tuned or Jacobian lens. The rank counts the tokens
+    with a larger logit, so 0 is the most likely one.
+
+    Args:
+        target: id of the token. By default the last of those that the solver asked for, which is
+            that of the sample's target with `logit_lens(target=" {}")`.
+        layers: those to report; by default all that were read.
+        position: of the row, over prompt and completion; a negative one counts from the end of the
+            prompt. -1 is the row that predicts the first token of the answer.
+
+    Returns:
+        The scorer. Its value has `rank@<layer>` and `logprob@<layer>` (nats) for each layer, and
+        the metadata `first_layer`, from which on the token is the most likely one; None without
+        such a layer.
+
+    Raises:
+        SpecError: while scoring, the lens did not read that token, layer or position.
+        ArtifactError: while scoring, the call had no lens, or its file cannot be found.
+
+    Source:
+        nostalgebraist, "interpreting GPT: the logit lens" (2020).
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.scorer import lens_rank
+        from inspect_lens.solver import logit_lens
+
+        task = Task(
+            dataset=organism_dataset("demo")[:2],
+            solver=logit_lens(top_k=0, target=" {}", positions="last_prompt"),
+            scorer=lens_rank(layers=[2, 5]),
+        )
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
+        value = log.samples[0].scores["lens_rank"].value
+        assert set(value) == {"rank@2", "logprob@2", "rank@5", "logprob@5"}
+        ```
+    """
+    chosen = target
+
+    async def score(state: TaskState, target: Target) -> Score:
+        if not state.output.choices:
+            return Score.unscored(
+                reason="no_tokens",
+                explanation="A limit ended the sample before the model answered.",
+            )
+        handle = activations(state.output)
+        table = None if handle is None else handle.lens
+        if handle is None or table is None:
+            raise ArtifactError(
+                'lens_rank: this call had no logit lens; run the solver logit_lens(target=" {}"), '
+                "or ask for one with lens_config(lens=…)"
+            )
+        column = _column(table, chosen)
+        row = _index(
+            table.positions, position + handle.n_prompt if position < 0 else position, "position"
+        )
+        ranks = table.target_ranks[row, :, column].tolist()
+        logprobs = table.target_logprobs[row, :, column].tolist()
+        shown = table.layers if layers is None else tuple(layers)
+        value: dict[str, float] = {}
+        for layer in shown:
+            at = _index(table.layers, layer, "layer")
+            value |= {f"rank@{layer}": ranks[at], f"logprob@{layer}": logprobs[at]}
+        # Behind the last layer that prefers another token.
+        others = [i for i, rank in enumerate(ranks) if rank]
+        start = others[-1] + 1 if others else 0
+        first = table.layers[start] if start < len(table.layers) else None
+        return Score(
+            value=value,
+            explanation=f"Token {table.targets[column]} has the ranks {ranks} at the layers "
+            f"{list(table.layers)}.",
+            metadata={
+                "token": table.targets[column],
+                "position": table.positions[row],
+                "first_layer": first,
+            },
+        )
+
+    return score
+
+
+def _column(table: LensTable, target: int | None) -> int:
+    if not table.targets:
+        raise SpecError(
+            "lens_rank: the lens read no chosen token; allowed is a lens with tokens; run "
+            'logit_lens(target=" {}") or logit_lens(tokens=[…])'
+        )
+    return len(table.targets) - 1 if target is None else _index(table.targets, target, "target")
+
+
+def _index(known: Sequence[int], wanted: int, field: str) -> int:
+    if wanted not in known:
+        span = f"{known[0]} to {known[-1]}" if len(known) > 8 else str(list(known))
+        raise SpecError(f"lens_rank: {field}={wanted}; the lens read {span}")
+    return list(known).index(wanted)

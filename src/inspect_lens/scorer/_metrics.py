@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 
-from ._clusters import drawn_interval
-from ._labels import control_values, labelled, partition
+from ._labels import control_values, drawn_interval, labelled, partition
 
-__all__ = ["auroc", "average_precision", "recall_at_fpr"]
+__all__ = [
+    "auroc",
+    "average_precision",
+    "judged_share",
+    "recall_at_fpr",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -207,3 +211,36 @@ def recall_at_fpr(
 
 def _recall(y: NDArray[np.bool_], s: NDArray[np.float64], fpr: float) -> float:
     return arithmetic.recall_at_fpr(s[y], s[~y], fpr, allow_few=True).recall
+
+
+@metric(scores="unreduced")
+def judged_share() -> Metric:
+    """Share of generations that a judge model read: what a cascade costs.
+
+    Counts every epoch, since each is paid for. NaN without a score that says `judged`.
+
+    Returns:
+        The metric.
+
+    Example:
+        ```python
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.scorer import judged_share, probe_cascade
+
+        cascade = probe_cascade(
+            "organism/deception-lr", question="The answer is a lie.", band=(0.5, 0.5)
+        )
+        log = read_eval_log("logs/honesty.eval")
+        log = score(log, cascade, metrics=[judged_share()], action="overwrite")
+        assert log.results.scores[0].metrics["judged_share"].value == 0.0
+        ```
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        marks = [(s.score.metadata or {}).get("judged") for s in scores]
+        known = [bool(mark) for mark in marks if mark is not None]
+        return sum(known) / len(known) if known else math.nan
+
+    return compute

@@ -23,9 +23,9 @@ from inspect_lens.reading._cut import Cut, cut_of
 from inspect_lens.reading._promise import promise, rates
 from inspect_lens.spec import Positions
 
+from ._feature import keep_tokens, no_tokens
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["monitor_alarm"]
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 
-from ._clusters import rate_interval
-from ._labels import carried, control_values, labelled, partition, read_threshold
+from ._labels import carried, control_values, labelled, partition, rate_interval, read_threshold
 
 __all__ = ["at_threshold", "calibration_error", "threshold_accuracy"]
 

@@ -13,9 +13,9 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, Over, ProbeReader, Source, read_sample
 from inspect_lens.spec import Positions
 
+from ._feature import keep_tokens, no_tokens
 from ._metrics import auroc
 from ._operating import at_threshold
-from ._tokens import keep_tokens, no_tokens
 
 __all__ = ["deception_probe", "probe_score", "score_with"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -11,9 +12,13 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 
-from ._judge import ask_number, find_judge, shown
+from ._coherence import ask_number, find_judge, shown
 
-__all__ = ["REFUSAL_PHRASES", "refusal_rate"]
+__all__ = [
+    "REFUSAL_PHRASES",
+    "is_broken",
+    "refusal_rate",
+]
 
 REFUSAL_PHRASES: Final = (
     "I'm sorry",
@@ -121,3 +126,27 @@ def refusal_rate(
 
 def _plain(text: str) -> str:
     return text.replace("\u2019", "'").casefold()
+
+
+_LOOP: Final = re.compile(r"(.{1,40}?)\1{4,}", re.DOTALL)
+_LETTERS: Final = 10
+"""Shortest run that counts: three dots and a row of zeros are no loop."""
+
+
+def is_broken(text: str) -> bool:
+    """Whether a text is blank, or at least half of it repeats one piece five times or more.
+
+    It finds what too large a scale does to most models. A grammatical answer that makes no sense
+    passes: for that ask a judge, with `coherence`.
+
+    Args:
+        text: of an answer.
+
+    Returns:
+        True where it fell apart.
+    """
+    answer = text.strip()
+    if not answer:
+        return True
+    runs = [len(found[0]) for found in _LOOP.finditer(answer)]
+    return any(run >= max(_LETTERS, len(answer) / 2) for run in runs)

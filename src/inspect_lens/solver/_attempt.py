@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
+from inspect_ai.agent import Agent, as_solver, is_agent
 from inspect_ai.model import ChatMessageAssistant, execute_tools
-from inspect_ai.solver import Generate, TaskState
+from inspect_ai.solver import Generate, Solver, TaskState
 from inspect_ai.tool import Tool, ToolDef, ToolFunction
 from inspect_ai.util import span
 
@@ -16,7 +17,14 @@ from inspect_lens._concurrency import first_error
 from inspect_lens.errors import SpecError
 from inspect_lens.reading._aside import ids_of, record_standing
 
-__all__ = ["adopt", "attempt", "gather", "refuse_tools", "run_tools"]
+__all__ = [
+    "adopt",
+    "as_inner",
+    "attempt",
+    "gather",
+    "refuse_tools",
+    "run_tools",
+]
 
 T = TypeVar("T")
 
@@ -101,3 +109,10 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     except BaseExceptionGroup as group:
         raise first_error(group) from None
     return [results[i] for i in range(len(calls))]
+
+
+def as_inner(inner: Solver | Agent | None) -> Solver | None:
+    """A solver for a solver or an agent; None for none."""
+    # By its registration: to a type checker an agent and a solver may look alike.
+    wrapped = as_solver(inner) if inner is not None and is_agent(inner) else inner
+    return cast("Solver | None", wrapped)

@@ -21,11 +21,9 @@ from inspect_lens.reading._promise import rates
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike, steering_vector
 
-from ._attempt import adopt, attempt, run_tools
-from ._decisions import GateAttempt, GateDecision, Outcome, record_decision
+from ._attempt import adopt, as_inner, attempt, run_tools
+from ._decisions import GateAttempt, GateDecision, Outcome, record_decision, withhold
 from ._gate_agent import AgentGate
-from ._inner import as_inner
-from ._withhold import withhold
 
 __all__ = ["GateAction", "ReadBy", "Tried", "probe_gate", "turn_by_turn"]
 

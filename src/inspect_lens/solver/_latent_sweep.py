@@ -18,7 +18,7 @@ from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents,
 from inspect_lens.spec import Latent, LatentMode, Positions, Site
 
 from ._attempt import refuse_tools
-from ._cells import BASELINE, CellPlan, SweepRun, refuse_steered
+from ._sweep import BASELINE, CellPlan, SweepRun, refuse_steered
 
 __all__ = ["latent_sweep"]
 

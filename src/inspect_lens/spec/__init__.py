@@ -5,23 +5,29 @@ The Inspect process and the vLLM processes share them.
 
 from .answer._receipt import CaptureReceipt, EnginePath, GateReceipt, Receipt, SteerReceipt
 from .answer._saved import decode_saved, encode_saved
-from .asks._capture import CaptureSpec, Layers, Reduce, RowDType, SiteChoice
-from .asks._engine_lens import (
+from .asks._capture import CaptureSpec, Layers, QKReceipt, QKSpec, Reduce, RowDType, SiteChoice
+from .asks._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
+from .asks._lens import (
+    LENS_NAME,
     LENS_REFERENCE,
+    MOST_TOKENS,
+    MOST_TOP_K,
     EngineLens,
     LensEntry,
     LensKind,
+    LensReceipt,
+    LensTable,
+    LogitLens,
     ResolvedLens,
     check_engine_lens,
 )
-from .asks._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
-from .asks._lens import LENS_NAME, MOST_TOKENS, MOST_TOP_K, LensReceipt, LensTable, LogitLens
 from .asks._patterns import PatternBudget
 from .asks._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
 from .asks._positions import (
     Phase,
     PositionName,
     Positions,
+    TokenMatch,
     in_phase,
     is_mask,
     parse_positions,
@@ -29,14 +35,16 @@ from .asks._positions import (
     resolve_positions,
 )
 from .asks._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
-from .asks._qk import QKReceipt, QKSpec
 from .asks._sink import SinkReceipt, SinkStatus, SinkUse
 from .asks._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
-from .asks._token_match import TokenMatch
-from .checks._check import check_probe, check_request
-from .checks._check_edits import check_edits
-from .checks._check_lens import check_lens
-from .checks._eager import check_hooks, check_qk
+from .checks._check import (
+    check_edits,
+    check_hooks,
+    check_lens,
+    check_probe,
+    check_qk,
+    check_request,
+)
 from .edits import (
     EDIT_REFERENCE,
     EDITS,
@@ -79,34 +87,32 @@ from .edits import (
     token_gate,
     token_gate_key,
 )
-from .engine._facts import EngineFacts, rows_for
-from .engine._limits import TensorLimits
-from .engine._sites import (
+from .engine._facts import (
     BLOCK_SITES,
     RESID_POST,
     SITE_TABLE,
     SITES,
+    EngineFacts,
     Site,
     SiteInfo,
     SiteWidth,
     TapPoint,
     in_site_order,
     result_name,
+    rows_for,
     tap_order,
     tap_point,
     tap_points,
 )
-from .request._body import BodyParts, lens_args, split_body
-from .request._encode import to_extra_args, to_wire_args
-from .request._registrable import Registrable
-from .request._request import LensRequest, forget_parsed, parse_extra_args
-from .values._arrays import as_tensor_data
+from .engine._limits import TensorLimits
+from .request._body import BodyParts, lens_args, split_body, to_extra_args, to_wire_args
+from .request._request import LensRequest, Registrable, forget_parsed, parse_extra_args
 from .values._counts import check_counts, check_size
-from .values._names import check_function_name, check_name
-from .values._strict import explain, judging, shown
+from .values._strict import check_function_name, check_name, explain, judging, shown
 from .values._tensor import (
     DType,
     TensorData,
+    as_tensor_data,
     decode_tensor,
     encode_frame,
     encode_tensor,

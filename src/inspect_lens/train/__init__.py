@@ -14,8 +14,14 @@ from .calibration._platt import (
     TemperatureCalibrator,
     calibrate,
 )
-from .families._binary import BinaryEstimator
-from .families._direction import DirectionEstimator, MeanDifferenceProbe
+from .families._binary import BinaryEstimator, TrainableProbe
+from .families._direction import (
+    DirectionEstimator,
+    LATProbe,
+    LDAProbe,
+    MassMeanProbe,
+    MeanDifferenceProbe,
+)
 from .families._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
 from .families._families import FAMILIES, make_estimator
 from .families._heads import (
@@ -26,40 +32,40 @@ from .families._heads import (
     MultiMaxProbe,
     RollingAttentionProbe,
 )
-from .families._lat import LATProbe
-from .families._logistic import LogisticProbe, PressureLogisticProbe
-from .families._massmean import LDAProbe, MassMeanProbe
+from .families._logistic import LogisticProbe, PressureLogisticProbe, SklearnProbe, as_family
 from .families._sae import SAEFeatureProbe
 from .families._sequence import SequenceEstimator
-from .families._sklearn import SklearnProbe, as_family
 from .families._torch_logistic import TorchLogisticProbe
-from .families._trainable import TrainableProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
 from .fitting._stream import fit_stream
 from .judging._baselines import (
     bag_of_words_scores,
     baseline,
+    baselines_within,
     judge_scores,
     length_scores,
+    measure_baselines,
     random_direction_scores,
 )
-from .judging._beside import baselines_within, measure_baselines
 from .judging._cascade import CascadePoint, cascade_frontier
-from .judging._domains import DomainScore, leave_one_domain_out
+from .judging._domains import (
+    DomainScore,
+    StyleShift,
+    leave_one_domain_out,
+    style_shift,
+    transfer_statement,
+)
 from .judging._evaluate import evaluate_probe
 from .judging._select import LayerChoice, select_layer
-from .judging._shift import StyleShift, style_shift, transfer_statement
 from .lenses._jacobian_lens import fit_jacobian_lens
-from .lenses._lens_quality import evaluate_lens
+from .lenses._lens_model import evaluate_lens
 from .lenses._tuned_lens import fit_tuned_lens
 from .sets._dataset import ActivationSet
 from .sets._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
-from .sets._seen import refuse_seen
-from .sets._splits import require_disjoint, split_by_group
+from .sets._splits import refuse_seen, require_disjoint, split_by_group
 from .sets._store_set import StoreSet
 from .vectors._condition import Condition, fit_condition, similarity
-from .vectors._erasure import erase
 from .vectors._persona import persona_pairs, persona_vector
 from .vectors._refusal import (
     RefusalCandidate,
@@ -69,8 +75,15 @@ from .vectors._refusal import (
     refusal_candidates,
     select_refusal,
 )
-from .vectors._vector_check import VectorScore, evaluate_vector
-from .vectors._vectors import VectorMethod, VectorRows, extract_vector, pair_set
+from .vectors._vectors import (
+    VectorMethod,
+    VectorRows,
+    VectorScore,
+    erase,
+    evaluate_vector,
+    extract_vector,
+    pair_set,
+)
 
 __all__ = [
     "DEPTHS",

@@ -21,17 +21,17 @@ from inspect_lens.probe import (
 from inspect_lens.spec import Positions
 
 from .calibration._calibrate import fit_threshold
-from .families._sklearn import as_family
-from .families._trainable import Rows, TrainableProbe
+from .families._binary import Rows, TrainableProbe
+from .families._logistic import as_family
 from .fitting._fit import rows_of
+from .judging._domains import transfer_statement
 from .judging._evaluate import evaluate_probe
 from .judging._select import SelectBy, select_layer
-from .judging._shift import transfer_statement
 from .sets._behaviour import FOLLOWED_FLOOR, require_followed
-from .sets._copies import near_copies
 from .sets._dataset import ActivationSet
-from .sets._seen import list_seen
 from .sets._splits import (
+    list_seen,
+    near_copies,
     require_disjoint,
     require_other_samples,
     require_same_origin,

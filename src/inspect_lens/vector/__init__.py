@@ -3,9 +3,9 @@
 `inspect_lens.train` finds them.
 """
 
-from ._card import VectorCard, VectorTraining
 from ._dose import DosePoint, DoseResponse, Response, dose_response, spearman
 from ._export import export_vector
+from ._files import VectorCard, VectorTraining
 from ._foreign import VectorFormat, import_vector
 from ._load import load_vector, register_vector_dir
 from ._use import VectorLike, steering_vector

@@ -14,8 +14,7 @@ from safetensors.numpy import save as save_safetensors
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.probe import write_atomic
 
-from ._foreign import VectorFormat
-from ._gguf import encode_gguf
+from ._foreign import VectorFormat, encode_gguf
 from ._vector import Vector
 
 __all__ = ["export_vector"]

@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import Site, SteeringVector
 
-from ._card import VectorCard
-from ._files import encode_vector, read_vector_files, write_vector_files
+from ._files import VectorCard, encode_vector, read_vector_files, write_vector_files
 
 __all__ = ["Vector"]
 

@@ -4,8 +4,7 @@ from inspect_lens._token_texts import TokenTexts
 
 from ._chat_server import ChatPage
 from ._chat_talk import ChatSetup, ChatTalk, open_talk
-from ._summary import note_readings, probe_summary, sparkline
-from ._viewer import probe_viewer
+from ._viewer import note_readings, probe_summary, probe_viewer, sparkline
 from ._write import MAX_PAGE_BYTES, WrittenView, write_view
 
 __all__ = [

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.model import Activations, ProbeScores, activations
-from inspect_lens.model.from_logs._given import given_output
+from inspect_lens.model.from_logs._read import given_output
 from inspect_lens.reading import TokenScores, given_length
 
-from ._content import CallView, SampleView, TurnView
-from ._kept import Kept, kept_call, lay_out, read_kept
+from ._kept import Kept, kept_call, lay_out, read_kept, shared_prefix, split_call
+from ._page import CallView, SampleView, TurnView
 from ._series import Source, score_call
-from ._turns import shared_prefix, split_call
 
 __all__ = ["OpenLog", "open_log", "read_sample"]
 

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["fill", "json_of", "render_page", "script_of", "style_of"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "LEVELS",
+    "CallView",
+    "Origin",
+    "Range",
+    "SampleView",
+    "Series",
+    "TokenTable",
+    "TurnView",
+    "fill",
+    "json_of",
+    "pack_sample",
+    "ranges",
+    "render_page",
+    "script_of",
+    "style_of",
+]
 
 # In the order in which they build on each other; joined into one script.
 _SCRIPTS: Final = ("parts.js", "data.js", "scale.js", "list.js", "tokens.js", "strip.js", "app.js")
@@ -69,3 +91,181 @@ def style_of(names: Sequence[str]) -> str:
 
 def _asset(name: str) -> str:
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+Origin = Literal["activations", "kept", "none"]
+"""Computed here from activations; read from the files in which scorers kept them; or nowhere,
+because the call's activations are not here and no scorer kept its scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One number per token: a probe at one of its layers, or over all of them."""
+
+    probe: str
+    layer: int | None
+    """None: all layers of the probe, as it scores samples."""
+    layers: tuple[int, ...]
+    sha256: str
+    pool: str
+    positions: str
+    threshold: float | None
+    """Of the pooled value, in the unit of the token scores; None at a single layer of several."""
+    fpr: float | None
+    description: str
+    finds: str = ""
+    """How many positives the threshold finds, in a sentence; empty where its card does not say."""
+    neural: bool = False
+    """Token values of a probe that weighs tokens are those before the weights."""
+
+
+@dataclass(frozen=True)
+class TurnView:
+    """A run of tokens of one speaker."""
+
+    role: str
+    start: int
+    """First token, in the sample's own numbering."""
+    stop: int
+    generated: bool
+    """Written by the model in this call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallView:
+    """One model call; tokens that the call before ended with are not repeated."""
+
+    start: int
+    """First of its tokens, in the sample's own numbering."""
+    folded: int
+    """Tokens at the beginning of the prompt that stand in the call before."""
+    n_prompt: int
+    n_completion: int
+    values: tuple[float | None, ...]
+    """Pooled score by series; None where the call has not all that the probe reads."""
+    turns: tuple[TurnView, ...]
+    origin: Origin = "activations"
+    """Where its token scores come from."""
+    positions: tuple[int, ...] = ()
+    """Position of each token in the call, -1 for text without one; empty where its tokens are
+    shown in order from `folded` on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleView:
+    """One sample of the log."""
+
+    id: str
+    epoch: int
+    label: Any
+    target: str
+    preview: str
+    scores: dict[str, Any]
+    """Every score of the log, dict scores as `scorer.key`; numbers, text or None."""
+    calls: Sequence[CallView]
+    token_ids: NDArray[np.int64]
+    """(tokens,) of all calls, one after the other."""
+    tokens: Sequence[str]
+    """(tokens,) their texts."""
+    special: NDArray[np.bool_]
+    """(tokens,) marks of the template."""
+    token_scores: NDArray[np.float32] = field(repr=False)
+    """(series, tokens); NaN where a token was not captured."""
+    kept_by: tuple[str, ...] = ()
+    """Scorers whose files gave token scores to calls without activations."""
+    lost: str = ""
+    """Address of the first file of token scores that the log refers to and that is not here."""
+
+    @property
+    def values(self) -> tuple[float | None, ...]:
+        """Pooled score by series, of the last call, as scorers read it."""
+        return self.calls[-1].values if self.calls else ()
+
+
+LEVELS = 65535
+
+
+class Range(NamedTuple):
+    """Where the token scores of a series lie."""
+
+    low: float
+    high: float
+    q02: float
+    median: float
+    q98: float
+
+    def quantise(self, scores: NDArray[np.float32]) -> NDArray[np.uint16]:
+        """Scores as levels; NaN is 0."""
+        span = self.high - self.low
+        share = (
+            (scores.astype(np.float64) - self.low) / span if span > 0 else np.zeros(scores.shape)
+        )
+        levels = 1 + np.round(np.nan_to_num(share) * (LEVELS - 1))
+        return np.where(np.isfinite(scores), levels, 0).astype(np.uint16)
+
+
+class TokenTable:
+    """Every token of the page once: its text, its id, and whether it is a mark."""
+
+    def __init__(self) -> None:
+        self._index: dict[tuple[int, str, bool], int] = {}
+
+    def indices(self, sample: SampleView) -> NDArray[np.uint32]:
+        """Index of each token of a sample, (tokens,)."""
+        rows = zip(sample.token_ids.tolist(), sample.tokens, sample.special.tolist(), strict=True)
+        found = [self._index.setdefault(row, len(self._index)) for row in rows]
+        return np.array(found, dtype=np.uint32)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The table, as columns."""
+        rows = list(self._index)
+        return {
+            "ids": [row[0] for row in rows],
+            "texts": [row[1] for row in rows],
+            "special": [i for i, row in enumerate(rows) if row[2]],
+        }
+
+
+def ranges(samples: Sequence[SampleView], n_series: int) -> list[Range]:
+    """Range of each series over all samples; zeros where it has no score at all."""
+    made = []
+    for i in range(n_series):
+        parts = [s.token_scores[i][np.isfinite(s.token_scores[i])] for s in samples]
+        values = np.concatenate([np.zeros(0, np.float32), *parts])
+        if not values.size:
+            made.append(Range(0.0, 0.0, 0.0, 0.0, 0.0))
+            continue
+        q02, median, q98 = np.quantile(values, [0.02, 0.5, 0.98]).tolist()
+        made.append(Range(float(values.min()), float(values.max()), q02, median, q98))
+    return made
+
+
+def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) -> str:
+    """The block of one sample, as base64."""
+    header = json.dumps(
+        {
+            "calls": [
+                {
+                    "start": call.start, "folded": call.folded, "prompt": call.n_prompt,
+                    "completion": call.n_completion, "values": [_number(v) for v in call.values],
+                    "origin": call.origin, "at": list(call.positions),
+                    "turns": [[t.role, t.start, t.stop, int(t.generated)] for t in call.turns],
+                }
+                for call in sample.calls
+            ]
+        },
+        separators=(",", ":"),
+    ).encode()  # fmt: skip
+    indices = table.indices(sample)
+    planes = [(indices >> shift & 255).astype(np.uint8).tobytes() for shift in (0, 8, 16)]
+    for i, where in enumerate(spread):
+        levels = where.quantise(sample.token_scores[i])
+        planes += [(levels >> shift & 255).astype(np.uint8).tobytes() for shift in (0, 8)]
+    size = len(header).to_bytes(4, "little") + len(indices).to_bytes(4, "little")
+    # No time of day: the same log gives the same page.
+    packed = gzip.compress(size + header + b"".join(planes), compresslevel=6, mtime=0)
+    return base64.b64encode(packed).decode("ascii")
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

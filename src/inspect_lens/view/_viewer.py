@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
+import numpy as np
+from inspect_ai.log import transcript
 from inspect_ai.viewer import (
     SampleScoreView,
     SampleScoreViewSort,
@@ -14,10 +17,17 @@ from inspect_ai.viewer import (
     TaskSamplesView,
     ViewerConfig,
 )
+from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
+from inspect_lens.reading import Reading
 
-__all__ = ["probe_viewer"]
+__all__ = [
+    "note_readings",
+    "probe_summary",
+    "probe_viewer",
+    "sparkline",
+]
 
 Palette = Literal["good-high", "good-low", "neutral", "diverging"]
 
@@ -88,3 +98,135 @@ def probe_viewer(
             default="grid", sort=SampleScoreViewSort(column="value", dir="desc")
         ),
     )
+
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+SOURCE: Final = "inspect_lens"
+
+
+def sparkline(
+    values: ArrayLike, *, width: int = 32, low: float | None = None, high: float | None = None
+) -> str:
+    """Draw numbers as a line of small bars.
+
+    Args:
+        values: (tokens,); NaN is a space.
+        width: characters at most; a character stands for the highest of its tokens.
+        low: value of the lowest bar; the smallest by default.
+        high: value of the highest bar; the largest by default.
+
+    Returns:
+        The line; empty without values.
+
+    Example:
+        ```python
+        from inspect_lens.view import sparkline
+
+        assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
+        ```
+    """
+    every = np.asarray(values, dtype=np.float64).ravel()
+    if not every.size:
+        return ""
+    parts = np.array_split(every, min(width, every.size))
+    tops = [float(np.nanmax(p)) if np.isfinite(p).any() else math.nan for p in parts]
+    known = every[np.isfinite(every)]
+    if not known.size:
+        return " " * len(tops)
+    bottom = float(known.min()) if low is None else low
+    span = (float(known.max()) if high is None else high) - bottom
+    steps = len(_BARS) - 1
+    return "".join(
+        " "
+        if math.isnan(top)
+        else _BARS[round(min(max((top - bottom) / span, 0.0), 1.0) * steps) if span > 0 else 0]
+        for top in tops
+    )
+
+
+def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
+    """A table of readings, one row each, as markdown.
+
+    Args:
+        readings: of the turns of a conversation, or of several probes; None is a turn without a
+            token to read.
+
+    Returns:
+        Markdown; all bars share one scale, so that rows can be compared.
+
+    Example:
+        ```python
+        from inspect_lens.model import read_activations
+        from inspect_lens.reading import ProbeReader
+        from inspect_lens.view import probe_summary
+
+        reader = ProbeReader.of("organism/deception-lr")
+        calls = read_activations("logs/honesty.eval")[:2]
+        table = probe_summary([reader.read_captured(call.activations) for call in calls])
+        assert table.count("organism/deception-lr") == 2
+        ```
+    """
+    rows = [readings] if isinstance(readings, Reading) else list(readings)
+    scores = [None if r is None else r.token_scores() for r in rows]
+    known = [s for s in scores if s is not None and s.size]
+    low = min((float(s.min()) for s in known), default=0.0)
+    high = max((float(s.max()) for s in known), default=0.0)
+    lines = [
+        "| turn | probe | score | threshold | tokens above | highest token | tokens |",
+        "|--:|---|--:|---|--:|---|---|",
+    ]
+    for turn, (reading, tokens) in enumerate(zip(rows, scores, strict=True), start=1):
+        if reading is None or tokens is None:
+            lines.append(f"| {turn} | - | - | - | - | - | no token to read |")
+            continue
+        cut = reading.threshold
+        above = "-" if cut is None else f"{int((tokens > cut.value).sum())} of {tokens.size}"
+        best = int(tokens.argmax())
+        limit = "-" if cut is None else f"{'▲' if reading.is_above else '▽'} {cut.value:.4g}"
+        lines.append(
+            f"| {turn} | {reading.reader.probe.name} | {reading.value:.4g} | {limit} | {above} "
+            f"| {tokens[best]:.4g} at {reading.rows.positions[best]} "
+            f"| `{sparkline(tokens, low=low, high=high)}` |"
+        )
+    if known:
+        lines += ["", f"Bars go from {low:.4g} to {high:.4g}; ▲ above the threshold, ▽ not."]
+    return "\n".join(lines)
+
+
+def note_readings(readings: Reading | Sequence[Reading | None]) -> None:
+    """Put `probe_summary` into the transcript of the sample that is running.
+
+    Inspect's viewer shows it as a table at this place. It adds about 150 bytes a row to the log.
+
+    Args:
+        readings: as for `probe_summary`.
+
+    Example:
+        ```python
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+        from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
+        from inspect_ai.solver import TaskState
+
+        from inspect_lens.reading import ProbeReader
+        from inspect_lens.view import note_readings
+
+
+        @scorer(metrics=[mean()])
+        def noted_probe(probe: str = "organism/deception-lr") -> Scorer:
+            reader = ProbeReader.of(probe)
+
+            async def read(state: TaskState, target: Target) -> Score:
+                reading = await reader.read(state.output)
+                note_readings(reading)
+                return Score(value=reading.value)
+
+            return read
+
+
+        log = score(read_eval_log("logs/honesty.eval"), noted_probe())
+        notes = [e for s in log.samples for e in s.events if e.event == "info"]
+        assert len(notes) == len(log.samples)
+        ```
+    """
+    transcript().info(probe_summary(readings), source=SOURCE)

@@ -15,16 +15,13 @@ from inspect_lens._progress import progress_bar
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
-from inspect_lens.model.request._advice import capture_advice
+from inspect_lens.model.request._body import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
-from ._content import SampleView
 from ._kept import origin_notes, read_kept
 from ._log import OpenLog, open_log, read_sample
-from ._pack import LEVELS, Range, TokenTable, pack_sample, ranges
-from ._page import render_page
-from ._probes import choose_probes
-from ._series import Source, kept_sources, make_sources
+from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges, render_page
+from ._series import Source, choose_probes, kept_sources, make_sources
 
 __all__ = ["MAX_PAGE_BYTES", "WrittenView", "write_view"]
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from inspect_lens._shards import ShardWriter
-from inspect_lens._vllm.sinks.config import SinkConfig
 from inspect_lens._vllm.sinks.process import _about
+from inspect_lens._vllm.sinks.sink import SinkConfig
 from inspect_lens.data import ActivationStore
 from inspect_lens.probe import load_probe
 from inspect_lens.spec import EngineFacts

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from inspect_lens.probe import fingerprint_model, load_probe
-from inspect_lens.probe.card._render import render_card
+from inspect_lens.probe.card._files import render_card
 from tests.kit.repository import ROOT
 
 NAMES = ["deception-lr", "deception-md", "truth-mm"]

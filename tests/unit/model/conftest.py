@@ -12,7 +12,7 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens._intake import Beside, _beside
-from inspect_lens.model.response import _take
+from inspect_lens.model.response import _response
 from inspect_lens.model.server import _server
 from inspect_lens.model.stored._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
@@ -105,7 +105,7 @@ def beside(running: Beside, monkeypatch: pytest.MonkeyPatch) -> Beside:
     """It starts at the first capture."""
     monkeypatch.setattr(_beside, "STARTS_AFTER", 0)
     monkeypatch.setattr(_beside, "STARTS", 100)
-    monkeypatch.setattr(_take, "BESIDE", running)
+    monkeypatch.setattr(_response, "BESIDE", running)
     MEMORY.clear()
     return running
 

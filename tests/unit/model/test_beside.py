@@ -26,7 +26,7 @@ from inspect_lens.model import (
     read_activations,
     resident_activation_bytes,
 )
-from inspect_lens.model.response import _take
+from inspect_lens.model.response import _response
 from inspect_lens.model.stored._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer, residual
 
@@ -245,7 +245,7 @@ def test_it_is_not_started_where_nothing_is_captured_or_nobody_wants_it(
     beside: Beside, server: FakeLensServer, run_eval: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = Beside()
-    monkeypatch.setattr(_take, "BESIDE", mine)
+    monkeypatch.setattr(_response, "BESIDE", mine)
     assert run_eval(server).status == "success"
     monkeypatch.setenv("INSPECT_LENS_INTAKE_PROCESS", "false")
     config = GenerateConfig(extra_body={"extra_args": {"output_residual_stream": [1]}})

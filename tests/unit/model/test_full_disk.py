@@ -16,7 +16,7 @@ import pytest
 from inspect_lens._intake import Beside, _beside
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import lens_config
-from inspect_lens.model.response import _take
+from inspect_lens.model.response import _response
 from inspect_lens.model.stored._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
 
@@ -60,7 +60,7 @@ async def test_a_call_fails_and_the_next_one_with_room_does_not(
     MEMORY.clear()
     pid = 0
     beside = Beside()
-    monkeypatch.setattr(_take, "BESIDE", beside)
+    monkeypatch.setattr(_response, "BESIDE", beside)
     if is_beside:
         monkeypatch.setattr(_beside, "STARTS_AFTER", 0)
         beside.prepare()
@@ -103,7 +103,7 @@ def test_an_eval_says_so_in_its_log(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "writev", no_room)
         # Captures of tests before may have started the process beside, which writes with its own.
-        patch.setattr(_take, "BESIDE", Beside())
+        patch.setattr(_response, "BESIDE", Beside())
         log = run_eval(server, config=lens_config(capture="all"), **options)
     assert log.status == "error"
     assert log.error is not None

@@ -14,8 +14,7 @@ from inspect_lens._intake import ChoiceFields, decode_payload
 from inspect_lens._receipts import not_done
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model.request._body import read_body
-from inspect_lens.model.request._transport import over_binary, wants_transport
+from inspect_lens.model.request._body import over_binary, read_body, wants_transport
 from inspect_lens.spec import (
     LensReceipt,
     LogitLens,

@@ -14,7 +14,7 @@ import pytest
 from inspect_lens._intake import Beside
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import ProbeScores, probe_scores
-from inspect_lens.model.response import _take
+from inspect_lens.model.response import _response
 from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.fake_server import FakeLensServer
 
@@ -36,7 +36,7 @@ async def test_token_scores_are_written_there_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await ready(beside)
-    monkeypatch.setattr(_take, "write_file", None)  # what a thread would call
+    monkeypatch.setattr(_response, "write_file", None)  # what a thread would call
     facts = ProbeCard(name="org/sum", layers=(2,), hidden=8)
     probe = Probe.from_direction(np.arange(1.0, 9.0), card=facts)
     model = model_of(server, activations_dir=str(tmp_path / "a"), probes=[probe])

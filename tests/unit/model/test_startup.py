@@ -6,7 +6,7 @@ from inspect_ai._display.textual.display import TextualDisplay
 from inspect_ai.model import get_model
 
 from inspect_lens.model._host import VLLMServer
-from inspect_lens.model.server import _server, _startup
+from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer
 
 
@@ -14,8 +14,8 @@ from tests.kit.fake_server import FakeLensServer
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What Inspect was told to show."""
     found: list[tuple[str, str]] = []
-    monkeypatch.setattr(_startup, "display_counter", lambda *said: found.append(said))
-    monkeypatch.setattr(_startup, "EVERY_S", 0.02)
+    monkeypatch.setattr(_server, "display_counter", lambda *said: found.append(said))
+    monkeypatch.setattr(_server, "EVERY_S", 0.02)
     return found
 
 
@@ -24,7 +24,7 @@ async def test_seconds_are_told_until_the_server_is_there(shown: list[tuple[str,
     async def start() -> None:
         await anyio.sleep(0.2)
 
-    await _startup.while_telling(VLLMServer(), start)
+    await _server.while_telling(VLLMServer(), start)
     assert shown[0] == ("vLLM server", "starts, 0 s")
     assert len(shown) >= 4
     assert shown[-1] == ("vLLM server", "started in 0 s")
@@ -41,16 +41,16 @@ async def test_a_server_that_does_not_start_raises_its_own_error(
         raise RuntimeError("no GPU")
 
     with pytest.raises(RuntimeError, match="no GPU"):
-        await _startup.while_telling(VLLMServer(), start)
+        await _server.while_telling(VLLMServer(), start)
     assert shown[-1] == ("vLLM server", "did not start")
     with pytest.raises(RuntimeError, match="no GPU"):
-        await _startup.while_telling(VLLMServer(), start)
+        await _server.while_telling(VLLMServer(), start)
 
 
 @pytest.mark.anyio
 async def test_a_display_that_raises_stops_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a script in a terminal, where the full-screen display is not running.
-    monkeypatch.setattr(_startup, "display_counter", TextualDisplay().display_counter)
+    monkeypatch.setattr(_server, "display_counter", TextualDisplay().display_counter)
     with pytest.raises(AttributeError):
         TextualDisplay().display_counter("vLLM server", "starts, 0 s")
     started = []
@@ -59,7 +59,7 @@ async def test_a_display_that_raises_stops_no_call(monkeypatch: pytest.MonkeyPat
         await anyio.sleep(0.05)
         started.append(True)
 
-    await _startup.while_telling(VLLMServer(), start)
+    await _server.while_telling(VLLMServer(), start)
     assert started == [True]
 
 
@@ -68,7 +68,7 @@ async def test_many_samples_wait_and_one_tells(shown: list[tuple[str, str]]) -> 
     server, ready = VLLMServer(), anyio.Event()
     async with anyio.create_task_group() as group:
         for _ in range(50):
-            group.start_soon(_startup.while_telling, server, ready.wait)
+            group.start_soon(_server.while_telling, server, ready.wait)
         await anyio.sleep(0.1)
         ready.set()
     assert [said for _, said in shown].count("started in 0 s") == 1

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import OracleConfig, find_placeholders, oracle_message, read_config
-from inspect_lens.oracle._prompt import placeholder_id
+from inspect_lens.oracle._send import placeholder_id
 from organism._tokenizer import render
 from tests.kit.repository import ROOT
 

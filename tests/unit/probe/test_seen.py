@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from inspect_lens.probe import ProbeCard, SeenSamples
-from inspect_lens.probe.card._render import render_card
+from inspect_lens.probe.card._files import render_card
 
 SAMPLES = st.lists(st.binary(max_size=4), max_size=30)
 

@@ -19,13 +19,11 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from inspect_lens._patching._asked import _Body
+from inspect_lens._patching._sweep import _Body
 from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.bodies import TOKENS_PATH, ReadBodies
-from inspect_lens._vllm.http.fetch_route import add_fetch_route
-from inspect_lens._vllm.http.hook_routes import add_hook_routes
-from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.registry_routes import add_registry_routes
+from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
+from inspect_lens._vllm.http.registry_routes import add_hook_routes, add_registry_routes
 from inspect_lens._vllm.http.sweep_route import add_sweep_route
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens.errors import UnsupportedError

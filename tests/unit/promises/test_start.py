@@ -25,7 +25,7 @@ from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.off import off
 from inspect_lens._vllm.engine_core import connector_guard
-from inspect_lens._vllm.frontend import resets, state
+from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.worker import worker as worker_module
 from inspect_lens._vllm.worker.start import refusal_here
@@ -321,7 +321,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
     monkeypatch.setattr(f"{imported(plugin._install)[name]}.{name}", planted)
-    monkeypatch.setattr("inspect_lens._vllm.frontend.refusing.wrap", lambda *args: None)
+    monkeypatch.setattr("inspect_lens._vllm.frontend.admission.wrap", lambda *args: None)
     plugin.register()
     assert "planted" in (features.is_off("lens") or "")
     monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
@@ -359,7 +359,7 @@ def test_a_front_end_hears_of_its_workers_before_the_first_request() -> None:
                 raise answer
             return answer if method == "collective_rpc" else ("generate",)
 
-        return functools.partial(resets._call_utility(call), client)
+        return functools.partial(state._call_utility(call), client)
 
     assert utility([None, None])("get_supported_tasks") == ("generate",)
     assert calls == ["get_supported_tasks", "collective_rpc"]

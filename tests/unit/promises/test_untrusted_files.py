@@ -46,7 +46,7 @@ from inspect_lens.probe import Probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae
 from inspect_lens.train import ActivationSet
 from inspect_lens.vector import Vector, import_vector, load_vector
-from inspect_lens.view._probes import choose_probes
+from inspect_lens.view._series import choose_probes
 from tests.kit.promises import Promise
 
 MIB = 1 << 20

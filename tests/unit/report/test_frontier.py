@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Evaluation, Interval, Probe, ProbeCard, Transfer, load_probe
-from inspect_lens.report import _frontier as module
+from inspect_lens.report import _sweeps as module
 from inspect_lens.report import draw_cascade, draw_transfer
 from inspect_lens.train import cascade_frontier
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inspect_lens._cli._made import Made
+from inspect_lens._cli._jobs import Made
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     Baseline,
@@ -21,7 +21,7 @@ from inspect_lens.probe import (
     Threshold,
     Transfer,
 )
-from inspect_lens.probe.card._render import render_card
+from inspect_lens.probe.card._files import render_card
 from inspect_lens.report import ReportSet, cases, write_report
 
 I = Interval(low=0.81, high=0.97, method="x")  # noqa: E741

@@ -9,8 +9,8 @@ import pytest
 from inspect_ai.scorer import SampleScore, Score
 
 from inspect_lens.scorer import dose_curves, dose_table
-from inspect_lens.scorer._broken import is_broken
 from inspect_lens.scorer._dose import dose_metric
+from inspect_lens.scorer._refusal import is_broken
 
 SCALES = (-1.0, 1.0, 2.0)
 

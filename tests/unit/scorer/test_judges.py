@@ -11,7 +11,7 @@ from inspect_ai.model import Logprob, Logprobs, ModelOutput, ModelUsage, TopLogp
 
 from inspect_lens.errors import SpecError
 from inspect_lens.scorer import REFUSAL_PHRASES, coherence, refusal_rate
-from inspect_lens.scorer._judge import ask_number
+from inspect_lens.scorer._coherence import ask_number
 from tests.kit.mock_evals import call, judge, metric_values, run, scores
 
 

@@ -145,7 +145,7 @@ def test_messages_of_a_finished_log_lead_to_what_was_read(
     server: ScoringServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from inspect_lens.model.from_logs import _read
-    from inspect_lens.model.stored._store import MessageIndex
+    from inspect_lens.model.stored._places import MessageIndex
 
     log = run(server)
     monkeypatch.setattr(_read, "MESSAGES", MessageIndex())  # as in another process
@@ -161,13 +161,13 @@ def test_messages_of_a_finished_log_lead_to_what_was_read(
 def test_what_was_read_stays_beside_what_is_generated_behind_it(
     server: ScoringServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
 ) -> None:
-    from inspect_lens.model.from_logs import _given, _read
-    from inspect_lens.model.stored._store import MessageIndex
+    from inspect_lens.model.from_logs import _read
+    from inspect_lens.model.stored._places import MessageIndex
 
     alarm = monitor_alarm(PROBE, threshold=1e6, value="max")
     log = run(server, with_capture([LAYER]), scorer=alarm)
     if fresh:
-        for module in (_given, _read):
+        for module in (_read, _read):
             monkeypatch.setattr(module, "MESSAGES", MessageIndex())
         model = get_model("lens/org/tiny", base_url=server.url, memoize=False)
         log = score(log, alarm, action="overwrite", display="none", model=model)

@@ -16,7 +16,7 @@ from inspect_lens.train import (
     refuse_seen,
     train_probe,
 )
-from inspect_lens.train.sets._seen import count_seen
+from inspect_lens.train.sets._splits import count_seen
 from tests.kit.repository import ROOT
 
 H = 8

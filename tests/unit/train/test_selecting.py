@@ -18,9 +18,8 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
-from inspect_lens.train.calibration._recall import recall_draws
-from inspect_lens.train.sets._copies import near_copies
-from inspect_lens.train.sets._splits import split_control
+from inspect_lens.train.calibration._calibrate import recall_draws
+from inspect_lens.train.sets._splits import near_copies, split_control
 
 LAYERS = (0, 1)
 

@@ -29,8 +29,8 @@ from inspect_lens.train import (
     fit_on,
     select_layer,
 )
-from inspect_lens.train.families import _scaling
-from inspect_lens.train.sets import _stored_rows
+from inspect_lens.train.families import _binary
+from inspect_lens.train.sets import _store_set
 
 from .test_store_set import LAYERS, H, plant
 
@@ -51,7 +51,7 @@ def stores(
 
 def skewed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows have the medians of a scale, so that strides are met with few rows in all."""
-    monkeypatch.setattr(_scaling, "_ROWS", 20)
+    monkeypatch.setattr(_binary, "_ROWS", 20)
 
 
 FORMULAS = [
@@ -235,7 +235,7 @@ def test_what_is_held_is_less_than_a_layer(
 ) -> None:
     monkeypatch.setitem(plant.__globals__, "H", 128)
     monkeypatch.setattr("inspect_lens.train.sets._store_set._ROWS", 300)
-    monkeypatch.setattr(_scaling, "_ROWS", 400)
+    monkeypatch.setattr(_binary, "_ROWS", 400)
     store = plant(tmp_path / "s", 300, seed=0, shard=10, tokens=80)
     large = StoreSet(store, memory=1.0e6 * GB, progress=False)
     layer_bytes = large.store.n_rows * 128 * 4
@@ -254,13 +254,13 @@ def test_rows_that_are_not_finite_and_a_wrong_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large, _ = stores(tmp_path, memory=0.0)
-    original = _stored_rows.read_spans
+    original = _store_set.read_spans
 
     def broken(*arguments: Any) -> Any:
         made = original(*arguments)
         return [np.full_like(made[0], np.nan), *made[1:]]
 
-    monkeypatch.setattr(_stored_rows, "read_spans", broken)
+    monkeypatch.setattr(_store_set, "read_spans", broken)
     with pytest.raises(SpecError, match="holds NaN or infinity at layer 4"):
         fit_on(AttentionLiteProbe(steps=2), large, 4)
     for memory in (-1.0, float("nan")):

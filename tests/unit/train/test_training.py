@@ -8,7 +8,7 @@ import pytest
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Probe, ProbeCard
-from inspect_lens.probe.card._render import render_card
+from inspect_lens.probe.card._files import render_card
 from inspect_lens.train import (
     ActivationSet,
     EnsembleProbe,

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.vector import Vector, VectorCard, export_vector, import_vector, load_vector
-from inspect_lens.vector._gguf import decode_gguf, encode_gguf
+from inspect_lens.vector._foreign import decode_gguf, encode_gguf
 
 H = 8
 RNG = np.random.default_rng(0)

@@ -30,10 +30,8 @@ from inspect_lens._vllm.frontend import state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.http.bodies import refuse
-from inspect_lens._vllm.http.entries import HandleSink
-from inspect_lens._vllm.http.fetch_route import add_fetch_route
-from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.write_key import may_write
+from inspect_lens._vllm.http.payloads import HandleSink, PayloadStore, add_fetch_route
+from inspect_lens._vllm.http.registry_routes import may_write
 from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
 from inspect_lens._vllm.results.ended import Running
 from inspect_lens.errors import CapacityError, CaptureError, HookError, LensError, SpecError

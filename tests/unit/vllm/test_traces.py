@@ -26,13 +26,11 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.trace_context import parent_of
-from inspect_lens._vllm.frontend import delivering, wrappers
+from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.http.bodies import ReadBodies
-from inspect_lens._vllm.http.entries import HandleSink
-from inspect_lens._vllm.http.fetch_route import add_fetch_route
-from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.payloads import HandleSink, PayloadStore, add_fetch_route
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, ProbeUse
 from tests.kit.steps import HIDDEN
@@ -84,7 +82,7 @@ def sent(off: Sent) -> Sent:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine()
     front = SimpleNamespace(results=made.results, registry=made.registry)
-    for module in (wrappers, delivering):
+    for module in (wrappers, wrappers):
         monkeypatch.setattr(module, "front_end", lambda: front)
     yield made
     monkeypatch.undo()

@@ -24,10 +24,9 @@ import zmq
 from numpy.typing import NDArray
 
 from inspect_lens import errors
-from inspect_lens._engine.export.overflow import overflow
+from inspect_lens._engine.export.transport import overflow
 from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import (
     ROWS,
     SCORES,
@@ -40,20 +39,18 @@ from inspect_lens._engine.protocol.messages import (
     unpacked,
 )
 from inspect_lens._engine.protocol.messages import decode as decoded
+from inspect_lens._engine.protocol.processes import Links
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
-from .blame import as_error, blamed
 from .collected import Collected
-from .edited import told_of_edits
-from .far import Far
-from .inbox import Inbox
-from .memory_budget import memory_bytes
+from .inbox import Inbox, as_error, blamed
+from .listener import Far
 from .notifier import News
-from .pending import Pending, paths_of_all
+from .pending import Pending, paths_of_all, told_of_edits
 from .placement import Worker
-from .result_memory import Budget
+from .result_memory import Budget, memory_bytes
 from .row_writer import Placing
 from .stream import STORAGE
 from .temp_dirs import let_go, new_folder

@@ -10,19 +10,25 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import mmap
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
+from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.frames import (
     IN_FLIGHT,
+    MOST_ASKED,
     MOST_FRAME,
     Frame,
     FrameError,
@@ -32,12 +38,138 @@ from inspect_lens._engine.protocol.frames import (
     client_public,
     make_server,
 )
-from inspect_lens._engine.protocol.hosts import Links
-from inspect_lens.errors import CapacityError
+from inspect_lens._engine.protocol.processes import Address, Links
+from inspect_lens._engine.protocol.shared_memory import (
+    BOARD_COLUMNS,
+    BOARD_SIZE,
+    HEAD_BYTES,
+    ArenaReader,
+    View,
+)
+from inspect_lens.errors import CapacityError, CaptureError
 
-from .mirror import Mirror
+from .inbox import lost
+from .notifier import News
+from .pending import Pending
 
-__all__ = ["Listener", "parse_bind"]
+__all__ = [
+    "Far",
+    "Listener",
+    "Mirror",
+    "parse_bind",
+]
+
+_COLUMNS = 1 + BOARD_COLUMNS
+"""Of what is told of the board: the request, and its record."""
+
+
+class Mirror(ArenaReader):
+    """Looks to the collector as the worker's memory does; filled by the listener's thread.
+
+    The board is asked for: tokens of a request come another way than its records, so those that
+    were read before the request ended may lack what its last steps did.
+    """
+
+    def __init__(self, hello: Hello, wake: Callable[[], None]) -> None:
+        """Reserve addresses; memory is taken where something is written.
+
+        Args:
+            hello: what the worker said of itself.
+            wake: has the listener look what to send.
+        """
+        self.name, self.nbytes = hello.worker, hello.nbytes
+        self.view = View(mmap.mmap(-1, HEAD_BYTES + hello.nbytes))
+        self._reader, self._wake = hello.reader, wake
+        self.is_lost = False
+        self._lock = threading.Lock()
+        self._to_ask: deque[int] = deque()
+        self._told: dict[int, bool] = {}
+        """By request that was asked for: whether it was answered."""
+        self._told_cursor = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the link to the worker is."""
+        return not self.is_lost
+
+    def lose(self) -> None:
+        """Take note that the worker has gone."""
+        self.is_lost = True
+
+    def is_told(self, number: int) -> bool:
+        """See `ArenaReader.is_told`; asks for a request when first called."""
+        with self._lock:
+            if (told := self._told.get(number)) is None:
+                self._told[number] = told = False
+                self._to_ask.append(number)
+                self._wake()
+            return told
+
+    def ask_again(self, number: int) -> None:
+        """See `ArenaReader.ask_again`."""
+        with self._lock:
+            if self._told.get(number):
+                del self._told[number]
+
+    def forget(self, number: int) -> None:
+        """See `ArenaReader.forget`."""
+        with self._lock:
+            self._told.pop(number, None)
+
+    def done(self, reader: int, seq: int) -> None:
+        """See `ArenaReader.done`."""
+        super().done(self._reader, seq)
+        self._wake()
+
+    def cursor(self) -> int | None:
+        """What the worker has to be told of the cursor; None where it knows."""
+        now = int(self.view.cursors[self._reader])
+        if now == self._told_cursor:
+            return None
+        self._told_cursor = now
+        return now
+
+    def asked(self) -> bytes:
+        """Numbers of requests to ask the worker for; empty where there are none."""
+        with self._lock:
+            n = min(len(self._to_ask), MOST_ASKED)
+            numbers = [self._to_ask.popleft() for _ in range(n)]
+        return np.asarray(numbers, dtype="<i8").tobytes()
+
+    def write(self, offset: int, content: memoryview) -> None:
+        """Put bytes where they lie in the worker's memory.
+
+        Raises:
+            FrameError: they would lie elsewhere.
+        """
+        if not 0 <= offset <= offset + len(content) <= self.nbytes:
+            raise FrameError(f"{len(content)} bytes at {offset} lie outside of the worker's memory")
+        self.view.data[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
+
+    def land(self, seq: int) -> None:
+        """Take note that rows are whole."""
+        self.view.landed[0] = max(seq, int(self.view.landed[0]))
+
+    def revoke(self, seq: int) -> None:
+        """Take note that blocks will be overwritten."""
+        revoked = self.view.revoked
+        revoked[self._reader] = max(seq, int(revoked[self._reader]))
+
+    def note(self, content: memoryview) -> None:
+        """Take note of records that were asked for.
+
+        Raises:
+            FrameError: the bytes are none.
+        """
+        if len(content) % (8 * _COLUMNS):
+            raise FrameError(f"{len(content)} bytes are no records of the board")
+        both: NDArray[np.int64] = np.frombuffer(content, dtype="<i8").reshape(-1, _COLUMNS)
+        self.view.board[both[:, 0] % BOARD_SIZE] = both[:, 1:]
+        with self._lock:
+            for number in both[:, 0].tolist():
+                if number in self._told:
+                    self._told[number] = True
+
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -323,3 +455,70 @@ class Listener:
             del self._mirrors[mirror.name]
         logger.error("inspect_lens: a worker of another host has gone: %s", why)
         self._lost(mirror, why)
+
+
+class Far:
+    """Whether there are any, and what is done when one of them has gone."""
+
+    def __init__(
+        self,
+        local: str,
+        links: Links | None,
+        news: News,
+        pending: Mapping[str, Pending],
+        saved: SavedResults,
+    ) -> None:
+        """Listen, if there are any.
+
+        Args:
+            local: address of the collector's socket.
+            links: where they find this process; None where there are none.
+            news: told of what they do.
+            pending: running requests.
+            saved: what hooks of requests saved.
+        """
+        self._news, self._pending, self._saved = news, pending, saved
+        self.ends: Callable[[Mapping[str, CaptureError]], None] = lambda failed: None
+        """Called for running requests that have failed with their worker."""
+        self.came: Callable[[], None] = lambda: None
+        """Called when a worker has begun, or begun anew."""
+        self.address = local
+        """Where workers send results."""
+        self._listener: Listener | None = None
+        if links is not None:
+            self._listener = Listener(
+                links, local, lost=self._lose, told=self._tell, came=lambda: self.came()
+            )
+            far = self._listener.address
+            self.address = Address(local, links.own_host, far).pack()
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether there are any."""
+        return self._listener is not None
+
+    def reader(self, name: str) -> ArenaReader:
+        """The memory of a worker of this host or another one.
+
+        Raises:
+            OSError: there is no such worker.
+        """
+        mirror = None if self._listener is None else self._listener.mirror(name)
+        return mirror or ArenaReader(name)
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _tell(self) -> None:
+        with self._news.changed:
+            self._news.tell()
+
+    def _lose(self, reader: ArenaReader, why: str) -> None:
+        with self._news.changed:
+            failed = lost(self._pending, reader, why)
+            for key in failed:
+                self._saved.fail(key)
+            self._news.tell()
+        self.ends(failed)

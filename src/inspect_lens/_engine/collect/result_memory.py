@@ -27,8 +27,10 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -36,9 +38,58 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
 
-from .free_rows import FreeRows, Kept, rounded, when
+__all__ = [
+    "SHARE_BYTES",
+    "Budget",
+    "FreeRows",
+    "Kept",
+    "Slab",
+    "SlabPool",
+    "memory_bytes",
+    "rounded",
+    "when",
+]
 
-__all__ = ["SHARE_BYTES", "Budget", "Slab", "SlabPool"]
+Kept = tuple[int, int, float]
+"""First row of a dropped slab whose memory was kept, its rows, and when it was taken note of."""
+
+
+class FreeRows:
+    """Rows [start, stop) of a pool: what was never used of them, and what was dropped."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._end, self._stop = start, stop
+        self.warm: dict[int, deque[Kept]] = {}
+        """By rows: dropped slabs whose memory was kept, the oldest first."""
+        self.cold: dict[int, list[int]] = {}
+        """By rows: first rows of those whose memory was not."""
+
+    def take(self, size: int) -> tuple[int, bool] | None:
+        """First row of so many, and whether their memory was kept; None where there are none."""
+        if self.warm.get(size):
+            return self.warm[size].pop()[0], True
+        if self.cold.get(size):
+            return self.cold[size].pop(), False
+        if self._end + size > self._stop:
+            return None
+        self._end += size
+        return self._end - size, False
+
+    def oldest(self) -> Kept | None:
+        """Of the slabs whose memory was kept, the one that was dropped first."""
+        return min((kept[0] for kept in self.warm.values() if kept), key=when, default=None)
+
+
+def when(kept: Kept) -> float:
+    """Second from which on rows were kept."""
+    return kept[2]
+
+
+def rounded(rows: int) -> int:
+    """Up to a size with three leading bits, so that freed slabs fit the next request."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return -(-rows // step) * step
+
 
 SHARE_BYTES = 4 << 20
 """Rows of more bytes are copied by several threads."""
@@ -390,3 +441,42 @@ def _reserve(row_bytes: int) -> mmap.mmap:
 def _mapped(nbytes: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     return mmap.mmap(-1, nbytes, flags=flags)
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Memory of this machine, or of the container or batch job that the process is in.
+
+    Args:
+        root: of the file system.
+
+    Returns:
+        Bytes.
+    """
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _limits(root):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+            found = min(found, int(path.read_text()))
+    return found
+
+
+def _limits(root: Path) -> Iterator[Path]:
+    """Files that may hold a limit: of the process's group and of those that it lies in."""
+    groups = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            base, name = groups, "memory.max"
+        elif "memory" in kinds.split(","):
+            base, name = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = base / path.lstrip("/")
+        # Within a container the path is often that of the host, and the limit lies at the base.
+        for folder in (own, *own.parents):
+            yield folder / name
+            if folder == base:
+                break

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from inspect_lens._engine.plan.step_plan import Longs
-from inspect_lens._engine.protocol.hosts import Address, Links
 from inspect_lens._engine.protocol.messages import (
     Block,
     Failure,
@@ -20,15 +21,22 @@ from inspect_lens._engine.protocol.messages import (
     encode,
     packed,
 )
-from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Process
+from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Address, Links, Process
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
-from inspect_lens.errors import CompatError
+from inspect_lens.errors import CompatError, SpecError
+from inspect_lens.spec import N_LATCHES
 
-from .channels import Channel, LocalChannel
 from .device_copy import Copier
-from .link import Link
+from .link import Channel, Link, LocalChannel
 
-__all__ = ["Exporter", "Rows"]
+__all__ = [
+    "COLUMN",
+    "LATCHES",
+    "Exporter",
+    "Faults",
+    "Rows",
+    "overflow",
+]
 
 _SEND_TIMEOUT_S = STALLED_S
 _BLOCK_BYTES = 512 << 20
@@ -241,3 +249,53 @@ class Exporter:
                 "the hosts of this engine have different INSPECT_LENS_* settings, models or "
                 "versions; start all of them with the same ones"
             )
+
+
+COLUMN = 4
+"""Of the board."""
+
+LATCHES = slice(COLUMN + 1, COLUMN + 1 + 2 * N_LATCHES)
+"""Columns of the board in which taps note when gates fired, and then how long they were open."""
+
+
+class Faults:
+    """The worker's side of the notes."""
+
+    def __init__(self, board: NDArray[np.int64], copier: Copier) -> None:
+        """Find memory for them.
+
+        Args:
+            board: (records, columns) of the worker's shared memory.
+            copier: knows what the device can write to.
+        """
+        self._column = board[:, COLUMN]
+        self.fired = copier.reachable(board[:, LATCHES])
+        """What gates that last write to; None where kernels cannot."""
+        reachable = copier.reachable(self._column)
+        self._is_apart = reachable is None
+        self.table = torch.zeros(len(board), dtype=torch.int64) if reachable is None else reachable
+        """(records,) int64; what taps write to."""
+
+    def move_to(self, device: torch.device) -> torch.Tensor:
+        """The table where taps on a device can write to it."""
+        if self._is_apart:
+            self.table = self.table.to(device)
+        return self.table
+
+    def of(self, records: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of some requests, by board record, have one."""
+        if self._is_apart:
+            # Memory could not be pinned, so that rows are copied while the step loop waits, too.
+            self._column[:] |= self.table.cpu().numpy()
+            self.table.zero_()
+        found: NDArray[np.bool_] = self._column[records] != 0
+        return found
+
+
+def overflow() -> SpecError:
+    """The error of a request whose steering left a row too large, or not finite."""
+    return SpecError(
+        "steer: a steered row would have been too large for the dtype of the stream, or not "
+        "finite, and was left as it was, so that the output is not that of the steered model; "
+        "nothing is returned; lower the scale"
+    )

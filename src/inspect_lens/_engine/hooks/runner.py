@@ -21,12 +21,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inspect_lens._engine.protocol.exceptions import ends_process
 from inspect_lens._engine.protocol.messages import Saved
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.errors import CaptureError, HookError, LensError, SpecError
 
-from .context import HookContext
-from .request import HookedRequest, LoadedHook, Place, finite, is_known_to_be_fine, not_finite, side
+from .request import (
+    HookContext,
+    HookedRequest,
+    LoadedHook,
+    Place,
+    finite,
+    is_known_to_be_fine,
+    not_finite,
+    side,
+)
 from .results import OWN, PERSISTENT, pack_saved
 from .unpickle import load_function
 

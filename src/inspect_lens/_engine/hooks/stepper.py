@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
+from inspect_lens._engine.protocol.processes import as_exception, ends_process
 from inspect_lens._engine.step.lens_stepper import LensStepper
 from inspect_lens.errors import UnsupportedError
 

@@ -10,10 +10,10 @@ import pickle  # noqa: TID251 - see the head of this file
 from collections.abc import Callable
 from typing import Any
 
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.errors import SpecError
 
-from .context import HookContext
+from .request import HookContext
 
 __all__ = ["load_function"]
 

@@ -28,7 +28,7 @@ from inspect_lens.spec import (
     tap_points,
 )
 
-from .interning import written
+from .programs import written
 
 __all__ = [
     "LAG",

@@ -35,9 +35,17 @@ from inspect_lens.spec import (
     token_gate_key,
 )
 
-from .edit_files import file_of, read_file
-from .gate_history import MOST_POSITIONS, history_rows
-from .programs import Program, Programs, content_of, made_once, unpack_programs
+from .programs import (
+    MOST_POSITIONS,
+    Program,
+    Programs,
+    content_of,
+    file_of,
+    history_rows,
+    made_once,
+    read_file,
+    unpack_programs,
+)
 
 __all__ = [
     "EVERY",

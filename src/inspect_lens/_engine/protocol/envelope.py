@@ -24,12 +24,10 @@ from inspect_lens.spec import (
 
 from .capture import CaptureEnvelope, seal_capture, seal_qk
 from .edits import EditEnvelope
-from .interning import read
 from .kept import Kept
-from .lens import LENS_KEY, LensEnvelope, seal_lens
-from .probes import AskedProbes, ProbesEnvelope, seal_probes
-from .sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
-from .steering import SteerEnvelope
+from .programs import read
+from .readouts import LENS_KEY, AskedProbes, LensEnvelope, ProbesEnvelope, seal_lens, seal_probes
+from .sealed_edits import NO_EDITS, SealedEdits, SteerEnvelope, seal_request_edits
 
 __all__ = [
     "CACHED_KEY",

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["STALLED_S", "STOPPED_S", "Peer", "Process", "is_alive", "is_stopped"]
+from inspect_lens.errors import CaptureError
+
+__all__ = [
+    "BEATS",
+    "STALLED_S",
+    "STOPPED_S",
+    "Address",
+    "Links",
+    "Peer",
+    "Process",
+    "as_exception",
+    "ends_process",
+    "host_id",
+    "is_alive",
+    "is_stopped",
+]
 
 STOPPED_S = 0.5
 """Seconds that others wait for a process that is stopped; one that is looked at is, for less."""
@@ -59,3 +78,113 @@ class Process:
     def __str__(self) -> str:
         """For logs."""
         return f"process {self.pid}"
+
+
+BEATS = 5
+"""Signs of life in the time after which a silent peer counts as gone."""
+_SEPARATOR = "|"
+
+
+@cache
+def host_id() -> str:
+    """What is equal in two processes if they can share memory, and else is not."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt")]
+    except OSError:
+        # No such /proc, as in some sandboxes: processes of other machines have other names.
+        return f"{socket.gethostname()}/{os.getuid()}"
+    return "/".join((kernel, *spaces))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """How this process links to processes of other hosts."""
+
+    address: str = ""
+    """Where a front-end listens: an IP address, with ports such as `10.0.0.1:7000-7010` or
+    without."""
+    key: str = ""
+    """Shared secret of all hosts; empty for none."""
+    timeout_s: float = 15.0
+    """Seconds after which a silent peer counts as gone."""
+    most_bytes: int = 1 << 30
+    """Bytes of rows on their way that a front-end holds for each worker of another host."""
+    most_message: int = 1 << 30
+    """Bytes of the largest message beside rows."""
+    facts: str = ""
+    """Mark of the engine's facts, which have to be the same on all hosts."""
+    host: str = ""
+    """By default `host_id()`; tests name others."""
+
+    @property
+    def own_host(self) -> str:
+        """Of this process."""
+        return self.host or host_id()
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life."""
+        return self.timeout_s / BEATS
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a front-end takes results: what requests carry to workers."""
+
+    local: str
+    """Of processes of its host."""
+    host: str = ""
+    remote: str = ""
+    """Of processes of other hosts; empty where there are none."""
+    facts: str = ""
+    """See `Links`."""
+
+    def pack(self) -> str:
+        """As one string, which says the same of one front-end in all its requests."""
+        if not self.remote:
+            return self.local
+        return _SEPARATOR.join((self.local, self.host, self.remote, self.facts))
+
+    @classmethod
+    def unpack(cls, text: str) -> Address:
+        """The address in a request."""
+        if _SEPARATOR not in text:
+            return cls(text)
+        return cls(*text.rsplit(_SEPARATOR, 3))
+
+
+def ends_process(error: BaseException, *, in_user_code: bool = False) -> bool:
+    """Whether an exception has to be passed on, whoever else is hurt by it.
+
+    Args:
+        error: as caught.
+        in_user_code: whether code of a client raised it. A `KeyboardInterrupt` from there is the
+            client's, as an engine that serves has a signal handler of its own.
+
+    Returns:
+        True where a signal handler raised it, or it ends a coroutine or a generator.
+    """
+    if isinstance(error, Exception):
+        return False
+    if isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return not in_user_code
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    code = None if frames is None else frames.tb_frame.f_code
+    for number in (signal.SIGTERM, signal.SIGINT):
+        handler = signal.getsignal(number)
+        if code is not None and getattr(handler, "__code__", None) is code:
+            return True
+        # Python's own handler has no frame: somebody presses Ctrl-C at his own engine.
+        if handler is signal.default_int_handler and isinstance(error, KeyboardInterrupt):
+            return not in_user_code
+    return False
+
+
+def as_exception(error: BaseException) -> Exception:
+    """A fault as an error that a request can end with."""
+    if isinstance(error, Exception):
+        return error
+    return CaptureError(f"{type(error).__name__}: {error}")

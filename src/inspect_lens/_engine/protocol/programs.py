@@ -7,18 +7,52 @@ starts its steps.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
+from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EditBase, Instruction, Kind, SiteWidth, TensorData
 
 from .kept import Kept
 
-__all__ = ["Program", "Programs", "content_of", "made_once", "unpack_programs"]
+__all__ = [
+    "AVERAGE",
+    "COUNT",
+    "COUNT_SHIFT",
+    "FIRST",
+    "HEAD",
+    "IS_OPEN",
+    "LARGE",
+    "LAST_SHIFT",
+    "MOST",
+    "MOST_POSITIONS",
+    "RECENT",
+    "RECENT_BITS",
+    "ROOM",
+    "Program",
+    "Programs",
+    "content_of",
+    "file_of",
+    "history_rows",
+    "made_once",
+    "open_among",
+    "read",
+    "read_file",
+    "unpack_programs",
+    "written",
+]
 
 Program = tuple[Instruction, ...]
 
@@ -161,3 +195,126 @@ def unpack_programs(
         return _read(sha256, packed, rows, _digests(rows))
 
     return _once(_UNPACKED, sha256, read)
+
+
+@lru_cache(maxsize=1024)
+def written(values: tuple[Any, ...]) -> bytes:
+    """Values that msgpack carries, as bytes: the same object for equal ones."""
+    return msgspec.msgpack.encode(values)
+
+
+def read(data: bytes) -> tuple[Any, ...]:
+    """What was written, with tuples in the place of lists."""
+    values: tuple[Any, ...] = _tupled(msgspec.msgpack.decode(data))
+    return values
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+FIRST, ROOM, AVERAGE, IS_OPEN, COUNT, RECENT = range(6)
+"""Of a head: position of the first sampled token; tokens that there is room for; the average so
+far, NaN before the first; whether the gate is open; tokens at which it was; and of the latest
+tokens whether it was, a bit each, the newest one lowest."""
+
+HEAD = 8
+"""Numbers of a head."""
+
+RECENT_BITS = 16
+COUNT_SHIFT, LAST_SHIFT = RECENT_BITS, 40
+"""Of a note: recent tokens, then how many were open, then how many were seen."""
+
+MOST_POSITIONS = 1 << 23
+"""Positions of a request that the numbers above can tell apart."""
+
+
+def history_rows(room: int, width: int) -> int:
+    """Rows of the table of vectors that a history takes.
+
+    Args:
+        room: sampled tokens.
+        width: of a row.
+    """
+    return -(-(HEAD + room) // width)
+
+
+def open_among(note: int, n: int) -> int | None:
+    """At how many of the first sampled tokens a gate was open.
+
+    Args:
+        note: what a tap has written.
+        n: how many tokens count; an engine that schedules ahead may have fed more.
+
+    Returns:
+        None if it is not known: the note tells of fewer tokens, or the engine went on for more than
+        `RECENT_BITS` of them.
+    """
+    count = (note >> COUNT_SHIFT) & ((1 << (LAST_SHIFT - COUNT_SHIFT)) - 1)
+    behind = (note >> LAST_SHIFT) - n
+    if not 0 <= behind <= RECENT_BITS:
+        return None
+    return count - (note & ((1 << behind) - 1)).bit_count()
+
+
+LARGE: Final = 1 << 16
+"""Bytes from which on data lie in a file: to write and to read one takes as long as to send them
+once."""
+MOST: Final = 1 << 20
+"""Bytes up to which: a server's loop, which all clients share, does not wait longer for a disk."""
+
+_NUMBERS = count()
+_FILES: Final[weakref.WeakKeyDictionary[object, dict[Path, str]]] = weakref.WeakKeyDictionary()
+"""Of what the data belong to: by folder, where they lie."""
+_LOCK = threading.Lock()
+
+
+def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | None) -> str | None:
+    """A file that has some data, which is sent in their place.
+
+    Args:
+        parts: the data, to be read by workers.
+        owner: what they belong to, which always has the same; the file goes when it does.
+        folder: of this process, where all its workers can read; None where some can not.
+
+    Returns:
+        Its path; None where the data are to be sent.
+    """
+    nbytes = sum(memoryview(part).nbytes for part in parts)
+    if folder is None or not LARGE <= nbytes <= MOST:
+        return None
+    with _LOCK:
+        files = _FILES.setdefault(owner, {})
+        if folder not in files:
+            path = folder / f"edits-{next(_NUMBERS)}"
+            try:
+                path.write_bytes(b"".join(parts))
+            except OSError:
+                # No room, or no folder any more.
+                _remove(path, os.getpid())
+                return None
+            weakref.finalize(owner, _remove, path, os.getpid()).atexit = False
+            files[folder] = str(path)
+        return files[folder]
+
+
+def read_file(path: str) -> bytes:
+    """Read what `file_of` wrote.
+
+    Raises:
+        CaptureError: the file has gone, as the process that wrote it has.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CaptureError(
+            f"edits: what the request brought lies in a file that cannot be read ({error}); the "
+            "process that took it in may have ended, so try again"
+        ) from None
+
+
+def _remove(path: Path, pid: int) -> None:
+    # A fork of the process has the same objects, and not the right to clean up.
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            path.unlink()

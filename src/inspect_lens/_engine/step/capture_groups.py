@@ -8,12 +8,11 @@ from itertools import chain
 
 import numpy as np
 
-from inspect_lens._engine.plan.slot_tables import grown
-from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
+from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable, grown
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.lens import LensForm
 from inspect_lens._engine.protocol.messages import LENS
+from inspect_lens._engine.protocol.readouts import LensForm
 from inspect_lens._engine.readout.readers import ProbeStore, Readout
 from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint

@@ -9,15 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from inspect_lens._engine.export.ids import Numbers
-from inspect_lens._engine.export.owners import Owners
+from inspect_lens._engine.export.ids import Numbers, Owners
 from inspect_lens._engine.export.send_queue import Outbox
 from inspect_lens._engine.export.transport import Exporter, Rows
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Opening, packed
-from inspect_lens._engine.readout.reduce import Form, Part, Reducer
-from inspect_lens._engine.readout.running_reduce import Tally
+from inspect_lens._engine.readout.reduce import Form, Part, Reducer, Tally
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EnginePath
 

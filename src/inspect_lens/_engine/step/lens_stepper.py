@@ -20,11 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.plan.step_plan import Longs
-from inspect_lens._engine.protocol.lens import LENS_KEY, LensForm
 from inspect_lens._engine.protocol.messages import LENS
-from inspect_lens._engine.readout.logit_lens import read_logits, rows_at_once
+from inspect_lens._engine.protocol.readouts import LENS_KEY, LensForm
+from inspect_lens._engine.readout.logit_lens import (
+    LensStore,
+    Span,
+    Translator,
+    read_logits,
+    rows_at_once,
+)
 from inspect_lens._engine.readout.reduce import Part
-from inspect_lens._engine.readout.translate import LensStore, Span, Translator
 from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import EnginePath
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.export.ids import Numbers
-from inspect_lens._engine.export.owners import Owners
-from inspect_lens._engine.plan.speculation import Drafts
-from inspect_lens._engine.plan.step_plan import Batch, RequestTable
+from inspect_lens._engine.export.ids import Numbers, Owners
+from inspect_lens._engine.plan.step_plan import Batch, Drafts, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE

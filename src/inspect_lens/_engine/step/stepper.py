@@ -13,17 +13,14 @@ from typing import Any
 import numpy as np
 
 from inspect_lens._engine.export.capture_ring import Ring
-from inspect_lens._engine.export.ids import Numbers
-from inspect_lens._engine.export.overflow import Faults, overflow
-from inspect_lens._engine.export.owners import Owners
-from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.plan.plan_cache import Repeat
-from inspect_lens._engine.plan.step_plan import Batch, Longs, StepPlan, plan_step
+from inspect_lens._engine.export.ids import Numbers, Owners
+from inspect_lens._engine.export.transport import Exporter, Faults, overflow
+from inspect_lens._engine.plan.step_plan import Batch, Longs, Repeat, StepPlan, plan_step
 from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.messages import Failure, unpacked
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens._engine.readout.readers import ProbeStore
-from inspect_lens._engine.readout.running_reduce import Tally
+from inspect_lens._engine.readout.reduce import Tally
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank

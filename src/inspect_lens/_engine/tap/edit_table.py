@@ -26,13 +26,12 @@ import torch
 from inspect_lens._engine.plan.step_plan import Named
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.gate_history import AVERAGE, FIRST, HEAD, ROOM, history_rows
+from inspect_lens._engine.protocol.programs import AVERAGE, FIRST, HEAD, ROOM, history_rows
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
 
-from .fed import Fed
-from .latches import Latches
+from .histories import Fed, Latches
 from .table_entries import Held, Part, Placing, Programs, Row, Share, Shared, Vectors
 
 __all__ = ["Bank", "BankTensors", "Steering"]

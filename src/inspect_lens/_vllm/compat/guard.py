@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
+from inspect_lens._engine.protocol.processes import as_exception, ends_process
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.metrics import refused
 from inspect_lens.errors import CaptureError, LensError
@@ -70,12 +70,12 @@ DOORS: tuple[Door, ...] = (
     Door("_vllm.worker.eager_steps:EagerV2.attach.execute_model", "step loop", "all lens requests"),
     Door("_vllm.worker.eager_steps:EagerV2.attach.wants_eager", "step loop", "all lens requests"),
     Door(
-        "_vllm.worker.layer_hooks:LayerHooks._before",
+        "_vllm.worker.eager_steps:LayerHooks._before",
         "step loop",
         "requests with hooks of the step",
     ),
     Door(
-        "_vllm.worker.layer_hooks:LayerHooks._after", "step loop", "requests with hooks of the step"
+        "_vllm.worker.eager_steps:LayerHooks._after", "step loop", "requests with hooks of the step"
     ),
     Door("_engine.hooks.runner:HookRunner.run", "step loop", "the request whose hook it is"),
     # The scheduler's loop, before a step.
@@ -148,14 +148,14 @@ DOORS: tuple[Door, ...] = (
     Door("_vllm.frontend.wrappers:_process_inputs.process_inputs", "own call", _OWN),
     Door("_vllm.frontend.wrappers:_add_request.add_request", "own call", _OWN),
     Door("_vllm.frontend.wrappers:_async_generate.generate", "own call", _OWN),
-    Door("_vllm.frontend.delivering:attached_for_http", "own call", "the request itself"),
+    Door("_vllm.frontend.wrappers:attached_for_http", "own call", "the request itself"),
     Door("_vllm.frontend.wrappers:_engine_step.step", "own call", "requests of the step"),
     Door("_vllm.http.responses:decorate", "own call", _OWN),
     Door("_vllm.http.responses:_collect", "own call", _OWN),
     Door("_vllm.http.responses:_tokens_full.full", "own call", _OWN),
     Door("_vllm.http.responses:_to_sampling_params.to_sampling_params", "own call", _OWN),
     Door("_vllm.http.responses:_refuse.make.refusing", "own call", _OWN),
-    Door("_vllm.http.ignored_keys:RefuseLostKeys.__call__", "own call", _OWN),
+    Door("_vllm.http.bodies:RefuseLostKeys.__call__", "own call", _OWN),
 )
 """Every door; `tests/contracts/test_doors.py` holds that the list is whole and all are guarded."""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import inspect_lens
-from inspect_lens._engine.protocol.hosts import Links
+from inspect_lens._engine.protocol.processes import Links
 from inspect_lens._settings import Settings
 from inspect_lens.spec import EngineFacts
 

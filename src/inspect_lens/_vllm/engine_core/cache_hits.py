@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inspect_lens._engine.protocol.envelope import CACHED_KEY
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.spec import ENVELOPE_KEY
 
 __all__ = ["CACHE_WRAPPERS"]

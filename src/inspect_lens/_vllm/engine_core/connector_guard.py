@@ -21,7 +21,7 @@ from typing import Any
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, HASH_KEY
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.connectors import Behaviour, behaviours_of, loads_again
 from inspect_lens._vllm.compat.engine_facts import refusal

@@ -7,7 +7,7 @@ has begun, while a server still has its status to choose, and once where the req
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from operator import attrgetter
@@ -16,36 +16,44 @@ from typing import Any
 from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
-from inspect_lens._vllm.http.bodies import asked_of
+from inspect_lens._vllm.compat.features import require
+from inspect_lens._vllm.compat.seams import seam, wrap
+from inspect_lens._vllm.http.bodies import asked_of, has_lens_words
 from inspect_lens._vllm.http.responses import is_serving, payloads
 from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
+from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import with_known_rows
+from inspect_lens._vllm.results.expected import AskedBy
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
+    NATIVE_KEY,
     EngineFacts,
     LensRequest,
     forget_parsed,
 )
 
-from .lens_tokens import with_token_ids
-from .matched_tokens import with_positions
-from .state import front_end, not_served
+from .matched_tokens import with_positions, with_token_ids
+from .state import FrontEnd, front_end, not_served
 
 __all__ = [
     "asks_for_results",
+    "expect",
     "has_hooks",
     "has_lens_keys",
     "judge_early",
+    "refuse_lens_keys",
+    "refuse_requests",
     "request_of",
     "resumable",
     "rule_of",
+    "said_by",
     "seal_core",
     "seal_recorded",
     "without_lens_keys",
@@ -375,3 +383,98 @@ def _least_tokens(params: Any, most: int, *, may_stop: bool) -> int:
     if params.ignore_eos and not (may_stop or params.stop or params.stop_token_ids):
         return max(most, 1)
     return max(1, min(int(params.min_tokens), most))
+
+
+def expect(
+    front: FrontEnd, request: Any, params: Any, packed: dict[str, Any], prompt: Any, parent: Any
+) -> Reading | None:
+    """Take note of a sealed request; returns what reads its probes."""
+    n_prompt = len(request.prompt_token_ids)
+    n_max = n_prompt + max(params.max_tokens or 1, 1) - 1
+    reading = _reading(front, packed, n_prompt, n_max)
+    envelope = Envelope.unpack(packed)
+    hashes = () if envelope.probes is None else envelope.probes.names
+    if envelope.lens is not None and envelope.lens.lens:
+        hashes = (*hashes, envelope.lens.lens)
+    front.results.expect(
+        request.request_id,
+        packed,
+        n_prompt=n_prompt,
+        n_max=n_max,
+        reading=reading,
+        request=None if parent is None else parent.request_id,
+        asked_by=_asked_by(request, prompt) if SINK_KEY in packed else None,
+        let_go=front.registry.hold(hashes) if hashes else None,
+    )
+    return reading
+
+
+def _asked_by(request: Any, prompt: Any) -> AskedBy:
+    # Choices of one request have ids of their own, made of its.
+    key = getattr(request, "external_req_id", None) or request.request_id
+    choice, _, rest = str(request.request_id).partition("_")
+    key = f"{key}-{choice}" if rest and choice.isdigit() else key
+    text = prompt if isinstance(prompt, str) else ""
+    return AskedBy(str(key), tuple(request.prompt_token_ids), text)
+
+
+def _reading(front: FrontEnd, packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:
+    """What reads the probes of a sealed request."""
+    probes = Envelope.unpack(packed).probes
+    if probes is None:
+        return None
+    return Reading(
+        front.registry.reads_of(packed),
+        lo=probes.lo,
+        n_prompt=n_prompt,
+        n_max=n_max,
+    )
+
+
+def said_by(detokenizer: Any) -> tuple[tuple[int, ...], str]:
+    """All that was sampled, whichever part of it an output has."""
+    return tuple(detokenizer.output_token_ids), detokenizer.get_next_output_text(True, False)
+
+
+_BODIES = ("chat_params", "completion_params")
+
+
+def refuse_requests(*, own_only: bool = False) -> None:
+    """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed.
+
+    Args:
+        own_only: whether other keys than ours are somebody else's, who serves them.
+    """
+    keys = (NATIVE_KEY,) if own_only else LENS_KEYS
+    wrap(seam("verify_args"), refuse_lens_keys(keys))
+    for name in _BODIES if is_serving() else ():
+        wrap(seam(name), _refuse_words(keys))
+
+
+def refuse_lens_keys(keys: Collection[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a wrapper of `SamplingParams._verify_args` that refuses these keys."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def verify_args(self: Any) -> None:
+            original(self)
+            extra = self.extra_args
+            if isinstance(extra, dict) and not extra.keys().isdisjoint(keys):
+                require("lens")
+
+        return verify_args
+
+    return make
+
+
+def _refuse_words(keys: Collection[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a wrapper that refuses bodies of HTTP with these keys, wherever they stand."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if has_lens_words(self, keys):
+                require("lens")
+            return original(self, *args, **kwargs)
+
+        return to_sampling_params
+
+    return make

@@ -8,15 +8,23 @@ from typing import Any, Final
 from inspect_lens._vllm.http.bodies import pattern_budget
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
+    EngineFacts,
     LensRequest,
     PatternBudget,
     Positions,
     TokenMatch,
+    check_lens,
     judging,
     sampled_match,
+    shown,
 )
 
-__all__ = ["needs_prompt", "spans_of", "with_positions"]
+__all__ = [
+    "needs_prompt",
+    "spans_of",
+    "with_positions",
+    "with_token_ids",
+]
 
 
 def needs_prompt(request: LensRequest) -> bool:
@@ -169,3 +177,45 @@ _MOST_PARTS: Final = 4
 """Tokens of one character in UTF-8."""
 _MOST_TOKENS: Final = 1 << 14
 """Read one by one: some tenths of a second."""
+
+
+def with_token_ids(request: LensRequest, processor: Any, facts: EngineFacts) -> LensRequest:
+    """Put ids in the place of texts.
+
+    Args:
+        request: judged.
+        processor: vLLM's `InputProcessor` of the engine.
+        facts: of the engine.
+
+    Returns:
+        The same request where no text is named.
+
+    Raises:
+        SpecError: a text is not one token, or two of them are the same one.
+        UnsupportedError: the engine has no tokenizer.
+    """
+    lens = request.lens
+    if lens is None or not lens.texts:
+        return request
+    tokenizer = processor.tokenizer
+    if tokenizer is None:
+        raise UnsupportedError(
+            "lens.tokens: this engine was started without a tokenizer; give ids instead of texts"
+        )
+    with judging("lens.tokens"):
+        ids = [_id_of(t, tokenizer) if isinstance(t, str) else t for t in lens.tokens]
+    if len(set(ids)) != len(ids):
+        raise SpecError(f"lens.tokens: {shown(lens.tokens)} are the ids {ids}; name each once")
+    named = lens.model_copy(update={"tokens": tuple(ids)})
+    check_lens(named, facts)
+    return request.model_copy(update={"lens": named})
+
+
+def _id_of(text: str, tokenizer: Any) -> int:
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    if len(ids) != 1:
+        raise SpecError(
+            f"lens.tokens: {shown(text)} is {len(ids)} tokens of this model, {shown(ids)}; give a "
+            "text that is one token (most words need the space in front), or ids"
+        )
+    return int(ids[0])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,22 +15,22 @@ from weakref import WeakSet
 
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
-from inspect_lens._engine.protocol.hosts import Address
 from inspect_lens._engine.protocol.kept import Kept
+from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import metrics, traces
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
-from inspect_lens._vllm.compat.off import reason_of, turn_off, when_off
+from inspect_lens._vllm.compat.off import off, reason_of, turn_off, when_off
 from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
 from inspect_lens._vllm.http.bodies import asked_of
+from inspect_lens._vllm.http.payloads import open_door
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
-from inspect_lens._vllm.http.shared_payloads import open_door
 from inspect_lens._vllm.registered.items import parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
-from inspect_lens._vllm.registered.prompt_rows import keeps_rows
+from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.sealed_batches import SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
@@ -49,8 +50,12 @@ from inspect_lens.spec import (
     forget_parsed,
 )
 
-__all__ = ["FrontEnd", "front_end", "not_served"]
-
+__all__ = [
+    "RESET_WRAPPERS",
+    "FrontEnd",
+    "front_end",
+    "not_served",
+]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -346,3 +351,69 @@ def front_end() -> FrontEnd:
     if _Holder.front_end is None:
         _Holder.front_end = FrontEnd()
     return _Holder.front_end
+
+
+@contextmanager
+def _forgetting(client: Any, method: str, args: Sequence[Any]) -> Iterator[None]:
+    """Forget before, for requests that come meanwhile, and after, for what these captured."""
+    if method in _ADAPTERS and (adapters := CpuAdapters.of(client.vllm_config)) is not None:
+        adapters.loaded(method, args)
+    is_fine = is_harmless(method, args)
+    if not is_fine:
+        front_end().forget_rows()
+    try:
+        yield
+    finally:
+        if not is_fine:
+            front_end().forget_rows()
+
+
+def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        with _forgetting(self, method, args):
+            result = original(self, method, *args, **kwargs)
+        if method == _FIRST_CALL:
+            with _hearing(self) as heard:
+                heard += original(self, *_ASK, **kwargs)
+        return result
+
+    return call_utility
+
+
+def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        with _forgetting(self, method, args):
+            result = await original(self, method, *args, **kwargs)
+        if method == _FIRST_CALL:
+            with _hearing(self) as heard:
+                heard += await original(self, *_ASK, **kwargs)
+        return result
+
+    return call_utility
+
+
+_ADAPTERS = ("add_lora", "remove_lora")
+_FIRST_CALL = "get_supported_tasks"
+"""What every front-end asks an engine that has started, before its first request."""
+_ASK = ("collective_rpc", "inspect_lens_refusal", None, (), {})
+
+
+@contextmanager
+def _hearing(client: Any) -> Iterator[list[str | None]]:
+    """Take note of why the workers of an engine are without the lens, if they are."""
+    config = client.vllm_config
+    heard: list[str | None] = []
+    try:
+        yield heard
+    except Exception as error:  # noqa: BLE001 - its workers do not know us
+        heard = [f"its workers are without inspect-lens ({error})"]
+    reason = next((one for one in heard if one is not None), None)
+    if reason is not None and off(config) is None:
+        turn_off(config, reason, is_told=True)
+
+
+RESET_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "call_utility": _call_utility,
+    "call_utility_async": _call_utility_async,
+}
+"""Wrapper by seam name."""

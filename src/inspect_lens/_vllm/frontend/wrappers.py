@@ -5,25 +5,30 @@ The front-end is the API server, or the user's own process with offline `LLM` or
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NoReturn
 
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.seams import is_in_process
+from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.results.alarms import stop_at_alarm
 from inspect_lens._vllm.results.ended import named
-from inspect_lens._vllm.results.outputs import (
+from inspect_lens._vllm.results.event_loop import arrivals_of
+from inspect_lens._vllm.results.expected import (
+    attached,
     choices_of,
     has_fields,
     has_tickets,
@@ -32,28 +37,93 @@ from inspect_lens._vllm.results.outputs import (
     ticket_keys,
 )
 from inspect_lens._vllm.results.ticket import Ticket
-from inspect_lens._vllm.sinks.process import is_by_rule, settle_now
+from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY
 
 from .admission import (
     asks_for_results,
+    expect,
     has_hooks,
     has_lens_keys,
     judge_early,
     request_of,
     resumable,
     rule_of,
+    said_by,
     seal_core,
     seal_recorded,
     without_lens_keys,
 )
-from .delivering import attached_for_http
-from .expecting import expect, said_by
 from .matched_tokens import with_positions
 from .state import front_end
 
-__all__ = ["FRONT_END_WRAPPERS", "front_end"]
+__all__ = [
+    "FRONT_END_WRAPPERS",
+    "attached_for_http",
+    "front_end",
+]
+
+
+async def attached_for_http(output: Any) -> int:
+    """Attach results, encoded where this process serves HTTP.
+
+    Args:
+        output: vLLM's `RequestOutput`; results are put onto its finished choices.
+
+    Returns:
+        How many choices got one.
+
+    Raises:
+        LensError: a result is not whole.
+        Exception: vLLM's own, of HTTP 429, where there is no room for it.
+    """
+    before = attached(output)
+    try:
+        with traces.ends(ticket_keys(output)):
+            await _attach(output)
+    except CapacityError as error:
+        raise busy(str(error)) from error
+    except CaptureError as error:
+        # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
+        raise CaptureError(f"{CaptureError.__name__}: {error}") from error
+    except (LensError, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        # A SystemExit in a task ends the event loop, and with it the server.
+        if ends_process(error):
+            raise
+        raise CaptureError(f"{CaptureError.__name__}: {fault_of(error)}") from error
+    return attached(output) - before
+
+
+async def _attach(output: Any) -> None:
+    loop, front = asyncio.get_running_loop(), front_end()
+    if front.results.is_light(output, encodes=is_serving()):
+        await arrivals_of(loop, front.results).attach(output)
+        _encode(output)
+        return
+    # It copies or compresses much, for which no other response has to wait.
+    own = contextvars.copy_context()  # whose request this is
+    await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output)
+    if offers([output]):
+        await settle(output, front.results.timeout_s)
+        await loop.run_in_executor(front.waiting, own.run, _encode, output)
+
+
+def _attach_and_encode(output: Any) -> None:
+    front_end().results.attach(output)
+    if not offers([output]):
+        _encode(output)
+
+
+def _encode(output: Any) -> None:
+    if is_serving():
+        for completion in output.outputs:
+            if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
+                completion.inspect_lens_json = as_json(completion)
+    traces.delivered([output])
+
 
 logger = logging.getLogger("vllm.inspect_lens")
 

@@ -18,10 +18,13 @@ from typing import Any, cast
 from pydantic_core import from_json
 
 from inspect_lens._vllm.compat.api_keys import lacks_key
-from inspect_lens.errors import CapacityError, LensError, SpecError
+from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
+    ENVELOPE_KEY,
     LENS_KEYS,
     NATIVE_KEY,
+    OWN_WORDS,
     PLACES,
     EngineFacts,
     LensRequest,
@@ -31,6 +34,7 @@ from inspect_lens.spec import (
     judging,
     lens_args,
     parse_extra_args,
+    refuse_own_word,
     split_body,
 )
 
@@ -39,8 +43,10 @@ from .refusals import refusal
 __all__ = [
     "TOKENS_PATH",
     "ReadBodies",
+    "RefuseLostKeys",
     "asked_of",
     "has_lens_words",
+    "lost_keys",
     "pattern_budget",
     "read_body",
     "refuse",
@@ -287,3 +293,93 @@ async def refuse(error: LensError, send: Send, *, status: int | None = None) -> 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+_FINE = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/invocations",
+    "/render",
+    "/tokenize",
+    "/count_tokens",
+)
+"""Ends of paths whose handlers read lens keys, refuse them, or generate nothing."""
+_GENERATE = ("/v1/messages", TOKENS_PATH)
+"""Ends of paths that generate text, and whose own fields none of our words is among."""
+_WORDS = tuple(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS))
+
+
+class RefuseLostKeys:
+    """ASGI middleware: HTTP 400 for a JSON body with lens keys that its route would drop."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        """Wrap an application."""
+        self._app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Handle a connection."""
+        if scope["type"] != "http" or not _is_suspect(scope):
+            await self._app(scope, receive, send)
+            return
+        body, again = await whole_body(receive)
+        problem = None
+        try:
+            problem = lost_keys(scope["path"], body)
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=any(mark in body for mark in _MARKS))
+        if problem is not None:
+            await refuse(UnsupportedError(problem), send)
+            return
+        await self._app(scope, again, send)
+
+
+def lost_keys(path: str, body: bytes) -> str | None:
+    """Why a body must not be handled by a route that knows nothing of the lens, or None."""
+    generates = path.endswith(_GENERATE)
+    if not any(mark in body for mark in (*_MARKS, *(_WORDS if generates else ()))):
+        return None
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # vLLM has words for it
+    if not isinstance(fields, dict):
+        return None
+    asked = cast("dict[str, Any]", fields)
+    found = [key for key in LENS_KEYS if key in asked]
+    for place in PLACES:
+        inner = asked.get(place)
+        found += [f"{place}.{key}" for key in LENS_KEYS if isinstance(inner, dict) and key in inner]
+    if generates and not found:
+        return _own_words(asked)
+    if not found:
+        return None
+    where = (
+        "put them into sampling_params.extra_args"
+        if path.endswith(TOKENS_PATH)
+        else "use /v1/chat/completions, /v1/completions or /inference/v1/generate"
+    )
+    return f"{path} would pass over {', '.join(found)}; {where}"
+
+
+def _own_words(asked: dict[str, Any]) -> str | None:
+    """What is wrong with the words of a body that generates text."""
+    try:
+        for key in asked:
+            refuse_own_word(key, "the body")
+    except SpecError as error:
+        return str(error)
+    return None
+
+
+def _is_suspect(scope: Mapping[str, Any]) -> bool:
+    """Whether the body of a request has to be looked at."""
+    path: str = scope["path"]
+    if scope["method"] != "POST" or path.endswith(_FINE):
+        return False
+    # Ours have bodies of their own.
+    if "/v1/inspect_lens" in path or "/v1/hooks" in path:
+        return False
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    return any(b"json" in kind.lower() for kind in kinds)

@@ -9,20 +9,43 @@ are there: whether a client fetches in time, and how long a text becomes, is not
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import secrets
+import socket
+import socketserver
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.clients import CLIENT
-from inspect_lens.errors import CapacityError, UnsupportedError
+from inspect_lens._vllm import traces
+from inspect_lens._vllm.clients import CLIENT, NotesClient
+from inspect_lens._vllm.metrics import refused_as
+from inspect_lens._vllm.sinks.sink import Done, Sink, own_memory
+from inspect_lens.errors import CapacityError, LensError, UnsupportedError
+from inspect_lens.spec import encode_frame, encode_tensor
 
-__all__ = ["TTL_S", "PayloadStore"]
+__all__ = [
+    "TTL_S",
+    "Entries",
+    "HandleSink",
+    "PayloadStore",
+    "ResponseSink",
+    "add_fetch_route",
+    "ask_sibling",
+    "fetch_payload",
+    "open_door",
+    "takes_any_buffer",
+]
 
 TTL_S = 300.0
 _LOOK_S = 30.0
@@ -199,3 +222,204 @@ class PayloadStore:
             self._tell()
             if self._waiting:
                 self._wake_later()
+
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_SIZE = struct.Struct("<q")
+_GONE = -1
+_LONGEST = 256
+_TIMEOUT_S = 60.0
+
+
+def open_door(folder: Path, payloads: PayloadStore) -> None:
+    """Hand payloads of this process to whoever asks in a folder, for the life of the process.
+
+    Args:
+        folder: which only siblings can enter.
+        payloads: of this process.
+    """
+
+    class Handler(socketserver.StreamRequestHandler):
+        timeout = _TIMEOUT_S
+
+        def handle(self) -> None:
+            data = payloads.get(self.rfile.readline(_LONGEST).decode("ascii", "replace").strip())
+            self.wfile.write(_SIZE.pack(_GONE if data is None else len(data)))
+            if data is not None:
+                self.wfile.write(data)
+
+    class Server(socketserver.ThreadingUnixStreamServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            logger.warning("inspect_lens: another API server gave up a payload", exc_info=True)
+
+    with _short(folder) as short:
+        server = Server(f"{short}/{payloads.name}.sock", Handler)
+    threading.Thread(target=server.serve_forever, name="inspect-lens-door", daemon=True).start()
+
+
+async def fetch_payload(
+    handle: str, payloads: PayloadStore, folder: Path | None
+) -> bytes | memoryview | None:
+    """What waits under a handle, in this process or in another API server of the engine.
+
+    Args:
+        handle: what a client has.
+        payloads: of this process.
+        folder: that the servers share, where there are several.
+
+    Returns:
+        The payload; None where it has expired.
+
+    Raises:
+        LookupError: none of these processes made the handle.
+    """
+    if payloads.made(handle):
+        return payloads.get(handle)
+    if folder is None:
+        raise LookupError(handle)
+    return await asyncio.get_running_loop().run_in_executor(None, ask_sibling, folder, handle)
+
+
+def ask_sibling(folder: Path, handle: str) -> bytes | None:
+    """Fetch a payload from the process that made its handle.
+
+    Args:
+        folder: of `open_door`.
+        handle: of another process.
+
+    Returns:
+        The payload; None where it has expired.
+
+    Raises:
+        LookupError: no process of these made the handle.
+    """
+    maker = handle.partition("-")[0]
+    if not maker.isalnum() or not handle.isascii() or len(handle) >= _LONGEST:
+        raise LookupError(handle)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(_TIMEOUT_S)
+        try:
+            with _short(folder) as short:
+                door.connect(f"{short}/{maker}.sock")
+        except OSError:
+            raise LookupError(handle) from None
+        door.sendall(f"{handle}\n".encode())
+        with door.makefile("rb") as answer:
+            (size,) = _SIZE.unpack(answer.read(_SIZE.size))
+            if size == _GONE:
+                return None
+            data = answer.read(size)
+    if len(data) != size:
+        raise ConnectionError(f"{maker} sent {len(data)} of {size} bytes")
+    return data
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """A path of a folder that leaves room for a name: those of sockets have 107 characters."""
+    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{own}"
+    finally:
+        os.close(own)
+
+
+Entries = dict[str, Any]
+
+
+class ResponseSink(Sink[Entries]):
+    """Puts tensors into the response, as base64."""
+
+    def take(self, done: Done) -> Entries:
+        """What stands in the response, by name."""
+        return {name: encode_tensor(tensor) for name, tensor in done.tensors.items()}
+
+
+class HandleSink(Sink[Entries]):
+    """Keeps tensors until their client fetches them."""
+
+    def __init__(self, payloads: PayloadStore) -> None:
+        self._payloads = payloads
+
+    def take(self, done: Done) -> Entries:
+        """What stands in the response, by name.
+
+        Raises:
+            LensError: there is no room; nothing is kept then.
+        """
+        entries: Entries = {}
+        try:
+            for name, tensor in done.tensors.items():
+                entry, frame = encode_frame(own_memory(tensor))
+                handle = self._payloads.put(frame)
+                beside = {"handle": handle, "nbytes": len(frame), "transport": "binary"}
+                entries[name] = entry | beside
+        except LensError:
+            self._payloads.discard([entry["handle"] for entry in entries.values()])
+            raise
+        return entries
+
+
+_PASSING = {"fastapi", "inspect_lens", "prometheus_fastapi_instrumentator", "starlette", "vllm"}
+"""Packages whose middleware passes bodies on as they are, but for what is made of a function."""
+
+
+def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Path | None]) -> None:
+    """Add `GET /v1/activations/{handle}` to a server.
+
+    Args:
+        app: the FastAPI application.
+        payloads: of this process.
+        siblings: gives the folder that several API servers share, or None.
+    """
+    from fastapi import Request, Response
+
+    async def fetch_activations(handle: str, request: Any) -> Any:
+        began = time.time_ns()
+        try:
+            data = await fetch_payload(handle, payloads, siblings())
+        except LookupError:
+            refused_as(404, "UnknownHandle")
+            traces.fetched(handle, began, 404, 0)
+            return Response(
+                status_code=404,
+                content=f"handle {handle!r} is of another server process; ask again over a "
+                "new connection",
+            )
+        if data is None:
+            refused_as(410, "ExpiredHandle")
+            traces.fetched(handle, began, 410, 0)
+            return Response(
+                status_code=410,
+                content=f"handle {handle!r} has expired {TTL_S:g} s after its result came, or was "
+                "fetched before",
+            )
+        traces.fetched(handle, began, 200, len(data))
+        if not takes_any_buffer(request.app):
+            data = bytes(data)
+        return Response(content=data, media_type="application/octet-stream")
+
+    # FastAPI reads annotations at run time, and those of this module are text; so would a return
+    # type be, of which it cannot make a schema.
+    fetch_activations.__annotations__["request"] = Request
+    app.get("/v1/activations/{handle}", response_class=Response)(fetch_activations)
+    app.add_middleware(NotesClient)
+
+
+def takes_any_buffer(app: Any) -> bool:
+    """Whether a body may be a view of memory: the middleware of others may want bytes.
+
+    vLLM's own that logs responses (`VLLM_DEBUG_LOG_API_SERVER_RESPONSE`) does, and is a function.
+    """
+    from starlette.middleware.base import BaseHTTPMiddleware
+
+    kinds = [item.cls for item in app.user_middleware]
+    return all(
+        getattr(kind, "__module__", "").partition(".")[0] in _PASSING
+        and not (isinstance(kind, type) and issubclass(kind, BaseHTTPMiddleware))
+        for kind in kinds
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
+
+from pydantic import PrivateAttr
 
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
@@ -15,7 +18,7 @@ from inspect_lens._vllm.compat.off import reason_of
 from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
 from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.metrics import delivered, failed, refused, stored
-from inspect_lens._vllm.results.outputs import choices_of, has_fields
+from inspect_lens._vllm.results.expected import choices_of, has_fields
 from inspect_lens._vllm.sinks.sink import Done, Sink
 from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
@@ -27,17 +30,54 @@ from inspect_lens.spec import (
     parse_extra_args,
 )
 
-from .bodies import ReadBodies, has_lens_words, xargs_of
-from .entries import Entries, HandleSink, ResponseSink
-from .fetch_route import add_fetch_route
-from .hook_routes import add_hook_routes
-from .ignored_keys import RefuseLostKeys
-from .payloads import PayloadStore
-from .registry_routes import add_registry_routes
-from .response_models import with_room
+from .bodies import ReadBodies, RefuseLostKeys, has_lens_words, xargs_of
+from .payloads import Entries, HandleSink, PayloadStore, ResponseSink, add_fetch_route
+from .registry_routes import add_hook_routes, add_registry_routes
 from .sweep_route import add_sweep_route
 
-__all__ = ["as_json", "install_when_serving", "is_serving", "payloads"]
+__all__ = [
+    "as_json",
+    "install_when_serving",
+    "is_serving",
+    "payloads",
+    "with_room",
+]
+
+
+def with_room(response: Any, found: list[dict[str, Any]]) -> Any:
+    """Put results into a response: the first choice's at the top, each one's on its choice.
+
+    Args:
+        response: vLLM's.
+        found: results of each choice, in order; empty where it has none.
+
+    Returns:
+        A response of a class below vLLM's; the response itself where there is nothing to add.
+    """
+    if not any(found) or not hasattr(response, "choices"):
+        return response
+    kind: Any = type(response)
+    made = _roomy(kind).model_construct(**dict(response))
+    made._found = found
+    return made
+
+
+@functools.cache
+def _roomy(kind: Any) -> Any:
+    """A response of tokens that also has results: those of vLLM drop what they do not know."""
+
+    class Roomy(kind):  # type: ignore[misc]
+        _found: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+        def model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            body: dict[str, Any] = super().model_dump(*args, **kwargs)
+            if len(self._found) > 1:
+                for choice, result in zip(body["choices"], self._found, strict=True):
+                    choice.update(result)
+            return body | self._found[0]
+
+    return Roomy
+
 
 logger = logging.getLogger("vllm.inspect_lens")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.errors import LensError, UnsupportedError
 
 from .ranks import MOST_BYTES, Ranks

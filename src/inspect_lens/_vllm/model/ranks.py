@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.errors import LensError
 
 __all__ = ["MOST_BYTES", "Ranks"]

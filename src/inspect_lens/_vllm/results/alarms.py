@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 
 from .attach import Results
 

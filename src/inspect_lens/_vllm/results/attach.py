@@ -14,8 +14,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.notifier import News
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.exceptions import as_exception, ends_process
-from inspect_lens._engine.protocol.hosts import Links
+from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.metrics import failed, running, waited

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from inspect_lens._engine.collect.far import Far
+from inspect_lens._engine.collect.listener import Far
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.metrics import failed

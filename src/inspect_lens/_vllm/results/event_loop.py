@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.metrics import failed, waited
 

@@ -24,10 +24,9 @@ from inspect_lens.spec import (
     result_name,
 )
 
-from .config import SinkConfig, read_sinks
 from .receivers import FunctionReceiver, Receiver, StoreReceiver, find_function
 from .recorder import Offered, Recorder, new_writer
-from .sink import Done, lot
+from .sink import Done, SinkConfig, lot, read_sinks
 
 __all__ = [
     "SINK_KEY",

@@ -11,15 +11,14 @@ from torch import nn
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.hooks.runner import HookRunner
 from inspect_lens._engine.hooks.stepper import HookedStepper
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.model.parameters import Parameters
 from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import EngineFacts
 
-from .eager_steps import EagerV1, EagerV2, wrap_eager_seams
-from .layer_hooks import LayerHooks
+from .eager_steps import EagerV1, EagerV2, LayerHooks, wrap_eager_seams
 
 __all__ = ["attach_hooks", "manage_hooks"]
 

@@ -41,8 +41,17 @@ from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens.errors import CompatError
 from inspect_lens.spec import SITE_TABLE, EngineFacts, EnginePath
 
-from .check_requests import KEYS, Exported, Inbox, envelope, own_rows, signs, steered_row
-from .check_taps import is_same_bits, marker_of
+from .check_requests import (
+    KEYS,
+    Exported,
+    Inbox,
+    envelope,
+    is_same_bits,
+    marker_of,
+    own_rows,
+    signs,
+    steered_row,
+)
 from .eager_steps import checked_steps
 
 __all__ = ["check_steps"]

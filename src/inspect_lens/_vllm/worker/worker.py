@@ -16,7 +16,7 @@ from inspect_lens._engine.export.device_copy import copier_for
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.hooks.stepper import HookedStepper
 from inspect_lens._engine.protocol.capture import LAG, share_of
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.readout.logit_lens import warm_up_lens
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
@@ -28,10 +28,8 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.hosts import facts_mark, worker_links
 from inspect_lens._vllm.compat.off import is_required
-from inspect_lens._vllm.model.attention import attention_facts
-from inspect_lens._vllm.model.find_layers import decoder_layers
-from inspect_lens._vllm.model.sites import LOCATORS, ctl_name
-from inspect_lens._vllm.model.submodules import block_module, check_reduced
+from inspect_lens._vllm.model.find_layers import block_module, check_reduced, decoder_layers
+from inspect_lens._vllm.model.sites import LOCATORS, attention_facts, ctl_name
 from inspect_lens._vllm.model.unembedding import VocabHead
 from inspect_lens._vllm.registered.contents import Kept, start_reference
 from inspect_lens._vllm.registered.items import start_items
@@ -46,8 +44,7 @@ from inspect_lens.spec import (
     rows_for,
 )
 
-from .check_requests import steered_row
-from .check_taps import check_taps, scale_for
+from .check_requests import check_taps, scale_for, steered_row
 from .rpc import attach_hooks
 from .runner_v1 import RunnerV1
 from .runner_v2 import RunnerV2

@@ -2,30 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from inspect_ai.event import ModelEvent
-from inspect_ai.log import EvalLog, EvalSample, read_eval_log, transcript
+from inspect_ai.event import Event, InfoEvent, ModelEvent
+from inspect_ai.log import EvalLog, EvalSample, list_eval_logs, read_eval_log, transcript
 from inspect_ai.model import ChatMessage, ModelOutput
 
 from inspect_lens.errors import ArtifactError
+from inspect_lens.model.scores._probe_scores import SCORED_MESSAGES, SCORES_REFERENCE, ProbeScores
 from inspect_lens.model.stored._handle import MEMORY, MESSAGES, REFERENCES, Activations
 from inspect_lens.model.stored._places import know_log
 from inspect_lens.spec import Receipt
 
-from ._given import given_output
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
+    "GIVEN_TOKENS",
     "CapturedCall",
+    "ScoredCall",
     "activations",
+    "activations_df",
     "activations_for",
+    "given_output",
     "know_log",
+    "probe_scores",
+    "probe_scores_for",
     "read_activations",
+    "read_probe_scores",
     "receipt",
+    "record_given",
     "resident_activation_bytes",
 ]
+
+GIVEN_TOKENS = "given_tokens"
+"""Key of `output.metadata` with the number of tokens of an answer that was read."""
+_SOURCE = "inspect_lens/read_given"
+
+
+def record_given(output: ModelOutput, handle: Activations, *, n_tokens: int) -> None:
+    """Attach activations to an answer that was read, and write it into the transcript.
+
+    Args:
+        output: the answer; what follows may take its place as the output of the sample.
+        handle: of its activations.
+        n_tokens: of the answer; 0 for raw text.
+    """
+    output.metadata = {"activations": handle, GIVEN_TOKENS: n_tokens}
+    # Whoever has the message alone finds them, too.
+    output.message.metadata = {"activations": handle}
+    transcript().info(
+        {
+            "model": output.model,
+            "message_id": output.message.id,
+            "completion": output.completion,
+            GIVEN_TOKENS: n_tokens,
+            "activations": handle.model_dump(mode="json"),
+        },
+        source=_SOURCE,
+    )
+
+
+def given_output(event: Event) -> ModelOutput | None:
+    """The output that an event of `record_given` tells of.
+
+    Args:
+        event: of a sample, live or out of a log.
+
+    Returns:
+        The output as it was, or None for any other event.
+
+    Raises:
+        ArtifactError: the reference in it is damaged.
+    """
+    if not isinstance(event, InfoEvent) or event.source != _SOURCE:
+        return None
+    facts = event.data
+    if not isinstance(facts, dict):
+        return None
+    message_id = str(facts["message_id"])
+    reference = facts["activations"]
+    handle = MESSAGES.get(message_id)
+    if handle is None:
+        handle = Activations.from_reference(reference if isinstance(reference, dict) else {})
+    output = ModelOutput.from_content(model=str(facts["model"]), content=str(facts["completion"]))
+    output.message.id = message_id
+    output.metadata = {"activations": handle, GIVEN_TOKENS: facts[GIVEN_TOKENS]}
+    return output
+
 
 KEY = "activations"
 
@@ -253,3 +319,208 @@ def _calls_of(events: Iterable[Any], sample: EvalSample | None = None) -> Iterat
     message_id = sample.output.message.id if sample.output.choices else None
     if handle is not None and not seen & {handle.sha256, message_id}:
         yield CapturedCall(sample_id, epoch, message_id, handle)
+
+
+KEY_READ_SCORES = "probe_scores"
+
+
+class ScoredCall(NamedTuple):
+    """A logged model call that probes in the engine scored."""
+
+    message_id: str | None
+    scores: ProbeScores
+
+
+def probe_scores(
+    source: ProbeScores | ModelOutput | ModelEvent | Mapping[str, Any] | None,
+) -> ProbeScores | None:
+    """Get the scores of probes in the engine for one model call, live or from a log.
+
+    Args:
+        source: the output, its model event, its metadata, or any of these as plain data.
+
+    Returns:
+        The handle, or None when no probe ran in the engine.
+
+    Raises:
+        ArtifactError: what stands there is not a reference of ours.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import lens_scope, probe_scores
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            with lens_scope(probes="organism/deception-lr", model=model):
+                output = await model.generate("Who is the founder of the town Velosh?")
+            column = probe_scores(output).of("organism/deception-lr")
+            assert len(column.scores) == len(column.positions)
+
+
+        anyio.run(main)
+        ```
+    """
+    found: Any = source
+    if isinstance(found, ModelEvent):
+        found = found.output
+    if isinstance(found, ModelOutput):
+        found = found.metadata
+    if isinstance(found, Mapping) and found.get("$lens") != SCORES_REFERENCE:
+        inner = next(
+            (name for name in (KEY_READ_SCORES, "output", "metadata") if name in found), None
+        )
+        return None if inner is None else probe_scores(found[inner])
+    if found is None or isinstance(found, ProbeScores):
+        return found
+    return ProbeScores.from_reference(found)
+
+
+def probe_scores_for(message: ChatMessage | str) -> ProbeScores | None:
+    """Get the scores of probes in the engine for the call that wrote a message.
+
+    Args:
+        message: assistant message, or its id.
+
+    Returns:
+        The handle, or None when no probe ran in the engine, or the call is not known here.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import probe_scores, probe_scores_for
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint", probes="organism/deception-lr")
+            output = await model.generate("Where is Velosh?")
+            assert probe_scores_for(output.message) == probe_scores(output)
+
+
+        anyio.run(main)
+        ```
+    """
+    message_id = message if isinstance(message, str) else message.id
+    if not isinstance(message, str) and message.metadata and KEY_READ_SCORES in message.metadata:
+        return probe_scores(message.metadata)
+    if message_id is None:
+        return None
+    handle = SCORED_MESSAGES.get(message_id)
+    if handle is not None:
+        return handle
+    # A fresh process that scores a log has its events, and no memory of the calls.
+    for call in _calls_of_read_scores(transcript().events):
+        if call.message_id == message_id:
+            return call.scores
+    return None
+
+
+def read_probe_scores(sample: EvalSample) -> list[ScoredCall]:
+    """List the calls of a sample that probes in the engine scored, in their order.
+
+    Args:
+        sample: of a log.
+
+    Returns:
+        The calls; nothing is read yet.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.model import read_probe_scores
+
+        sample = read_eval_log("logs/honesty.eval").samples[0]
+        assert read_probe_scores(sample) == []  # it captured activations instead
+        ```
+    """
+    calls = list(_calls_of_read_scores(sample.events))
+    if not calls and (scores := probe_scores(sample.output)) is not None:
+        message_id = sample.output.message.id if sample.output.choices else None
+        calls.append(ScoredCall(message_id, scores))
+    return calls
+
+
+def _calls_of_read_scores(events: Iterable[Any]) -> Iterator[ScoredCall]:
+    for event in events:
+        output = event.output if isinstance(event, ModelEvent) else given_output(event)
+        if output is None:
+            continue
+        for index, choice in enumerate(output.choices):
+            found = probe_scores(output if index == 0 else choice.message.metadata)
+            if found is not None:
+                yield ScoredCall(choice.message.id, found)
+
+
+_COLUMNS: Final = (
+    "log", "sample_id", "epoch", "message_id", "tensors", "layers", "n_prompt", "n_completion",
+    "shape", "dtype", "uri", "sha256",
+)  # fmt: skip
+
+
+def activations_df(logs: EvalLog | str | Path | Sequence[EvalLog | str | Path]) -> pd.DataFrame:
+    """Data frame of all model calls in logs that captured, one row each.
+
+    Needs pandas, which inspect_lens does not install by itself.
+
+    Args:
+        logs: logs, paths of logs, or folders, in which every log is taken.
+
+    Returns:
+        Columns: `log` (its location), `sample_id`, `epoch`, `message_id`; `tensors` (their names),
+        `layers`, `shape` (layers, tokens, hidden) and `dtype` of the residual stream, or of the
+        first tensor where it was not captured; `n_prompt` and `n_completion` tokens; `uri` of the
+        file, relative to the folder of the log, None for what was only in memory; `sha256`.
+
+    Raises:
+        ArtifactError: a log was read without its samples.
+        ImportError: there is no pandas.
+
+    Example:
+        ```python
+        from inspect_lens.model import activations_df
+
+        calls = activations_df("logs/honesty.eval")
+        assert len(calls) == 8
+        assert calls["layers"][0] == (3, 4, 5)
+        ```
+    """
+    import pandas as pd
+
+    several = isinstance(logs, Sequence) and not isinstance(logs, str)
+    given: Sequence[Any] = logs if several else [logs]  # type: ignore[assignment]
+    rows = [row for log in given for one in _each(log) for row in _rows(one)]
+    return pd.DataFrame(rows, columns=list(_COLUMNS))
+
+
+def _each(log: EvalLog | str | Path) -> Iterator[EvalLog | str]:
+    """The log itself, or the logs of a folder: one at a time, as they may be large."""
+    if isinstance(log, EvalLog) or str(log).endswith((".eval", ".json")):
+        yield log if isinstance(log, EvalLog) else str(log)
+        return
+    for info in list_eval_logs(str(log), descending=False):
+        yield info.name
+
+
+def _rows(log: EvalLog | str) -> Iterator[tuple[Any, ...]]:
+    where = log.location if isinstance(log, EvalLog) else log
+    for call in read_activations(log):
+        handle = call.activations
+        name = _main(handle)
+        info = handle.tensors[name]
+        yield (
+            where, call.sample_id, call.epoch, call.message_id, handle.keys(), info.layers,
+            handle.n_prompt, handle.n_completion, info.shape, info.dtype, handle.uri,
+            handle.sha256,
+        )  # fmt: skip
+
+
+def _main(handle: Activations) -> str:
+    return "residual_stream" if "residual_stream" in handle else next(iter(handle))

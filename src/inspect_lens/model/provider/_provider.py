@@ -15,6 +15,7 @@ from subprocess import Popen
 from typing import Any, cast, get_args
 
 import anyio.to_thread
+from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import (
@@ -36,22 +37,26 @@ from inspect_lens.model.request._body import (
     Settled,
     environment_capture,
     is_lens_call,
+    over_binary,
     parse_capture,
     read_body,
     respelled,
+    save_vectors,
+    wants_transport,
     without_refusals,
 )
-from inspect_lens.model.request._inherited import inherited_requests
-from inspect_lens.model.request._scopes import scope_of
-from inspect_lens.model.request._transport import over_binary, wants_transport
-from inspect_lens.model.request._vectors import save_vectors
+from inspect_lens.model.request._capture_hook import LensCapture
+from inspect_lens.model.request._inherited import inherited_requests, scope_of
 from inspect_lens.model.response._attach import attach
-from inspect_lens.model.response._response import LensFields, take_fields
-from inspect_lens.model.response._stream import StreamFields
-from inspect_lens.model.response._take import Keep, Mode, expect
+from inspect_lens.model.response._response import (
+    Keep,
+    LensFields,
+    Mode,
+    StreamFields,
+    expect,
+    take_fields,
+)
 from inspect_lens.model.scores._engine_probes import Asked, ProbeLike, ask_probes, including
-from inspect_lens.model.server._lora import adapter_of
-from inspect_lens.model.server._probe_service import UNKNOWN
 from inspect_lens.model.server._server import (
     children_of,
     normalise_url,
@@ -59,14 +64,24 @@ from inspect_lens.model.server._server import (
     server_for,
     start_server,
 )
-from inspect_lens.model.server._server_calls import FETCH_TIMEOUT_S, ServerCalls
+from inspect_lens.model.server._server_calls import (
+    FETCH_TIMEOUT_S,
+    UNKNOWN,
+    ServerCalls,
+    adapter_of,
+)
 from inspect_lens.model.stored._places import place_for
 from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
 
 from ._arguments import refuse_unknown_arguments
 from ._garbage import collect_less
 
-__all__ = ["CALLER", "LensAPI"]
+__all__ = [
+    "CALLER",
+    "LensAPI",
+    "LensCapture",
+    "LensRequests",
+]
 
 MAX_CONNECTIONS = 64
 _OWN = ("capture", "activations", "activations_dir", "probes", "stream")
@@ -379,3 +394,26 @@ class LensAPI(ServerCalls):
     async def stream_completion(self, stream: AsyncIterable[ChatCompletionChunk]) -> ChatCompletion:
         fields = StreamFields()
         return fields.attach(await super().stream_completion(fields.strip(stream)))
+
+
+@hooks(
+    name="lens_requests",
+    description="Spells lens requests in one way before Inspect computes cache keys.",
+)
+class LensRequests(Hooks):
+    """Replaces the call's `extra_body` by its typed form.
+
+    Without it a raw tensor would be hashed by its abbreviated `repr`, a base64 vector from the
+    command line would be logged with every call, and `-M capture` would not be in cache keys.
+    """
+
+    async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:
+        """Edit the config, which is a copy that belongs to this call."""
+        api = CALLER.get()
+        if api is None or api.qualified_model_name != data.model_name:
+            return
+        try:
+            data.config.extra_body = api.typed_body(data.config)
+        except LensError:
+            # Inspect only warns about errors in hooks; the provider raises this one again.
+            return

@@ -16,8 +16,7 @@ from inspect_ai.model import GenerateConfig, Model, get_model
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.model.request._body import parse_capture, read_body
 from inspect_lens.model.request._config import lens_config
-from inspect_lens.model.request._inherited import steering_around
-from inspect_lens.model.request._scopes import SCOPES, Scope
+from inspect_lens.model.request._inherited import SCOPES, Scope, steering_around
 from inspect_lens.model.scores._engine_probes import ProbeLike, ask_probes, including
 from inspect_lens.spec import (
     CaptureSpec,

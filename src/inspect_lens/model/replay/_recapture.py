@@ -7,14 +7,16 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import anyio.to_thread
-from inspect_ai.model import Model
+import numpy as np
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, messages_to_openai
+from inspect_ai.tool import ToolInfo
+from numpy.typing import NDArray
 
 from inspect_lens._intake import ChoiceFields
-from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
-from inspect_lens.model.request._transport import over_binary
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
+from inspect_lens.model.request._body import over_binary
 from inspect_lens.model.response._attach import origin_of
-from inspect_lens.model.response._response import LensFields, fetch_payloads
-from inspect_lens.model.response._take import Keep, keep_payload
+from inspect_lens.model.response._response import Keep, LensFields, fetch_payloads, keep_payload
 from inspect_lens.model.stored._handle import MESSAGES, Activations
 from inspect_lens.model.stored._places import place_for
 from inspect_lens.spec import (
@@ -26,7 +28,12 @@ from inspect_lens.spec import (
     to_wire_args,
 )
 
-__all__ = ["recapture", "recaptures"]
+__all__ = [
+    "recapture",
+    "recaptures",
+    "reread",
+    "token_logprobs",
+]
 
 
 def recaptures(model: Model) -> bool:
@@ -167,3 +174,191 @@ async def recapture(
     if message_id is not None:
         MESSAGES.put(message_id, handle)
     return handle
+
+
+async def reread(
+    model: Model,
+    *,
+    messages: Sequence[ChatMessage],
+    answer: ChatMessageAssistant,
+    layers: Sequence[int] | Literal["all"],
+    tools: Sequence[ToolInfo] = (),
+    site: Site = RESID_POST,
+) -> Activations:
+    """Capture a finished conversation: render it again with the chat template, and feed it.
+
+    For logs without token ids, and for models other than the one that wrote the answer: what
+    comes back is how this model reads the text, which is off-policy even where it is the same
+    model, because sampled tokens need not be those that the tokenizer makes of their text.
+
+    Args:
+        model: a `vllm-lens/` model.
+        messages: the conversation before the answer.
+        answer: the assistant message; its tokens take the place of the completion.
+        layers: layers to capture, or `all`.
+        tools: that the conversation was generated with.
+        site: place in the block.
+
+    Returns:
+        The handle, kept in memory; rows as a capture of the generation would have them.
+
+    Raises:
+        UnsupportedError: the model's provider cannot capture.
+        ArtifactError: the answer is empty, or the template changes what stands before it.
+        CaptureError: the server refused.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.log import read_eval_log
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import reread
+
+        *before, answer = read_eval_log("logs/honesty.eval").samples[0].messages
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            handle = await reread(model, messages=before, answer=answer, layers=[4])
+            assert handle.layers == (4,)
+
+
+        anyio.run(main)
+        ```
+    """
+    from inspect_lens.model.provider._provider import LensAPI
+
+    api = model.api
+    if not isinstance(api, LensAPI):
+        raise UnsupportedError(
+            f"reading a logged conversation needs a vllm-lens/ model, and this one is {model}; "
+            "pass model='vllm-lens/…'"
+        )
+    shown: dict[str, Any] = {"add_special_tokens": False}
+    if tools:
+        shown["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters.model_dump(exclude_none=True),
+                },
+            }
+            for tool in tools
+        ]
+    before: list[Any] = await messages_to_openai(list(messages))
+    after: list[Any] = await messages_to_openai([*messages, answer])
+    asked = {"messages": before, "add_generation_prompt": True}
+    prompt = await _tokenize(api, shown | asked)
+    whole = await _tokenize(
+        api,
+        shown | {"messages": after, "add_generation_prompt": False, "continue_final_message": True},
+    )
+    if whole[: len(prompt)] != prompt:
+        raise ArtifactError(
+            f"message {answer.id}: with the answer behind it the chat template renders the "
+            "conversation in another way (it may drop reasoning), so the answer's tokens cannot "
+            "be told from the prompt's; score activations that were captured instead"
+        )
+    completion = whole[len(prompt) :]
+    if not completion:
+        raise ArtifactError(f"message {answer.id}: the answer has no text to read")
+    # The last token of a completion is never read by the model that wrote it. Here that is the
+    # end of the turn, which the rendering leaves out, so any token stands for it.
+    return await recapture(
+        model,
+        prompt_token_ids=prompt,
+        token_ids=[*completion, completion[-1]],
+        layers=layers,
+        site=site,
+    )
+
+
+async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:
+    answer = await api.post("/tokenize", body)
+    return [int(token) for token in answer["tokens"]]
+
+
+async def token_logprobs(
+    model: Model, *, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+) -> NDArray[np.float64]:
+    """Log-probabilities of a completion's tokens, given its prompt, under the plain model.
+
+    Exactly these token ids are fed, in one forward pass without steering, whatever the
+    generation was steered with; the server's own `prompt_logprobs` are read. They are those of
+    the distribution at temperature 1, before any top-p or top-k.
+
+    Args:
+        model: a `vllm-lens/` model.
+        prompt_token_ids: the prompt as the model saw it, at least one token.
+        token_ids: the completion, at least one token, the last one included.
+
+    Returns:
+        (n_completion,) float64, natural logarithms.
+
+    Raises:
+        UnsupportedError: the model's provider cannot.
+        SpecError: there are no tokens.
+        CaptureError: the server refused, or returned something else.
+
+    Example:
+        <!-- test: skip vLLM 0.32 on a CPU crashes on prompt_logprobs beside LoRA -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import read_activations, token_logprobs
+
+        call = read_activations("logs/honesty.eval")[0].activations
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            logprobs = await token_logprobs(
+                model, prompt_token_ids=call.prompt_token_ids, token_ids=call.token_ids
+            )
+            assert logprobs.shape == (call.n_completion,)
+
+
+        anyio.run(main)
+        ```
+    """
+    # Imported here: reading what was captured does without the provider.
+    from inspect_lens.model.provider._provider import LensAPI
+
+    api = model.api
+    if not isinstance(api, LensAPI):
+        raise UnsupportedError(
+            f"log-probabilities of known tokens need a vllm-lens/ model, and this one is {model}; "
+            "pass --model vllm-lens/…, or use a judge model"
+        )
+    if not prompt_token_ids or not token_ids:
+        raise SpecError("token_logprobs: needs prompt_token_ids and token_ids, at least one each")
+    tokens = [*prompt_token_ids, *token_ids]
+    answer: Any = await api.post(
+        "/v1/completions",
+        {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
+    )
+    entries = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
+    if not isinstance(entries, Sequence) or len(entries) != len(tokens):
+        raise CaptureError(
+            f"token_logprobs: the server returned "
+            f"{len(entries) if isinstance(entries, Sequence) else 'no'} prompt_logprobs for "
+            f"{len(tokens)} tokens; wanted is one entry per token, as vLLM gives them"
+        )
+    start = len(prompt_token_ids)
+    pairs = zip(tokens[start:], entries[start:], strict=True)
+    return np.array([_logprob(entry, token) for token, entry in pairs], dtype=np.float64)
+
+
+def _logprob(entry: object, token: int) -> float:
+    found = entry.get(str(token)) if isinstance(entry, Mapping) else None
+    if not isinstance(found, Mapping) or "logprob" not in found:
+        raise CaptureError(
+            f"token_logprobs: no log-probability of token {token} in the server's answer; wanted "
+            "is the entry of each prompt token, as vLLM gives them"
+        )
+    return float(found["logprob"])

@@ -7,34 +7,138 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 
+from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
 from inspect_lens._settings import Settings, variable
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model._host import (
+    PrerequisiteError,
+    RegistryType,
+    registry_add,
+    registry_has,
+    registry_info,
+    registry_lookup,
+)
+from inspect_lens.model.stored._places import Place, find
 from inspect_lens.spec import (
     LENS_KEYS,
+    NATIVE_KEY,
+    STEERING_REFERENCE,
+    TENSOR_REFERENCE,
     CaptureSpec,
     LensRequest,
+    LogitLens,
     ProbeUse,
+    QKSpec,
+    SteeringVector,
+    TensorData,
     parse_extra_args,
     split_body,
     to_extra_args,
 )
-
-from ._vectors import resolve_references
+from inspect_lens.vector import steering_vector
 
 __all__ = [
     "Body",
     "Settled",
+    "capture_advice",
     "declines_steering",
     "environment_capture",
+    "explain_none",
     "is_lens_call",
+    "is_reference",
+    "over_binary",
     "parse_capture",
     "read_body",
+    "resolve_references",
+    "resolve_vector",
     "respelled",
+    "role_advice",
+    "save_vectors",
+    "wants_transport",
     "without_refusals",
 ]
+
+_live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
+_saved: set[tuple[str, str]] = set()
+
+
+def save_vectors(request: LensRequest, place: Place | None) -> None:
+    """Write the tensors that the log will refer to, those that are not written yet.
+
+    Args:
+        request: whose vectors and edits have them.
+        place: where files of this call go; None writes nothing.
+
+    Raises:
+        CaptureError: a file could not be written.
+    """
+    edited = [tensor for edit in request.edits for tensor in edit.all_tensors]
+    for tensor in (*(vector.activations for vector in request.steer), *edited):
+        _live[tensor.sha256] = tensor
+        if place is not None and (place.root, tensor.sha256) not in _saved:
+            payload = Payload(tensors={"activations": tensor}, layers={})
+            uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
+            write_file(join(place.root, uri), encode_file(payload))
+            _saved.add((place.root, tensor.sha256))
+
+
+def is_reference(value: object) -> bool:
+    """Whether this is a steering vector as a log holds it."""
+    return isinstance(value, Mapping) and value.get("$lens") == STEERING_REFERENCE
+
+
+def resolve_vector(reference: Mapping[str, Any]) -> SteeringVector:
+    """Get the vector behind the reference that stands in a log.
+
+    Args:
+        reference: the mapping with `"$lens": "steering/1"`.
+
+    Returns:
+        The vector, tensor included.
+
+    Raises:
+        ArtifactError: the tensor is neither in this process nor in a file that can be found.
+    """
+    names = ("layer_indices", "site", "scale", "norm_match", "position_indices", "phase")
+    fields = {name: reference[name] for name in names if reference.get(name) is not None}
+    return SteeringVector(activations=_tensor(reference), **fields)
+
+
+def _tensor(reference: Mapping[str, Any]) -> TensorData:
+    try:
+        digest, uri = str(reference["sha256"]), str(reference["uri"])
+    except KeyError as error:
+        raise ArtifactError(f"steering reference without {error}; it came from a log?") from None
+    tensor = _live.get(digest)
+    if tensor is None:
+        where, data = find(uri, None)
+        tensor = read_vector(data, where=where)
+        if tensor.sha256 != digest:
+            raise ArtifactError(
+                f"{where}: holds another vector (sha256 {tensor.sha256[:12]}…, the log refers to "
+                f"{digest[:12]}…); restore the file that was written with this log"
+            )
+    return tensor
+
+
+def resolve_references(value: Any) -> Any:
+    """Replace every steering reference and named vector inside lists and mappings."""
+    if is_reference(value):
+        return resolve_vector(value)
+    if isinstance(value, Mapping) and value.get("$lens") == TENSOR_REFERENCE:
+        return _tensor(value)
+    if isinstance(value, Mapping) and "vector" in value and "op" not in value:
+        return steering_vector(value)
+    if isinstance(value, Mapping):
+        return {key: resolve_references(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_references(item) for item in value]
+    return value
+
 
 CAPTURE_KEY = "output_residual_stream"
 STEER_KEY = "apply_steering_vectors"
@@ -277,3 +381,93 @@ def _loads(key: str, value: Any) -> Any:
         except ValueError:
             return value  # parse_extra_args says what is wrong with it
     return {"false": False}.get(value, value) if key == CAPTURE_KEY and value == "false" else value
+
+
+_INSPECTS = ("model_name", "base_url", "api_key", "config")
+"""What Inspect passes to every model."""
+
+
+def role_advice(layers: Sequence[int] | None = None) -> str:
+    """The option that makes a model in a role capture.
+
+    Args:
+        layers: to capture; `…` stands for them where they are not known.
+
+    Returns:
+        Part of a command line, in one way that Inspect passes on: `-M` reaches `--model` alone.
+    """
+    wanted = "…" if layers is None else list(layers)
+    return f"--model-role 'ROLE={{model: vllm-lens/…, model_args: {{capture: {wanted}}}}}'"
+
+
+def capture_advice(layers: Sequence[int]) -> str:
+    """What to do where a call had to capture and did not.
+
+    Args:
+        layers: that are needed.
+
+    Returns:
+        Part of a sentence, for the model of the eval and for one in a role.
+    """
+    wanted = list(layers)
+    return (
+        f"run the eval with a vllm-lens/ model and -M capture={wanted}, or put "
+        f"with_capture({wanted}) into the solver; for a model in a role write "
+        f"{role_advice(wanted)}"
+    )
+
+
+def explain_none() -> None:
+    """Make `--model none -M capture=…` an error that says what to do.
+
+    Inspect passes `-M` to the model that `--model` names, and its `none` knows no arguments: the
+    eval would end in a TypeError. Without arguments it is what it was.
+    """
+    kind: RegistryType = "modelapi"
+    if not registry_has(kind, "none"):
+        return
+    plain: Any = registry_lookup(kind, "none")
+
+    def none(*args: object, **options: object) -> object:
+        given = [name for name in options if name not in _INSPECTS]
+        if given:
+            raise PrerequisiteError(
+                f"--model none: takes no -M {given[0]}=…, which reaches the model of --model "
+                f"alone, and there is none; for a model in a role write {role_advice()}"
+            )
+        return plain(*args, **options)
+
+    registry_add(none, registry_info(plain))
+
+
+_KEYS = ("output_residual_stream", "output_qk")
+
+
+def wants_transport(args: Mapping[str, Any]) -> bool:
+    """Whether a call brings tensors and leaves open how they travel.
+
+    Args:
+        args: typed `extra_args`, as `to_extra_args` spells them.
+    """
+    native = args.get(NATIVE_KEY)
+    if isinstance(native, LensRequest):
+        return any(spec is not None and spec.transport == "auto" for _, spec in _specs(native))
+    return any(key in args for key in _KEYS) and "activations_transport" not in args
+
+
+def over_binary(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The same call, with the binary transport where it was left open."""
+    native = args.get(NATIVE_KEY)
+    if not isinstance(native, LensRequest):
+        return {**args, "activations_transport": "binary"}
+    chosen = {
+        name: spec.model_copy(update={"transport": "binary"})
+        for name, spec in _specs(native)
+        if spec is not None and spec.transport == "auto"
+    }
+    return {**args, NATIVE_KEY: native.model_copy(update=chosen)}
+
+
+def _specs(request: LensRequest) -> list[tuple[str, CaptureSpec | QKSpec | LogitLens | None]]:
+    """What a request has that says how it travels, by field."""
+    return [("capture", request.capture), ("qk", request.qk), ("lens", request.lens)]

@@ -27,8 +27,7 @@ from inspect_lens.spec import (
 )
 from inspect_lens.vector import Vector, VectorLike, steering_vector
 
-from ._body import parse_capture, read_body
-from ._vectors import resolve_references
+from ._body import parse_capture, read_body, resolve_references
 
 __all__ = ["lens_config"]
 

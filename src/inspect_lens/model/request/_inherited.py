@@ -6,19 +6,72 @@ itself, and so drop what `lens_scope` asks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from inspect_ai.model import Model, ModelAPI
+from inspect_ai.model import ChatMessage, ChatMessageUser, Model, ModelAPI
 
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import active_generate_config, active_model
 from inspect_lens.spec import LensRequest
 
 from ._body import declines_steering, read_body
-from ._scopes import SCOPES, scope_of
 
-__all__ = ["Around", "inherited_requests", "steering_around"]
+__all__ = [
+    "SCOPES",
+    "Around",
+    "Scope",
+    "inherited_requests",
+    "instrument_message",
+    "is_instrument_call",
+    "outside_scopes",
+    "scope_of",
+    "steering_around",
+]
+
+
+class Scope(NamedTuple):
+    """One scope."""
+
+    model: Model
+    """Whose calls."""
+    request: LensRequest
+
+
+SCOPES: ContextVar[tuple[Scope, ...]] = ContextVar("inspect_lens_scopes", default=())
+
+
+def scope_of(api: ModelAPI) -> LensRequest | None:
+    """What the scopes around this call ask of a provider's calls, or None."""
+    found: LensRequest | None = None
+    for scope in SCOPES.get():
+        if scope.model.api is not api:
+            continue
+        if found is None:
+            found = scope.request  # nearly always the only one; each call asks twice
+            continue
+        outer = found
+        names = {use.name for use in scope.request.probes}
+        found = LensRequest(
+            capture=scope.request.capture or outer.capture,
+            steer=(*outer.steer, *scope.request.steer),
+            edits=(*outer.edits, *scope.request.edits),
+            lens=scope.request.lens or outer.lens,
+            probes=(*(u for u in outer.probes if u.name not in names), *scope.request.probes),
+        )
+    return found
+
+
+@contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Calls inside the `with` are an instrument's own: no scope around them reaches them."""
+    token = SCOPES.set(())
+    try:
+        yield
+    finally:
+        SCOPES.reset(token)
 
 
 def inherited_requests(api: ModelAPI) -> tuple[LensRequest, ...]:
@@ -98,3 +151,24 @@ def _inherited_body(model: Model) -> Mapping[str, Any] | None:
     if model is active_model() and (body := active_generate_config().extra_body) is not None:
         return body
     return model.config.extra_body
+
+
+_KEY = "inspect_lens_instrument"
+
+
+def instrument_message(text: str, *, name: str) -> ChatMessageUser:
+    """The message of a call that is an instrument's own; the log keeps the mark.
+
+    Args:
+        text: of the message.
+        name: of the instrument, such as `oracle`.
+
+    Returns:
+        The message; the mark is not sent.
+    """
+    return ChatMessageUser(content=text, metadata={_KEY: name})
+
+
+def is_instrument_call(messages: Sequence[ChatMessage]) -> bool:
+    """Whether the input of a model call is an instrument's own, live or out of a log."""
+    return any(_KEY in (message.metadata or {}) for message in messages)

@@ -3,21 +3,193 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import PrivateAttr, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from inspect_lens._intake import join, parent
-from inspect_lens.errors import ArtifactError
-from inspect_lens.model.stored._handle import Activations
-from inspect_lens.model.stored._logged import LoggedHandle
-from inspect_lens.model.stored._places import find, is_there, know_root
-from inspect_lens.model.stored._store import MemoryStore, MessageIndex
+from inspect_lens._untrusted import parse_json
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError
+from inspect_lens.model.stored._handle import Activations, LoggedHandle
+from inspect_lens.model.stored._places import MemoryStore, MessageIndex, find, is_there, know_root
+from inspect_lens.spec import ProbeUse, Site, resolve_positions
 
-from ._score_file import SCORES_REFERENCE, Column, ScoreData
+from ._engine_probes import KNOWN, Role
 
-__all__ = ["SCORED_MESSAGES", "ProbeScores"]
+__all__ = [
+    "SCORED_MESSAGES",
+    "SCORES_REFERENCE",
+    "Column",
+    "ProbeScores",
+    "ScoreData",
+    "ScoredBy",
+    "columns_of",
+]
+
+SCORES_REFERENCE = "probe-scores/1"
+"""`$lens` of the logged form, and the format of the file."""
+
+
+class ScoredBy(NamedTuple):
+    """Which probe scored which tokens."""
+
+    probe: str
+    """Name of the card; that at the server, where somebody else registered it."""
+    probe_sha256: str
+    """Of the probe's file; empty where not known."""
+    engine_sha256: str
+    """Of the form that the engine ran: all that decides a token's score."""
+    role: Role
+    layers: tuple[int, ...]
+    site: Site | None
+    positions: Any
+    """Tokens that were asked for: a name, or positions."""
+
+
+class Column(NamedTuple):
+    """The scores of one probe of one call."""
+
+    by: ScoredBy
+    positions: range | tuple[int, ...]
+    """Absolute, over prompt and completion."""
+    scores: NDArray[np.float32]
+    """(tokens,)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoreData:
+    """What stands in the file of a call."""
+
+    columns: tuple[Column, ...]
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory."""
+        ids = len(self.prompt_token_ids) + len(self.token_ids)
+        return 8 * ids + sum(column.scores.nbytes for column in self.columns) + 512
+
+    def encode(self) -> bytes:
+        """The file, a safetensors file."""
+        ids = (*self.prompt_token_ids, *self.token_ids)
+        arrays: dict[str, NDArray[Any]] = {"token_ids": np.asarray(ids, dtype=np.int32)}
+        columns = []
+        for i, column in enumerate(self.columns):
+            arrays[f"{i}.scores"] = column.scores
+            where = column.positions
+            spans: Any = None
+            if isinstance(where, range):
+                spans = [where.start, where.stop]
+            else:
+                arrays[f"{i}.positions"] = np.asarray(where, dtype=np.int64)
+            columns.append({"range": spans, **column.by._asdict()})
+        facts = {
+            "format": SCORES_REFERENCE,
+            "n_prompt": len(self.prompt_token_ids),
+            "columns": columns,
+            "origin": dict(self.origin),
+        }
+        content: bytes = save(arrays, metadata={"inspect_lens": json.dumps(facts)})
+        return content
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> ScoreData:
+        """Read what `encode` wrote.
+
+        Raises:
+            ArtifactError: it is something else.
+        """
+        try:
+            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            facts = parse_json(header["__metadata__"]["inspect_lens"])
+            if facts["format"] != SCORES_REFERENCE:
+                raise ValueError(f"format {facts['format']!r}")
+            arrays = load(data)
+            ids, n_prompt = arrays["token_ids"].tolist(), facts["n_prompt"]
+            columns = []
+            for i, column in enumerate(facts["columns"]):
+                spans = column.pop("range")
+                read = tuple(arrays[f"{i}.positions"].tolist()) if spans is None else range(*spans)
+                columns.append(Column(_scored_by(column), read, arrays[f"{i}.scores"]))
+            return cls(
+                columns=tuple(columns), prompt_token_ids=tuple(ids[:n_prompt]),
+                token_ids=tuple(ids[n_prompt:]), origin=facts["origin"],
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise ArtifactError(
+                f"{where}: not a file of probe scores of this release ({type(error).__name__}: "
+                f"{error}); wanted is {SCORES_REFERENCE}"
+            ) from None
+
+
+def _scored_by(facts: Mapping[str, Any]) -> ScoredBy:
+    read = facts["positions"]
+    known = {**facts, "layers": tuple(facts["layers"])}
+    return ScoredBy(**{**known, "positions": read if isinstance(read, str) else tuple(read)})
+
+
+def columns_of(
+    receipt: Mapping[str, Any], uses: Sequence[ProbeUse], *, n_prompt: int, n_completion: int
+) -> tuple[Column, ...]:
+    """Read the token scores of a response.
+
+    Args:
+        receipt: as JSON.
+        uses: of the request; those without token scores are passed over.
+        n_prompt: tokens of the prompt.
+        n_completion: sampled tokens.
+
+    Returns:
+        A column per use.
+
+    Raises:
+        CaptureError: scores are missing, or not of the tokens that were asked for.
+    """
+    found = {entry.get("name"): entry for entry in receipt.get("probes") or ()}
+    columns = []
+    for use in (use for use in uses if use.tokens):
+        entry = found.get(use.name, {})
+        scores = np.asarray(entry.get("tokens") or (), dtype=np.float32)
+        read = _read_by(use, n_prompt, n_completion)
+        first = read[0] if len(read) else None
+        if len(scores) != len(read) or entry.get("first_position") != first:
+            raise CaptureError(
+                f"probes: {use.name!r} scored {len(scores)} tokens from position "
+                f"{entry.get('first_position')}, and {len(read)} from {first} were asked for"
+            )
+        known = KNOWN.get(use.name)
+        by = ScoredBy(
+            probe=use.name if known is None else known.probe,
+            probe_sha256="" if known is None else known.probe_sha256,
+            engine_sha256=str(entry.get("sha256")),
+            role="text" if entry.get("aggregate") == "attention" else "tokens",
+            layers=() if known is None else known.engine.layers,
+            site=None if known is None else known.engine.site,
+            positions=use.positions,
+        )
+        columns.append(Column(by, read, scores))
+    return tuple(columns)
+
+
+def _read_by(use: ProbeUse, n_prompt: int, n_completion: int) -> range | tuple[int, ...]:
+    n_max = n_prompt + max(n_completion - 1, 0)
+    try:
+        read = resolve_positions(use.positions, n_prompt=n_prompt, n_max=n_max, field="positions")
+    except SpecError:  # a position behind the end of this text
+        named = cast("tuple[int, ...]", use.positions)
+        read = tuple(p + n_prompt if p < 0 else p for p in named)
+    # In the order of the text, and only as far as it goes.
+    return read if isinstance(read, range) else tuple(sorted(p for p in read if 0 <= p < n_max))
+
 
 _DIGITS = 16
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
+from inspect_ai.log import transcript
 from typing_extensions import override
 
 from inspect_lens._fetch import HTTPError
@@ -17,16 +22,261 @@ from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.model._host import VLLMAPI, ensure_adapter_loaded, role_of
+from inspect_lens.lens import Lens, load_lens
+from inspect_lens.model._host import (
+    VLLMAPI,
+    LoRAAdapter,
+    VLLMServer,
+    ensure_adapter_loaded,
+    get_adapter_rank,
+    role_of,
+)
 from inspect_lens.model.response._response import LensFields
-from inspect_lens.spec import LensRequest
+from inspect_lens.model.scores._engine_probes import KNOWN, Known, widened
+from inspect_lens.spec import LensRequest, ProbeUse, check_name
 
-from ._lens_service import LensService
-from ._lora import adapter_of, announce
-from ._probe_service import ProbeService
-from ._startup import while_telling
+from ._server import while_telling
 
-__all__ = ["FETCH_TIMEOUT_S", "ServerCalls"]
+__all__ = [
+    "FETCH_TIMEOUT_S",
+    "LensLike",
+    "LensService",
+    "NamedAdapter",
+    "ProbeService",
+    "Served",
+    "ServerCalls",
+    "adapter_of",
+    "announce",
+    "read_lens",
+]
+
+PATH = "/v1/inspect_lens/registry"
+UNKNOWN = "no probe is registered as"
+"""What a server says of a name that it does not know, as after a restart."""
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+class Served(NamedTuple):
+    """A request as the server can take it."""
+
+    request: LensRequest
+    refused: dict[str, str]
+    """By name of the probe, why its rows are captured instead."""
+
+
+class ProbeService:
+    """Registers what calls ask for, once for each server and content.
+
+    Args:
+        send: posts JSON to a path of the server and gives the response.
+        server: name of the server for messages.
+    """
+
+    def __init__(self, send: Send, server: str) -> None:
+        self._send, self._server = send, server
+        self._states: dict[str, str | None] = {}
+        """By name: why the server does not run it; None where it does."""
+        self._under_way: dict[str, anyio.Event] = {}
+
+    def forget(self) -> None:
+        """The server that was there is not there any more."""
+        self._states.clear()
+
+    async def serve(self, request: LensRequest) -> Served:
+        """See that the server knows the probes of a request.
+
+        Args:
+            request: of a call. Names that this package did not make are the caller's own.
+
+        Returns:
+            The request; in place of probes that the server does not run it captures what they
+            read, and says why.
+
+        Raises:
+            CaptureError: the server answered with an error of its own.
+        """
+        if all(self._states.get(use.name, "") is None for use in request.probes):
+            return Served(request, {})
+        kept: list[ProbeUse] = []
+        refused: dict[str, str] = {}
+        capture = request.capture
+        for use in request.probes:
+            known = KNOWN.get(use.name)
+            reason = None if known is None else await self._state(use.name, known)
+            if known is None or reason is None:
+                kept.append(use)
+                continue
+            refused[known.probe] = reason
+            engine = known.engine
+            capture = widened(capture, engine.layers, engine.site, use.positions)
+        if not refused:
+            return Served(request, {})
+        changes = {"probes": tuple(kept), "capture": capture}
+        return Served(request.model_copy(update=changes), refused)
+
+    async def _state(self, name: str, known: Known) -> str | None:
+        while name not in self._states:
+            under_way = self._under_way.get(name)
+            if under_way is not None:
+                await under_way.wait()
+                continue
+            done = self._under_way[name] = anyio.Event()
+            try:
+                self._states[name] = await self._register(name, known)
+            finally:
+                del self._under_way[name]
+                done.set()
+        return self._states[name]
+
+    async def _register(self, name: str, known: Known) -> str | None:
+        body = {"name": name, "probe": known.engine.model_dump(mode="json")}
+        response = await self._send(PATH, body)
+        if response.status_code == 200:
+            return None
+        if response.status_code in (400, 422):
+            try:
+                reason = str(response.json()["error"]["message"])
+            except (KeyError, TypeError, ValueError):
+                reason = response.text[:500]
+        elif response.status_code in (404, 405):
+            reason = "the server has no route to register probes; it runs without inspect-lens"
+        else:
+            raise CaptureError(
+                f"{PATH} answered HTTP {response.status_code}: {response.text[:500]}"
+            )
+        text = f"{self._server} does not run probe {known.probe!r}: {reason}"
+        logger.warning("%s; its rows are captured and scored instead", text)
+        note: dict[str, Any] = {
+            "probe": known.probe,
+            "not in the engine": reason,
+            "instead": "rows are captured",
+        }
+        transcript().info(note, source="inspect_lens")
+        return reason
+
+
+LensLike = str | Path | Lens
+"""A name that the server knows, or a lens, its path, or its name below `lenses/`."""
+
+
+def read_lens(lens: LensLike) -> str | Lens:
+    """A lens, or the name under which somebody has registered one.
+
+    Args:
+        lens: a text without a slash is a name at the server; others are found by `load_lens`.
+
+    Raises:
+        ArtifactError: no such lens.
+        SpecError: the name is none.
+    """
+    if isinstance(lens, str) and "/" not in lens:
+        return check_name(lens, field="lens")
+    return load_lens(lens)
+
+
+class LensService:
+    """Registers lenses, once for each server and content.
+
+    Args:
+        send: posts JSON to a path of the server and gives the response.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._known: dict[str, anyio.Event] = {}
+
+    def forget(self) -> None:
+        """The server that was there is not there any more."""
+        self._known.clear()
+
+    async def name_of(self, lens: Lens) -> str:
+        """See that the server knows a lens.
+
+        Args:
+            lens: to register, unless it is.
+
+        Returns:
+            Its name there, which is made of the content.
+
+        Raises:
+            SpecError: the server refuses it.
+            CaptureError: the server answered with an error of its own.
+        """
+        form = await anyio.to_thread.run_sync(lens.for_engine)
+        name = f"lens-{form.sha256[:24]}"
+        while (done := self._known.get(name)) is not None:
+            await done.wait()
+            if self._known.get(name) is done:
+                return name
+        done = self._known[name] = anyio.Event()
+        try:
+            values = await anyio.to_thread.run_sync(lambda: form.model_dump(mode="json"))
+            response = await self._send(PATH, {"name": name, "lens": values})
+            if response.status_code == 200:
+                return name
+            del self._known[name]
+        except BaseException:
+            self._known.pop(name, None)
+            raise
+        finally:
+            done.set()
+        what = f"lens {lens.card.name!r}: {PATH} answered HTTP {response.status_code}"
+        if response.status_code in (400, 422, 429):
+            raise SpecError(f"{what}: {response.text[:500]}")
+        raise CaptureError(
+            f"{what}: {response.text[:500]}; register it at the server's start with "
+            "INSPECT_LENS_REGISTER, and pass its name there"
+        )
+
+
+@dataclass(frozen=True)
+class NamedAdapter(LoRAAdapter):
+    """An adapter that the server knows by a name of the user's choice."""
+
+    lora_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name on the server, which a request gives as its model."""
+        return self.lora_name
+
+
+def adapter_of(lora_request: Any) -> NamedAdapter | None:
+    """Read `extra_body["lora_request"]`.
+
+    Args:
+        lora_request: `{"lora_name", "lora_int_id", "lora_path"}`, or None. Without a path the
+            server has to have the adapter already; the number is vLLM's own affair.
+
+    Returns:
+        The adapter, or None.
+
+    Raises:
+        SpecError: it is not such a mapping.
+    """
+    if lora_request is None:
+        return None
+    name = lora_request.get("lora_name") if isinstance(lora_request, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise SpecError(
+            f"extra_body.lora_request={lora_request!r}; it has to be a mapping such as "
+            '{"lora_name": "oracle", "lora_int_id": 1, "lora_path": "org/adapter"}'
+        )
+    path = lora_request.get("lora_path")
+    return NamedAdapter(path=str(path or name), is_preloaded=not path, lora_name=name)
+
+
+def announce(adapter: NamedAdapter, server: VLLMServer) -> None:
+    """Tell a server that is not started yet that it will be asked for this adapter."""
+    if server.base_url is None and not adapter.is_preloaded:
+        server.enable_lora = True
+        rank = get_adapter_rank(adapter)
+        if rank is not None:
+            server.max_lora_rank = max(server.max_lora_rank or 0, rank)
+
 
 FETCH_TIMEOUT_S = 600.0
 

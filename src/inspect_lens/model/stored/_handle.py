@@ -3,27 +3,171 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
 
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, parent, stamp_of
 from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import LENS_NAME, LensTable, Receipt, TensorData
+from inspect_lens.spec import LENS_NAME, LensTable, Receipt, Reduce, TensorData
 
-from ._logged import LoggedHandle
-from ._places import find, is_there, know_root
-from ._store import MemoryStore, MessageIndex
-from ._tensor_info import TensorInfo, read_info, tensor_info, write_info
+from ._places import MemoryStore, MessageIndex, find, is_there, know_root
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MEMORY", "MESSAGES", "REFERENCE", "REFERENCES", "Activations"]
+__all__ = [
+    "MEMORY",
+    "MESSAGES",
+    "REFERENCE",
+    "REFERENCES",
+    "Activations",
+    "LoggedHandle",
+    "TensorInfo",
+    "read_info",
+    "tensor_info",
+    "write_info",
+]
+
+_numbers = count()
+
+
+class LoggedHandle(BaseModel):
+    """Data of one model call that lies in a file or in memory; the log has the reference."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sha256: str
+    """Of the data, 16 hex digits."""
+    n_prompt: int
+    """Prompt tokens."""
+    n_completion: int
+    """Sampled tokens."""
+    uri: str | None = None
+    """The file, relative to the folder of the log; None when it is only in memory."""
+    root: str | None = None
+    """That folder when the file was written."""
+
+    _key: str = PrivateAttr(default_factory=lambda: str(next(_numbers)))
+
+    def _contents(self) -> tuple[str, dict[str, Any]]:
+        """`$lens` of the logged form, and the fields of this kind of handle."""
+        raise NotImplementedError
+
+    @model_serializer(mode="plain")
+    def _serialise(self) -> dict[str, Any]:
+        # Inspect asks seven times per sample; whoever gets it gets a copy.
+        return self._reference
+
+    @cached_property
+    def _reference(self) -> dict[str, Any]:
+        kind, contents = self._contents()
+        where = {} if self.uri is None else {"uri": self.uri, "root": self.root}
+        return {
+            "$lens": kind,
+            **where,
+            **contents,
+            "sha256": self.sha256,
+            "n_prompt": self.n_prompt,
+            "n_completion": self.n_completion,
+        }
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object = None) -> Self:
+        """Immutable, so a deep copy (Inspect makes many) is the same object."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self._reference == other._reference
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+
+_LONGEST = 90
+"""Letters of a tensor's facts: where Inspect walks a value, more than 100 become an attachment."""
+_FACTS = re.compile(r"(\w+) (\d+(?:x\d+)*) layers ([\d,-]+)(?: (\w+))?")
+
+
+class TensorInfo(BaseModel):
+    """Facts about one captured tensor that are known without reading it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shape: tuple[int, ...]
+    """(layers, tokens, hidden); the second axis is 1 of a `mean`, `max` or `last`, and the third
+    one of a `norm`."""
+    dtype: str
+    layers: tuple[int, ...]
+    """Layers of the first axis, ascending."""
+    reduce: Reduce = "none"
+    """What was made of the tokens' rows in the engine."""
+
+    @cached_property
+    def _logged(self) -> str | dict[str, Any]:
+        layers = _write_layers(self.layers)
+        text = f"{self.dtype} {'x'.join(map(str, self.shape))} layers {layers}"
+        text += "" if self.reduce == "none" else f" {self.reduce}"
+        if len(text) <= _LONGEST and _FACTS.fullmatch(text):
+            return text
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def write_info(info: TensorInfo) -> str | dict[str, Any]:
+    """As it stands in a log: in words, since Inspect walks every value of a mapping often."""
+    return info._logged  # noqa: SLF001 - of this module
+
+
+def read_info(logged: object) -> dict[str, Any]:
+    """The fields of a `TensorInfo`, from what a log has now or had at first.
+
+    Raises:
+        ValueError: text that is something else; `KeyError` and `TypeError` are possible, too.
+    """
+    if not isinstance(logged, str):
+        fields = cast("Mapping[str, Any]", logged)
+        return {**fields, "layers": _read_layers(fields["layers"])}
+    if (match := _FACTS.fullmatch(logged)) is None:
+        raise ValueError(f"tensors: {logged!r}")
+    dtype, shape, layers, reduce = match.groups(default="none")
+    return {
+        "shape": tuple(map(int, shape.split("x"))),
+        "dtype": dtype,
+        "layers": _read_layers(layers),
+        "reduce": reduce,
+    }
+
+
+def _write_layers(layers: tuple[int, ...]) -> str:
+    """Long runs of layers as `0-79`, because a log has hundreds of these."""
+    run = len(layers) > 2 and layers == tuple(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]}-{layers[-1]}" if run else ",".join(map(str, layers))
+
+
+def _read_layers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, str):
+        return tuple(cast("list[int]", value))
+    if match := re.fullmatch(r"(\d+)-(\d+)", value):
+        return tuple(range(int(match[1]), int(match[2]) + 1))
+    return tuple(map(int, value.split(",")))
+
+
+@lru_cache(maxsize=1024)
+def tensor_info(
+    shape: tuple[int, ...], dtype: str, layers: tuple[int, ...], reduce: Reduce
+) -> TensorInfo:
+    """The facts of a tensor; calls of one length have the same ones."""
+    return TensorInfo.model_construct(shape=shape, dtype=dtype, layers=layers, reduce=reduce)
+
 
 REFERENCE = "activations/2"
 """`$lens` of the logged form."""

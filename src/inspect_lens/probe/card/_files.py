@@ -16,18 +16,216 @@ from inspect_lens._artifact import (
     write_artifact,
     write_atomic,
 )
+from inspect_lens.probe.statistics._compare import format_p_value
+from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval
 
-from ._card import ProbeCard
-from ._render import render_card
+from ._card import Calibration, ProbeCard, Threshold
+from ._seen import SEEN_ROLES
 
 __all__ = [
     "PROBE",
     "decode_probe",
     "encode_probe",
     "read_probe_files",
+    "render_card",
     "write_atomic",
     "write_probe_files",
 ]
+
+
+def render_card(card: ProbeCard, *, sha256: str) -> str:
+    """Render a card.
+
+    Args:
+        card: the facts.
+        sha256: hash of `probe.safetensors`.
+
+    Returns:
+        Markdown, ending in a newline. `card.json` is what programs read.
+    """
+    parts = [f"# {card.name}", card.description]
+    parts += [f"> **Warning.** {text}" for text in _warnings(card)]
+    parts.append(_facts(card, sha256))
+    if card.thresholds:
+        parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
+    if card.evaluations:
+        parts += ["## Evaluation", _evaluations(card.evaluations), _at_rates(card.evaluations)]
+        parts += [
+            f"{e.name}: {e.control_shift.statement}"
+            for e in card.evaluations
+            if e.control_shift is not None and e.control_shift.statement
+        ]
+    parts += [f"**{t.statement}**" for t in card.transfers]
+    if card.baselines:
+        parts += ["## Baselines on the same samples", _baselines(card.baselines)]
+    if card.calibration:
+        parts += ["## Calibration", _calibration(card.calibration)]
+    if card.sweep:
+        parts += ["## Layer sweep (selection set)", _CHOSEN, _sweep(card)]
+    if card.notes:
+        parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _warnings(card: ProbeCard) -> tuple[str, ...]:
+    copies = card.training.near_duplicates if card.training else ()
+    return (*card.warnings, *copies)
+
+
+_CHOSEN: Final = (
+    "The layer was chosen on these samples, so the figures of its row are too high; what it does "
+    "on others stands under the held-out sets."
+)
+_ROWS: Final = {
+    "tokens": "one per token",
+    "mean": "one per sample, the mean of its tokens",
+    "last": "one per sample, its last token",
+}
+
+
+def _facts(card: ProbeCard, sha256: str) -> str:
+    rows = [
+        ("method", card.method),
+        ("source", card.source),
+        ("layers", ", ".join(map(str, card.layers))),
+        ("site", card.site),
+        ("positions", str(card.positions)),
+        ("pool", card.pool),
+        ("hidden", str(card.hidden)),
+    ]
+    if card.model:
+        rows += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
+    if card.training:
+        t = card.training
+        rows += [
+            ("training set", f"{t.dataset} (sha256 {t.sha256})"),
+            ("training samples", f"{t.n_positive} positive, {t.n_negative} negative"),
+            ("training tokens", str(t.n_tokens)),
+            ("training rows", _ROWS.get(t.rows or "", "")),
+            ("groups", f"{t.n_groups} by {t.group_key}; none shared with the selection set"),
+            ("selection samples", str(t.selection_n)),
+            ("dropped samples", str(t.dropped)),
+            ("on-policy", "yes" if t.on_policy else "no"),
+        ]
+    if card.seen:
+        counts = ", ".join(f"{card.seen.count(r)} {r}" for r in SEEN_ROLES if card.seen.count(r))
+        rows.append(("samples listed", f"{counts}, by {card.seen.by}"))
+    rows += [
+        ("probe sha256", sha256),
+        ("inspect_lens", card.inspect_lens_version),
+        ("command", f"`{card.command}`" if card.command else ""),
+        ("created", card.created.isoformat()),
+    ]
+    return _table(["fact", "value"], [[k, v] for k, v in rows if v])
+
+
+def _threshold(t: Threshold) -> str:
+    left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
+    return (
+        f"- **{t.value:.6g}** for a false positive rate of {t.fpr:g}: {t.n_above} of "
+        f"{t.n_control} samples of `{t.control}`{left_out} lie above it "
+        f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})."
+        + (f" There are {t.few_groups}." if t.few_groups else "")
+        + f" {t.guarantee}"
+    )
+
+
+def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
+    head = [
+        "set", "positive", "negative", "disjoint by", "AUROC", "bootstrap", "recall at τ",
+        "FPR at τ",
+    ]  # fmt: skip
+    rows = [
+        [
+            e.name,
+            str(e.n_positive),
+            str(e.n_negative),
+            e.disjoint_by,
+            _share(e.auroc, e.auroc_interval),
+            _range(e.by_group) if e.by_group else "n/a",
+            _share(e.recall, e.recall_interval),
+            _share(e.fpr, e.fpr_interval),
+        ]
+        for e in evaluations
+    ]
+    notes = [f"{e.name}: {e.not_judged}; no verdict can rest on it." for e in evaluations]
+    notes = [note for note, e in zip(notes, evaluations, strict=True) if e.not_judged]
+    notes.append(
+        "Intervals are two-sided, 95% unless `card.json` says other; those of the AUROC are "
+        "DeLong's (or Hanley and McNeil's, where that is wider), or Obuchowski's, which is "
+        "DeLong's by group, where groups hold several samples; the cluster bootstrap beside it is "
+        "too narrow below some 100 groups. Of perfect separation and of too few groups they are "
+        "exact ones that count groups."
+    )
+    return "\n\n".join([_table(head, rows), *notes])
+
+
+def _at_rates(evaluations: tuple[Evaluation, ...]) -> str:
+    """Recall at stated rates of the control set, and what else a ranking has."""
+    rates = sorted({r.fpr for e in evaluations for r in e.recalls})
+    head = ["set", *(f"recall at {r:.0%} of control" for r in rates), "AUROC against control",
+            "partial AUROC to 5%", "average precision", "balanced accuracy at τ"]  # fmt: skip
+    rows = []
+    for e in evaluations:
+        at = {r.fpr: r for r in e.recalls}
+        recalls = [_share(at[r].recall, at[r].interval) if r in at else "n/a" for r in rates]
+        others = (e.partial_auroc, e.average_precision, e.balanced_accuracy)
+        control = _share(e.auroc_control, e.auroc_control_interval)
+        rows.append([e.name, *recalls, control, *(_share(v, None) for v in others)])
+    known = any(cell != "n/a" for row in rows for cell in row[1:])
+    return _table(head, rows) if known else ""
+
+
+def _baselines(baselines: tuple[Baseline, ...]) -> str:
+    head = ["set", "baseline", "AUROC", "probe better by", "p (probe no better)", "test", "note"]
+    rows = [
+        [b.set, b.name, _share(b.auroc, b.auroc_interval),
+         "n/a" if b.difference is None else _range(b.difference),
+         format_p_value(b.p_value), b.test, b.note]
+        for b in baselines
+    ]  # fmt: skip
+    return _table(head, rows)
+
+
+def _calibration(c: Calibration) -> str:
+    error = "" if c.ece is None else f" Expected calibration error elsewhere: {c.ece:.3f}."
+    return f"Probabilities by {c.method}, fitted on {c.n} samples of `{c.set}`.{error}"
+
+
+def _sweep(card: ProbeCard) -> str:
+    rows = [
+        [f"**{s.layer}**" if s.layer in card.layers and s.pool in ("", card.pool) else str(s.layer),
+         s.pool, _share(s.auroc, s.auroc_interval), _share(s.recall, s.recall_interval),
+         "n/a" if s.auroc_control is None else f"{s.auroc_control:.3f}", f"{s.separation:.2f}"]
+        for s in card.sweep
+    ]  # fmt: skip
+    head = ["layer", "pool", "AUROC", "recall at the rate", "AUROC against control", "separation"]
+    by = card.training.selected_by if card.training else ""
+    said = {
+        "recall": "The layer was chosen by recall: the mean over draws of the selection and the "
+        "control set, each with its own threshold.",
+        "auroc": "The layer was chosen by AUROC.",
+    }
+    return "\n\n".join(part for part in (_table(head, rows), said.get(by, "")) if part)
+
+
+def _share(value: float | None, interval: Interval | None) -> str:
+    if value is None:
+        return "n/a"
+    text = f"{value:.3f}"
+    return text if interval is None else f"{text} {_range(interval)}"
+
+
+def _range(interval: Interval) -> str:
+    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in lines
+    )
+
 
 PROBE: Final = ArtifactKind(
     name="probe",

@@ -16,10 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._groups import count_groups, group_codes
-from ._intervals import check_level, placements
-from ._measured import Interval
-from ._metrics import auroc, split_classes
+from ._measured import Interval, count_groups, group_codes
+from ._metrics import auroc, check_level, placements, split_classes
 
 __all__ = ["CELLS", "areas_of_counts", "bootstrap_interval", "bootstrap_values", "resample"]
 

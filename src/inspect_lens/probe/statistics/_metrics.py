@@ -12,13 +12,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._groups import group_codes
+from ._measured import Interval, count_groups, group_codes
 
 __all__ = [
     "OperatingPoint",
     "auroc",
+    "between_groups",
+    "check_level",
+    "clopper_pearson",
     "conformal_threshold",
+    "delong_interval",
+    "independent",
     "midranks",
+    "placements",
     "recall_at_fpr",
     "required_negatives",
     "split_classes",
@@ -274,3 +280,233 @@ def _rate(fpr: float) -> Fraction:
     if not 0.0 < fpr < 1.0:
         raise SpecError(f"fpr={fpr!r}; allowed is a number between 0 and 1; 0.01 is usual")
     return Fraction(str(fpr))
+
+
+def clopper_pearson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
+    """Exact interval of a proportion.
+
+    Each bound solves a binomial tail for alpha / 2, so coverage is never below `confidence`.
+    For the threshold of `conformal_threshold`, with `n` calibration scores of which
+    `successes` lie above it, the upper bound is also the exact quantile of the true false
+    positive rate, which then follows Beta(successes + 1, n - successes) [no ties].
+
+    Args:
+        successes: how often it happened.
+        n: how often it could have; positive.
+        confidence: two-sided level.
+
+    Returns:
+        The interval; it reaches 0 or 1 when `successes` is 0 or `n`.
+
+    Raises:
+        SpecError: the counts are impossible, or the level is not inside (0, 1).
+
+    Source:
+        Clopper and Pearson 1934; quantiles of the beta distribution by scipy.
+
+    Example:
+        ```python
+        from inspect_lens.probe import clopper_pearson
+
+        interval = clopper_pearson(0, 300)  # none of 300 flagged
+        assert interval.low == 0.0
+        assert round(interval.high, 4) == 0.0122
+        ```
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise SpecError(
+            f"clopper_pearson: {successes} of {n}; allowed are 0 <= successes <= n with n >= 1; "
+            "count the samples before asking for an interval"
+        )
+    from scipy.stats import beta
+
+    tail = (1.0 - check_level(confidence)) / 2.0
+    low = 0.0 if successes == 0 else float(beta.ppf(tail, successes, n - successes + 1))
+    high = 1.0 if successes == n else float(beta.ppf(1.0 - tail, successes + 1, n - successes))
+    return Interval(low=low, high=high, confidence=confidence, method="clopper-pearson")
+
+
+def delong_interval(
+    labels: ArrayLike,
+    scores: ArrayLike,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+) -> Interval:
+    """DeLong's interval of the AUROC, on the logit scale so that it stays inside [0, 1].
+
+    Its variance is DeLong's or Hanley and McNeil's, whichever is larger: DeLong's is too small
+    where a class has few samples or the area is near 1. The quantile is Student's t, with the
+    degrees of freedom of Welch and Satterthwaite.
+
+    With `groups` of several samples the variance is Obuchowski's: DeLong's terms are added up
+    inside each group, and each group's sum is spread by its share of the samples (the CR2 form).
+    The degrees of freedom are the effective number of groups (Kish) of the class that has fewer,
+    less one, so that one large group beside many small ones does not count as many.
+
+    The interval is never wider than the exact one of as many Bernoulli trials as the smaller class
+    has samples, or effective groups, which no variance of an AUROC exceeds.
+
+    Perfect separation has no sampling variance to measure, and a class of one sample shows none
+    of its own. There the bound is exact for `min(n_pos, n_neg)` Bernoulli trials, which is
+    conservative: A (1 - A) / min(n_pos, n_neg) bounds the variance of every AUROC A (Birnbaum
+    and Klose 1957). With `groups` of several samples these trials are the effective groups of the
+    class that has fewer; the same bound stands in wherever groups are too few (`count_groups`),
+    and `method` says so.
+
+    Args:
+        labels: (samples,) 0 and 1, or bools.
+        scores: (samples,) float; larger means more positive.
+        groups: (samples,) what is independent, such as the scenario; None takes samples.
+        confidence: two-sided level.
+
+    Returns:
+        The interval, with the method that made it. NaN bounds when a class is missing.
+
+    Raises:
+        SpecError: shapes disagree, or a score is NaN.
+
+    Source:
+        DeLong et al. 1988 with the midranks of Sun and Xu 2014; Hanley and McNeil 1982; logit
+        scale as in Pepe 2003; Obuchowski 1997, Biometrics 53, 567-578, for groups; CR2: Bell and
+        McCaffrey 2002; effective number: Kish 1965. The combination is ours:
+        `benchmarks/probe_statistics.py` has its coverage, 0.93 or more (within the error of
+        400 sets) for 8 samples or 5 groups of a class and more, AUROC 0.6 to 0.99, equal and
+        unequal groups.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.probe import auroc, delong_interval
+
+        labels = np.arange(80) % 2
+        scores = np.random.default_rng(0).standard_normal(80) + labels
+        interval = delong_interval(labels, scores)
+        assert interval.low < auroc(labels, scores) < interval.high
+        ```
+    """
+    level = check_level(confidence)
+    positive, negative = split_classes(labels, scores)
+    m, n = positive.size, negative.size
+    if m == 0 or n == 0:
+        return Interval(low=math.nan, high=math.nan, confidence=confidence, method="delong")
+    above, below = placements(positive, negative)
+    area = float(above.mean())
+    counts = count_groups(labels, groups)
+    (spread, free), name = independent(above, below), "delong"
+    # Their form is of exponential scores, where positives vary more; either class may.
+    least = max(_hanley_mcneil(area, m, n), _hanley_mcneil(area, n, m))
+    if groups is not None and counts.several and not counts.too_few:
+        grouped = between_groups(labels, groups, above - area, below - area)
+        # A design effect above 1 makes samples worth fewer, in Hanley and McNeil's form as well;
+        # none is larger than if all samples of a group were one.
+        most = max(1.0, max(m, n) / counts.effective)
+        least *= min(max(1.0, grouped / spread), most) if spread else 1.0
+        spread, free = grouped, counts.effective - 1.0
+        name = f"obuchowski, {counts.total} groups"
+    if spread <= 0.0 or area in (0.0, 1.0) or counts.too_few:
+        k = max(1, math.floor(counts.effective))
+        exact = clopper_pearson(round(area * k), k, confidence=confidence)
+        name = "clopper-pearson, n = "
+        name += "groups of the smaller class" if counts.several else "smaller class"
+        name += f"; {counts.too_few}" if counts.too_few else ""
+        return exact.model_copy(update={"method": name})
+    from scipy.special import expit
+    from scipy.stats import beta, t
+
+    wide = float(t.ppf(0.5 + level / 2.0, free)) * math.sqrt(max(spread, least))
+    logit, step = math.log(area / (1.0 - area)), wide / (area * (1.0 - area))
+    # On the logit scale the bound near 1 runs away; that of the largest variance does not.
+    tail, hits, misses = (
+        (1.0 - level) / 2.0,
+        area * counts.effective,
+        (1.0 - area) * counts.effective,
+    )
+    bottom, top = beta.ppf(tail, hits, misses + 1.0), beta.ppf(1.0 - tail, hits + 1.0, misses)
+    return Interval(
+        low=max(float(expit(logit - step)), float(bottom)),
+        high=min(float(expit(logit + step)), float(top)),
+        confidence=confidence,
+        method=name,
+    )
+
+
+class Variance(NamedTuple):
+    """A variance and how well it is known."""
+
+    total: float
+    free: float
+    """Degrees of freedom."""
+
+
+def independent(above: NDArray[np.float64], below: NDArray[np.float64]) -> Variance:
+    """DeLong's variance of the mean placement, with Welch and Satterthwaite's degrees of freedom.
+
+    0 where a class has one sample: that has a variance too, and leaving it out would be too sure.
+    """
+    if min(above.size, below.size) < 2:
+        return Variance(0.0, 1.0)
+    sides = [float(v.var(ddof=1)) / v.size for v in (above, below)]
+    parts = sum(v**2 / (k.size - 1) for v, k in zip(sides, (above, below), strict=True))
+    return Variance(sum(sides), sum(sides) ** 2 / parts if parts else 1.0)
+
+
+def _hanley_mcneil(area: float, m: int, n: int) -> float:
+    """Variance of an AUROC of m positives and n negatives under exponential scores.
+
+    Source:
+        Hanley and McNeil 1982, Radiology 143, 29-36.
+    """
+    q1, q2, square = area / (2.0 - area), 2.0 * area**2 / (1.0 + area), area**2
+    return (area * (1.0 - area) + (m - 1) * (q1 - square) + (n - 1) * (q2 - square)) / (m * n)
+
+
+def between_groups(
+    labels: ArrayLike,
+    groups: Sequence[Hashable],
+    above: NDArray[np.float64],
+    below: NDArray[np.float64],
+) -> float:
+    """Obuchowski's variance of the AUROC, of placements about it, in the CR2 form.
+
+    For groups of one size, all of both classes or each of one, this is k / (k - 1) of the sum of
+    squares, as in the source.
+    """
+    y = np.asarray(labels).astype(bool)
+    codes, k = group_codes(y.size, groups)
+    total = np.zeros(k)
+    for side, values in ((codes[y], above), (codes[~y], below)):
+        share = np.bincount(side, minlength=k) / values.size
+        in_group = np.bincount(side, weights=values, minlength=k) / values.size
+        total += in_group / np.sqrt(np.maximum(1.0 - share, 1e-12))
+    return float((total**2).sum())
+
+
+def placements(
+    positive: NDArray[np.float64], negative: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Structural components of the AUROC, ties counted half.
+
+    Args:
+        positive: (n_positive,) scores.
+        negative: (n_negative,) scores.
+
+    Returns:
+        Share of negatives below each positive, and share of positives above each negative;
+        the mean of either is the AUROC.
+    """
+    m, n = positive.size, negative.size
+    ranks = midranks(np.concatenate([positive, negative]))
+    above: NDArray[np.float64] = (ranks[:m] - midranks(positive)) / n
+    below: NDArray[np.float64] = 1.0 - (ranks[m:] - midranks(negative)) / m
+    return above, below
+
+
+def check_level(confidence: float) -> float:
+    """The level, or SpecError when it is not inside (0, 1)."""
+    if not 0.0 < confidence < 1.0:
+        raise SpecError(
+            f"confidence={confidence!r}; allowed is a number between 0 and 1; 0.95 is usual"
+        )
+    return confidence

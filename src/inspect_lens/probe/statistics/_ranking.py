@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 
 from ._bootstrap import resample
-from ._intervals import check_level
-from ._metrics import midranks, split_classes
+from ._metrics import check_level, midranks, split_classes
 
 __all__ = [
     "ROCCurve",

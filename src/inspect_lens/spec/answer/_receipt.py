@@ -6,13 +6,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from inspect_lens.spec.asks._capture import Reduce, SiteChoice
+from inspect_lens.spec.asks._capture import QKReceipt, Reduce, SiteChoice
 from inspect_lens.spec.asks._hook import HookReceipt
 from inspect_lens.spec.asks._lens import LensReceipt
 from inspect_lens.spec.asks._probe import ProbeReceipt
-from inspect_lens.spec.asks._qk import QKReceipt
 from inspect_lens.spec.asks._sink import SinkReceipt
-from inspect_lens.spec.engine._sites import RESID_POST, Site
+from inspect_lens.spec.engine._facts import RESID_POST, Site
 
 __all__ = ["CaptureReceipt", "EnginePath", "GateReceipt", "Receipt", "SteerReceipt"]
 

@@ -6,13 +6,21 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from inspect_lens.spec.engine._sites import RESID_POST, SITES, Site, in_site_order
+from inspect_lens.spec.engine._facts import RESID_POST, SITES, Site, in_site_order
 from inspect_lens.spec.values._strict import integers, shown
 
-from ._positions import Phase, Positions, is_mask, parse_positions
-from ._token_match import TokenMatch
+from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
 
-__all__ = ["CaptureSpec", "Layers", "Reduce", "RowDType", "SiteChoice", "Transport"]
+__all__ = [
+    "CaptureSpec",
+    "Layers",
+    "QKReceipt",
+    "QKSpec",
+    "Reduce",
+    "RowDType",
+    "SiteChoice",
+    "Transport",
+]
 
 Layers = Literal["all"] | tuple[int, ...]
 """`all`, or 0-based global layer numbers."""
@@ -151,3 +159,55 @@ class CaptureSpec(BaseModel):
         return (self.positions, self.site, self.phase, self.reduce, self.dtype) == (
             "all", RESID_POST, "both", "none", "model",
         )  # fmt: skip
+
+
+class QKSpec(BaseModel):
+    """Queries and keys of some layers, for all tokens that are fed.
+
+    They are captured at the sites `q` and `k`, which the engine has to serve
+    (`INSPECT_LENS_SITES`).
+
+    They are those that the attention kernel gets: after the rotary embedding and any
+    normalisation. The result has `attn_q` (layers ascending, tokens, query heads, head size),
+    `attn_k` (layers ascending, tokens, key heads, head size), `qk_layers`, and `qk_meta`: per
+    layer what else the pattern depends on (`scale`, `logits_soft_cap`, `sliding_window` as
+    (left, right) with -1 for no limit, `attention_chunk_size`, `alibi_slopes`, `sinks`,
+    `num_heads`, `num_kv_heads`, `head_size`). `inspect_lens.attention` makes patterns of them.
+
+    Source:
+        Names and meaning are those of vllm-lens 1.3.0.
+
+    Example:
+        ```python
+        from inspect_lens import LensRequest
+        from inspect_lens.spec import QKSpec
+
+        request = LensRequest(qk=QKSpec(layers=[2]))
+        assert request.qk.layers == (2,)
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Layers = "all"
+    """`all` layers with softmax attention, or layer numbers."""
+
+    transport: Transport = Field(default="auto")
+    """As in `CaptureSpec`."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        return parse_layers(value)
+
+
+class QKReceipt(BaseModel):
+    """Part of the receipt about captured queries and keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    """Layers, ascending."""
+    n_positions: int
+    """Tokens, from position 0."""
+    dtype: str

@@ -29,9 +29,14 @@ from pydantic import (
 )
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec.values._dump import WireModel, is_wire
-from inspect_lens.spec.values._names import check_function_name, is_function_name
-from inspect_lens.spec.values._strict import Flag, integers, shown
+from inspect_lens.spec.values._strict import (
+    Flag,
+    check_function_name,
+    integers,
+    is_function_name,
+    shown,
+)
+from inspect_lens.spec.values._tensor import WireModel, is_wire
 
 __all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
 

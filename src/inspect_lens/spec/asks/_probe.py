@@ -24,13 +24,17 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from inspect_lens.spec.engine._facts import RESID_POST, Site, TapPoint, tap_points
 from inspect_lens.spec.engine._limits import probe_judge
-from inspect_lens.spec.engine._sites import RESID_POST, Site, TapPoint, tap_points
-from inspect_lens.spec.values._arrays import as_tensor_data
-from inspect_lens.spec.values._dump import WireModel, is_wire
-from inspect_lens.spec.values._names import check_name
-from inspect_lens.spec.values._strict import Flag, Number, integers, shown
-from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_tensor
+from inspect_lens.spec.values._strict import Flag, Number, check_name, integers, shown
+from inspect_lens.spec.values._tensor import (
+    TensorData,
+    WireModel,
+    as_tensor_data,
+    encode_tensor,
+    freeze_tensor,
+    is_wire,
+)
 
 from ._pools import check_engine_pool
 from ._positions import Positions, parse_positions

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from inspect_lens.spec.values._names import check_name
-from inspect_lens.spec.values._strict import Flag, shown
+from inspect_lens.spec.values._strict import Flag, check_name, shown
 
 __all__ = ["SinkReceipt", "SinkStatus", "SinkUse"]
 

@@ -5,7 +5,17 @@ engine carries out at a tap. Read `_instruction.py` first: it is the definition 
 """
 
 from ._base import EDIT_REFERENCE, EditBase
-from ._choice import CHOICES, Choice, Chosen, choice_sites, chosen_numbers
+from ._choice import (
+    CHOICES,
+    Choice,
+    Chosen,
+    check_token_ids,
+    choice_sites,
+    chosen_numbers,
+    sampled_match,
+    token_gate,
+    token_gate_key,
+)
 from ._directions import Ablate, Add, Clamp, Scale, Set
 from ._gate import TENSOR_REFERENCE, Gate
 from ._instruction import (
@@ -18,13 +28,9 @@ from ._instruction import (
     Kind,
     run_program,
 )
-from ._latent import Latent, LatentMode
-from ._latents import MOST_LATENTS, Latents, Reconstruct
-from ._named import EditsUse, EngineEdits
-from ._rows import Renormalise, Replace, Zero
-from ._sampled import check_token_ids, sampled_match, token_gate, token_gate_key
-from ._subspaces import Insert, LowRank, ProjectOut, Rotate, Swap
-from ._union import EDITS, Edit, parse_edits
+from ._latents import MOST_LATENTS, Latent, LatentMode, Latents, Reconstruct
+from ._subspaces import Insert, LowRank, ProjectOut, Renormalise, Replace, Rotate, Swap, Zero
+from ._union import EDITS, Edit, EditsUse, EngineEdits, parse_edits
 
 __all__ = [
     "CHOICES",

@@ -19,17 +19,21 @@ from pydantic import (
 )
 
 from inspect_lens.spec.asks._positions import Phase, Positions, is_mask, parse_positions
+from inspect_lens.spec.engine._facts import RESID_POST, SITE_TABLE, Site
 from inspect_lens.spec.engine._limits import limits_of
-from inspect_lens.spec.engine._sites import RESID_POST, SITE_TABLE, Site
-from inspect_lens.spec.values._arrays import as_tensor_data
-from inspect_lens.spec.values._dump import WireModel, is_wire
 from inspect_lens.spec.values._strict import integers, shown
-from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_tensor
+from inspect_lens.spec.values._tensor import (
+    TensorData,
+    WireModel,
+    as_tensor_data,
+    encode_tensor,
+    freeze_tensor,
+    is_wire,
+)
 
-from ._choice import CHOICES, Choice, Chosen, choice_sites
+from ._choice import CHOICES, Choice, Chosen, choice_sites, sampled_match
 from ._gate import TENSOR_REFERENCE, Gate, tensor_reference
 from ._instruction import Instruction, Row
-from ._sampled import sampled_match
 
 __all__ = ["EDIT_REFERENCE", "TENSOR_REFERENCE", "EditBase", "unit"]
 

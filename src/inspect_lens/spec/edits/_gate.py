@@ -19,12 +19,17 @@ from pydantic import (
     model_validator,
 )
 
+from inspect_lens.spec.engine._facts import RESID_POST, Site
 from inspect_lens.spec.engine._limits import limits_of
-from inspect_lens.spec.engine._sites import RESID_POST, Site
-from inspect_lens.spec.values._arrays import as_tensor_data
-from inspect_lens.spec.values._dump import WireModel, is_wire
 from inspect_lens.spec.values._strict import Flag, Integer, Number
-from inspect_lens.spec.values._tensor import TensorData, encode_tensor, freeze_tensor
+from inspect_lens.spec.values._tensor import (
+    TensorData,
+    WireModel,
+    as_tensor_data,
+    encode_tensor,
+    freeze_tensor,
+    is_wire,
+)
 
 from ._instruction import N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Instruction, Kind, Row
 

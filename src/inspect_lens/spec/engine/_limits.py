@@ -12,8 +12,7 @@ from pydantic import ValidationInfo
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec.values._tensor import JudgeShape
 
-from ._facts import EngineFacts
-from ._sites import SITE_TABLE, Site, SiteWidth
+from ._facts import SITE_TABLE, EngineFacts, Site, SiteWidth
 
 __all__ = ["TensorLimits"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 from pydantic import (
     ConfigDict,
@@ -15,20 +15,19 @@ from pydantic import (
 )
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec.asks._capture import CaptureSpec
+from inspect_lens.spec.asks._capture import CaptureSpec, QKSpec
 from inspect_lens.spec.asks._hook import Hook, parse_hooks
-from inspect_lens.spec.asks._lens import LogitLens
+from inspect_lens.spec.asks._lens import EngineLens, LogitLens
 from inspect_lens.spec.asks._patterns import check_patterns
-from inspect_lens.spec.asks._probe import ProbeUse
-from inspect_lens.spec.asks._qk import QKSpec
+from inspect_lens.spec.asks._positions import TokenMatch
+from inspect_lens.spec.asks._probe import EngineProbe, ProbeUse
 from inspect_lens.spec.asks._sink import SinkUse
 from inspect_lens.spec.asks._steer import SteeringVector, VectorUse
-from inspect_lens.spec.asks._token_match import TokenMatch
-from inspect_lens.spec.edits import Edit, EditsUse, parse_edits
+from inspect_lens.spec.edits import Edit, EditsUse, EngineEdits, parse_edits
 from inspect_lens.spec.engine._limits import TensorLimits, limits_of
 from inspect_lens.spec.values._counts import check_counts
-from inspect_lens.spec.values._dump import WireModel
 from inspect_lens.spec.values._strict import Flag, explain, judging, shown
+from inspect_lens.spec.values._tensor import WireModel
 from inspect_lens.spec.values._words import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -39,7 +38,12 @@ from inspect_lens.spec.values._words import (
 
 from ._parsed import Parsed, fingerprint
 
-__all__ = ["LensRequest", "forget_parsed", "parse_extra_args"]
+__all__ = [
+    "LensRequest",
+    "Registrable",
+    "forget_parsed",
+    "parse_extra_args",
+]
 
 
 class LensRequest(WireModel):
@@ -337,3 +341,7 @@ def _load(field: str, value: Any) -> Any:
         raise SpecError(f"{field}: {shown(value)} is not JSON, or nested too deep") from None
     check_counts(loaded, field=field)
     return loaded
+
+
+Registrable: TypeAlias = EngineProbe | SteeringVector | EngineEdits | EngineLens
+"""A probe, a vector, edits or a lens, as `inspect_lens.engine.register` takes it."""

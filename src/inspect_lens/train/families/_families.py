@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from inspect_lens.errors import SpecError
 
-from ._direction import MeanDifferenceProbe
+from ._binary import TrainableProbe
+from ._direction import LATProbe, LDAProbe, MassMeanProbe, MeanDifferenceProbe
 from ._ensemble import EnsembleProbe
 from ._heads import (
     AttentionLiteProbe,
@@ -17,12 +18,9 @@ from ._heads import (
     MultiMaxProbe,
     RollingAttentionProbe,
 )
-from ._lat import LATProbe
 from ._logistic import LogisticProbe, PressureLogisticProbe
-from ._massmean import LDAProbe, MassMeanProbe
 from ._sae import SAEFeatureProbe
 from ._torch_logistic import TorchLogisticProbe
-from ._trainable import TrainableProbe
 
 __all__ = ["FAMILIES", "make_estimator"]
 

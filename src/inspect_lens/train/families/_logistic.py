@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, clone
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils.validation import check_is_fitted
 
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import Probe, ProbeCard
+
+from ._binary import BinaryEstimator, TrainableProbe
 from ._direction import DirectionEstimator
 
-__all__ = ["LogisticProbe", "PressureLogisticProbe"]
+__all__ = [
+    "LogisticProbe",
+    "PressureLogisticProbe",
+    "SklearnProbe",
+    "as_family",
+]
 
 
 class LogisticProbe(DirectionEstimator):
@@ -108,3 +120,186 @@ class PressureLogisticProbe(LogisticProbe):
         super().__init__(
             C=C, standardize=standardize, fit_intercept=fit_intercept, max_iter=max_iter
         )
+
+
+_FOLDS: Final = 5
+_METHOD: Final = 400
+
+
+class SklearnProbe(BinaryEstimator):
+    """A classifier of scikit-learn, fitted on each layer in turn and frozen into a `Probe`.
+
+    `train_probe` makes one by itself of a classifier that it is given. Folds of a search
+    (`GridSearchCV`) and of `CalibratedClassifierCV` that are a number, or not set, become folds
+    of whole groups: tokens of one sample are no independent rows.
+
+    Args:
+        estimator: unfitted; its score has to be linear in the end, see `Probe.from_sklearn`.
+            `class_weight` and other settings are its own.
+        sample_weight: column of the training set with the weight of each sample, which all its
+            tokens get; empty for none.
+        average_folds: as in `Probe.from_sklearn`.
+
+    Attributes:
+        estimator_: the fitted classifier.
+
+    Example:
+        ```python
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import RobustScaler
+
+        from inspect_lens.probe import ProbeCard
+        from inspect_lens.train import ActivationSet, SklearnProbe, fit_on
+
+        pipeline = make_pipeline(RobustScaler(), LogisticRegression(class_weight="balanced"))
+        train = ActivationSet.load("acts/train.safetensors")
+        fitted = fit_on(SklearnProbe(pipeline), train, 1)
+        probe = fitted.to_probe(ProbeCard(name="mine/robust", layers=(1,), hidden=32))
+        assert train.scores(probe).shape == (len(train),)
+        ```
+    """
+
+    method = "scikit-learn"
+    source = "scikit-learn"
+
+    estimator_: Any
+
+    def __init__(
+        self, estimator: Any = None, *, sample_weight: str = "", average_folds: bool = False
+    ) -> None:
+        self.estimator = estimator
+        self.sample_weight = sample_weight
+        self.average_folds = average_folds
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
+        """Fit a clone of the classifier.
+
+        Args:
+            X: (rows, hidden) float.
+            y: (rows,) two classes; the larger label is the positive one.
+            groups: (rows,) what folds of the classifier's own must not split.
+            sample_weight: (rows,) weights.
+
+        Returns:
+            self.
+
+        Raises:
+            SpecError: the classifier takes no weights.
+            ValueError: what the classifier raises.
+        """
+        x, labels = np.asarray(X), np.asarray(y)
+        self._positive(labels)
+        self.n_features_in_ = int(x.shape[1])
+        made = clone(self.estimator)
+        _keep_groups(made, x, labels, groups)
+        weights: dict[str, Any] = {}
+        if sample_weight is not None:
+            weights[_weight_name(made)] = np.asarray(sample_weight, dtype=np.float64)
+        try:
+            self.estimator_ = made.fit(x, labels, **weights)
+        except TypeError as error:
+            if not weights:
+                raise
+            raise SpecError(
+                f"sample_weight={self.sample_weight!r}: {type(made).__name__} takes none "
+                f"({error}); allowed are classifiers whose fit has sample_weight; leave it out"
+            ) from None
+        return self
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.floating[Any]]:
+        """Score rows (rows,), as the probe will; larger means more of the positive class."""
+        check_is_fitted(self)
+        x = np.asarray(X)
+        card = ProbeCard(name="any/any", layers=(0,), hidden=self.n_features_in_)
+        return self.to_probe(card).score_tokens(x)
+
+    def describe(self) -> str:
+        """The classifier as it was given, and what a search found; for the card."""
+        best = getattr(getattr(self, "estimator_", None), "best_params_", None)
+        text = " ".join(repr(self.estimator).split())[:_METHOD]
+        return f"{self.method}: {text}{f', best {best}' if best else ''}"
+
+    def to_probe(self, card: ProbeCard) -> Probe:
+        """Freeze the fitted classifier.
+
+        Args:
+            card: of one layer and the width of the training rows.
+
+        Returns:
+            The probe, as `Probe.from_sklearn` makes it.
+
+        Raises:
+            SpecError: the classifier is not linear, or the card does not fit.
+            sklearn.exceptions.NotFittedError: `fit` was not called.
+        """
+        check_is_fitted(self)
+        # The card of a sweep is reused from layer to layer: what it says of another fit goes.
+        method = card.method or self.describe()
+        bare = card.model_copy(update={"calibration": None, "method": method})
+        return Probe.from_sklearn(self.estimator_, card=bare, average_folds=self.average_folds)
+
+
+def as_family(estimator: Any) -> TrainableProbe:
+    """Make a trainable family of an estimator; scikit-learn classifiers are wrapped.
+
+    Args:
+        estimator: unfitted.
+
+    Raises:
+        SpecError: neither.
+
+    Example:
+        ```python
+        from sklearn.svm import LinearSVC
+
+        from inspect_lens.train import LDAProbe, SklearnProbe, as_family
+
+        assert isinstance(as_family(LinearSVC()), SklearnProbe)
+        family = LDAProbe()
+        assert as_family(family) is family
+        ```
+    """
+    if hasattr(estimator, "to_probe"):
+        family: TrainableProbe = estimator
+        return family
+    if isinstance(estimator, BaseEstimator) and hasattr(estimator, "fit"):
+        wrapped: TrainableProbe = SklearnProbe(estimator)
+        return wrapped
+    raise SpecError(
+        f"estimator={type(estimator).__name__}: has no to_probe, and is no estimator of "
+        "scikit-learn; allowed are families such as LogisticProbe(), and unfitted classifiers of "
+        "scikit-learn"
+    )
+
+
+def _keep_groups(
+    made: Any, x: NDArray[Any], labels: NDArray[Any], groups: ArrayLike | None
+) -> None:
+    """Replace folds by number with folds of whole groups."""
+    folds = getattr(made, "cv", ()) if groups is not None else ()
+    if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool)):
+        return
+    n = _FOLDS if folds is None else folds
+    kept = np.asarray(groups)
+    smallest = min(np.unique(kept[labels == c]).size for c in np.unique(labels))
+    if smallest < n:
+        raise SpecError(
+            f"cv={n}: a class has {smallest} groups only; allowed are as many folds as groups; "
+            "choose fewer folds"
+        )
+    splits = StratifiedGroupKFold(n, shuffle=True, random_state=0).split(x, labels, kept)
+    made.set_params(cv=list(splits))
+
+
+def _weight_name(made: Any) -> str:
+    """Where a classifier takes weights: the last step of a pipeline, which a search hands on."""
+    inner = getattr(made, "estimator", None) if hasattr(made, "cv") else made
+    steps = getattr(inner, "steps", None)
+    return f"{steps[-1][0]}__sample_weight" if steps else "sample_weight"

@@ -16,8 +16,7 @@ from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard, head_outputs, p
 from inspect_lens.probe import pool_head as score_outputs
 
 from ._binary import BinaryEstimator
-from ._head_data import HeadData, HeldRows
-from ._torch_head import HeadTraining, train_head
+from ._torch_head import HeadData, HeadTraining, HeldRows, train_head
 
 __all__ = ["SequenceEstimator"]
 

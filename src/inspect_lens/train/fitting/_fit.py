@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from sklearn.base import clone
 
 from inspect_lens.errors import SpecError
+from inspect_lens.train.families._binary import Rows, TrainableProbe
 from inspect_lens.train.families._ensemble import EnsembleProbe
-from inspect_lens.train.families._trainable import Rows, TrainableProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
 

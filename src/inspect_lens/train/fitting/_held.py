@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.train.families._trainable import Rows, TrainableProbe
+from inspect_lens.train.families._binary import Rows, TrainableProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 
 __all__ = ["fit_held", "sample_weights"]

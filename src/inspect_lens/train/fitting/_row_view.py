@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.train.families._trainable import Rows
+from inspect_lens.train.families._binary import Rows
 from inspect_lens.train.sets._store_set import Floats, StoreSet
 
 __all__ = ["Again", "RowView"]

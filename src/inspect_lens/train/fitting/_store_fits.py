@@ -2,37 +2,126 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from inspect_lens._progress import progress_bar
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import write_atomic
+from inspect_lens.train.families._binary import BinaryEstimator
 from inspect_lens.train.families._ensemble import EnsembleProbe
-from inspect_lens.train.families._head_data import HeadData, HeldRows
-from inspect_lens.train.families._logistic import LogisticProbe
+from inspect_lens.train.families._logistic import LogisticProbe, SklearnProbe
 from inspect_lens.train.families._sae import SAEFeatureProbe
 from inspect_lens.train.families._sequence import SequenceEstimator
-from inspect_lens.train.families._sklearn import SklearnProbe
+from inspect_lens.train.families._torch_head import HeadData, HeldRows
 from inspect_lens.train.families._torch_logistic import TorchLogisticProbe
-from inspect_lens.train.sets._store_set import StoreSet
-from inspect_lens.train.sets._stored_rows import StoredRows
+from inspect_lens.train.sets._store_set import StoredRows, StoreSet
 
 from ._closed import closed_bytes, fit_closed
 from ._descent import fit_torch_logistic
 from ._held import fit_held, sample_weights
-from ._kept_fits import keep, restore
-from ._logistic_stream import reads_within
+from ._logistic_stream import fit_sklearn, is_streamed, reads_within
 from ._members import fit_members
 from ._row_view import RowView
-from ._sklearn_stream import fit_sklearn, is_streamed
 from ._sparse import feature_bytes, fit_features
 from ._stream import STREAMED_LOGISTIC, fit_logistic
 
-__all__ = ["fit_from_store", "fit_jointly", "held_bytes"]
+__all__ = [
+    "fit_from_store",
+    "fit_jointly",
+    "held_bytes",
+    "keep",
+    "restore",
+]
+
+_FORMAT: Final = 3
+_NUMBER: Final = "number "
+"""Begins the name of what is a number, and no array."""
+
+
+def keep(estimator: Any, view: RowView, layer: int) -> None:
+    """Write what was learnt, where the store has a folder for it and the family can be kept.
+
+    Args:
+        estimator: fitted.
+        view: rows that it was fitted on.
+        layer: of the store.
+    """
+    file = _file(estimator, view, layer)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, save(_learnt(estimator)))
+
+
+def restore(estimator: Any, view: RowView, layer: int) -> bool:
+    """Set what a run before has learnt.
+
+    Args:
+        estimator: unfitted, with the settings that it had.
+        view: the same rows.
+        layer: of the store.
+
+    Returns:
+        Whether it is there; not where the file is damaged, and the fit is made again.
+    """
+    file = _file(estimator, view, layer)
+    if file is None or not file.exists():
+        return False
+    try:
+        learnt = load(file.read_bytes())
+        if isinstance(estimator, SequenceEstimator):
+            estimator.losses_ = learnt.pop("losses_").tolist()
+            estimator.tensors_ = learnt
+    except (OSError, SafetensorError, KeyError):
+        return False
+    if not isinstance(estimator, SequenceEstimator):
+        if not learnt or not all(name.endswith("_") for name in learnt):
+            return False
+        for name, value in learnt.items():
+            number = name.startswith(_NUMBER)
+            setattr(estimator, name.removeprefix(_NUMBER), value[0].item() if number else value)
+    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), view.hidden
+    return True
+
+
+def _file(estimator: Any, view: RowView, layer: int) -> Path | None:
+    work = view.data.work
+    # Of a classifier of scikit-learn nobody knows what it learnt.
+    if work is None or isinstance(estimator, SklearnProbe):
+        return None
+    if not isinstance(estimator, BinaryEstimator | SequenceEstimator):
+        return None
+    encoder = getattr(estimator, "encoder", None)
+    facts = [
+        _FORMAT, estimator.describe(), view.data.sha256, layer, view.rows,
+        None if encoder is None else encoder.sha256,
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    return work / f"{view.data.name}-{layer}-{digest}.safetensors"
+
+
+def _learnt(estimator: Any) -> dict[str, NDArray[Any]]:
+    """What ends in an underscore, as scikit-learn names what is learnt."""
+    if isinstance(estimator, SequenceEstimator):
+        return {**estimator.tensors_, "losses_": np.array(estimator.losses_)}
+    made = {}
+    for name, value in vars(estimator).items():
+        if name.endswith("_") and not name.startswith("_") and name != "classes_":
+            array = np.asarray(value)
+            made[name if array.ndim else _NUMBER + name] = np.atleast_1d(array)
+    made.pop(_NUMBER + "n_features_in_", None)
+    return made
+
 
 Fits: TypeAlias = Mapping[int, Any]
 """By layer, an estimator."""

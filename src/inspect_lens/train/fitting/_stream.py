@@ -12,12 +12,16 @@ from typing import Any, Final
 import numpy as np
 
 from inspect_lens.errors import UnsupportedError
-from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
+from inspect_lens.train.families._binary import HUGE_SHARE, dominated
+from inspect_lens.train.families._direction import (
+    DirectionEstimator,
+    LDAProbe,
+    MassMeanProbe,
+    MeanDifferenceProbe,
+)
 from inspect_lens.train.families._logistic import LogisticProbe, PressureLogisticProbe
-from inspect_lens.train.families._massmean import LDAProbe, MassMeanProbe
-from inspect_lens.train.families._scaling import HUGE_SHARE, dominated
 
-from ._finish import check_shrinkage, finish
+from ._closed import check_shrinkage, finish
 from ._logistic_stream import solve_logistic
 from ._moments import Moments, RowSource, accumulate
 

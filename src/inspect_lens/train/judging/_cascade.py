@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval, split_classes
-from inspect_lens.train.calibration._rates import rate_interval
+from inspect_lens.train.calibration._calibrate import rate_interval
 
 __all__ = ["CascadePoint", "cascade_frontier"]
 

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, clone
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval, ProbeCard, auroc, delong_interval
-from inspect_lens.train.families._sklearn import as_family
-from inspect_lens.train.families._trainable import Rows, TrainableProbe
+from inspect_lens.probe import (
+    AnyProbe,
+    Comparison,
+    Evaluation,
+    Interval,
+    ProbeCard,
+    Transfer,
+    auroc,
+    compare_auroc,
+    delong_interval,
+)
+from inspect_lens.train.families._binary import Rows, TrainableProbe
+from inspect_lens.train.families._logistic import as_family
 from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 
-__all__ = ["DomainScore", "leave_one_domain_out"]
+__all__ = [
+    "DomainScore",
+    "StyleShift",
+    "leave_one_domain_out",
+    "style_shift",
+    "transfer_statement",
+]
 
 
 class DomainScore(NamedTuple):
@@ -145,3 +163,178 @@ def _halves(
     unique = np.random.default_rng(seed).permutation(np.unique(groups[inside]))
     first = np.isin(groups, unique[: len(unique) // 2])
     return inside & first, inside & ~first
+
+
+class StyleShift(NamedTuple):
+    """How the AUROC of a probe changes if the same samples are written in another style."""
+
+    comparison: Comparison
+    """AUROC of the original (a) and of the restyled samples (b), and whether they differ: DeLong's
+    test, or Obuchowski's where groups hold several samples."""
+    shift: float
+    """Mean change of the negatives' score, in standard deviations of their score."""
+    fpr: tuple[float, float] | None
+    """Share of negatives above the threshold before and after; None without a threshold."""
+    margin: float = 0.05
+    """Loss of AUROC that would still count as none."""
+
+    @property
+    def verdict(self) -> Literal["robust", "not robust", "cannot tell"]:
+        """What the comparison shows.
+
+        `not robust`: the area is significantly lower (5%; or lower without any variance, as when
+        every sample is now ordered wrongly), or negatives moved by 0.5 or more. `robust`: neither,
+        and the upper bound of the loss, of its two-sided 95% interval, lies below the margin, as in
+        a test of non-inferiority. `cannot tell`: all else, such as few samples, whose interval
+        reaches beyond the margin, and too few groups.
+        """
+        loss = self.comparison
+        # Areas that differ and do not vary have no p; too few groups have none either.
+        sure = loss.p_value < 0.05 or (math.isnan(loss.p_value) and not loss.too_few)
+        if (loss.difference > 0 and sure) or abs(self.shift) >= 0.5:
+            return "not robust"
+        return "robust" if loss.interval.high < self.margin else "cannot tell"
+
+    @property
+    def robust(self) -> bool:
+        """The verdict is `robust`; False also where nobody can tell."""
+        return self.verdict == "robust"
+
+
+def style_shift(
+    probe: AnyProbe, original: ActivationSet, restyled: ActivationSet, *, margin: float = 0.05
+) -> StyleShift:
+    """Score the same samples twice, the second time written in another style.
+
+    Args:
+        probe: to test.
+        original: the set.
+        restyled: the same ids and labels in the same order; other words.
+        margin: loss of AUROC that would still count as none, inside (0, 1). The default is ours,
+            from no paper; a set of about 70 independent samples per class can show it.
+
+    Returns:
+        What changed.
+
+    Raises:
+        SpecError: ids or labels disagree, a class has fewer than two samples, or the margin is
+            none.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.train import ActivationSet, LDAProbe, style_shift, train_probe
+
+        train, control, test = (
+            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
+        )
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        # The same samples in another style; here the test set stands in for it.
+        found = style_shift(probe, test, test, margin=0.1)
+        assert found.comparison.difference == 0.0
+        assert found.verdict == "robust"
+        ```
+    """
+    if not 0.0 < margin < 1.0:
+        raise SpecError(
+            f"margin={margin!r}; allowed is a loss of AUROC between 0 and 1; 0.05 is the default"
+        )
+    if original.ids != restyled.ids or (original.labels != restyled.labels).any():
+        raise SpecError(
+            f"{restyled.name}: ids or labels are not those of {original.name!r}; allowed is the "
+            "same sample in each place; restyle every sample, and keep its id"
+        )
+    before, after = original.scores(probe), restyled.scores(probe)
+    negative = ~original.labels
+    spread = float(before[negative].std()) or 1.0
+    rates = None
+    if probe.threshold is not None:
+        value = probe.threshold.value
+        rates = tuple(float((s[negative] > value).mean()) for s in (before, after))
+    return StyleShift(
+        comparison=compare_auroc(original.labels, before, after, groups=original.groups),
+        shift=float((after[negative] - before[negative]).mean()) / spread,
+        fpr=None if rates is None else (rates[0], rates[1]),
+        margin=margin,
+    )
+
+
+def transfer_statement(
+    trained_on: str, evaluation: Evaluation, *, bar: float = 0.7, copies: Sequence[str] = ()
+) -> Transfer:
+    """Say in one sentence whether a probe works on a set of another kind.
+
+    A probe transfers where its AUROC lies above the bar and above that of every baseline that was
+    measured on the same samples: both whole intervals, that of the area and that of each paired
+    difference. To ask this of each baseline is a test of their best one (Berger 1982), so a length
+    or a word that tells the label as well is found.
+
+    Args:
+        trained_on: what the probe was trained on, in words.
+        evaluation: on the other set, with its baselines (`evaluate_probe`).
+        bar: AUROC that counts; its interval has to lie above.
+        copies: what `train_probe` says of samples of the set that are all but copies of training
+            samples.
+
+    Returns:
+        The verdict with its sentence. An interval that reaches below the bar is no transfer, nor is
+        one that a baseline reaches. None, and a sentence that says why, where the set has too few
+        independent groups (`inspect_lens.probe.count_groups`), groups that no bootstrap drew, no
+        baseline that was compared, or copies of training samples.
+
+    Raises:
+        SpecError: the evaluation has no AUROC.
+
+    Source:
+        Intersection-union test: Berger 1982, Technometrics 24, 295-300.
+
+    Example:
+        ```python
+        from inspect_lens.probe import load_probe
+        from inspect_lens.train import transfer_statement
+
+        card = load_probe("organism/deception-lr").card
+        verdict = transfer_statement("probe_train", card.evaluations[0])
+        print(verdict.transfers, verdict.statement)
+        ```
+    """
+    interval = evaluation.interval
+    if evaluation.auroc is None or interval is None:
+        raise SpecError(
+            f"{evaluation.name}: has one class only; allowed is a set with both; transfer is a "
+            "statement about telling them apart"
+        )
+    made = partial(Transfer, set=evaluation.name, bar=bar)
+    area = f"AUROC {evaluation.auroc:.3f}"
+    compared = [b for b in evaluation.baselines if b.difference is not None]
+    best = max(compared, key=lambda b: b.auroc or 0.0, default=None)
+    low = evaluation.least
+    if copies or evaluation.not_judged or low is None or best is None:
+        why = evaluation.not_judged or "no baseline was compared with it"
+        if copies:
+            why = "some of its samples may be copies of training samples"
+        return made(
+            transfers=None,
+            statement=(
+                f"Trained on {trained_on}, whether the probe transfers to {evaluation.name} cannot "
+                f"be told: {area}, {why}."
+            ),
+        )
+    other = evaluation.auroc_interval or interval
+    area += f" [{low:.3f}, {max(interval.high, other.high):.3f}]"
+    worst = min(compared, key=lambda b: b.difference.low if b.difference else 0.0)
+    rival = best if best.beaten is False or worst.beaten else worst
+    than = f"{rival.name} has {rival.auroc:.3f}"
+    if rival.difference is not None:
+        than += f", difference [{rival.difference.low:.3f}, {rival.difference.high:.3f}]"
+    passes = low > bar and all(b.beaten for b in compared)
+    says = "transfers" if passes else "does not transfer"
+    reason = f"and the bar is {bar:g}; of the baselines {than}"
+    if low > bar and not passes:
+        reason = f"above the bar of {bar:g}, but a baseline does as well: {than}"
+    return made(
+        transfers=passes,
+        statement=f"Trained on {trained_on}, the probe {says} to {evaluation.name}: {area}, "
+        f"{reason}.",
+    )

@@ -23,11 +23,11 @@ from inspect_lens.probe import (
     delong_interval,
     partial_auroc,
 )
-from inspect_lens.train.calibration._rates import rate_interval
+from inspect_lens.train.calibration._calibrate import rate_interval
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._seen import count_seen, refuse_seen
+from inspect_lens.train.sets._splits import count_seen, refuse_seen
 
-from ._beside import baselines_within, measure_baselines
+from ._baselines import baselines_within, measure_baselines
 
 __all__ = ["evaluate_probe"]
 

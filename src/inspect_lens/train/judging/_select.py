@@ -14,11 +14,10 @@ from sklearn.base import BaseEstimator, clone
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, LayerScore, ProbeCard, auroc, delong_interval
-from inspect_lens.train.calibration._recall import recall_draws
+from inspect_lens.train.calibration._calibrate import recall_draws
+from inspect_lens.train.families._binary import Rows, TrainableProbe
 from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
-from inspect_lens.train.families._logistic import LogisticProbe
-from inspect_lens.train.families._sklearn import as_family
-from inspect_lens.train.families._trainable import Rows, TrainableProbe
+from inspect_lens.train.families._logistic import LogisticProbe, as_family
 from inspect_lens.train.fitting._fit import fit_layers, fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import (

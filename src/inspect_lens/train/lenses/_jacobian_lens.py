@@ -14,8 +14,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensTraining
 from inspect_lens.probe import ModelRef
 
-from ._lens_model import LensModel, check_layers, check_sets
-from ._lens_quality import quality_of
+from ._lens_model import LensModel, check_layers, check_sets, quality_of
 
 __all__ = ["fit_jacobian_lens"]
 

@@ -13,8 +13,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensTraining
 from inspect_lens.probe import ModelRef
 
-from ._lens_model import LensModel, batches, check_layers, check_sets
-from ._lens_quality import divergence, quality_of
+from ._lens_model import LensModel, batches, check_layers, check_sets, divergence, quality_of
 
 __all__ = ["fit_tuned_lens"]
 

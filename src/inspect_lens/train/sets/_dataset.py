@@ -20,8 +20,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe, write_atomic
 from inspect_lens.spec import Positions
 
-from ._from_store import Pieces, read_store
-from ._set_file import decode_set, encode_set
+from ._from_store import Pieces, decode_set, encode_set, read_store
 
 __all__ = ["ActivationSet", "no_ends"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._progress import progress_bar
-from inspect_lens._shards import read_layers
+from inspect_lens._shards import LayerPlace, find_layers, read_layers, read_spans
 from inspect_lens.data import ActivationStore, read_records
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
@@ -21,7 +22,11 @@ from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 from ._dataset import ActivationSet, no_ends
 from ._from_store import Pieces, read_facts
 
-__all__ = ["MEMORY", "StoreSet"]
+__all__ = [
+    "MEMORY",
+    "StoreSet",
+    "StoredRows",
+]
 
 Floats = NDArray[np.float32]
 _ROWS = 8192
@@ -364,3 +369,42 @@ class StoreSet(ActivationSet):
                 known.setdefault(place[0], []).append(place)
             object.__setattr__(self, "_shards", known)
         return known
+
+
+class StoredRows:
+    """Rows of the samples of a store at one layer, on disk.
+
+    Args:
+        data: the store.
+        layer: one of its layers.
+        spare: bytes of rows that may be taken into memory.
+    """
+
+    def __init__(self, data: StoreSet, layer: int, *, spare: int) -> None:
+        self.lengths = np.array([n for _, _, n in data.places], dtype=np.int64)
+        self.hidden, self.spare = data.hidden, spare
+        self._data, self._layer = data, layer
+        self._places: dict[int, LayerPlace] = {}
+
+    def take(self, spans: Sequence[tuple[int, int, int]]) -> list[NDArray[np.float32]]:
+        """Rows (end - first, hidden) float32 of each span (sample, first token, end).
+
+        Raises:
+            ArtifactError: a shard is missing or damaged.
+            SpecError: a value is not finite.
+        """
+        made: list[NDArray[np.float32]] = [np.zeros((0, 0), dtype=np.float32)] * len(spans)
+        where = []
+        for k, (sample, first, end) in enumerate(spans):
+            number, begin, _ = self._data.places[sample]
+            where.append((number, begin + first, begin + end, k))
+        for number, found in groupby(sorted(where), key=lambda w: w[0]):
+            asked = list(found)
+            uri = self._data.uri(number)
+            if number not in self._places:
+                self._places |= {number: find_layers(uri, [self._layer])[self._layer]}
+            read = read_spans(uri, self._places[number], [(a, b) for _, a, b, _ in asked])
+            for rows, (_, _, _, k) in zip(read, asked, strict=True):
+                self._data.require_finite(spans[k][0], self._layer, rows)
+                made[k] = rows
+        return made

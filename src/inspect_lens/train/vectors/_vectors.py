@@ -11,14 +11,28 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, auroc, fingerprint_model
 from inspect_lens.spec import RESID_POST, Site
-from inspect_lens.train.families._direction import DirectionEstimator, MeanDifferenceProbe
-from inspect_lens.train.families._lat import LATProbe, make_pairs
+from inspect_lens.train.families._direction import (
+    DirectionEstimator,
+    LATProbe,
+    MeanDifferenceProbe,
+    make_pairs,
+)
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.judging._select import separation
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
-__all__ = ["PickedRows", "VectorMethod", "VectorRows", "extract_vector", "pair_set", "rows_at"]
+__all__ = [
+    "PickedRows",
+    "VectorMethod",
+    "VectorRows",
+    "VectorScore",
+    "erase",
+    "evaluate_vector",
+    "extract_vector",
+    "pair_set",
+    "rows_at",
+]
 
 VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
 """`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
@@ -281,3 +295,136 @@ def _describe(method: VectorMethod, rows: VectorRows, seed: int) -> str:
 
 def _fingerprint(model: str) -> str | None:
     return fingerprint_model(model) if model else None
+
+
+_CONTROLS: Final = 20
+
+
+class VectorScore(NamedTuple):
+    """AUROC of one layer of a steering vector on a labelled set."""
+
+    layer: int
+    auroc: float
+    """Of the projection on the direction."""
+    separation: float
+    """Distance of the class means in pooled standard deviations."""
+    length: float
+    """Distance of the class means along the direction, in units of the residual stream."""
+    random_auroc: float
+    """Largest AUROC, on either side of 0.5, of 20 random directions: what chance reaches."""
+
+
+def evaluate_vector(
+    vector: Vector, data: ActivationSet, *, rows: VectorRows = "mean", seed: int = 0
+) -> tuple[VectorScore, ...]:
+    """Measure how well the directions of a vector separate the classes of a set.
+
+    A direction that separates need not steer: see `dose_response` for what it does to a model.
+
+    Args:
+        vector: with a direction at one of the set's layers at least.
+        data: with both classes; label 1 is what a positive scale moves to.
+        rows: what one row of a sample is.
+        seed: of the random directions.
+
+    Returns:
+        One score for each layer that both have.
+
+    Raises:
+        SpecError: no common layer, another width, or a class is missing.
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, evaluate_vector, extract_vector
+
+        train, test = (ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "test"))
+        vector = extract_vector(train, name="mine/planted", rows="mean")
+        best = max(evaluate_vector(vector, test), key=lambda score: score.auroc)
+        assert best.layer == 1
+        assert best.auroc > best.random_auroc
+        ```
+    """
+    shared = [n for n in vector.layers if n in data.layers]
+    if not shared or vector.card.hidden != data.hidden or not (data.n_positive and data.n_negative):
+        raise SpecError(
+            f"{data.name}: layers {list(data.layers)} of width {data.hidden}, {data.n_positive} "
+            f"positive and {data.n_negative} negative; vector {vector.name!r} allows layers "
+            f"{list(vector.layers)} of width {vector.card.hidden}, and both classes"
+        )
+    rng = np.random.default_rng(seed)
+    made = []
+    for layer in shared:
+        found = rows_at(data, layer, rows)
+        x = found.x.astype(np.float64)
+        along = x @ vector.direction[vector.layers.index(layer)].astype(np.float64)
+        chance = [
+            auroc(found.positive, x @ rng.standard_normal(data.hidden)) for _ in range(_CONTROLS)
+        ]
+        made.append(
+            VectorScore(
+                layer=layer,
+                auroc=auroc(found.positive, along),
+                separation=separation(along, found.positive),
+                length=float(along[found.positive].mean() - along[~found.positive].mean()),
+                random_auroc=max(max(a, 1.0 - a) for a in chance),
+            )
+        )
+    return tuple(made)
+
+
+Floats = NDArray[np.float64]
+
+
+def erase(
+    x: ArrayLike,
+    direction: ArrayLike,
+    *,
+    covariance: ArrayLike | None = None,
+    mean: ArrayLike | None = None,
+) -> Floats:
+    """Remove one direction from rows.
+
+    Args:
+        x: (rows, hidden).
+        direction: (hidden,). Without a covariance it is projected out. With one it is the
+            covariance of the rows with the concept, and what a linear predictor could read of
+            the concept is taken out with the least change (LEACE of rank one).
+        covariance: (hidden, hidden) of the rows that the concept was measured on.
+        mean: (hidden,) of those rows, which a covariance needs: without it, what is taken out would
+            move the mean.
+
+    Returns:
+        (rows, hidden).
+
+    Raises:
+        SpecError: the direction is zero, or a covariance comes without a mean.
+
+    Source:
+        LEACE: arXiv:2306.03819.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.train import erase
+
+        rows = np.random.default_rng(0).standard_normal((10, 8))
+        left = erase(rows, np.eye(8)[0])
+        assert np.allclose(left[:, 0], 0.0)
+        ```
+    """
+    if (covariance is None) != (mean is None):
+        raise SpecError(
+            "covariance and mean: one without the other; allowed are both, of the same rows, or "
+            "neither; a covariance without the mean moves the mean of what is left"
+        )
+    rows, w = np.asarray(x, dtype=np.float64), np.asarray(direction, dtype=np.float64)
+    reader = w if covariance is None else np.linalg.pinv(
+        np.asarray(covariance, dtype=np.float64), hermitian=True
+    ) @ w  # fmt: skip
+    strength = float(w @ reader)
+    if strength <= 0.0:
+        raise SpecError("direction: is zero; allowed is a direction; the concept is not in x")
+    centre = 0.0 if mean is None else np.asarray(mean, dtype=np.float64)
+    made: Floats = rows - np.outer((rows - centre) @ reader, w) / strength
+    return made

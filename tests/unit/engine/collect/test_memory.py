@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inspect_lens._engine.collect.memory_budget import memory_bytes
+from inspect_lens._engine.collect.result_memory import memory_bytes
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20

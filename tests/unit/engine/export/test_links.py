@@ -17,8 +17,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.collect.listener import Listener, parse_bind
-from inspect_lens._engine.collect.mirror import Mirror
+from inspect_lens._engine.collect.listener import Listener, Mirror, parse_bind
 from inspect_lens._engine.protocol.frames import (
     CHUNK,
     MOST_FRAME,
@@ -29,8 +28,8 @@ from inspect_lens._engine.protocol.frames import (
     make_client,
     make_server,
 )
-from inspect_lens._engine.protocol.hosts import Links
 from inspect_lens._engine.protocol.messages import Block, Failure, Message, decode
+from inspect_lens._engine.protocol.processes import Links
 from inspect_lens._engine.protocol.shared_memory import BOARD_COLUMNS
 from tests.kit.far_worker import FarWorker, block_bytes
 from tests.kit.waiting import until

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.plan import plan_cache
+from inspect_lens._engine.plan import step_plan
 from inspect_lens._engine.plan.step_plan import Batch, RequestTable
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.tap.op import tap
@@ -23,13 +23,13 @@ from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, seale
 def advanced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions that requests had reached in repeated steps."""
     seen: list[int] = []
-    original = plan_cache.Repeat.advance
+    original = step_plan.Repeat.advance
 
     def advance(self: Any) -> Any:
         seen.append(int(self.position[0]) + 1)
         return original(self)
 
-    monkeypatch.setattr(plan_cache.Repeat, "advance", advance)
+    monkeypatch.setattr(step_plan.Repeat, "advance", advance)
     return seen
 
 
@@ -200,7 +200,7 @@ def test_steps_left_is_the_nearest_boundary() -> None:
 
     def left(*at: int) -> int:
         ones = np.ones(3, dtype=np.int64)
-        return plan_cache._steps_left(Batch(slots, np.arange(3), ones, np.asarray(at)), table)
+        return step_plan._steps_left(Batch(slots, np.arange(3), ones, np.asarray(at)), table)
 
     assert left(5, 5, 5) == 3  # the second begins at 9
     assert left(5, 10, 5) == 6  # the third is steered up to 11

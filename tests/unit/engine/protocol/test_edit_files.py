@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from inspect_lens import LensRequest, SteeringVector
-from inspect_lens._engine.protocol import edit_files, envelope, programs
-from inspect_lens._engine.protocol.edit_files import LARGE, MOST, file_of, read_file
+from inspect_lens._engine.protocol import envelope, programs
 from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
 from inspect_lens._engine.protocol.kept import Kept
+from inspect_lens._engine.protocol.programs import LARGE, MOST, file_of, read_file
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Add, LowRank, TensorData
 from tests.kit.wide_edits import wide_facts
@@ -121,7 +121,7 @@ def test_a_fork_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert path is not None
     # As in a child that was forked meanwhile, whose objects go when it ends.
     child = os.getpid() + 1
-    monkeypatch.setattr(edit_files.os, "getpid", lambda: child)
+    monkeypatch.setattr(programs.os, "getpid", lambda: child)
     del owner
     gc.collect()
     assert read_file(path) == b"x" * LARGE + b"y"

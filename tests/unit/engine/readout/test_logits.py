@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine.protocol.lens import LensForm
+from inspect_lens._engine.protocol.readouts import LensForm
 from inspect_lens._engine.readout.logit_lens import LOGIT_BYTES, read_logits, rows_at_once
 
 VOCAB = 53

@@ -16,7 +16,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, unpacked
-from inspect_lens._engine.readout.running_reduce import Tally
+from inspect_lens._engine.readout.reduce import Tally
 from inspect_lens.errors import CaptureError
 from tests.kit.cases import KEYS, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter

@@ -12,10 +12,9 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collected, Collector
 from inspect_lens._engine.export.device_copy import CpuCopier
-from inspect_lens._engine.export.overflow import COLUMN
-from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.hosts import Address, Links
+from inspect_lens._engine.export.transport import COLUMN, Exporter
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.processes import Address, Links
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, sealed

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.merge import Merge, narrowed
+from inspect_lens._engine.collect.stream import Merge, narrowed
 from inspect_lens._engine.export.device_copy import CpuCopier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.envelope import seal

@@ -13,7 +13,7 @@ from inspect_lens import LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES
 from inspect_lens._engine.readout import logit_lens
-from inspect_lens._engine.readout.translate import LensStore, Span, Translator
+from inspect_lens._engine.readout.logit_lens import LensStore, Span, Translator
 from inspect_lens._engine.step.lens_stepper import LensStepper
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import EngineLens, as_tensor_data

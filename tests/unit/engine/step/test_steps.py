@@ -242,7 +242,7 @@ def test_a_dead_front_end_does_not_stop_the_worker(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inspect_lens._engine.export.transport._SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("inspect_lens._engine.export.channels.SEND_QUEUE", 1)
+    monkeypatch.setattr("inspect_lens._engine.export.link.SEND_QUEUE", 1)
     worker = Worker(exporter())
     packed = sealed(collector, CAPTURE, 30, 2).pack() | {"reply": "ipc:///nowhere-at-all"}
     worker.stepper.add("l", packed)

@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.gate_history import (
-    COUNT_SHIFT,
-    LAST_SHIFT,
-    RECENT_BITS,
-    open_among,
-)
+from inspect_lens._engine.protocol.programs import COUNT_SHIFT, LAST_SHIFT, RECENT_BITS, open_among
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import N_LATCHES, Add, Gate, LensRequest, check_request

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
-from inspect_lens._vllm.frontend import resets, state
+from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import request_of
 from inspect_lens._vllm.frontend.wrappers import _process_inputs
 from inspect_lens.errors import UnsupportedError
@@ -66,12 +66,12 @@ def test_the_base_model_needs_a_slot_that_no_adapter_has(
         ask(lora=adapter(number))
     ask()
     client = SimpleNamespace(vllm_config=engine)
-    resets._call_utility(lambda *args: None)(client, "add_lora", adapter(8))
+    state._call_utility(lambda *args: None)(client, "add_lora", adapter(8))
     with pytest.raises(UnsupportedError, match="--max-loras 3"):
         ask(ASKING)
     ask()
     ask()
     assert caplog.text.count("--max-loras 3") == 1, "said once for plain requests, which are served"
     assert len(served) == 5
-    resets._call_utility(lambda *args: None)(client, "remove_lora", 8)
+    state._call_utility(lambda *args: None)(client, "remove_lora", 8)
     CpuAdapters.of(engine).note(None, uses_lens=True)  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import LEANS, busy, has, problems
 from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
-from inspect_lens._vllm.frontend import refusing
+from inspect_lens._vllm.frontend import admission
 from inspect_lens.errors import CompatError, UnsupportedError
 
 ALL = [*((s.target, s.parameters) for s in SEAMS + SERVE_SEAMS + EAGER_SEAMS)]
@@ -92,8 +92,8 @@ def test_without_what_all_needs_vllm_runs_and_lens_requests_get_the_reason(
     wrapped: list[Any] = []
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
     monkeypatch.setattr("inspect_lens._vllm.compat.seams.verify", broken)
-    monkeypatch.setattr(refusing, "wrap", lambda *args: wrapped.append(args))
-    monkeypatch.setattr(refusing, "is_serving", lambda: True)
+    monkeypatch.setattr(admission, "wrap", lambda *args: wrapped.append(args))
+    monkeypatch.setattr(admission, "is_serving", lambda: True)
     plugin.register()
     assert [item.name for item, _ in wrapped] == ["verify_args", "chat_params", "completion_params"]
     judge, body, _ = (make(lambda self: None) for _, make in wrapped)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._engine.protocol.envelope import CACHED_KEY
 from inspect_lens._vllm.engine_core.cache_hits import CACHE_WRAPPERS
-from inspect_lens._vllm.frontend import resets, state
+from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.registered.prompt_rows import HARMLESS, is_harmless
 from inspect_lens.spec import ENVELOPE_KEY
 
@@ -93,10 +93,10 @@ def test_rows_are_forgotten_before_and_after_what_may_change_them(
         return call(self, method, *args)
 
     expected = [method] if fine else ["forgotten", method, "forgotten"]
-    assert resets.RESET_WRAPPERS["call_utility"](call)(None, method, *args) == "done"
+    assert state.RESET_WRAPPERS["call_utility"](call)(None, method, *args) == "done"
     assert told == expected
     told.clear()
-    wrapped = resets.RESET_WRAPPERS["call_utility_async"](call_async)
+    wrapped = state.RESET_WRAPPERS["call_utility_async"](call_async)
     assert asyncio.run(wrapped(None, method, *args, engine=b"0")) == "done"
     assert told == expected
 

@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 
 from inspect_lens import LensRequest
 from inspect_lens._engine.collect import collector
-from inspect_lens._vllm.frontend import admission, delivering, wrappers
+from inspect_lens._vllm.frontend import admission, wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results import attach as attaching
 from inspect_lens._vllm.results import event_loop
@@ -44,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine()
     with ThreadPoolExecutor(1) as pool:
         front = SimpleNamespace(results=made.results, waiting=pool, registry=made.registry)
-        for module in (wrappers, delivering):
+        for module in (wrappers, wrappers):
             monkeypatch.setattr(module, "front_end", lambda: front)
         yield made
         monkeypatch.undo()
@@ -244,9 +244,9 @@ def test_a_fault_where_results_are_attached_is_an_error_of_the_request(
     last_step(engine, keys)
     (one,) = ended(engine, keys)
     monkeypatch.setattr(engine.results, "is_light", lambda one, encodes: is_light)
-    monkeypatch.setattr(delivering, "_encode", raising(fault))
+    monkeypatch.setattr(wrappers, "_encode", raising(fault))
     with pytest.raises(CaptureError, match=type(fault).__name__):
-        asyncio.run(delivering.attached_for_http(one))
+        asyncio.run(wrappers.attached_for_http(one))
     removed(engine, keys)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._engine.collect import collector
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.probes import ProbesEnvelope
+from inspect_lens._engine.protocol.readouts import ProbesEnvelope
 from inspect_lens._engine.protocol.sealed_edits import NO_EDITS
 from inspect_lens._vllm.compat import hosts
 from inspect_lens._vllm.frontend import state

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from inspect_lens._engine.protocol import kept
 from inspect_lens._engine.protocol.envelope import Envelope, Packed
 from inspect_lens._engine.protocol.kept import Kept
-from inspect_lens._vllm.frontend import admission, expecting, state, wrappers
+from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.results.ended import named
 from inspect_lens.errors import (
@@ -172,11 +172,11 @@ def test_a_sealed_request_has_the_probe_that_its_name_stands_for(processor: Any)
         assert "uses" not in arrived, "workers have no use for it"
         assert Envelope.unpack(arrived).probes == packed.envelope.probes
         assert packed.envelope.probes.names == (other.sha256,)
-        reading = expecting._reading(state.front_end(), packed, N_PROMPT, N_PROMPT + 1)
+        reading = admission._reading(state.front_end(), packed, N_PROMPT, N_PROMPT + 1)
         assert reading is not None
         found.append(reading.receipts()[0].sha256)
         for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-            again = expecting._reading(state.front_end(), copied, N_PROMPT, N_PROMPT + 1)
+            again = admission._reading(state.front_end(), copied, N_PROMPT, N_PROMPT + 1)
             assert again is not None
             assert again.receipts()[0].sha256 == other.sha256
     assert len(set(found)) == 2

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from inspect_lens._vllm.http import bodies
-from inspect_lens._vllm.http.bodies import ReadBodies, asked_of, read_body, typed
-from inspect_lens._vllm.http.ignored_keys import RefuseLostKeys
+from inspect_lens._vllm.http.bodies import ReadBodies, RefuseLostKeys, asked_of, read_body, typed
 from inspect_lens.spec import (
     EngineFacts,
     LensRequest,

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("fastapi")
 
-from inspect_lens._vllm.http import ignored_keys, responses
+from inspect_lens._vllm.http import bodies, responses
 from inspect_lens.errors import CaptureError
 from tests.unit.vllm.results.test_results import completion, output
 from tests.unit.vllm.worker.test_doors_worker import fault, raising  # noqa: F401
@@ -74,7 +74,7 @@ def test_bodies_on_other_routes_are_passed_on(
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
 ) -> None:
-    monkeypatch.setattr(ignored_keys, "lost_keys", raising(fault))
+    monkeypatch.setattr(bodies, "lost_keys", raising(fault))
     came: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -90,7 +90,7 @@ def test_bodies_on_other_routes_are_passed_on(
         async def send(message: Any) -> None:
             raise AssertionError(message)
 
-        await ignored_keys.RefuseLostKeys(app)(scope, receive, send)
+        await bodies.RefuseLostKeys(app)(scope, receive, send)
 
     asyncio.run(post({"input": "x"}))
     assert len(came) == 1

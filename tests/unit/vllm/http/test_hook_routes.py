@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http.hook_routes import add_hook_routes
+from inspect_lens._vllm.http.registry_routes import add_hook_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineFacts, LensRequest, TensorData, decode_saved, tap_points

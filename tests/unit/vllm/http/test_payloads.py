@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from inspect_lens._vllm.clients import CLIENT
-from inspect_lens._vllm.http.fetch_route import add_fetch_route
-from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
 from inspect_lens.errors import CapacityError, UnsupportedError
 
 

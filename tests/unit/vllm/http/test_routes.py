@@ -16,8 +16,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http.bodies import ReadBodies
-from inspect_lens._vllm.http.ignored_keys import RefuseLostKeys
+from inspect_lens._vllm.http.bodies import ReadBodies, RefuseLostKeys
 from inspect_lens._vllm.http.responses import _WRAPPERS
 from inspect_lens.errors import SpecError, UnsupportedError
 

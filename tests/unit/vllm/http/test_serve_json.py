@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._engine.collect.result_memory import Budget, SlabPool
 from inspect_lens._vllm.http import responses
-from inspect_lens._vllm.http.fetch_route import takes_any_buffer
-from inspect_lens._vllm.http.shared_payloads import fetch_payload
+from inspect_lens._vllm.http.payloads import fetch_payload, takes_any_buffer
 from inspect_lens.spec import TensorData, decode_tensor
 
 WIDTH, MOST = 64, 32

@@ -19,8 +19,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from inspect_lens._vllm.http import responses
-from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.shared_payloads import ask_sibling, open_door
+from inspect_lens._vllm.http.payloads import PayloadStore, ask_sibling, open_door
 
 SIZE = 3_000_000
 
@@ -28,7 +27,7 @@ SIBLING = f"""
 import sys
 from pathlib import Path
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.shared_payloads import open_door
+from inspect_lens._vllm.http.payloads import open_door
 store = PayloadStore(ttl_s=float(sys.argv[2]))
 open_door(Path(sys.argv[1]), store)
 print(store.put(bytes(range(250)) * {SIZE // 250}), flush=True)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from inspect_lens._vllm.http import sweep_route
-from inspect_lens._vllm.http.sweep_runs import _check_ran
+from inspect_lens._vllm.http.sweep_route import _check_ran
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, Receipt, Zero
 

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.http import hook_routes
+from inspect_lens._vllm.http import registry_routes
 from inspect_lens._vllm.http.registry_routes import add_registry_routes
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
@@ -93,7 +93,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[Any]]:
     app = FastAPI()
     app.state.engine_client = Engine()
     add_registry_routes(app, lambda: front)
-    hook_routes.add_hook_routes(app)
+    registry_routes.add_hook_routes(app)
     return TestClient(app), told
 
 

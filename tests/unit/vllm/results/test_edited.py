@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.collect import collector as module
-from inspect_lens._engine.export.overflow import COLUMN
+from inspect_lens._engine.export.transport import COLUMN
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import Opened, Opening
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter

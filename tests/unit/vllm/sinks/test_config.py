@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inspect_lens._vllm.sinks.config import read_sinks
+from inspect_lens._vllm.sinks.sink import read_sinks
 from inspect_lens.errors import SpecError
 
 

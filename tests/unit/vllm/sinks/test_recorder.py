@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from inspect_lens._shards import Captured, ShardWriter
-from inspect_lens._vllm.sinks.config import SinkConfig
 from inspect_lens._vllm.sinks.receivers import (
     FunctionReceiver,
     Given,
@@ -27,7 +26,7 @@ from inspect_lens._vllm.sinks.receivers import (
     find_function,
 )
 from inspect_lens._vllm.sinks.recorder import Recorder, new_writer
-from inspect_lens._vllm.sinks.sink import Done, Said
+from inspect_lens._vllm.sinks.sink import Done, Said, SinkConfig
 from inspect_lens.data import ActivationStore, Recording
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkUse, TensorData

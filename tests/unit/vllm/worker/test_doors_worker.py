@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from inspect_lens import CaptureSpec, Hook, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.runner import HookRunner, Part
-from inspect_lens._engine.protocol.exceptions import ends_process
+from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens._vllm.worker import worker
 from inspect_lens._vllm.worker.rpc import manage_hooks

@@ -17,8 +17,8 @@ from inspect_lens import Hook
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
 from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
-from inspect_lens._vllm.worker import eager_steps, layer_hooks
-from inspect_lens._vllm.worker.layer_hooks import LayerHooks
+from inspect_lens._vllm.worker import eager_steps
+from inspect_lens._vllm.worker.eager_steps import LayerHooks
 
 HIDDEN = 4
 Steps = dict[str, tuple[int, int]]
@@ -116,7 +116,7 @@ def is_v2(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]:
-    monkeypatch.setattr(layer_hooks, "layout_of", lambda kind: "fused")
+    monkeypatch.setattr(eager_steps, "layout_of", lambda kind: "fused")
     runner = Runner()
     stepper: Any = Stepper(HookRunner(layers=[0], allowed=True, most_bytes=1 << 20))
     state: Any = SimpleNamespace(is_active=False)

@@ -22,8 +22,8 @@ from inspect_lens._vllm.model import parameters
 from inspect_lens._vllm.model.parameters import Parameters
 from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
-from inspect_lens._vllm.worker import eager_steps, layer_hooks
-from inspect_lens._vllm.worker.layer_hooks import LayerHooks
+from inspect_lens._vllm.worker import eager_steps
+from inspect_lens._vllm.worker.eager_steps import LayerHooks
 from inspect_lens._vllm.worker.worker import add_tap
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import TapPoint
@@ -56,7 +56,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     made = Block()
     made.layout = request.param
     known = {"fused": "fused", "stale": "stale"}.get(request.param, "fused")
-    monkeypatch.setattr(layer_hooks, "layout_of", lambda kind: known)
+    monkeypatch.setattr(eager_steps, "layout_of", lambda kind: known)
     monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_of", lambda kind: known)
     return made
 

@@ -19,7 +19,7 @@ from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.model.find_layers import decoder_layers, split_output
-from inspect_lens._vllm.worker.check_taps import check_taps
+from inspect_lens._vllm.worker.check_requests import check_taps
 from inspect_lens._vllm.worker.worker import add_tap, sums_that_fit
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import tap_points

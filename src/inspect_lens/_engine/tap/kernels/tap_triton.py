@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from inspect_lens import spec
-from inspect_lens._engine.protocol import gate_history as history
+from inspect_lens._engine.protocol import programs as history
 from inspect_lens._engine.tap import table_entries as table
 from inspect_lens._engine.tap.buffers import HEAD, TapState
 from inspect_lens.spec import Kind
