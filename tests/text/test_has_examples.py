@@ -41,7 +41,7 @@ def test_what_is_registered_has_to_have_one() -> None:
 def test_examples_are_found() -> None:
     found = {example.path: example.block for example in examples()}
     block = found["inspect_lens.view.sparkline"]
-    assert block.page.name == "_summary.py"
+    assert block.page.name == "_viewer.py"
     assert block.mode == "run"
     lines = (ROOT / block.page).read_text(encoding="utf-8").splitlines()
     assert lines[block.line - 1].strip() == "```python"

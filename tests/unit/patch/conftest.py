@@ -11,6 +11,5 @@ from tests.kit.toy_runs import ToyRuns
 def toy(monkeypatch: pytest.MonkeyPatch) -> ToyRuns:
     """What a sweep and a trace run on, whatever model they are given."""
     made = ToyRuns()
-    for module in ("_sweep", "_trace"):
-        monkeypatch.setattr(f"inspect_lens.patch.{module}.open_runs", lambda _: made)
+    monkeypatch.setattr("inspect_lens.patch._sweep.open_runs", lambda _: made)
     return made

@@ -17,8 +17,7 @@ CLEAN, CORRUPTED = "The river Talmo is in", "The river Velosh is in"
 
 def locally(function: Any, *args: Any, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_sweep", "_trace"):
-            patch.setattr(f"inspect_lens.patch.{module}.open_runs", lambda _: ToyRuns())
+        patch.setattr("inspect_lens.patch._sweep.open_runs", lambda _: ToyRuns())
         return function(None, *args, **options)
 
 

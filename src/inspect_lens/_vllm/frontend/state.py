@@ -395,7 +395,7 @@ def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
 _ADAPTERS = ("add_lora", "remove_lora")
 _FIRST_CALL = "get_supported_tasks"
 """What every front-end asks an engine that has started, before its first request."""
-_ASK = ("collective_rpc", "inspect_lens_refusal", None, (), {})
+_ASK: tuple[Any, ...] = ("collective_rpc", "inspect_lens_refusal", None, (), {})
 
 
 @contextmanager

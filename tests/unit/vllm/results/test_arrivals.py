@@ -322,8 +322,7 @@ def test_a_server_attaches_either_way(
     monkeypatch.setattr(engine.results, "is_light", lambda one, encodes: is_light)
     with ThreadPoolExecutor(2) as pool:
         front = SimpleNamespace(results=engine.results, waiting=pool)
-        for module in ("wrappers", "delivering"):
-            monkeypatch.setattr(f"inspect_lens._vllm.frontend.{module}.front_end", lambda: front)
+        monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.front_end", lambda: front)
         monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.judge_early", lambda *args: None)
 
         async def generated(self: Any, one: Any) -> Any:
