@@ -105,16 +105,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 def encode_tensors(
     kind: ArtifactKind, tensors: Mapping[str, NDArray[np.float32]], header: Mapping[str, Any]
 ) -> bytes:
-    """Content of the safetensors file.
-
-    Args:
-        kind: of the artefact.
-        tensors: float32, by name.
-        header: what of the card decides their meaning, as JSON values.
-
-    Returns:
-        The bytes; one metadata entry only, as safetensors orders several at random.
-    """
+    """Content of the safetensors file."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     text = json.dumps({"format": kind.format, **header}, sort_keys=True)
     content: bytes = save_tensors(contiguous, metadata={_KEY: text})
@@ -132,24 +123,7 @@ def decode_tensors(
     what: str,
     dtypes: Sequence[str] = ("float32",),
 ) -> dict[str, NDArray[np.float32]]:
-    """Read the safetensors file and compare it with the card.
-
-    Args:
-        kind: of the artefact.
-        content: of the file.
-        header: as the card of the same folder gives it.
-        folder: for error messages.
-        allowed: names of the tensors.
-        exact: no other tensor may be there.
-        what: the artefact in words, for error messages.
-        dtypes: that a tensor may have.
-
-    Returns:
-        Tensors by name.
-
-    Raises:
-        ArtifactError: damaged, of another format, or not what the card describes.
-    """
+    """Read the safetensors file and compare it with the card."""
     file = folder / kind.tensors
     try:
         tensors: dict[str, NDArray[np.float32]] = load_tensors(content)
@@ -187,18 +161,7 @@ def write_artifact(
     *,
     render: Callable[[str], str],
 ) -> Path:
-    """Write the three files; the card comes last among those that are read back.
-
-    Args:
-        kind: of the artefact.
-        folder: made when missing.
-        content: of the safetensors file.
-        card: of the same artefact.
-        render: makes `card.md` from the sha256 of the content.
-
-    Returns:
-        The folder.
-    """
+    """Write the three files; the card comes last among those that are read back."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(content).hexdigest()
     stored = {"format": kind.format, "sha256": digest, "card": card.model_dump(mode="json")}
@@ -215,19 +178,7 @@ def write_artifact(
 def read_artifact(
     kind: ArtifactKind, path: Path, parse: Callable[[Any], BaseModel]
 ) -> tuple[Path, bytes, Any]:
-    """Read tensors and card and compare the hash.
-
-    Args:
-        kind: of the artefact.
-        path: the folder, or the safetensors file inside it.
-        parse: makes a card of its JSON.
-
-    Returns:
-        Folder, content of the safetensors file, card.
-
-    Raises:
-        ArtifactError: a file is missing, the card does not parse, or the hash differs.
-    """
+    """Read tensors and card and compare the hash."""
     folder = path.parent if path.is_file() else path
     try:
         content = read_regular(folder / kind.tensors)
@@ -269,17 +220,6 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
     directory and each folder above it (Inspect loads a task in the task's own folder), as a name
     below the kind's folder and as a path, and among those that come with this package. The last
     part alone of a name is enough when it is unique, which is all that Inspect logs of a `Path`.
-
-    Args:
-        kind: of the artefact.
-        given: a folder, its safetensors file, a name, or an `hf://` address.
-        registered: folders to look in first.
-
-    Returns:
-        The folder, or a file in it.
-
-    Raises:
-        ArtifactError: nothing is found, or a name is ambiguous.
     """
     if str(given).startswith("hf://"):
         return _fetch(kind, str(given))
@@ -303,15 +243,7 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
 
 
 def folders_named(name: str, registered: Sequence[Path] = ()) -> list[Path]:
-    """Folders that hold named artefacts, in the order in which they are searched.
-
-    Args:
-        name: of the folder, such as `probes`.
-        registered: folders to look in first.
-
-    Returns:
-        Those that exist: in the working directory, above it, and with this package.
-    """
+    """Folders that hold named artefacts, in the order in which they are searched."""
     here = Path.cwd()
     root = shipped_root()
     shipped = [] if root is None else [root]

@@ -43,21 +43,7 @@ def choose_ask(
     layers: int | float | Sequence[int] | None = None,
     role: str | None = None,
 ) -> Ask:
-    """What answers questions for a reader: as `choose_said`, as one text.
-
-    Args:
-        ask: as for `choose_said`.
-        oracle: as for `choose_said`.
-        layers: as for `choose_said`.
-        role: as for `choose_said`.
-
-    Returns:
-        The function. An oracle's answer comes with those that it gives without the activations.
-
-    Raises:
-        SpecError: as for `choose_said`.
-        ArtifactError: no such oracle.
-    """
+    """What answers questions for a reader: as `choose_said`, as one text."""
     said = choose_said(ask, oracle, layers=layers, role=role)
     if ask is not None:
         return ask
@@ -75,22 +61,7 @@ def choose_said(
     layers: int | float | Sequence[int] | None = None,
     role: str | None = None,
 ) -> Callable[[Activations, str], Awaitable[Said]]:
-    """What answers questions: the caller's own function, or an oracle of `inspect_lens.oracle`.
-
-    Args:
-        ask: the function.
-        oracle: name, path or `hf://` address of the oracle, where there is no function.
-        layers: whose activations the oracle sees, as for `ask_oracle`.
-        role: of the model that the oracle is an adapter of; the active model by default.
-
-    Returns:
-        The function; it keeps the answer apart from the controls, so that one can be judged
-        without the others.
-
-    Raises:
-        SpecError: neither is given, or both; the oracle did not learn to read this layer.
-        ArtifactError: no such oracle.
-    """
+    """What answers questions: the caller's own function, or an oracle of `inspect_lens.oracle`."""
     if (ask is None) == (oracle is None):
         raise SpecError(
             f"ask={ask!r}, oracle={oracle!r}; give one of them: the name of an activation oracle, "
@@ -121,19 +92,7 @@ def choose_said(
 def oracle_capture(
     oracle: str, *, layers: int | float | Sequence[int] | None = None
 ) -> CaptureSpec:
-    """What a call has to capture, so that an oracle can be asked about it.
-
-    Args:
-        oracle: as for `choose_said`.
-        layers: as for `choose_said`, but no share of the depth.
-
-    Returns:
-        The capture.
-
-    Raises:
-        SpecError: the oracle did not learn to read this layer.
-        ArtifactError: no such oracle.
-    """
+    """What a call has to capture, so that an oracle can be asked about it."""
     room = importlib.import_module("inspect_lens.oracle")
     shown = importlib.import_module("inspect_lens.oracle._shown")
     plan = room.plan_asking("What is it?", oracle, layers=layers)

@@ -47,14 +47,7 @@ def request_of(
     sink: SinkUse | Mapping[str, Any] | str | None = None,
     edits: Sequence[Edit | Mapping[str, Any]] | None = None,
 ) -> LensRequest | None:
-    """Read them; the arguments are those of `LensClient.generate`.
-
-    Returns:
-        The request, or None where nothing is asked for.
-
-    Raises:
-        SpecError: a value is wrong.
-    """
+    """Read them; the arguments are those of `LensClient.generate`."""
     args: dict[str, Any] = {}
     if hooks is not None:
         args["apply_hooks"] = list(hooks)
@@ -96,18 +89,7 @@ def _fields(
 def with_request(
     body: Mapping[str, Any], request: LensRequest | None
 ) -> tuple[dict[str, Any], LensRequest | None]:
-    """Put a request into the body of a call.
-
-    Args:
-        body: of the call; it may have lens keys of its own, also in `vllm_xargs` or `extra_args`.
-        request: that the arguments make.
-
-    Returns:
-        The body, and all that it asks of the lens.
-
-    Raises:
-        SpecError: the two do not fit together, or those of the body are wrong.
-    """
+    """Put a request into the body of a call."""
     for key in body:
         refuse_misspelled(key, "arguments", known=_ARGUMENTS)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may

@@ -20,17 +20,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 async def together(*tasks: Awaitable[T]) -> list[T]:
-    """Await several at once, each with its own span in a log.
-
-    Args:
-        tasks: what to await.
-
-    Returns:
-        Their results, in order.
-
-    Raises:
-        Exception: the first failure. Inspect's `collect` raises a group where two fail at once.
-    """
+    """Await several at once, each with its own span in a log."""
     try:
         return await collect(*tasks)
     except BaseExceptionGroup as group:

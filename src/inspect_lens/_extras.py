@@ -28,16 +28,7 @@ def is_installed(package: str) -> bool:
 
 
 def require(package: str, *, room: str, extra: str) -> None:
-    """Refuse to go on without a package.
-
-    Args:
-        package: name to import.
-        room: of ours that needs it.
-        extra: of this distribution that brings it.
-
-    Raises:
-        PrerequisiteError: it is not installed.
-    """
+    """Refuse to go on without a package."""
     if not is_installed(package):
         raise PrerequisiteError(
             f"{room} needs the package {package.replace('_', '-')!r}, which is not installed; "
@@ -50,11 +41,6 @@ def register_lazily(kind: RegistryType, name: str, *, room: str) -> None:
 
     Inspect imports every registry at the start of every eval, and Petri and Scout take seconds
     to import. The room's own decorator replaces this registration.
-
-    Args:
-        kind: of Inspect's registry.
-        name: of the factory in its room; `inspect_lens/<name>` is what users write.
-        room: module that has it.
     """
     _register(kind, name, lambda: getattr(importlib.import_module(room), name))
 

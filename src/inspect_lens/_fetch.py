@@ -26,19 +26,7 @@ ATTEMPTS = 256
 def fetch_bytes(
     url: str, headers: Mapping[str, str], *, timeout_s: float | None
 ) -> tuple[int, bytes]:
-    """Get a URL, asking again over new connections while another process than its maker answers.
-
-    Args:
-        url: of the bytes.
-        headers: of the request.
-        timeout_s: for the connection, and for each read; None waits for ever.
-
-    Returns:
-        Status and body of the last answer.
-
-    Raises:
-        HTTPError: of urllib3; the server could not be reached.
-    """
+    """Get a URL, asking again over new connections while another process than its maker answers."""
     pool = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "")
     own: dict[str, str] = {}
     for attempt in range(ATTEMPTS):

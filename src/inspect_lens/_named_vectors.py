@@ -19,19 +19,7 @@ NamedVector = SteeringVector | Mapping[str, Any] | str
 
 
 def as_steering(vector: NamedVector, scale: float) -> tuple[SteeringVector, ...]:
-    """Make what a request takes.
-
-    Args:
-        vector: the vector.
-        scale: times the vector's own scale.
-
-    Returns:
-        The vectors of one request.
-
-    Raises:
-        SpecError: the JSON form is wrong.
-        ArtifactError: there is nothing of that name.
-    """
+    """Make what a request takes."""
     if isinstance(vector, str) or (isinstance(vector, Mapping) and "vector" in vector):
         # Imported by name: most who import this load no vector.
         room = importlib.import_module("inspect_lens.vector")

@@ -11,17 +11,7 @@ __all__ = ["progress_bar"]
 
 @contextmanager
 def progress_bar(name: str, *, total: int, done: int, show: bool) -> Iterator[Callable[[], None]]:
-    """Show how many samples are done.
-
-    Args:
-        name: before the bar.
-        total: samples.
-        done: samples that a run before has done.
-        show: False is silent, as is standard error that is no terminal.
-
-    Yields:
-        A function to call after each sample.
-    """
+    """Show how many samples are done."""
     if not show or not sys.stderr.isatty():
         yield lambda: None
         return

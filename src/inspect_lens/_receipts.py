@@ -15,15 +15,7 @@ __all__ = ["gives_no_receipts", "needs_receipt", "not_done"]
 
 
 def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> str | None:
-    """Say which steering, probes, lens and sink of a request a receipt lacks.
-
-    Args:
-        request: that was sent.
-        receipt: as JSON; None where the response has none.
-
-    Returns:
-        The message for an error, or None where nothing is missing.
-    """
+    """Say which steering, probes, lens and sink of a request a receipt lacks."""
     if request is None:
         return None
     done = receipt or {}
@@ -59,14 +51,5 @@ def needs_receipt(request: LensRequest) -> bool:
 
 
 def gives_no_receipts(status: int, openapi: str) -> bool:
-    """Tell vllm-lens from plain vLLM, which ignores what it is asked for, by its routes.
-
-    Args:
-        status: of `/openapi.json`.
-        openapi: its text.
-
-    Returns:
-        Whether it is vllm-lens; also where the server hides its routes: then there is nothing to
-        go by.
-    """
+    """Tell vllm-lens from plain vLLM, which ignores what it is asked for, by its routes."""
     return status != 200 or "/v1/hooks/" in openapi

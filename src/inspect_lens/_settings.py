@@ -194,14 +194,7 @@ class Settings:
 
     @classmethod
     def load(cls) -> Settings:
-        """Read the settings from the environment.
-
-        Returns:
-            The settings, with defaults where a variable is not set.
-
-        Raises:
-            SpecError: a variable does not parse, or no setting has its name; the message names it.
-        """
+        """Read the settings from the environment."""
         values: dict[str, object] = {}
         known = {variable(item.name) for item in fields(cls)}
         for name in os.environ:

@@ -112,11 +112,7 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 
 def shipped_root() -> Path | None:
-    """Folder of the shipped `probes/`, `vectors/`, `lenses/`, `oracles/`, `heads/` and `evals/`.
-
-    Returns:
-        The package's own folder in a wheel, the root of the clone in a source tree, or None.
-    """
+    """Folder of the shipped `probes/`, `vectors/`, `lenses/`, `oracles/`, `heads/` and `evals/`."""
     for root in (_HERE, _HERE.parents[1]):
         if (root / ORGANISM / "checkpoint").is_dir():
             return root
@@ -124,15 +120,7 @@ def shipped_root() -> Path | None:
 
 
 def model_path(name: str) -> str:
-    """The checkpoint behind a model's name.
-
-    Args:
-        name: of a model, or a path.
-
-    Returns:
-        For one of `MODELS` the folder of the shipped checkpoint, unless a checkpoint of that name
-        is in the working directory; any other name as it is.
-    """
+    """The checkpoint behind a model's name."""
     root = shipped_root() if name in MODELS else None
     if root is None or (Path(name) / "config.json").is_file():
         return name
@@ -140,30 +128,12 @@ def model_path(name: str) -> str:
 
 
 def served_name(name: str) -> str | None:
-    """Name under which a server has to know a model, where its path is another.
-
-    Args:
-        name: of a model, as a user wrote it.
-
-    Returns:
-        The name, or None where a server knows the model by its path.
-    """
+    """Name under which a server has to know a model, where its path is another."""
     return name if model_path(name) != name else None
 
 
 def from_eval(module: str, name: str) -> Callable[..., Any]:
-    """Import a task or scorer of the evals.
-
-    Args:
-        module: below the evals, such as `organism_deception.task`.
-        name: in that module.
-
-    Returns:
-        The factory.
-
-    Raises:
-        ImportError: this installation has no evals.
-    """
+    """Import a task or scorer of the evals."""
     if (_HERE / "evals").is_dir():
         package = "inspect_lens.evals"
     else:

@@ -18,19 +18,7 @@ __all__ = ["to_torch"]
 
 
 def to_torch(tensor: TensorData, *, copy: bool = True) -> torch.Tensor:
-    """Make a torch tensor with the values and the dtype of a `TensorData`.
-
-    Args:
-        tensor: any shape, float32, float16 or bfloat16.
-        copy: whether the result gets memory of its own; without, it shares the storage,
-            which has to be writable.
-
-    Returns:
-        A tensor on the CPU.
-
-    Raises:
-        LensError: torch is not installed.
-    """
+    """Make a torch tensor with the values and the dtype of a `TensorData`."""
     torch = _torch()
     if tensor.dtype == "bfloat16":
         storage = tensor.storage.view(np.int16)

@@ -43,11 +43,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def refuse_irregular(path: str | Path) -> None:
-    """Refuse what is no regular file; reading a pipe or a device may never end.
-
-    Raises:
-        OSError: it is missing, or something else than a file.
-    """
+    """Refuse what is no regular file; reading a pipe or a device may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path}: is no regular file")
 
@@ -62,11 +58,7 @@ def read_regular(path: str | Path, *, most: int | None = None) -> bytes:
 
 
 def judge_total(sizes: Iterable[int], available: int) -> None:
-    """Refuse entries that together declare more bytes than there are: they overlap, or lie.
-
-    Raises:
-        ValueError: they do.
-    """
+    """Refuse entries that together declare more bytes than there are: they overlap, or lie."""
     declared = 0
     for size in sizes:
         declared += size
@@ -75,11 +67,7 @@ def judge_total(sizes: Iterable[int], available: int) -> None:
 
 
 def judge_archive(content: bytes | IO[bytes], size: int) -> None:
-    """Refuse a zip archive that unpacks to many times its size.
-
-    Raises:
-        ValueError: it does, or is damaged.
-    """
+    """Refuse a zip archive that unpacks to many times its size."""
     try:
         with zipfile.ZipFile(io.BytesIO(content) if isinstance(content, bytes) else content) as z:
             judge_total((entry.file_size for entry in z.infolist()), max(_RATIO * size, _FLOOR))
@@ -88,11 +76,7 @@ def judge_archive(content: bytes | IO[bytes], size: int) -> None:
 
 
 def read_npz(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Arrays of numbers by name, as float32, judged by the shapes in their headers.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or declares more than it has.
-    """
+    """Arrays of numbers by name, as float32, judged by the shapes in their headers."""
     refuse_irregular(path)
     with path.open("rb") as file:
         judge_archive(file, path.stat().st_size)

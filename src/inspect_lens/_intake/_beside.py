@@ -90,15 +90,7 @@ class Beside:
             self._attach()
 
     def send(self, job: bytes) -> asyncio.Future[Stored | None] | None:
-        """Hand a job over.
-
-        Args:
-            job: from `write_job` or `file_job`.
-
-        Returns:
-            The result to wait for (None of a file; it raises `CaptureError`, or `Lost`), or None
-            where no process is ready for this event loop.
-        """
+        """Hand a job over."""
         if not self._ready or not self._attach():
             return None
         self._number += 1

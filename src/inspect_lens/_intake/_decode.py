@@ -43,20 +43,7 @@ class ChoiceFields:
 def fetch_payload(
     choice: ChoiceFields, prompt_token_ids: list[int], request: LensRequest, fetch: FetchBytes
 ) -> Payload:
-    """Fetch what came beside the response, and decode it; not for an event loop.
-
-    Args:
-        choice: with activations.
-        prompt_token_ids: of the call.
-        request: that was sent; it asked for a capture.
-        fetch: gets the bytes behind a handle.
-
-    Returns:
-        The payload.
-
-    Raises:
-        CaptureError: something that was asked for did not come, or does not fit the tokens.
-    """
+    """Fetch what came beside the response, and decode it; not for an event loop."""
     raw = {
         name: fetch(str(entry["handle"]))
         for name, entry in (choice.activations or {}).items()
@@ -71,11 +58,7 @@ def decode_payload(
     request: LensRequest,
     raw: Mapping[str, bytes],
 ) -> Payload:
-    """Decode one choice and check that its rows are the tokens that were asked for.
-
-    Raises:
-        CaptureError: a tensor is damaged, or its shape does not fit.
-    """
+    """Decode one choice and check that its rows are the tokens that were asked for."""
     try:
         tensors = {
             name: decode_tensor(entry, field=f"activations.{name}", raw=raw.get(name))

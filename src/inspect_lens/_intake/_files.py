@@ -30,16 +30,7 @@ __all__ = [
 
 
 def write_file(uri: str, parts: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
-    """Write a file so that a reader sees all of it or none.
-
-    Args:
-        uri: local path or fsspec URL; folders are made.
-        parts: contents, in order.
-        mode: permissions of a local file, before the process's umask.
-
-    Raises:
-        CaptureError: the file could not be written; the message has the reason.
-    """
+    """Write a file so that a reader sees all of it or none."""
     try:
         if is_local(uri):
             # What nearly all calls write; asking fsspec costs half as much as the file.
@@ -63,18 +54,7 @@ def write_file(uri: str, parts: Iterable[bytes | memoryview], *, mode: int = 0o6
 
 
 def read_file(uri: str, *, most: int | None = None) -> bytes | None:
-    """Read a file; a local one has to be a regular file.
-
-    Args:
-        uri: local path or fsspec URL.
-        most: bytes that it may have; None means any number.
-
-    Returns:
-        The bytes, or None when there is no such file.
-
-    Raises:
-        ArtifactError: it is there and cannot be read, or is larger.
-    """
+    """Read a file; a local one has to be a regular file."""
     try:
         if is_local(uri):
             return read_regular(uri, most=most)

@@ -75,23 +75,14 @@ class Stored(NamedTuple):
 
 
 def fetch_from(source: Source, handle: str) -> bytes:
-    """Bytes behind a handle, in the calling thread.
-
-    Raises:
-        CaptureError: the server does not have them.
-        HTTPError: of urllib3; it could not be reached.
-    """
+    """Bytes behind a handle, in the calling thread."""
     url = f"{source.root}{PATH}{quote(handle, safe='')}"
     status, data = fetch_bytes(url, source.headers, timeout_s=source.timeout_s)
     return fetched(handle, status, data)
 
 
 def fetched(handle: str, status: int, data: bytes) -> bytes:
-    """The bytes of an answer.
-
-    Raises:
-        CaptureError: it is an error.
-    """
+    """The bytes of an answer."""
     if status != 200:
         raise CaptureError(
             f"activations: handle {handle!r} answered HTTP {status}; it expired, was evicted, "
@@ -101,11 +92,7 @@ def fetched(handle: str, status: int, data: bytes) -> bytes:
 
 
 def store(payload: Payload, path: str) -> Stored:
-    """Write the file of a payload.
-
-    Raises:
-        CaptureError: it could not be written.
-    """
+    """Write the file of a payload."""
     write_file(path, encode_file(payload))
     return Stored.of(payload, stamp_of(path))
 
@@ -119,19 +106,7 @@ def write_job(
     origin: Mapping[str, Any],
     path: str,
 ) -> bytes:
-    """Spell a job, for `fetch_job` in another process.
-
-    Args:
-        choice: as it came; its tensors are beside the response.
-        prompt_token_ids: of the call.
-        request: that was sent.
-        source: of the bytes.
-        origin: model, sample and message.
-        path: of the file, local and absolute.
-
-    Returns:
-        JSON, without its closing brace, so that a number can be added.
-    """
+    """Spell a job, for `fetch_job` in another process."""
     job = {
         "activations": choice.activations,
         "receipt": choice.receipt,
@@ -146,15 +121,7 @@ def write_job(
 
 
 def file_job(content: bytes, path: str) -> bytes:
-    """Spell a job that writes a small file, whose contents are here already.
-
-    Args:
-        content: of the file.
-        path: of the file, local and absolute.
-
-    Returns:
-        JSON, without its closing brace, so that a number can be added.
-    """
+    """Spell a job that writes a small file, whose contents are here already."""
     return b'{"content":"%s","path":%s' % (base64.b64encode(content), to_json(path))
 
 
@@ -177,12 +144,7 @@ def _request(asked: str) -> LensRequest:
 
 
 def fetch_job(job: Mapping[str, Any]) -> Payload:
-    """Fetch, decode and check what a job is about.
-
-    Raises:
-        CaptureError: something that was asked for did not come, or does not fit the tokens.
-        HTTPError: of urllib3; the server could not be reached.
-    """
+    """Fetch, decode and check what a job is about."""
     source = Source(*job["source"])
     choice = ChoiceFields(
         activations=job["activations"], token_ids=job["token_ids"], receipt=job["receipt"]

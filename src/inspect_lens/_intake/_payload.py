@@ -63,14 +63,7 @@ class Payload:
 
 
 def encode_file(payload: Payload) -> list[bytes | memoryview]:
-    """Lay a payload out as a safetensors file.
-
-    Args:
-        payload: tensors of any shape.
-
-    Returns:
-        The parts of the file, in order.
-    """
+    """Lay a payload out as a safetensors file."""
     parts: list[tuple[str, str, NDArray[Any]]] = [
         (name, _NAMES[tensor.dtype], tensor.storage) for name, tensor in payload.tensors.items()
     ]
@@ -93,18 +86,7 @@ def encode_file(payload: Payload) -> list[bytes | memoryview]:
 
 
 def decode_file(data: bytes, *, where: str) -> Payload:
-    """Read what `encode_file` laid out.
-
-    Args:
-        data: the whole file.
-        where: its address, for error messages.
-
-    Returns:
-        The payload; its tensors share memory with `data`.
-
-    Raises:
-        ArtifactError: the file is damaged or not ours.
-    """
+    """Read what `encode_file` laid out."""
     arrays, metadata = _read_tensors(data, where=where)
     try:
         meta = parse_json(metadata["inspect_lens"])

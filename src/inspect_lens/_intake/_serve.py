@@ -29,12 +29,7 @@ LAST_WRITES_S = 10.0
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Do jobs until the socket ends or the parent is gone; never returns.
-
-    Args:
-        descriptor: of the socket.
-        parent: process that started this one.
-    """
+    """Do jobs until the socket ends or the parent is gone; never returns."""
     # Inspect ends an eval in order on the interrupt that the terminal sends to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _Server(socket.socket(fileno=descriptor))

@@ -108,21 +108,7 @@ _MOST_LISTED = 20
 def choose_positions(
     asked: Sequence[int] | Sequence[bool] | None, alignment: Alignment, *, skip_equal: bool
 ) -> tuple[int, ...]:
-    """Positions of the corrupted prompt to patch, ascending.
-
-    Args:
-        asked: absolute positions, negative ones from the end, or a mask over the corrupted
-            prompt; None takes all that have a partner.
-        alignment: of the prompts.
-        skip_equal: leave out, where nothing was asked, what lies before the first difference:
-            there both runs have the same rows.
-
-    Returns:
-        The positions.
-
-    Raises:
-        SpecError: a position outside the prompt, or one without a partner.
-    """
+    """Positions of the corrupted prompt to patch, ascending."""
     n = len(alignment.pairs)
     if asked is None:
         start = alignment.first if skip_equal and alignment.first < n else 0
@@ -141,20 +127,7 @@ def choose_positions(
 def find_subject(
     subject: str | Sequence[int], texts: Sequence[str], *, where: str = ""
 ) -> tuple[int, ...]:
-    """Positions of a subject's tokens.
-
-    Args:
-        subject: its text, which has to stand in the prompt once; or the positions themselves,
-            negative ones from the end.
-        texts: of the prompt's tokens.
-        where: the model, and the address of its server, for the message.
-
-    Returns:
-        The positions, ascending: every token that has a character of the subject.
-
-    Raises:
-        SpecError: the text stands there not at all or more than once, or a position is outside.
-    """
+    """Positions of a subject's tokens."""
     n = len(texts)
     if not isinstance(subject, str):
         parsed = parse_positions(list(subject), field="subject")

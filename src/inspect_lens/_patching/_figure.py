@@ -25,23 +25,7 @@ def draw_cells(
     hidden: NDArray[np.bool_],
     title: str,
 ) -> bytes:
-    """Draw a map with a scale that is symmetric about 0.
-
-    Args:
-        values: (layers, positions).
-        layers: numbers of the rows.
-        labels: of the columns.
-        name: of the scale.
-        unit: value at the end of the scale; the largest one by default.
-        hidden: (layers, positions) cells to draw in grey.
-        title: above the map.
-
-    Returns:
-        PNG.
-
-    Raises:
-        LensError: matplotlib is not installed.
-    """
+    """Draw a map with a scale that is symmetric about 0."""
     try:
         figure_class: Any = importlib.import_module("matplotlib.figure").Figure
         canvas: Any = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg

@@ -48,17 +48,7 @@ class EventLines:
 
 
 def events_of(lines: Iterable[str]) -> Iterator[SweepEvent]:
-    """Read the lines of one sweep.
-
-    Args:
-        lines: of a response.
-
-    Yields:
-        Its events.
-
-    Raises:
-        CaptureError: the server ended with an error, or before the sweep did.
-    """
+    """Read the lines of one sweep."""
     for line in lines:
         if not line.strip():
             continue

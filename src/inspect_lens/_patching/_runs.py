@@ -64,21 +64,7 @@ class Runs(Protocol):
 
 
 def next_token(runs: Runs, prompt: Prompt, ids: Sequence[int], answer: str | int, name: str) -> int:
-    """The first token of an answer behind a prompt.
-
-    Args:
-        runs: the engine.
-        prompt: that the answer follows.
-        ids: token ids of the prompt.
-        answer: its text, with the space that it begins with, or a token id.
-        name: of the argument, for error messages.
-
-    Returns:
-        The token id.
-
-    Raises:
-        SpecError: the text makes no token of its own behind this prompt.
-    """
+    """The first token of an answer behind a prompt."""
     if isinstance(answer, int):
         return answer
     if isinstance(prompt, str):

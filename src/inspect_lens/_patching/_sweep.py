@@ -51,15 +51,7 @@ __all__ = [
 
 
 def check_site(site: Site, field: str) -> None:
-    """Refuse a site that there is not.
-
-    Args:
-        site: that was asked for.
-        field: name of the argument, for error messages.
-
-    Raises:
-        UnsupportedError: there is no such site.
-    """
+    """Refuse a site that there is not."""
     if site not in SITE_TABLE:
         allowed = ", ".join(SITE_TABLE)
         raise UnsupportedError(f"{field}={shown(site)}: cannot be patched; that can be {allowed}")
@@ -68,19 +60,7 @@ def check_site(site: Site, field: str) -> None:
 def windows(
     layers: Sequence[int], served: Sequence[int], width: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each layer those that are patched with it.
-
-    Args:
-        layers: to sweep.
-        served: layers that there are.
-        width: layers of a window, which is cut at the ends.
-
-    Returns:
-        Served layers in `[layer - width // 2, layer + ceil(width / 2))`, for each layer.
-
-    Raises:
-        SpecError: a width below 1.
-    """
+    """For each layer those that are patched with it."""
     if width < 1:
         raise SpecError(f"window={width}; allowed is 1 or more layers")
     spans = [range(at - width // 2, at + (width + 1) // 2) for at in layers]
@@ -99,18 +79,7 @@ class Stored(NamedTuple):
 def patches(
     stored: Stored, layers: Sequence[int], position: int, site: Site, alpha: float = 1.0
 ) -> tuple[Replace, ...]:
-    """The edit of one cell.
-
-    Args:
-        stored: rows to put in.
-        layers: that are patched together.
-        position: in the patched prompt.
-        site: that is written.
-        alpha: share of the row.
-
-    Returns:
-        One edit.
-    """
+    """The edit of one cell."""
     at = [stored.layers.index(layer) for layer in layers]
     values = stored.values[at, stored.positions.index(position)][:, None]
     edit = Replace(rows=values, layers=tuple(layers), positions=(position,), site=site, alpha=alpha)
@@ -121,14 +90,6 @@ class CellRuns(Sequence[Run]):
     """Runs of all cells with the idle ones between them; an edit is made when its run is read.
 
     Made at once, the edits of a long prompt in a large model would take gigabytes.
-
-    Args:
-        ids: of the patched prompt.
-        stored: rows to put in.
-        near: layers that are patched together, for each layer that is swept.
-        site: that is written.
-        alpha: share of the row.
-        idle: runs that change nothing.
     """
 
     def __init__(
@@ -167,17 +128,7 @@ def idle_runs(
     own: Rows, swept: Sequence[int], ids: Sequence[int], at: tuple[int, ...], site: Site,
     alpha: float, n: int,
 ) -> list[Run]:  # fmt: skip
-    """Runs that change nothing: repeats, and runs patched with their own rows.
-
-    Args:
-        own: rows of the prompt that is patched.
-        swept: layers of the sweep.
-        ids: of the prompt that is patched.
-        at: positions of the sweep.
-        site: that is written.
-        alpha: share of the row.
-        n: of each kind.
-    """
+    """Runs that change nothing: repeats, and runs patched with their own rows."""
     made: list[Run] = []
     for k in range(n):
         layer = swept[k * len(swept) // n]
@@ -191,13 +142,6 @@ def spread(n_cells: int, n_idle: int) -> list[int]:
     """The order of runs: two idle ones first, and the others evenly between the cells.
 
     Between them they meet the batches that cells meet; the first two say early what noise there is.
-
-    Args:
-        n_cells: cells.
-        n_idle: idle runs, 2 or more.
-
-    Returns:
-        Indices of cells, with idle runs as -1, -2, ….
     """
     order = [-1, -2]
     left = list(range(2, n_idle))
@@ -234,12 +178,7 @@ class SweepSpec:
     in_flight: int = IN_FLIGHT
 
     def check(self) -> None:
-        """Refuse what can be told without an engine.
-
-        Raises:
-            SpecError: an argument is out of range, or two do not fit together.
-            UnsupportedError: there is no such site.
-        """
+        """Refuse what can be told without an engine."""
         check_site(self.site, "site")
         if self.source not in get_args(Source):
             raise SpecError(
@@ -282,18 +221,7 @@ class _Body(BaseModel):
 
 
 def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
-    """Read the body of a request.
-
-    Args:
-        body: its JSON value.
-
-    Returns:
-        The model that is asked for, and one sweep for each site, in their order.
-
-    Raises:
-        SpecError: a field is missing, unknown or out of range; the message names it.
-        UnsupportedError: there is no such site.
-    """
+    """Read the body of a request."""
     if not isinstance(body, Mapping):
         raise SpecError(f"the body: a JSON object is wanted, not {type(body).__name__}")
     check_counts(dict(body))
@@ -341,12 +269,7 @@ def _check_prompt(prompt: Prompt, name: str) -> None:
 
 
 def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
-    """The body that asks a server for a sweep.
-
-    Args:
-        spec: of the sweep.
-        model: that is asked for.
-    """
+    """The body that asks a server for a sweep."""
     rows = None if spec.rows is None else encode_tensor(as_tensor_data(np.asarray(spec.rows)))
     return {
         "model": model, "clean": _plain(spec.clean), "corrupted": _plain(spec.corrupted),
@@ -402,20 +325,7 @@ SweepEvent = SweepStarted | FloorFound | CellDone
 
 
 def sweep(runs: Runs, spec: SweepSpec) -> Iterator[SweepEvent]:
-    """Run a sweep.
-
-    Args:
-        runs: the engine.
-        spec: what is asked.
-
-    Yields:
-        `SweepStarted`, `FloorFound` after one idle run of each kind, then cells as they come. Where
-        a later idle run is further from the corrupted one, `FloorFound` comes again.
-
-    Raises:
-        SpecError: what is asked does not fit the prompts or the engine.
-        UnsupportedError: there is no such site.
-    """
+    """Run a sweep."""
     spec.check()
     ids, bad_ids = runs.tokens(spec.clean), runs.tokens(spec.corrupted)
     texts, bad_texts = runs.texts(ids), runs.texts(bad_ids)
@@ -468,14 +378,7 @@ def sweep(runs: Runs, spec: SweepSpec) -> Iterator[SweepEvent]:
 
 
 def gather(events: Iterable[SweepEvent]) -> PatchSweep:
-    """Put the events of one sweep together.
-
-    Args:
-        events: all of them; cells in any order.
-
-    Raises:
-        SpecError: a cell is missing, or comes twice.
-    """
+    """Put the events of one sweep together."""
     stream = iter(events)
     start = next(stream, None)
     if not isinstance(start, SweepStarted):

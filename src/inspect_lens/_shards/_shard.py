@@ -115,14 +115,7 @@ def encode_shard(samples: Sequence[Captured]) -> bytes:
 
 
 def shard_parts(samples: Sequence[Captured]) -> list[bytes | memoryview]:
-    """Content of a shard file, in parts: large ones are not copied once more.
-
-    Args:
-        samples: see `encode_shard`.
-
-    Raises:
-        CaptureError: samples disagree.
-    """
+    """Content of a shard file, in parts: large ones are not copied once more."""
     full = [s for s in samples if s.acts is not None and s.record.n_rows]
     kinds = {(s.layers, s.acts.dtype, s.acts.storage.shape[2]) for s in full if s.acts}
     if len(kinds) > 1:
@@ -170,18 +163,7 @@ def _int32(values: Any) -> NDArray[np.int32]:
 
 
 def decode_shard(content: bytes, *, where: str) -> list[Captured]:
-    """Read what `encode_shard` made.
-
-    Args:
-        content: of the file.
-        where: its address, for messages.
-
-    Returns:
-        The samples.
-
-    Raises:
-        ArtifactError: damaged, or another format.
-    """
+    """Read what `encode_shard` made."""
     try:
         start = 8 + int.from_bytes(content[:8], "little")
         header = parse_json(content[8:start])
@@ -298,18 +280,7 @@ class LayerPlace:
 
 
 def find_layers(uri: str, layers: Sequence[int]) -> dict[int, LayerPlace]:
-    """Where layers lie in a shard; reads its header only.
-
-    Args:
-        uri: of the file.
-        layers: of the store.
-
-    Returns:
-        The places, in the order of the file; none in a shard without rows.
-
-    Raises:
-        ArtifactError: missing, damaged, another format, or without one of the layers.
-    """
+    """Where layers lie in a shard; reads its header only."""
     start, header = _read_header(uri)
     try:
         facts, entry = _facts(header), header["acts"]
@@ -368,19 +339,7 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
 def read_layers(
     uri: str, layers: Sequence[int], *, size: int
 ) -> Iterator[tuple[int, int, int, TensorData]]:
-    """Rows of some layers of a shard, from one pass over the file, front to back.
-
-    Args:
-        uri: of the file.
-        layers: of the store.
-        size: rows of a piece at most.
-
-    Yields:
-        Layer, first row, end, and (rows, hidden) in the captured dtype; a layer after the other.
-
-    Raises:
-        ArtifactError: as `read_layer`.
-    """
+    """Rows of some layers of a shard, from one pass over the file, front to back."""
     places = find_layers(uri, layers)
     if not places:
         return
@@ -393,19 +352,7 @@ def read_layers(
 
 
 def read_spans(uri: str, place: LayerPlace, spans: Sequence[tuple[int, int]]) -> list[Floats]:
-    """Some rows of a layer; neighbours are read at once, and nothing else is.
-
-    Args:
-        uri: of the shard.
-        place: of the layer there.
-        spans: first row and end of each, ascending and apart.
-
-    Returns:
-        Rows (end - first, hidden) float32 of each span.
-
-    Raises:
-        ArtifactError: missing, or it ends before the rows do.
-    """
+    """Some rows of a layer; neighbours are read at once, and nothing else is."""
     made: list[Floats] = []
     try:
         with fsspec.open(uri, "rb") as file:

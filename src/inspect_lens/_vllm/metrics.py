@@ -136,9 +136,6 @@ def begin(registry: CollectorRegistry | None = None) -> None:
     """Register the metrics of this process; once is enough.
 
     Without `prometheus_client`, which vLLM depends on, there are none.
-
-    Args:
-        registry: where to; by default the one that vLLM's route shows.
     """
     if _holder.made is not None:
         return
@@ -177,13 +174,7 @@ E = TypeVar("E", bound=BaseException)
 
 @_holder.guarded
 def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
-    """Count a request that is handed to the engine.
-
-    Args:
-        made: the metrics.
-        request: what it asks for.
-        has_hooks: whether hooks run on it, its own or those of every request.
-    """
+    """Count a request that is handed to the engine."""
     asked = (
         request.capture is not None,
         request.steer or request.steer_named,
@@ -211,12 +202,7 @@ def refused_as(made: dict[str, Any], status: int, error: str) -> None:
 
 
 def refused(error: E) -> E:
-    """Count and trace a request that is refused, and return its error for whoever raises it.
-
-    Args:
-        error: one of ours; else it ends the process, and is not counted. One that a server
-            answers with HTTP 500 counts as a failure.
-    """
+    """Count and trace a request that is refused, and return its error for whoever raises it."""
     if isinstance(error, LensError):
         traces.refused(error)
         if error.status < 500:
@@ -241,12 +227,7 @@ def failed(error: E) -> E:
 
 @_holder.guarded
 def delivered(made: dict[str, Any], completion: Any) -> None:
-    """Count what a choice's response has.
-
-    Args:
-        made: the metrics.
-        completion: vLLM's, with its receipt and tensors.
-    """
+    """Count what a choice's response has."""
     if not completion.inspect_lens_tensors:
         return
     if (capture := completion.inspect_lens.capture) is not None:
@@ -272,15 +253,7 @@ def waited() -> Iterator[None]:
 
 @_holder.guarded
 def stored(made: dict[str, Any], waiting: int, n_bytes: int, most: int, expired: int) -> None:
-    """Note what the store of results holds.
-
-    Args:
-        made: the metrics.
-        waiting: results that were not fetched.
-        n_bytes: of everything that is held.
-        most: bytes that may be held.
-        expired: results that have expired since the last call, and were not fetched.
-    """
+    """Note what the store of results holds."""
     made["inspect_lens_store_results"].set(waiting)
     made["inspect_lens_store_bytes"].set(n_bytes)
     made["inspect_lens_store_limit_bytes"].set(most)
@@ -302,15 +275,7 @@ def looked_up(made: dict[str, Any], asked: int, found: int) -> None:
 
 @_holder.guarded
 def sunk(made: dict[str, Any], sink: str, status: str, rows: int, n_bytes: int) -> None:
-    """Count a result at a sink.
-
-    Args:
-        made: the metrics.
-        sink: its name, which the operator gave.
-        status: what became of the result.
-        rows: tokens that were written.
-        n_bytes: of their rows.
-    """
+    """Count a result at a sink."""
     made["inspect_lens_sink_results_total"].labels(sink, status).inc()
     made["inspect_lens_sink_rows_total"].labels(sink).inc(rows)
     made["inspect_lens_sink_bytes_total"].labels(sink).inc(n_bytes)

@@ -22,11 +22,7 @@ class Holder(Generic[T]):
     """Holds what notes things in this process, once there is somebody to read them."""
 
     def __init__(self, what: str) -> None:
-        """Begin with nothing.
-
-        Args:
-            what: its name, for the log.
-        """
+        """Begin with nothing."""
         self._what = what
         self.made: T | None = None
 

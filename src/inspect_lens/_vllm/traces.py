@@ -113,11 +113,7 @@ _holder: Holder[_Spans] = Holder("spans for OpenTelemetry")
 
 
 def begin(parent_of: Parent) -> None:
-    """Trace lens requests from now on.
-
-    Args:
-        parent_of: the context in which a span begins, by the trace headers of its request.
-    """
+    """Trace lens requests from now on."""
     if _holder.made is not None:
         return
     try:
@@ -138,13 +134,7 @@ def is_on() -> bool:
 
 @_holder.guarded
 def requested(spans: _Spans, request: Any, packed: Mapping[str, Any]) -> None:
-    """Begin the span of a choice that is handed to the engine, and have vLLM's begin in it.
-
-    Args:
-        spans: those of this process.
-        request: vLLM's `EngineCoreRequest`; its trace headers are changed.
-        packed: its envelope.
-    """
+    """Begin the span of a choice that is handed to the engine, and have vLLM's begin in it."""
     from opentelemetry.trace.propagation import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -180,12 +170,7 @@ def text_ended(spans: _Spans, key: str) -> None:
 
 @_holder.guarded
 def delivered(spans: _Spans, outputs: Iterable[Any]) -> None:
-    """End the spans of choices that have their results.
-
-    Args:
-        spans: those of this process.
-        outputs: vLLM's; choices without results stay as they are.
-    """
+    """End the spans of choices that have their results."""
     for output in outputs:
         for completion in output.outputs:
             ticket = getattr(completion, "inspect_lens_ticket", None)
@@ -273,15 +258,7 @@ def refused(spans: _Spans, error: BaseException) -> None:
 
 @_holder.guarded
 def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -> None:
-    """Send a span of a fetch: in the trace that its client names, else in its request's.
-
-    Args:
-        spans: those of this process.
-        handle: of the result.
-        began: nanoseconds since the epoch.
-        status: of HTTP.
-        n_bytes: that were given out.
-    """
+    """Send a span of a fetch: in the trace that its client names, else in its request's."""
     from opentelemetry.trace import Link, NonRecordingSpan, Status, StatusCode
     from opentelemetry.trace.propagation import set_span_in_context
 

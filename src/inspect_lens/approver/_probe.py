@@ -48,12 +48,7 @@ class Judged(NamedTuple):
 
 
 class TurnJudge:
-    """Judges turns by a probe, before what they ask for is done.
-
-    Args:
-        reader: the probe and what it reads.
-        threshold: a turn is above it strictly.
-    """
+    """Judges turns by a probe, before what they ask for is done."""
 
     def __init__(self, reader: ProbeReader, threshold: float) -> None:
         self.reader = reader
@@ -64,18 +59,7 @@ class TurnJudge:
     async def judge(
         self, message: ChatMessageAssistant, output: ModelOutput | None = None
     ) -> Judged:
-        """Read the probe on the call that wrote a message.
-
-        Args:
-            message: of the assistant.
-            output: that may be the message's own, as for `read_message`.
-
-        Returns:
-            What it says; the same for every tool call of one message.
-
-        Raises:
-            ArtifactError: nothing is known of the call, or not what the probe reads.
-        """
+        """Read the probe on the call that wrote a message."""
         key = message.id or ""
         if key in self.judged:
             return self.judged[key]
@@ -97,18 +81,7 @@ class TurnJudge:
 
 
 def turn_of(call: ToolCall, history: Sequence[ChatMessage]) -> ChatMessageAssistant:
-    """The message that makes a tool call.
-
-    Args:
-        call: that is to be carried out.
-        history: of the conversation, up to that message at least.
-
-    Returns:
-        The message.
-
-    Raises:
-        ArtifactError: no message of the conversation makes this call.
-    """
+    """The message that makes a tool call."""
     for message in reversed(history):
         calls = message.tool_calls if isinstance(message, ChatMessageAssistant) else None
         if isinstance(message, ChatMessageAssistant) and any(c.id == call.id for c in calls or ()):

@@ -74,21 +74,7 @@ class Request:
 
 
 async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Request) -> Captured:
-    """Capture one sample.
-
-    Args:
-        model: of a provider of this package.
-        index: of the sample, which also makes its seed.
-        sample: generated, or read where it has a completion or is raw text.
-        how: what to capture.
-
-    Returns:
-        The sample with its rows.
-
-    Raises:
-        CaptureError: no activations came, or a chat template does not continue its own prompt.
-        UnsupportedError: the model is of another provider.
-    """
+    """Capture one sample."""
     if sample.reading == "generate":
         handle, completion = await _generate(model, index, sample, how)
         n_fed = handle.n_prompt + max(handle.n_completion - 1, 0)
@@ -499,11 +485,7 @@ def _file(k: int) -> str:
 
 
 def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
-    """Facts of a finished shard; they are written after it.
-
-    Raises:
-        SpecError: it is of another run, which began at the same time, or whose plan has gone.
-    """
+    """Facts of a finished shard; they are written after it."""
     content = read_whole(f"{uri}/shard-{k:05d}.json")
     made: dict[str, Any] | None = None if content is None else parse_json(content)
     if made is not None and made.get("plan") != mark:

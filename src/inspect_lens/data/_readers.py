@@ -91,22 +91,7 @@ def _digest(*texts: str) -> str:
 def read_statements(
     rows: Iterable[Row], *, personas: bool = False, chat: bool = False
 ) -> Iterator[ProbeSample]:
-    """`statement` (or `claim`), `label`: statements that are true or false.
-
-    Args:
-        rows: of the set; a `topic` or `dataset`, or the file's name, is the topic.
-        personas: Apollo's training set: the true statements alone, each under a persona that is
-            honest and one that is dishonest, without its last five words, so that either could
-            still end it truly. The label is then the persona's, and the statement is the group;
-            statements of five words or less are left out.
-        chat: a statement is the user's message instead of raw text.
-
-    Yields:
-        Samples. A group is what the statement is about, where the rows say so, as files of Geometry
-        of Truth do: "Oslo is in Norway" and "Oslo is not in Norway" are of one group, and so are
-        statements about one foreign word, or about the same two numbers. Of two cities it is the
-        first, and `city2` is a column, too. Else a group is the statement.
-    """
+    """`statement` (or `claim`), `label`: statements that are true or false."""
     for i, row in enumerate(rows):
         key = "claim" if row.get("statement") is None and row.get("claim") else "statement"
         statement = str(_get(row, key, i)).strip()
@@ -175,25 +160,6 @@ def read_apollo(
     The prompt of these files ends with an empty turn of the assistant, which is where a completion
     goes and no part of what is asked. Where the assistant's turn has begun before it, as with
     "Student:" in role play, a completion goes on with that turn, and what was there is not read.
-
-    Args:
-        rows: of `rollouts` in one or several files; `graded_deception` is a list with, for each
-            completion, a number from 1 to 7 or a word.
-        on_policy: let the model answer itself, each row once; labels are then not known before
-            it did.
-        system: keep the system message; the source leaves that of sandbagging out.
-        answer_from: read a completion from the last place of this text on, and not the reasoning
-            before it; completions without it are left out. The source has `<step4>` for
-            sandbagging.
-        first: number of the first row, for ids and messages.
-
-    Yields:
-        One sample for each completion that is graded deceptive (6 or more, or the word) or honest
-        (2 or less, or the word); other grades and words are left out, as the authors do, and so
-        are completions without text. A group is a prompt.
-
-    Raises:
-        ArtifactError: there is not one grade for each completion, or a grade is none.
     """
     for i, row in enumerate(rows, start=first):
         prompt = _messages(_get(row, "input_messages", i), i)
@@ -245,22 +211,7 @@ def read_insider_trading(
     double_down: bool = False,
     trim_reasoning: bool = True,
 ) -> Iterator[ProbeSample]:
-    """A trading agent: rollouts as `read_apollo` takes them, or `transcript` with labels.
-
-    Args:
-        rows: of files of rollouts, graded in words; or of the file of generations, whose
-            `metadata` has a label `concealed` (deceptive), `explicit` (honest) or another, which
-            is left out.
-        on_policy: let the model answer itself, each prompt once; labels are then not known before
-            it did.
-        double_down: judge the answer to the manager's question instead of the report; a file of
-            rollouts holds one of the two, and says so by its `base_name`.
-        trim_reasoning: read the agent's last action and not its reasoning before it; transcripts
-            without one are left out, as in the source.
-
-    Yields:
-        One sample for each transcript with a label; a group is a prompt.
-    """
+    """A trading agent: rollouts as `read_apollo` takes them, or `transcript` with labels."""
     labels = {"concealed": True, "explicit": False, "deceptive": True, "honest": False}
     key = "doubling_down_label" if double_down else "report_label"
     marker = "Action: send_message" if double_down else "Action: "
@@ -345,16 +296,7 @@ def read_liars_bench(rows: Iterable[Row]) -> Iterator[ProbeSample]:
 
 
 def read_pressure(rows: Iterable[Row], *, part: str = "") -> Iterator[ProbeSample]:
-    """`inputs` (messages as JSON, or text), `labels` of `high-stakes` or `low-stakes`.
-
-    Args:
-        rows: of the set.
-        part: `train` or `test`: rows that say so in a column `split`, as those of the synthetic set
-            do; all by default.
-
-    Yields:
-        Samples; a pair is a group.
-    """
+    """`inputs` (messages as JSON, or text), `labels` of `high-stakes` or `low-stakes`."""
     for i, row in enumerate(rows):
         if part and _get(row, "split", i) != part:
             continue
@@ -376,16 +318,7 @@ def read_pressure(rows: Iterable[Row], *, part: str = "") -> Iterator[ProbeSampl
 
 
 def read_alpaca(rows: Iterable[Row], *, off_policy: bool = False) -> Iterator[ProbeSample]:
-    """`instruction`, `input`, `output`: harmless instructions.
-
-    Args:
-        rows: of the set.
-        off_policy: read the set's own answers; a threshold should be set on answers of the model
-            itself, which is the default.
-
-    Yields:
-        Samples with label False.
-    """
+    """`instruction`, `input`, `output`: harmless instructions."""
     for i, row in enumerate(rows):
         user = str(_get(row, "instruction", i)).strip()
         if str(row.get("input") or "").strip():
@@ -415,18 +348,7 @@ _SUFFIXES: Final = (".csv", ".json", ".jsonl", ".parquet")
 
 
 def read_path(path: str) -> Iterator[Row]:
-    """Rows of a file, or of all files of a folder in the order of their names.
-
-    Args:
-        path: local path, glob pattern or fsspec URL; csv, json (a list, or an object with one
-            list of rows), json lines or parquet.
-
-    Yields:
-        Rows; each has the stem of its file under `_file`.
-
-    Raises:
-        ArtifactError: there is no such file, or it does not parse.
-    """
+    """Rows of a file, or of all files of a folder in the order of their names."""
     try:
         filesystem, inner = fsspec.core.url_to_fs(path)
         if filesystem.isdir(inner):
@@ -478,20 +400,7 @@ def _rows(name: str, data: bytes) -> Iterable[Row]:
 def read_hub(
     repository: str, *, config: str | None, split: str, revision: str | None
 ) -> Iterator[Row]:
-    """Rows of a data set of the hub.
-
-    Args:
-        repository: `owner/name`.
-        config: of the set.
-        split: of the set.
-        revision: commit, tag or branch.
-
-    Yields:
-        Rows.
-
-    Raises:
-        ArtifactError: the package `datasets` is missing, or the set cannot be had.
-    """
+    """Rows of a data set of the hub."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:

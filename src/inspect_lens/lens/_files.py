@@ -124,11 +124,7 @@ LENS: Final = ArtifactKind(
 
 
 def read_lens_files(path: Path) -> tuple[Path, dict[str, Any], LensCard]:
-    """Folder, tensors and card, checked against each other.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, or they disagree.
-    """
+    """Folder, tensors and card, checked against each other."""
     folder, content, card = read_artifact(LENS, path, LensCard.model_validate)
     tensors: dict[str, Any] = decode_tensors(
         LENS,

@@ -149,11 +149,7 @@ def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> ND
 
 
 def parse_controls(controls: bool | str | list[str] | tuple[str, ...]) -> tuple[Control, ...]:
-    """Read controls as a user writes them: true for all, false for none, or names.
-
-    Raises:
-        SpecError: an unknown name.
-    """
+    """Read controls as a user writes them: true for all, false for none, or names."""
     if isinstance(controls, bool):
         return CONTROLS if controls else ()
     names = [controls] if isinstance(controls, str) else list(controls)
@@ -204,15 +200,7 @@ def oracle_message(
 
 
 def placeholder_id(token_ids: Sequence[int], placeholder: str) -> int:
-    """The token of the placeholder.
-
-    Args:
-        token_ids: what the tokenizer makes of the placeholder alone, without special tokens.
-        placeholder: its text.
-
-    Raises:
-        ArtifactError: it is not exactly one token.
-    """
+    """The token of the placeholder."""
     if len(token_ids) != 1:
         raise ArtifactError(
             f"the placeholder {placeholder!r} is {len(token_ids)} tokens {list(token_ids)} of this "
@@ -350,18 +338,7 @@ async def answer_prompt(
     *,
     max_tokens: int,
 ) -> ModelOutput:
-    """Answer one prompt greedily, with vectors or without, and see that it was this prompt.
-
-    Args:
-        oracle: the oracle.
-        model: a `vllm-lens/` model.
-        prompt: rendered.
-        rows: (placeholders, hidden); None puts in nothing.
-        max_tokens: longest answer.
-
-    Raises:
-        CaptureError: other tokens were answered, or not every placeholder was steered.
-    """
+    """Answer one prompt greedily, with vectors or without, and see that it was this prompt."""
     steer = () if rows is None else (injection(oracle.config, rows, prompt.places),)
     return await answer_edited(
         model, [instrument_message(prompt.text, name="oracle")], prompt,
@@ -378,19 +355,7 @@ async def answer_edited(
     lora: dict[str, Any] | None = None,
     max_tokens: int,
 ) -> ModelOutput:
-    """Answer one prompt greedily as a request edits it, and see that it was this prompt.
-
-    Args:
-        model: a `vllm-lens/` model.
-        messages: the prompt's, marked as those of an instrument.
-        prompt: as the server renders them.
-        request: what is put in at the placeholders; an empty one puts in nothing.
-        lora: adapter that answers; the model itself without one.
-        max_tokens: longest answer.
-
-    Raises:
-        CaptureError: other tokens were answered, or not every placeholder was edited.
-    """
+    """Answer one prompt greedily as a request edits it, and see that it was this prompt."""
     args = to_extra_args(request)
     # A capture that the model is configured with is not for an instrument's own prompts.
     args["output_residual_stream"] = False
@@ -428,13 +393,7 @@ async def answer_edited(
 async def tokenize_chat(
     model: Model, messages: list[dict[str, str]], placeholder: str
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Tokens of a chat and of the placeholder alone, as the server makes them.
-
-    Args:
-        model: a `vllm-lens/` model.
-        messages: with `role` and `content`; a last one of the assistant is continued.
-        placeholder: text that stands where vectors go.
-    """
+    """Tokens of a chat and of the placeholder alone, as the server makes them."""
     api: Any = model.api
     goes_on = messages[-1]["role"] == "assistant"
     alone = await api.post("/tokenize", {"prompt": placeholder, "add_special_tokens": False})
@@ -451,15 +410,7 @@ async def tokenize_chat(
 
 
 def server_of(model: Model, what: str) -> Model:
-    """The model, if its server can be asked to edit.
-
-    Args:
-        model: under evaluation.
-        what: needs it, for the error.
-
-    Raises:
-        UnsupportedError: it is of another provider.
-    """
+    """The model, if its server can be asked to edit."""
     from inspect_lens.model.provider._provider import LensAPI
 
     if not isinstance(model.api, LensAPI):

@@ -60,19 +60,7 @@ class Shown(NamedTuple):
 def parse_inputs(
     inputs: str, positions: object, last: int | None
 ) -> tuple[InputKind, Positions, int | None]:
-    """Judge what a user asked to show.
-
-    Args:
-        inputs: kind of input.
-        positions: tokens, as for a capture.
-        last: only so many of them, from the end.
-
-    Returns:
-        The same, typed.
-
-    Raises:
-        SpecError: one of them is wrong.
-    """
+    """Judge what a user asked to show."""
     if inputs not in get_args(InputKind):
         raise SpecError(f"inputs={inputs!r}; allowed are {', '.join(get_args(InputKind))}")
     if last is not None and (isinstance(last, bool) or not isinstance(last, int) or last < 1):
@@ -86,19 +74,7 @@ def parse_inputs(
 def choose_layers(
     config: OracleConfig, layers: LayerChoice, n_layers: int | None
 ) -> tuple[int, ...]:
-    """Find the layers to show, among those that the oracle learned to read.
-
-    Args:
-        config: format of the oracle.
-        layers: what was asked for.
-        n_layers: decoder layers of the model; needed for a share of the depth only.
-
-    Returns:
-        One of the oracle's sets of layers.
-
-    Raises:
-        SpecError: the oracle did not learn these layers, or the share is not inside (0, 1).
-    """
+    """Find the layers to show, among those that the oracle learned to read."""
     known = config.act_layer_combinations
     if layers is None:
         return known[len(known) // 2]
@@ -126,15 +102,7 @@ def choose_layers(
 
 
 async def n_layers_of(model: Model, token_ids: Sequence[int]) -> int:
-    """Count the decoder layers of a model by capturing one token at all of them.
-
-    Args:
-        model: a `vllm-lens/` model.
-        token_ids: any two tokens of it.
-
-    Raises:
-        CaptureError: the server does not serve every layer; give the layer by number.
-    """
+    """Count the decoder layers of a model by capturing one token at all of them."""
     whole = await recapture(
         model, prompt_token_ids=token_ids[:1], token_ids=token_ids[1:2], layers="all"
     )
@@ -144,21 +112,7 @@ async def n_layers_of(model: Model, token_ids: Sequence[int]) -> int:
 async def find_activations(
     output: ModelOutput, *, layers: tuple[int, ...], source: Source, model: Model
 ) -> tuple[Activations, Literal["captured", "recomputed"]]:
-    """Get the activations of a generation: those it captured, or by feeding its tokens again.
-
-    Args:
-        output: of the generation.
-        layers: that are needed.
-        source: where to take them from.
-        model: recomputes them where that is needed and allowed.
-
-    Returns:
-        The handle, which has the layers at `resid_post`, and where it comes from.
-
-    Raises:
-        ArtifactError: they were not captured, and cannot be recomputed or may not be.
-        UnsupportedError: the model cannot recompute.
-    """
+    """Get the activations of a generation: those it captured, or by feeding its tokens again."""
     handle = activations(output)
     problem = "this output has no activations"
     if handle is not None and source != "recompute":
@@ -203,20 +157,6 @@ def select_rows(
     """Cut out what each prompt shows.
 
     The last sampled token is never among the positions: the model that wrote it did not read it.
-
-    Args:
-        handle: activations of one generation, at these layers.
-        layers: to show.
-        inputs: kind of input.
-        positions: tokens; `full_seq` takes all of them.
-        last: only so many of them, from the end.
-
-    Returns:
-        One entry, for `tokens` one for each token; empty where there is no such token.
-
-    Raises:
-        ArtifactError: a layer or a token that is needed was not captured, or only what the engine
-            made of the tokens, such as their mean.
     """
     _check(handle, layers)
     n_fed = handle.n_prompt + max(handle.n_completion - 1, 0)

@@ -29,17 +29,7 @@ SERVER_REQUESTS = 64
 
 
 def open_runs(model: Any) -> Runs:
-    """Find out what kind of engine this is.
-
-    Args:
-        model: a `vllm.LLM` of this process, or a `LensClient`.
-
-    Returns:
-        The engine as patching uses it.
-
-    Raises:
-        SpecError: it is neither.
-    """
+    """Find out what kind of engine this is."""
     if isinstance(model, LensClient):
         return _Served(model)
     if hasattr(model, "llm_engine"):

@@ -127,11 +127,7 @@ def lens_audit_solver(
 
 
 def _settle_roles(*, judged: bool) -> None:
-    """See that every role of an audit has its model, before anything is generated.
-
-    Raises:
-        PrerequisiteError: one has none.
-    """
+    """See that every role of an audit has its model, before anything is generated."""
     roles = model_roles()
     for role in ("auditor", *(["judge"] if judged else [])):
         if role not in roles:

@@ -62,21 +62,7 @@ def steering(
     metadata: Mapping[str, Any],
     limit: float,
 ) -> Steering:
-    """Read what the auditor asks for.
-
-    Args:
-        name: of a vector, or `none`.
-        scale: times the vector; 0 stops steering.
-        vectors: by name, of the task.
-        metadata: of the sample, which may name more under `lens_vectors`.
-        limit: largest scale, in either direction.
-
-    Returns:
-        What is staged.
-
-    Raises:
-        SpecError: no such vector, or the scale is out of bounds.
-    """
+    """Read what the auditor asks for."""
     known = {**vectors, **(metadata.get(METADATA_KEY) or {})}
     if name == "none" or scale == 0:
         return Steering(None, 0.0, ())

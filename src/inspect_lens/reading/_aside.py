@@ -24,9 +24,6 @@ def record_standing(message_ids: Iterable[str]) -> None:
     """Note in the transcript which of the answers that were compared stand.
 
     A sample that ends before this note was made has none that does.
-
-    Args:
-        message_ids: of their assistant messages.
     """
     transcript().info({_KEY: list(message_ids)}, source=_SOURCE)
 
@@ -49,14 +46,7 @@ class Aside:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
-        """Read the spans and notes of a sample.
-
-        Args:
-            events: of a sample, live or out of a log.
-
-        Returns:
-            What is aside.
-        """
+        """Read the spans and notes of a sample."""
         parents: dict[str, str | None] = {}
         spans: set[str] = set()
         standing: set[str] = set()
@@ -71,15 +61,7 @@ class Aside:
         return cls(parents, frozenset(spans), frozenset(standing))
 
     def has(self, event: Event, message_id: str | None) -> bool:
-        """Whether a call was made to be compared, and what it wrote does not stand.
-
-        Args:
-            event: of the call.
-            message_id: of what it wrote.
-
-        Returns:
-            True for such a call.
-        """
+        """Whether a call was made to be compared, and what it wrote does not stand."""
         if not self.spans or message_id in self.standing:
             return False
         span = event.span_id

@@ -9,13 +9,7 @@ __all__ = ["CallTexts"]
 
 
 class CallTexts:
-    """Finds the tokenizer of a call's model, once per model.
-
-    Args:
-        tokenizer: folder or name of a tokenizer; by default that of the model that is read, and
-            if it is not on this machine that of the card's model. Nothing is downloaded.
-        card_model: name of the model on a probe's card, where there is one.
-    """
+    """Finds the tokenizer of a call's model, once per model."""
 
     def __init__(self, tokenizer: str | None = None, *, card_model: str = "") -> None:
         self._card_model = card_model
@@ -23,18 +17,7 @@ class CallTexts:
         self._texts: dict[str | None, TokenTexts] = {}
 
     def of(self, model_name: str | None, *, what: str) -> TokenTexts:
-        """The texts of a model's tokens.
-
-        Args:
-            model_name: of the model that wrote the call.
-            what: that needs them, for the message.
-
-        Returns:
-            The texts.
-
-        Raises:
-            ArtifactError: there is no tokenizer on this machine.
-        """
+        """The texts of a model's tokens."""
         if model_name not in self._texts:
             self._texts[model_name] = self._find(model_name, what)
         return self._texts[model_name]

@@ -19,20 +19,7 @@ Cut: TypeAlias = float | str | None
 def acting_point(
     probe: AnyProbe, threshold: Cut, *, as_calibrated: bool
 ) -> Threshold | CardPoint | None:
-    """What the card knows of the threshold that is to act.
-
-    Args:
-        probe: whose card is asked.
-        threshold: as a user gave it.
-        as_calibrated: whether layer, positions, pool and selection are the card's own.
-
-    Returns:
-        The point that was named, or that has this number; else the card's first threshold. None
-        where the settings are not those of the card.
-
-    Raises:
-        SpecError: the card has no such point, or none that holds for these settings.
-    """
+    """What the card knows of the threshold that is to act."""
     if isinstance(threshold, str):
         if not as_calibrated:
             raise SpecError(
@@ -50,18 +37,7 @@ def acting_point(
 
 
 def cut_of(reader: ProbeReader, threshold: Cut) -> float:
-    """The number above which something acts.
-
-    Args:
-        reader: that was made with this threshold.
-        threshold: as a user gave it.
-
-    Returns:
-        The number itself, or that of the reader's operating point.
-
-    Raises:
-        SpecError: there is none for these settings.
-    """
+    """The number above which something acts."""
     if threshold is not None and not isinstance(threshold, str):
         return float(threshold)
     if reader.threshold is None:

@@ -11,17 +11,7 @@ __all__ = ["promise", "rates"]
 
 
 def rates(reader: ProbeReader, cut: float, model_name: str | None = None) -> dict[str, float]:
-    """False positive rate and lowest recall of a threshold, for a log.
-
-    Args:
-        reader: with the probe and its settings.
-        cut: threshold that acts.
-        model_name: of the model that was read; by default any that the reader has read.
-
-    Returns:
-        `fpr`, and `recall` where the card has one. Empty where the threshold is not the card's for
-        these settings, or the model is known not to be the card's: then no rate holds.
-    """
+    """False positive rate and lowest recall of a threshold, for a log."""
     own = reader.threshold
     if own is None or own.value != cut or reader.is_other(model_name):
         return {}
@@ -30,16 +20,7 @@ def rates(reader: ProbeReader, cut: float, model_name: str | None = None) -> dic
 
 
 def promise(reader: ProbeReader, cut: float, model_name: str | None = None) -> str:
-    """The same in words, as one or two sentences.
-
-    Args:
-        reader: with the probe and its settings.
-        cut: threshold that acts.
-        model_name: as for `rates`.
-
-    Returns:
-        The sentences; they say so where no rate holds.
-    """
+    """The same in words, as one or two sentences."""
     own, card = reader.threshold, reader.probe.card
     if own is None or own.value != cut:
         return "This threshold is not the card's, so no rate is known for it."

@@ -59,16 +59,7 @@ def read_queries_keys(output: ModelOutput) -> QueriesKeys:
 
 
 def find_texts(pieces: Sequence[str], texts: Sequence[str]) -> list[Span | None]:
-    """Token ranges of texts that follow each other.
-
-    Args:
-        pieces: text of each token; joined they are the prompt.
-        texts: to find, in the order in which they stand; what surrounds them counts for nothing.
-
-    Returns:
-        (first, behind the last) token that holds a part of each; None for an empty text, and for
-        one that is not there.
-    """
+    """Token ranges of texts that follow each other."""
     whole = "".join(pieces)
     found: list[Span | None] = []
     start = 0
@@ -104,20 +95,7 @@ def require_span(span: Span | None, what: str) -> Span:
 def prompt_pieces(
     output: ModelOutput, model_name: str | None, tokenizer: str | None, what: str
 ) -> list[str]:
-    """Text of each token of a call's prompt.
-
-    Args:
-        output: of a call that captured something.
-        model_name: of its model, with its provider.
-        tokenizer: folder or name to take instead of the model's.
-        what: reads the texts, for the error.
-
-    Returns:
-        The texts; joined they are the prompt as the model saw it.
-
-    Raises:
-        ArtifactError: nothing was captured, or there is no tokenizer on this machine.
-    """
+    """Text of each token of a call's prompt."""
     handle = activations(output)
     if handle is None:
         raise ArtifactError(f"{what}: this call captured nothing; use lens_config(qk=[…])")

@@ -82,20 +82,7 @@ def forms_of(probe: AnyProbe) -> Forms | None:
 def pick_scores(
     handle: ProbeScores, forms: Forms, positions: Positions, layers: tuple[int, ...]
 ) -> ScoredTokens | None:
-    """Take the scores of a probe out of what the engine said of a call; may read a file.
-
-    Args:
-        handle: of the call.
-        forms: of the probe.
-        positions: that it reads.
-        layers: that it reads.
-
-    Returns:
-        The scores, or None when no such token exists in this output.
-
-    Raises:
-        ArtifactError: the probe did not score these tokens, or the file is missing.
-    """
+    """Take the scores of a probe out of what the engine said of a call; may read a file."""
     wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
     if wanted is None:
         return None
@@ -322,28 +309,13 @@ def _small(calibration: Calibration) -> dict[str, Any]:
 
 
 class Sentences:
-    """Finds sentence ends with the tokenizer of the model that wrote the call.
-
-    Args:
-        texts: of the calls' tokens.
-    """
+    """Finds sentence ends with the tokenizer of the model that wrote the call."""
 
     def __init__(self, texts: CallTexts) -> None:
         self._texts = texts
 
     def ends(self, rows: Rows | ScoredTokens, model_name: str | None = None) -> NDArray[np.bool_]:
-        """Tell with which of the tokens that were read a sentence ends.
-
-        Args:
-            rows: that were read.
-            model_name: of the model that wrote them.
-
-        Returns:
-            (tokens,) bool.
-
-        Raises:
-            ArtifactError: there is no tokenizer, or the call's token ids are not known.
-        """
+        """Tell with which of the tokens that were read a sentence ends."""
         handle = rows.handle
         ids = () if handle is None else (*handle.prompt_token_ids, *handle.token_ids)
         if not ids:

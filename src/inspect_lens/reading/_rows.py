@@ -151,20 +151,7 @@ async def read_rows(
 def captured_rows(
     handle: Activations, *, layers: tuple[int, ...], positions: Positions, site: Site
 ) -> Rows | None:
-    """What `read_rows` finds in captured activations, without an event loop.
-
-    Args:
-        handle: of the call.
-        layers: that the probe reads.
-        positions: that it reads.
-        site: that it reads.
-
-    Returns:
-        The rows, or None when no such token exists in this output.
-
-    Raises:
-        ArtifactError: they were not captured.
-    """
+    """What `read_rows` finds in captured activations, without an event loop."""
     wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
     return None if wanted is None else pick_rows(handle, layers, site, wanted, "rows")
 

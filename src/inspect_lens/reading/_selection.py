@@ -23,28 +23,13 @@ _WHOLE: Final = frozenset({"prompt", "all", "assistant"})
 
 
 def positions_for(selection: str) -> Positions:
-    """Positions that hold every token of a selection.
-
-    Args:
-        selection: as `select_tokens` takes it.
-
-    Returns:
-        `all` for one that reaches into the prompt, else `completion`.
-
-    Raises:
-        SpecError: no such selection.
-    """
+    """Positions that hold every token of a selection."""
     select_tokens(TokenText(pieces=(), n_prompt=0), selection)
     return "all" if selection.partition(":")[0] in _WHOLE else "completion"
 
 
 class Selector:
-    """Tells which tokens of a call a selection keeps.
-
-    Args:
-        selection: as `select_tokens` takes it.
-        texts: of the calls' tokens.
-    """
+    """Tells which tokens of a call a selection keeps."""
 
     def __init__(self, selection: str, texts: CallTexts) -> None:
         self.selection = selection
@@ -58,20 +43,7 @@ class Selector:
         token_ids: Sequence[int],
         model_name: str | None = None,
     ) -> NDArray[np.bool_]:
-        """Tell which of some tokens are kept.
-
-        Args:
-            positions: absolute, over prompt and completion.
-            prompt_token_ids: of the call.
-            token_ids: of its completion, with the last one, which the model did not read.
-            model_name: of the model that wrote the call.
-
-        Returns:
-            (positions,) bool.
-
-        Raises:
-            ArtifactError: there is no tokenizer, or the token ids are not known.
-        """
+        """Tell which of some tokens are kept."""
         ids = (*prompt_token_ids, *token_ids[:-1])
         what = f"selection={self.selection!r}"
         if not ids:
@@ -89,19 +61,7 @@ class Selector:
 
 
 def select_rows(rows: Rows, selector: Selector, model_name: str | None = None) -> Rows | None:
-    """Keep the rows of a selection.
-
-    Args:
-        rows: of all positions that were read.
-        selector: which tokens are kept.
-        model_name: of the model that wrote the call.
-
-    Returns:
-        The rows, or None when none is kept.
-
-    Raises:
-        ArtifactError: as for `Selector.keeps`.
-    """
+    """Keep the rows of a selection."""
     at = _kept(rows, selector, model_name)
     if not at.size:
         return None
@@ -112,19 +72,7 @@ def select_rows(rows: Rows, selector: Selector, model_name: str | None = None) -
 def select_scores(
     rows: ScoredTokens, selector: Selector, model_name: str | None = None
 ) -> ScoredTokens | None:
-    """Keep the engine's scores of a selection.
-
-    Args:
-        rows: of all positions that were read.
-        selector: which tokens are kept.
-        model_name: of the model that wrote the call.
-
-    Returns:
-        The scores, or None when none is kept.
-
-    Raises:
-        ArtifactError: as for `Selector.keeps`.
-    """
+    """Keep the engine's scores of a selection."""
     at = _kept(rows, selector, model_name)
     if not at.size:
         return None

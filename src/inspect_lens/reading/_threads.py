@@ -23,12 +23,6 @@ async def in_thread(work: Callable[[], Made]) -> Made:
 
     Calls that end together would start as many threads as Inspect allows, and all take the
     interpreter from the event loop.
-
-    Args:
-        work: to do.
-
-    Returns:
-        What it returned.
     """
     try:
         limiter = _limiters.get()

@@ -28,16 +28,7 @@ _NEGATIVE, _POSITIVE = "#7f8c8d", "#D55E00"
 
 
 def figures(card: ProbeCard, sets: Sequence[ReportSet], *, n_resamples: int) -> dict[str, bytes]:
-    """Draw what the data allow.
-
-    Args:
-        card: of the probe.
-        sets: with scores.
-        n_resamples: of the band around each ROC curve.
-
-    Returns:
-        PNG by name: `roc`, `scores`, `baselines`, `layers`, `calibration`, `tokens`.
-    """
+    """Draw what the data allow."""
     made: dict[str, bytes] = {}
     both = [s for s in sets if s.both]
     if both:

@@ -46,18 +46,7 @@ def render_html(
     sha256: str,
     bands: bool = True,
 ) -> str:
-    """Render a report.
-
-    Args:
-        card: of the probe.
-        sets: with scores; those with tokens get a heat map.
-        images: PNG by name.
-        sha256: of the probe.
-        bands: ROC curves were drawn with bands, where groups allow one.
-
-    Returns:
-        HTML that needs no other file and no network.
-    """
+    """Render a report."""
     parts = [
         f"<h1>{escape(card.name)}</h1>",
         f'<p class="lead">{escape(card.description)}</p>',

@@ -71,16 +71,6 @@ def find_judge(judge: str | Model | None, role: str) -> Model:
 async def ask_number(judge: Model, prompt: str, *, weighted: bool) -> Verdict:
     """Ask for a number from 0 to 100.
 
-    Args:
-        judge: the model.
-        prompt: ends by asking for the number alone.
-        weighted: take the mean over the probabilities of the first token of the answer instead
-            of the number that was sampled, where the judge gives them. Needs numbers that are
-            one token each.
-
-    Returns:
-        The verdict.
-
     Source:
         arXiv:2507.21509: numbers weighted by the judge's probabilities, refused below a quarter
         of the probability mass.

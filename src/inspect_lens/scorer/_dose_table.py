@@ -163,29 +163,13 @@ def _unseen(
 
 
 def best_row(rows: Sequence[DoseRow]) -> DoseRow | None:
-    """The vector, layer and scale with the largest effect, up or down, among those to use.
-
-    Args:
-        rows: of a table.
-
-    Returns:
-        The row, of the smaller scale where several have the same effect; None where no scale of a
-        vector is usable, or no unsteered answer has a value.
-    """
+    """The vector, layer and scale with the largest effect, up or down, among those to use."""
     own = [r for r in rows if r.kind == "vector" and r.usable and math.isfinite(r.effect)]
     return max(own, key=lambda row: (abs(row.effect), -abs(row.scale)), default=None)
 
 
 def slope_of(rows: Sequence[DoseRow], best: DoseRow) -> float:
-    """Least-squares slope of the effect over the scale, through 0, of a vector at a layer.
-
-    Args:
-        rows: of a table.
-        best: row whose vector and layer are meant.
-
-    Returns:
-        The effect per unit of scale, over the scales to use.
-    """
+    """Least-squares slope of the effect over the scale, through 0, of a vector at a layer."""
     points = [
         (r.scale, r.effect)
         for r in rows

@@ -44,17 +44,9 @@ __all__ = [
 
 
 def cells_or_limit(state: TaskState, scorer: str) -> Sequence[SteeringCell] | Score:
-    """The cells of a sample; where a limit ended it in the middle of its sweep, what to say of it.
+    """The cells of a sample.
 
-    Args:
-        state: of the sample, live or out of a log.
-        scorer: that reads the cells.
-
-    Returns:
-        The cells, or the score of a sample that has none.
-
-    Raises:
-        ArtifactError: there are no cells, or no baseline among them, and no limit is the reason.
+    Where a limit ended it in the middle of its sweep, what to say of it.
     """
     cells = read_cells(state.store)
     if any(cell.kind == "baseline" for cell in cells):
@@ -108,22 +100,7 @@ async def cell_values(
     key: str | None,
     asker: str,
 ) -> list[Valued]:
-    """Score each cell on the sample's prompt with that cell's completion.
-
-    Args:
-        state: of the sample.
-        target: of the sample.
-        cells: of the sample.
-        scorer: of one answer; None takes the numbers of the sweep's own scorer.
-        key: entry to take, of a scorer whose value is a dict.
-        asker: name of the scorer that asks, for messages.
-
-    Returns:
-        The cells with their values, in order.
-
-    Raises:
-        ArtifactError: the sweep had no scorer of its own, or there is no such entry.
-    """
+    """Score each cell on the sample's prompt with that cell's completion."""
     if scorer is not None:
         return [(cell, await _number(scorer, state, cell, target, key)) for cell in cells]
     values = list(CellScores(store=state.store).values)
@@ -136,14 +113,7 @@ async def cell_values(
 
 
 def rows_in_log(valued: Sequence[Valued]) -> list[list[Any]]:
-    """The form in which `rows_of` and `dose_curves` read cells.
-
-    Args:
-        valued: cells of one sample.
-
-    Returns:
-        One row per cell: kind, layer, scale, value, vector, whether the answer fell apart.
-    """
+    """The form in which `rows_of` and `dose_curves` read cells."""
     return [
         [c.kind, c.layer, c.scale, v, c.vector, v is None or is_broken(c.completion)]
         for c, v in valued
@@ -167,18 +137,7 @@ async def _number(
 
 
 def effects_of(cells: Sequence[tuple[SteeringCell, float | None]]) -> dict[str, float | None]:
-    """Differences from the unsteered answer, by vector, layer and scale.
-
-    Args:
-        cells: of one sample, each with its value; None where it has none.
-
-    Returns:
-        `baseline` is the value of the unsteered answer. Each cell has its difference from it under
-        `<vector>@<layer>x<scale>`, with `random:` or `orthogonal:` in front for controls; several
-        of one kind are averaged. `slope:<vector>@<layer>` is the least-squares slope over the
-        scale, through the baseline. `beyond:<control>:<vector>@<layer>x<scale>` is what remains
-        of a cell after the control of equal norm. None where a value is missing.
-    """
+    """Differences from the unsteered answer, by vector, layer and scale."""
     known = [(cell, math.nan if value is None else value) for cell, value in cells]
     base = float(np.mean([value for cell, value in known if cell.kind == "baseline"]))
     effects = [(cell, value - base) for cell, value in known if cell.kind != "baseline"]

@@ -43,17 +43,7 @@ AnySample = SampleReading[Reading] | SampleReading[LatentReading]
 async def keep_tokens(
     samples: Iterable[AnySample], *, labels: Iterable[str] = (), threshold: float | None = None
 ) -> dict[str, Any]:
-    """Write token scores beside the log.
-
-    Args:
-        samples: readings of one sample, of each probe.
-        labels: keys of a dict score, in that order; by default the names of what was read.
-        threshold: of latents, which have no card.
-
-    Returns:
-        `{"token_scores": reference}` for the score's metadata, or nothing where there is no
-        place for a file.
-    """
+    """Write token scores beside the log."""
     names = dict(enumerate(labels))
     records, handles = [], []
     for i, sample in enumerate(samples):

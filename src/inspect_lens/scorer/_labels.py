@@ -38,18 +38,7 @@ _RESAMPLES = 1000
 
 
 def cluster_of(sample: SampleScore, key: str) -> str:
-    """The cluster of a sample.
-
-    Args:
-        sample: of a metric.
-        key: of its metadata.
-
-    Returns:
-        The cluster, as text.
-
-    Raises:
-        SpecError: the sample has no such metadata.
-    """
+    """The cluster of a sample."""
     found = (sample.sample_metadata or {}).get(key)
     if found is None or found != found:
         raise SpecError(
@@ -113,19 +102,7 @@ class Parts(NamedTuple):
 
 
 def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = None) -> Labelled:
-    """Labels and values of the samples that have both.
-
-    Args:
-        scores: of a metric.
-        label: key of the sample metadata.
-        cluster: key of the sample metadata that makes the groups; None takes samples.
-
-    Returns:
-        What can be used; a warning says how many were left out, and why.
-
-    Raises:
-        SpecError: a label that is no class, a value that is no number, or no cluster.
-    """
+    """Labels and values of the samples that have both."""
     found = Labelled([], [], [], [])
     unscored = unlabelled = 0
     for sample in scores:
@@ -171,19 +148,7 @@ def control_values(scores: Sequence[SampleScore], cluster: str | None = None) ->
 
 
 def carried(scores: Sequence[SampleScore], name: str, key: str | None) -> Any:
-    """A fact that all scores carry alike in their metadata, as far as they carry it.
-
-    Args:
-        scores: of a metric.
-        name: of the fact, such as `threshold`.
-        key: entry of `<name>s`, for scores that are dicts; None reads `<name>` itself.
-
-    Returns:
-        The fact, or None.
-
-    Raises:
-        SpecError: scores carry different ones.
-    """
+    """A fact that all scores carry alike in their metadata, as far as they carry it."""
     found: list[Any] = []
     for sample in scores:
         metadata = sample.score.metadata or {}

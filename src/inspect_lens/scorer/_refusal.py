@@ -138,12 +138,6 @@ def is_broken(text: str) -> bool:
 
     It finds what too large a scale does to most models. A grammatical answer that makes no sense
     passes: for that ask a judge, with `coherence`.
-
-    Args:
-        text: of an answer.
-
-    Returns:
-        True where it fell apart.
     """
     answer = text.strip()
     if not answer:

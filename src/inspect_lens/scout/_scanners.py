@@ -61,11 +61,7 @@ class Turns(NamedTuple):
 
 
 def reading_model(name: str | None) -> Model | None:
-    """The model that can read transcripts again, or None.
-
-    Raises:
-        PrerequisiteError: each of several processes would start a server of it.
-    """
+    """The model that can read transcripts again, or None."""
     try:
         model = get_model(name) if name is not None else get_model()
     except ValueError:
@@ -158,16 +154,7 @@ async def _read(
 
 
 def summarise(turns: Turns, *, combine: Combine, reader: ProbeReader) -> Result:
-    """One result for a transcript.
-
-    Args:
-        turns: of it.
-        combine: which of them make the value.
-        reader: that read them.
-
-    Returns:
-        The result; its references cite the turns.
-    """
+    """One result for a transcript."""
     note = f" {turns.n_missing} calls captured nothing." if turns.n_missing else ""
     if not turns.read:
         return Result(value=None, explanation=f"No token that {reader.probe.name} reads.{note}")

@@ -48,14 +48,7 @@ def adopt(state: TaskState, made: TaskState) -> TaskState:
 
 
 async def run_tools(state: TaskState) -> bool:
-    """Carry out the tool calls of the turn that stands, as `generate()` does.
-
-    Args:
-        state: changed in place.
-
-    Returns:
-        Whether the model is to be called again.
-    """
+    """Carry out the tool calls of the turn that stands, as `generate()` does."""
     last = state.messages[-1] if state.messages else None
     if state.completed or not isinstance(last, ChatMessageAssistant) or not last.tool_calls:
         return False
@@ -69,16 +62,7 @@ async def run_tools(state: TaskState) -> bool:
 
 
 def refuse_tools(state: TaskState, asker: str, instead: str) -> None:
-    """Refuse to generate several times what may call tools.
-
-    Args:
-        state: of the sample.
-        asker: solver, for the message.
-        instead: what to do.
-
-    Raises:
-        SpecError: tools are set.
-    """
+    """Refuse to generate several times what may call tools."""
     if state.tools:
         names = ", ".join(_name(tool) for tool in state.tools)
         raise SpecError(

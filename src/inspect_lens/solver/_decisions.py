@@ -132,16 +132,7 @@ def _facts(decision: GateDecision) -> dict[str, Any]:
 
 
 def withhold(state: TaskState, replacement: str, *, message_id: str | None = None) -> TaskState:
-    """Put a text in the place of a turn, and end the sample.
-
-    Args:
-        state: changed in place.
-        replacement: the text.
-        message_id: of the turn, which is cut with all behind it; the state's answer by default.
-
-    Returns:
-        The state. Token ids and activations are of what was withheld; decisions have its text.
-    """
+    """Put a text in the place of a turn, and end the sample."""
     if message_id is None and state.output.choices:
         message_id = state.output.message.id
     message = ChatMessageAssistant(content=replacement, model=state.output.model, source="generate")

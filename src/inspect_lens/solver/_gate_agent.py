@@ -25,14 +25,7 @@ __all__ = ["AgentGate"]
 
 
 class AgentGate:
-    """Runs an agent, and judges its turns.
-
-    Args:
-        reader: the probe and what it reads.
-        threshold: a turn is acted on above it.
-        stops: end the sample there, or only mark the turn.
-        replacement: text that stands in the place of a turn that was stopped.
-    """
+    """Runs an agent, and judges its turns."""
 
     def __init__(
         self, reader: ProbeReader, threshold: float, *, stops: bool, replacement: str
@@ -43,19 +36,7 @@ class AgentGate:
         self._replacement = replacement
 
     async def run(self, inner: Solver, state: TaskState, generate: Generate) -> TaskState:
-        """Run the agent on a sample.
-
-        Args:
-            inner: the agent, as a solver.
-            state: of the sample.
-            generate: of the sample.
-
-        Returns:
-            The state; completed, with the stopped turn replaced, where the gate stopped it.
-
-        Raises:
-            CaptureError: tools ran that the gate did not see.
-        """
+        """Run the agent on a sample."""
         judge = TurnJudge(self._reader, self._threshold)
         asked = _Asked()
         stopped: list[str] = []

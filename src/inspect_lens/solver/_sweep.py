@@ -83,14 +83,7 @@ class SweepRun(NamedTuple):
     capture: Any = None
 
     async def cells(self, plans: Sequence[CellPlan]) -> list[CellDone]:
-        """Generate all of them at the same time.
-
-        Args:
-            plans: the cells.
-
-        Returns:
-            What became of each, in order.
-        """
+        """Generate all of them at the same time."""
 
         def run(plan: CellPlan) -> Any:
             return lambda: self.cell(plan)
@@ -117,14 +110,7 @@ class SweepRun(NamedTuple):
         return CellDone(cell, value, made)
 
     def keep(self, done: Sequence[CellDone]) -> TaskState:
-        """Write the cells into the sample's store; the first one's answer stands.
-
-        Args:
-            done: all cells, the baseline first.
-
-        Returns:
-            The state of the sample.
-        """
+        """Write the cells into the sample's store; the first one's answer stands."""
         self.state.store_as(SteeringCells).cells = [d.cell for d in done]
         if self.scorer is not None:
             self.state.store_as(CellScores).values = [d.value for d in done]
@@ -132,16 +118,7 @@ class SweepRun(NamedTuple):
 
 
 def refuse_steered(asker: str, what: str, instead: str) -> None:
-    """Refuse to call an answer unsteered that would be steered.
-
-    Args:
-        asker: solver, for the message.
-        what: is asked for, up to the words "an unsteered answer".
-        instead: what steers on top.
-
-    Raises:
-        SpecError: the config of the task or of the model, or a scope around, steers or edits.
-    """
+    """Refuse to call an answer unsteered that would be steered."""
     if (around := steering_around(get_model())) is not None:
         raise SpecError(
             f"{asker}: {what} an unsteered answer, and {around}; take that out, or, to steer on "

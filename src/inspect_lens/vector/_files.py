@@ -128,11 +128,7 @@ def encode_vector(tensors: dict[str, NDArray[np.float32]], card: VectorCard) -> 
 
 
 def read_vector_files(path: Path) -> tuple[Path, dict[str, NDArray[np.float32]], VectorCard]:
-    """Folder, tensors and card, checked against each other.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, or they disagree.
-    """
+    """Folder, tensors and card, checked against each other."""
     folder, content, card = read_artifact(VECTOR, path, VectorCard.model_validate)
     tensors = decode_tensors(
         VECTOR,

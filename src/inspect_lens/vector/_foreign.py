@@ -71,15 +71,7 @@ class GGUFFile(NamedTuple):
 def encode_gguf(
     facts: Mapping[str, str | int], tensors: Mapping[str, NDArray[np.float32]]
 ) -> bytes:
-    """Content of a GGUF file.
-
-    Args:
-        facts: text, or whole numbers of 32 bits, by key.
-        tensors: written as float32.
-
-    Returns:
-        The bytes.
-    """
+    """Content of a GGUF file."""
     head = [_MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(facts))]
     for key, value in facts.items():
         head.append(_text(key))
@@ -102,17 +94,7 @@ def encode_gguf(
 
 
 def decode_gguf(content: bytes) -> GGUFFile:
-    """Read a GGUF file.
-
-    Args:
-        content: of the file.
-
-    Returns:
-        Facts and tensors, widened to float32.
-
-    Raises:
-        ValueError: no GGUF, cut short, or a tensor is quantised.
-    """
+    """Read a GGUF file."""
     reader = _Reader(content)
     if reader.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
@@ -306,16 +288,7 @@ def import_vector(
 
 
 def load_torch(content: bytes, where: str) -> Any:
-    """What a `.pt` file holds: tensors and plain values, and never code.
-
-    Args:
-        content: of the file.
-        where: its path, for errors.
-
-    Raises:
-        LensError: torch is not installed.
-        ArtifactError: damaged, or it holds other objects.
-    """
+    """What a `.pt` file holds: tensors and plain values, and never code."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:

@@ -138,11 +138,7 @@ def _until_error(events: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]
 
 
 def _asked(body: Any) -> dict[str, Any]:
-    """What the page asks for.
-
-    Raises:
-        SpecError: a field is something else than the page sends.
-    """
+    """What the page asks for."""
     if not isinstance(body, dict):
         raise SpecError("the body: a JSON object is wanted")
     messages = body.get("messages")

@@ -360,11 +360,7 @@ def _spread(layers: Sequence[int]) -> list[int]:
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The events of a stream.
-
-    Raises:
-        CaptureError: one of them is an error.
-    """
+    """The events of a stream."""
     for line in lines:
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue

@@ -53,14 +53,6 @@ def find_turns(
     texts in order and unchanged. Tokens between two texts are the template's: the first closes
     the turn before, the others open the next. What a template changes or leaves out has no turn
     of its own.
-
-    Args:
-        pieces: text of each token of the prompt.
-        messages: of the prompt, in order.
-        special: which tokens are marks of the template, in which no text is looked for.
-
-    Returns:
-        Spans that cover all tokens, in order; one span `prompt` where no message is found.
     """
     if not pieces:
         return []
@@ -129,18 +121,7 @@ def split_call(
     special: Sequence[bool] | None,
     n_prompt: int,
 ) -> list[Span]:
-    """Turns of a prompt, and the completion with the template's opening of it.
-
-    Args:
-        pieces: text of each token of the call.
-        messages: of the prompt.
-        special: which tokens of the prompt are marks of the template; None where texts are not
-            known.
-        n_prompt: tokens of the prompt.
-
-    Returns:
-        The turns, which cover all tokens.
-    """
+    """Turns of a prompt, and the completion with the template's opening of it."""
     spans = [Span("prompt", 0, n_prompt)] if n_prompt else []
     if special is not None:
         spans = find_turns(pieces[:n_prompt], messages, special)
@@ -178,14 +159,7 @@ class Kept:
 
 
 def read_kept(sample: EvalSample) -> Kept:
-    """Find the token scores of a sample; a file that is not here is noted, and is no error.
-
-    Args:
-        sample: of a log whose location is known.
-
-    Returns:
-        What there is.
-    """
+    """Find the token scores of a sample; a file that is not here is noted, and is no error."""
     kept = Kept()
     for name, score in (sample.scores or {}).items():
         reference = (score.metadata or {}).get("token_scores")
@@ -212,16 +186,7 @@ def read_kept(sample: EvalSample) -> Kept:
 
 
 def kept_call(records: Sequence[TokenScores], source: Source, size: int) -> Scored | None:
-    """What scorers kept of one series.
-
-    Args:
-        records: of the call.
-        source: the series.
-        size: tokens of the call that have a place.
-
-    Returns:
-        The scores, NaN where none was kept, or None where this probe kept none.
-    """
+    """What scorers kept of one series."""
     own = [record for record in records if record.probe_sha256 == source.sha256]
     if not own:
         return None
@@ -256,16 +221,6 @@ def lay_out(
 
     The prompt stands as the texts of its messages, with the tokens of it that a scorer read behind
     them; the completion has its tokens, and what is behind them as text.
-
-    Args:
-        records: that scorers kept of the call; may be none.
-        texts: of tokens.
-        messages: of the prompt, those that are not shown yet.
-        said: what the model answered.
-        handle: of the activations that are not here, which knows how many tokens there were.
-
-    Returns:
-        The call.
     """
     ids = {int(p): _TEXT for record in records for p in record.positions}
     for record in records:
@@ -311,14 +266,7 @@ def _pieces(
 
 
 def origin_notes(samples: Sequence[SampleView]) -> list[str]:
-    """What a page says of activations that are not here.
-
-    Args:
-        samples: all of it.
-
-    Returns:
-        No note where all are.
-    """
+    """What a page says of activations that are not here."""
     calls = [call for sample in samples for call in sample.calls]
     kept = sum(call.origin == "kept" for call in calls)
     gone = sum(call.origin == "none" for call in calls)

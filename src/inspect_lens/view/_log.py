@@ -74,18 +74,7 @@ class _Part(NamedTuple):
 
 
 def open_log(log: EvalLog | str) -> OpenLog:
-    """Open a log.
-
-    Args:
-        log: in memory with its samples, or its address.
-
-    Returns:
-        Its header, and a way to read its samples.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is no log.
-    """
+    """Open a log."""
     if isinstance(log, EvalLog):
         held = log.samples or []
         return OpenLog(log, log.location, lambda: iter(held), len(held))

@@ -37,15 +37,7 @@ _SCRIPTS: Final = ("parts.js", "data.js", "scale.js", "list.js", "tokens.js", "s
 
 
 def render_page(facts: Mapping[str, Any], blocks: Sequence[str]) -> str:
-    """Render a page.
-
-    Args:
-        facts: what stands in the page as JSON: log, series, samples, table of tokens.
-        blocks: of the samples, in the same order.
-
-    Returns:
-        HTML that needs no other file and no network.
-    """
+    """Render a page."""
     parts = {
         "title": escape(str(facts["log"]["task"])),
         "style": _asset("page.css"),
@@ -57,12 +49,7 @@ def render_page(facts: Mapping[str, Any], blocks: Sequence[str]) -> str:
 
 
 def fill(name: str, parts: Mapping[str, str]) -> str:
-    """An HTML file of the assets with its marks filled in.
-
-    Args:
-        name: of the file.
-        parts: text by mark.
-    """
+    """An HTML file of the assets with its marks filled in."""
     page = _asset(name)
     for mark, text in parts.items():
         before, found, after = page.partition(f"<!--{mark}-->")

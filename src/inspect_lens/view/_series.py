@@ -61,14 +61,7 @@ class Scored(NamedTuple):
 
 
 def make_sources(probes: Sequence[AnyProbe]) -> list[Source]:
-    """One series per probe, and one more for each layer of a probe of several.
-
-    Args:
-        probes: in the order in which they are offered.
-
-    Returns:
-        The series with their probes.
-    """
+    """One series per probe, and one more for each layer of a probe of several."""
     made = []
     for probe in probes:
         several = len(probe.layers) > 1
@@ -88,15 +81,7 @@ def make_sources(probes: Sequence[AnyProbe]) -> list[Source]:
 
 
 def kept_sources(records: Sequence[TokenScores], have: Sequence[Source]) -> list[Source]:
-    """Series of probes that are not here, from the token scores that scorers kept.
-
-    Args:
-        records: of one sample.
-        have: series that are there already.
-
-    Returns:
-        One series for each further probe.
-    """
+    """Series of probes that are not here, from the token scores that scorers kept."""
     known, names = {s.sha256 for s in have}, {s.series.probe for s in have}
     made = []
     for record in records:
@@ -114,20 +99,7 @@ def kept_sources(records: Sequence[TokenScores], have: Sequence[Source]) -> list
 
 
 def score_call(handle: Activations, source: Source, pieces: Sequence[str]) -> Scored | None:
-    """Score every captured token of a call, and pool those that the probe reads.
-
-    Args:
-        handle: of the call.
-        source: the series.
-        pieces: text of each token of the call, for a pool that goes by sentences; empty where
-            texts are not known, and such a pool then has no value.
-
-    Returns:
-        The scores, or None where the call did not capture the probe's layers or site.
-
-    Raises:
-        ArtifactError: the file of the call is missing or damaged.
-    """
+    """Score every captured token of a call, and pool those that the probe reads."""
     probe, pool = source.probe, source.series.pool
     if probe is None:
         return None
@@ -178,22 +150,7 @@ def choose_probes(
     any_model: bool,
     have_kept: bool = False,
 ) -> tuple[list[AnyProbe], list[str]]:
-    """Load the probes of a page.
-
-    Args:
-        asked: by the user.
-        header: of the log, whose scorers' options name probes.
-        first: sample of the log, whose scores' metadata name probes.
-        any_model: accept probes of another model.
-        have_kept: scorers kept token scores, so that a page can do without any probe.
-
-    Returns:
-        The probes, and notes for the page.
-
-    Raises:
-        SpecError: none was asked for and the log names none.
-        ArtifactError: one is not found, or belongs to another model.
-    """
+    """Load the probes of a page."""
     model = header.eval.model.partition("/")[2].partition(":")[0]
     notes: list[str] = []
     probes: list[AnyProbe] = []

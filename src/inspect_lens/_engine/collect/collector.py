@@ -74,16 +74,7 @@ class Collector:
         n_processes: int = 1,
         links: Links | None = None,
     ) -> None:
-        """Open the socket and start the thread.
-
-        Args:
-            keep_bytes: bytes of memory of dropped results that is kept for the next ones in any
-                case, for a minute.
-            spare_bytes: see `Budget`; by default this process's share of a quarter of the
-                memory there is.
-            n_processes: of this kind on this machine.
-            links: where workers of other hosts find this process; None where there are none.
-        """
+        """Open the socket and start the thread."""
         share = memory_bytes() // (4 * n_processes)
         self._budget = Budget(keep_bytes, share if spare_bytes is None else spare_bytes)
         self.folder, self._lock = new_folder()
@@ -110,12 +101,7 @@ class Collector:
         atexit.register(self.close)
 
     def open(self, key: str, envelope: Envelope) -> None:
-        """Expect the results of a request.
-
-        Args:
-            key: the request.
-            envelope: what it asks for.
-        """
+        """Expect the results of a request."""
         # Without the lock, which the thread that takes openings up may hold: nobody looks for a
         # request before it is opened.
         self._pending[key] = Pending(envelope)
@@ -131,15 +117,7 @@ class Collector:
         return len(self._pending)
 
     def scores(self, key: str, since: int) -> NDArray[np.float32] | None:
-        """Probe scores of a running request that have come without a gap.
-
-        Args:
-            key: the request.
-            since: positions that are known already.
-
-        Returns:
-            (shares, further positions, columns), or None when the request has failed or gone.
-        """
+        """Probe scores of a running request that have come without a gap."""
         with self.news.changed:
             # Who reads them as they come does so again: until somebody waits who does not.
             self.news.hurry.set()
@@ -158,27 +136,7 @@ class Collector:
         settled: int | None = None,
         may_wait: bool = True,
     ) -> Collected:
-        """Wait for the last rows of a finished request and put them together.
-
-        Args:
-            key: the request.
-            counts: of each result: positions that were fed, of those asked for; they
-                are the first ones.
-            n_fed: tokens that were fed to the model.
-            timeout_s: seconds to wait for rows that are on their way.
-            settled: where drafts may be rejected, one past the first position of the last step.
-                Rows of a rejected draft are written again, so the step that writes them last
-                has to have reported.
-            may_wait: whether to wait; else this was done.
-
-        Returns:
-            What arrived, whole.
-
-        Raises:
-            CaptureError: rows are missing after the time-out.
-            LensError: the worker reported that it could not serve the request; the class is
-                the worker's.
-        """
+        """Wait for the last rows of a finished request and put them together."""
         with self.news.changed:
             pending = self._pending.get(key)
             is_ready = pending is None or self.news.wait_for(
@@ -214,29 +172,13 @@ class Collector:
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
     ) -> bool:
-        """Whether `take` would not wait.
-
-        Args:
-            key: the request.
-            counts: see `take`.
-            n_fed: see `take`.
-            settled: see `take`.
-        """
+        """Whether `take` would not wait."""
         with self.news.changed:
             pending = self._pending.get(key)
             return pending is None or pending.is_ready(counts, n_fed, settled)
 
     def preview(self, key: str, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
-        """Arrays in which the results of a running request will lie if it runs to its end.
-
-        Args:
-            key: the request.
-            counts: as for `take`, of the whole request.
-
-        Returns:
-            By kind; none yet where no worker has taken the request up; None where results have to
-            be made at the end.
-        """
+        """Arrays in which the results of a running request will lie if it runs to its end."""
         with self.news.changed:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
@@ -244,14 +186,7 @@ class Collector:
             return pending.preview(counts, self._threads) if pending.shares else {}
 
     def take_whole(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Take requests that ran to their end, and all of whose rows have come; wait for none.
-
-        Args:
-            keys: the requests; of each there was a preview.
-
-        Returns:
-            Of those that were taken, the ways in which their steps ran.
-        """
+        """Take requests that ran to their end, and all of whose rows have come; wait for none."""
         with self.news.changed:
             found = {key: self._pending.get(key) for key in keys}
             whole = {k: p for k, p in found.items() if p is not None and p.is_whole}

@@ -62,13 +62,7 @@ class Inbox:
         has_landed: Callable[[Block], bool],
         is_alive: Callable[[str], bool],
     ) -> None:
-        """Begin empty.
-
-        Args:
-            handle: takes a message. Of rows that do not come, too, in the end.
-            has_landed: whether the rows that a message tells of are there.
-            is_alive: whether a worker, by the name of its memory, is.
-        """
+        """Begin empty."""
         self._handle = handle
         self._has_landed, self._is_alive = has_landed, is_alive
         self._queues: dict[str, _Queue] = {}
@@ -89,11 +83,7 @@ class Inbox:
             self._handle(message)
 
     def turn(self) -> bool:
-        """Hand on what has come of each worker; whether that was anything.
-
-        Raises:
-            Exception: of `handle`; the message is not seen again.
-        """
+        """Hand on what has come of each worker; whether that was anything."""
         any_came = False
         for worker, queue in list(self._queues.items()):
             # A few at a time: others' turn comes between.
@@ -115,9 +105,6 @@ class Inbox:
         Messages come while the step still runs: most of the waiting is for the device. The longer
         it has lasted, the longer is the pause before the next look, since every look takes
         Python's lock from a thread that hands requests over or takes their tokens.
-
-        Args:
-            hurry: set while somebody waits for rows; it cuts a pause short.
         """
         since = max((queue.since for queue in self._queues.values()), default=0.0)
         waited = time.monotonic() - since
@@ -141,17 +128,7 @@ def blamed(
     workers: Mapping[str, Worker],
     error: BaseException,
 ) -> list[Failure]:
-    """Requests of a message that something went wrong with.
-
-    Args:
-        message: that was not taken in, or not whole.
-        pending: requests whose results are expected, by key.
-        workers: by name of their memory.
-        error: what went wrong.
-
-    Returns:
-        The failure of each that is still expected.
-    """
+    """Requests of a message that something went wrong with."""
     if isinstance(message, Opened):
         keys = {opening.key for opening in message.openings}
     elif isinstance(message, Block | Settled):
@@ -177,16 +154,7 @@ def as_error(failure: Failure) -> errors.LensError:
 
 
 def lost(pending: Mapping[str, Pending], reader: ArenaReader, why: str) -> dict[str, CaptureError]:
-    """Fail requests that need a worker which has gone; the collector's lock is held.
-
-    Args:
-        pending: requests whose results are expected, by key.
-        reader: of the worker's memory.
-        why: what is known of it.
-
-    Returns:
-        The error of each, by key.
-    """
+    """Fail requests that need a worker which has gone; the collector's lock is held."""
     error = CaptureError(f"a worker on another host has gone: {why}; nothing partial is returned")
     failed: dict[str, CaptureError] = {}
     for key, one in list(pending.items()):

@@ -71,12 +71,7 @@ class Mirror(ArenaReader):
     """
 
     def __init__(self, hello: Hello, wake: Callable[[], None]) -> None:
-        """Reserve addresses; memory is taken where something is written.
-
-        Args:
-            hello: what the worker said of itself.
-            wake: has the listener look what to send.
-        """
+        """Reserve addresses; memory is taken where something is written."""
         self.name, self.nbytes = hello.worker, hello.nbytes
         self.view = View(mmap.mmap(-1, HEAD_BYTES + hello.nbytes))
         self._reader, self._wake = hello.reader, wake
@@ -137,11 +132,7 @@ class Mirror(ArenaReader):
         return np.asarray(numbers, dtype="<i8").tobytes()
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Put bytes where they lie in the worker's memory.
-
-        Raises:
-            FrameError: they would lie elsewhere.
-        """
+        """Put bytes where they lie in the worker's memory."""
         if not 0 <= offset <= offset + len(content) <= self.nbytes:
             raise FrameError(f"{len(content)} bytes at {offset} lie outside of the worker's memory")
         self.view.data[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
@@ -156,11 +147,7 @@ class Mirror(ArenaReader):
         revoked[self._reader] = max(seq, int(revoked[self._reader]))
 
     def note(self, content: memoryview) -> None:
-        """Take note of records that were asked for.
-
-        Raises:
-            FrameError: the bytes are none.
-        """
+        """Take note of records that were asked for."""
         if len(content) % (8 * _COLUMNS):
             raise FrameError(f"{len(content)} bytes are no records of the board")
         both: NDArray[np.int64] = np.frombuffer(content, dtype="<i8").reshape(-1, _COLUMNS)
@@ -200,11 +187,7 @@ class _Worker:
 
 
 def parse_bind(text: str) -> tuple[str, tuple[int, int]]:
-    """An IP address and ports out of `10.0.0.1`, `10.0.0.1:7000-7010` or `[fd00::1]:7000`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """An IP address and ports out of `10.0.0.1`, `10.0.0.1:7000-7010` or `[fd00::1]:7000`."""
     found = _BIND.fullmatch(text)
     first, last = (found["first"], found["last"]) if found else (None, None)
     ports = (int(first), int(last or first)) if first else _PORTS
@@ -228,19 +211,7 @@ class Listener:
         told: Callable[[], None],
         came: Callable[[], None],
     ) -> None:
-        """Listen.
-
-        Args:
-            links: where, and the key.
-            forward: address of the collector's socket.
-            lost: called in the listener's thread for a worker that has gone, with the reason.
-            told: called in the same thread when records of a board have come.
-            came: called there for a worker that has begun.
-
-        Raises:
-            CapacityError: none of the ports is free.
-            ValueError: see `parse_bind`.
-        """
+        """Listen."""
         self._links, self._lost, self._told, self._came = links, lost, told, came
         self._workers: dict[bytes, _Worker] = {}
         self._mirrors: dict[str, Mirror] = {}
@@ -468,15 +439,7 @@ class Far:
         pending: Mapping[str, Pending],
         saved: SavedResults,
     ) -> None:
-        """Listen, if there are any.
-
-        Args:
-            local: address of the collector's socket.
-            links: where they find this process; None where there are none.
-            news: told of what they do.
-            pending: running requests.
-            saved: what hooks of requests saved.
-        """
+        """Listen, if there are any."""
         self._news, self._pending, self._saved = news, pending, saved
         self.ends: Callable[[Mapping[str, CaptureError]], None] = lambda failed: None
         """Called for running requests that have failed with their worker."""
@@ -498,11 +461,7 @@ class Far:
         return self._listener is not None
 
     def reader(self, name: str) -> ArenaReader:
-        """The memory of a worker of this host or another one.
-
-        Raises:
-            OSError: there is no such worker.
-        """
+        """The memory of a worker of this host or another one."""
         mirror = None if self._listener is None else self._listener.mirror(name)
         return mirror or ArenaReader(name)
 

@@ -25,16 +25,7 @@ class News:
         self._watchers: list[Callable[[], None]] = []
 
     def wait_for(self, is_ready: Callable[[], bool], timeout_s: float, every_s: float) -> bool:
-        """Wait until something is so; the lock is held, and let go of meanwhile.
-
-        Args:
-            is_ready: whether it is so.
-            timeout_s: seconds after which to give up.
-            every_s: seconds after which to look in any case: not all that comes is told.
-
-        Returns:
-            Whether it is so.
-        """
+        """Wait until something is so; the lock is held, and let go of meanwhile."""
         if is_ready():
             self.calm()
             return True
@@ -52,11 +43,7 @@ class News:
             self.calm()
 
     def watch(self, call: Callable[[], None]) -> None:
-        """Have something called whenever anything has come, until `unwatch`.
-
-        Args:
-            call: in the thread that receives, with the lock held: it has to be short.
-        """
+        """Have something called whenever anything has come, until `unwatch`."""
         with self.changed:
             self._watchers.append(call)
             self.n_waiting += 1

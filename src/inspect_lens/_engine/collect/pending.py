@@ -83,11 +83,7 @@ class Pending:
         return False
 
     def fired(self, n_fed: int) -> dict[int, int]:
-        """By gate that lasts, the position at which it fired; not those that did not.
-
-        Args:
-            n_fed: tokens that count; an engine that schedules ahead may have fed more.
-        """
+        """By gate that lasts, the position at which it fired; not those that did not."""
         behind = self._notes(slice(0, N_LATCHES))
         return {latch: note - 1 for latch, note in behind.items() if note <= n_fed}
 
@@ -113,12 +109,7 @@ class Pending:
         return all([w.reader.is_told(opening.number) for opening, w in self.shares])
 
     def is_settled(self, counts: Mapping[int, int], settled: int | None) -> bool:
-        """Whether no row, and no steering, can come a second time.
-
-        Args:
-            counts: positions asked for that were fed, by stream.
-            settled: where drafts may be rejected, one past the first position of the last step.
-        """
+        """Whether no row, and no steering, can come a second time."""
         if settled is None:
             return True
         for opening, worker in self.shares:
@@ -150,16 +141,7 @@ class Pending:
     def preview(
         self, counts: Mapping[int, int], threads: ThreadPoolExecutor
     ) -> dict[int, TensorData] | None:
-        """Arrays in which all results will lie once their rows have come; see `take`.
-
-        Args:
-            counts: as for `is_ready`.
-            threads: see `Stream.take`.
-
-        Returns:
-            None where they have to be made at the end: a part of the rows comes, something else is
-            made of them, or workers share them.
-        """
+        """Arrays in which all results will lie once their rows have come; see `take`."""
         if len(self.shares) != 1:
             return None
         made: dict[int, TensorData] = {}
@@ -237,16 +219,7 @@ def paths_of_all(requests: Sequence[Pending]) -> list[tuple[str, ...]]:
 
 
 def told_of_edits(pending: Mapping[str, Pending], n_fed: Mapping[str, int]) -> dict[str, Collected]:
-    """What workers have told of some requests, where that is all; looked up for all at once.
-
-    Args:
-        pending: running requests.
-        n_fed: by request the tokens that were fed; they have edits, none with a gate that lasts,
-            no other results, and no drafts.
-
-    Returns:
-        Of those that one worker has told all of. Others have failed, or have to be waited for.
-    """
+    """What workers have told of some requests, where that is all; looked up for all at once."""
     by_worker: dict[str, tuple[Worker, list[str], list[int]]] = {}
     for key in n_fed:
         request = pending.get(key)

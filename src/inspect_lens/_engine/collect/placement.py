@@ -88,11 +88,7 @@ class Worker:
                 self.listed.pop((stream, record), None)
 
     def beyond(self, block: Block) -> dict[int, int]:
-        """Requests of a block, by number, that have rows where there is no room for them yet.
-
-        Returns:
-            Of each, one past the last position of the block.
-        """
+        """Requests of a block, by number, that have rows where there is no room for them yet."""
         numbers, ends = unpacked(block.numbers), unpacked(block.first) + unpacked(block.counts)
         record = numbers % BOARD_SIZE
         if not (over := ends > self.reach[block.stream, record]).any():
@@ -103,15 +99,7 @@ class Worker:
     def places(
         self, block: Block
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-        """Where the rows of a block belong.
-
-        Args:
-            block: (taps, tokens, width) of some requests.
-
-        Returns:
-            Board record of each request, whether somebody waits for each token, and the row of the
-            slab pool for each row, (taps, tokens).
-        """
+        """Where the rows of a block belong."""
         taps, tokens, _ = block.shape
         numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
         stream, record = block.stream, numbers % BOARD_SIZE

@@ -117,14 +117,7 @@ class Budget:
     """How much memory the pools of one process use, and keep of what was dropped."""
 
     def __init__(self, keep_bytes: int, spare_bytes: int = 0) -> None:
-        """Begin with nothing.
-
-        Args:
-            keep_bytes: bytes of unused slabs whose memory is kept for the next ones in any case.
-            spare_bytes: of slabs with huge pages, in use at once, up to which slabs get some that
-                may stay mostly empty; and of slabs in use and unused ones together, up to which
-                the memory of these is kept.
-        """
+        """Begin with nothing."""
         self.keep, self.spare = keep_bytes, spare_bytes
         self.used = 0
         """Bytes of the slabs in use, were they full."""
@@ -143,11 +136,7 @@ class Budget:
         return os.getpid() == self._pid
 
     def dropped(self, nbytes: int) -> tuple[bool, bool]:
-        """Note that a slab was dropped; called in any thread.
-
-        Returns:
-            Whether its memory is kept, and whether that is more than is kept in any case.
-        """
+        """Note that a slab was dropped; called in any thread."""
         self.used -= nbytes
         kept = self.kept + nbytes
         is_kept = self.is_here and kept <= max(self.keep, self.spare - self.used)
@@ -166,12 +155,6 @@ class Budget:
         """Give memory to the system that nothing has used for a minute, or a part of it.
 
         Called by the thread that allocates.
-
-        Args:
-            now: seconds of the monotonic clock.
-
-        Returns:
-            Whether there is more of it.
         """
         self._take_back()
         swept = 0
@@ -234,12 +217,7 @@ class SlabPool:
     """Slabs of rows of one width. One thread allocates; any thread may drop a slab."""
 
     def __init__(self, row_bytes: int, budget: Budget) -> None:
-        """Reserve addresses.
-
-        Args:
-            row_bytes: bytes of a row.
-            budget: of the pools of this process.
-        """
+        """Reserve addresses."""
         self.row_bytes = row_bytes
         self._budget = budget
         self.memory = _reserve(row_bytes)
@@ -271,15 +249,7 @@ class SlabPool:
         return len(self.rows) // _SLABS
 
     def take(self, rows: int, *, is_full: bool = False) -> Slab:
-        """A slab of at least this many rows, none of which has arrived.
-
-        Args:
-            rows: how many.
-            is_full: whether most of them are going to be written in any case.
-
-        Raises:
-            CapacityError: all addresses are in use.
-        """
+        """A slab of at least this many rows, none of which has arrived."""
         self.take_back()
         budget, size = self._budget, rounded(rows)
         nbytes = size * self.row_bytes
@@ -309,14 +279,7 @@ class SlabPool:
         threads: ThreadPoolExecutor,
         n_threads: int,
     ) -> None:
-        """Put rows where they belong; who calls this notes that they have come.
-
-        Args:
-            rows: (rows,), opaque.
-            where: of each the row of this pool.
-            threads: that share the work where it is much.
-            n_threads: how many there are.
-        """
+        """Put rows where they belong; who calls this notes that they have come."""
         n = len(where)
         parts = min(n_threads, n) if n * self.row_bytes > SHARE_BYTES else 1
         cuts = [n * k // parts for k in range(parts + 1)]
@@ -444,14 +407,7 @@ def _mapped(nbytes: int) -> mmap.mmap:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Memory of this machine, or of the container or batch job that the process is in.
-
-    Args:
-        root: of the file system.
-
-    Returns:
-        Bytes.
-    """
+    """Memory of this machine, or of the container or batch job that the process is in."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _limits(root):
         with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit

@@ -36,12 +36,7 @@ class Prefix:
     """The tokens of a request, and the hash of each block of them with all that is before it."""
 
     def __init__(self, kind: bytes, tokens: Sequence[int]) -> None:
-        """Begin with the tokens of a prompt.
-
-        Args:
-            kind: hash of what else decides the rows: sites, layers, dtype, steering.
-            tokens: of the prompt.
-        """
+        """Begin with the tokens of a prompt."""
         self._last, self._hashes = kind, list[bytes]()
         self._tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.extend(tokens)
@@ -73,12 +68,7 @@ class CachedRows:
         return len(self.blocks) * BLOCK
 
     def before(self, rows: NDArray[Any], lo: int) -> NDArray[Any]:
-        """These rows from position `lo` on, and behind them those that were computed.
-
-        Args:
-            rows: (rows of a token, tokens, width) from position `n_tokens` on.
-            lo: first position that was asked for.
-        """
+        """These rows from position `lo` on, and behind them those that were computed."""
         first, offset = divmod(lo, BLOCK)
         blocks = [self.blocks[first][:, offset:], *self.blocks[first + 1 :]]
         return np.concatenate((*blocks, rows), axis=1)
@@ -94,14 +84,7 @@ class RowCache:
         keeps_first: bool,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """Begin empty.
-
-        Args:
-            most_bytes: bytes of rows that are kept at most; 0 keeps none.
-            keeps_first: whether a block is kept when it is met for the first time. Else at the
-                second time: a batch whose prompts have nothing in common is then spared the copies.
-            on_change: called after rows were kept or forgotten; must not raise.
-        """
+        """Begin empty."""
         self.most_bytes = most_bytes
         self._keeps_first = keeps_first
         self._on_change = on_change
@@ -122,15 +105,7 @@ class RowCache:
         return self._n_bytes
 
     def find(self, prefix: Prefix, most: int) -> CachedRows | None:
-        """Rows of a prompt's first tokens.
-
-        Args:
-            prefix: the prompt's.
-            most: tokens at most.
-
-        Returns:
-            Those of whole blocks, none missing in between; None where the first has none.
-        """
+        """Rows of a prompt's first tokens."""
         found = []
         with self._lock:
             if not self._rows:
@@ -146,14 +121,7 @@ class RowCache:
         return CachedRows(tuple(rows for _, rows in found)) if found else None
 
     def keep(self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int) -> None:
-        """Keep the rows of a request.
-
-        Args:
-            prefix: its tokens.
-            rows: (rows of a token, tokens, width) of consecutive positions; copied.
-            lo: position of the first.
-            epoch: `epoch` when the request began.
-        """
+        """Keep the rows of a request."""
         if not rows.shape[0] * rows.shape[2]:
             return
         first, end = -(-lo // BLOCK), (lo + rows.shape[1]) // BLOCK

@@ -33,15 +33,7 @@ class Placing:
         threads: ThreadPoolExecutor,
         n_threads: int,
     ) -> None:
-        """Begin without memory.
-
-        Args:
-            budget: of all pools.
-            pending: running requests.
-            changed: held while what a request has is replaced.
-            threads: that share the work where it is much.
-            n_threads: how many there are.
-        """
+        """Begin without memory."""
         self._budget, self._pending, self._changed = budget, pending, changed
         self._threads, self._n_threads = threads, n_threads
         self._pools: dict[int, SlabPool] = {}

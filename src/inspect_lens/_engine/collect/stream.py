@@ -51,17 +51,7 @@ class Merge:
         shape: tuple[int, int],
         threads: ThreadPoolExecutor,
     ) -> TensorData:
-        """Merge.
-
-        Args:
-            rows: (taps, tokens, width) in the storage of `wire`, or None where no token was fed.
-            covered: (taps, tokens); tokens that a later row stands for, whose own is not there.
-            shape: taps and width.
-            threads: for large results.
-
-        Returns:
-            (taps, 1, width), or (taps, 0, width) of no token.
-        """
+        """Merge."""
         taps, width = shape
         if rows is None:
             none = np.zeros((taps, 0, width), dtype=np.float32)
@@ -93,15 +83,7 @@ def merge_of(asked: CaptureEnvelope) -> Merge | None:
 
 
 def narrowed(values: Floats, dtype: DType) -> TensorData:
-    """Numbers in another dtype, rounded to nearest, ties to even.
-
-    Args:
-        values: float32.
-        dtype: of the result.
-
-    Returns:
-        The tensor; NaN stays NaN, and what is out of range becomes infinite.
-    """
+    """Numbers in another dtype, rounded to nearest, ties to even."""
     if dtype == "float32":
         return TensorData(values, dtype)
     if dtype == "float16":
@@ -215,12 +197,7 @@ class Stream:
             self.slab.clear_covered()
 
     def larger(self, pool: SlabPool, until: int) -> tuple[Slab, int]:
-        """Memory for more positions, with what has come; and for how many.
-
-        Args:
-            pool: of its rows.
-            until: one past a position for which there has to be room.
-        """
+        """Memory for more positions, with what has come; and for how many."""
         assert self.slab is not None
         room = min(self.most, max(2 * self.room, until - self.lo))
         slab = pool.take(self.taps * room)

@@ -22,21 +22,13 @@ PREFIX = ".inspect-lens-tmp-"
 
 
 def new_folder() -> tuple[Path, int]:
-    """A folder of one's own, held.
-
-    Returns:
-        The folder, and what `let_go` wants.
-    """
+    """A folder of one's own, held."""
     sweep()
     return held(lambda: Path(tempfile.mkdtemp(prefix=PREFIX)))
 
 
 def held(make: Callable[[], Path]) -> tuple[Path, int]:
-    """Make a folder, or find one, and keep others from removing it.
-
-    Returns:
-        The folder, and what `let_go` wants.
-    """
+    """Make a folder, or find one, and keep others from removing it."""
     while True:
         folder = make()
         # Until it is held, others may take it for one that was left, and remove it.

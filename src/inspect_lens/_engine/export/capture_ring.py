@@ -34,14 +34,7 @@ class Ring:
     def __init__(
         self, parts: int, part_rows: int, copier: Copier, drain: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin at the first part.
-
-        Args:
-            parts: of the ring; an even number, or 1.
-            part_rows: rows of each.
-            copier: makes the copies.
-            drain: has all copies asked for out of parts that were not given back yet.
-        """
+        """Begin at the first part."""
         self._parts = parts
         self._part_rows = part_rows
         self._half = max(1, parts // 2)
@@ -60,14 +53,7 @@ class Ring:
         return self._half * self._part_rows
 
     def take(self, rows: int) -> Span:
-        """A span for a step or a few, from the next part on, or the next half where it has to.
-
-        Args:
-            rows: that are filled.
-
-        Raises:
-            OverflowError: half of the ring has fewer. Plans are checked against that before.
-        """
+        """A span for a step or a few, from the next part on, or the next half where it has to."""
         if not rows:
             return _NONE
         n = -(-rows // self._part_rows)

@@ -27,11 +27,7 @@ class Numbers:
     """Gives each live request a number whose board record nobody else holds."""
 
     def __init__(self, board: NDArray[np.int64]) -> None:
-        """Start at one.
-
-        Args:
-            board: (records, columns) of the worker's shared memory.
-        """
+        """Start at one."""
         self._board = board
         self._away: OrderedDict[str, int] = OrderedDict()
         """Removed requests that are not over: a pre-empted one comes back under its key."""
@@ -45,12 +41,7 @@ class Numbers:
         """Number of the request in each slot."""
 
     def take(self, keys: Sequence[str], slots: NDArray[np.int64]) -> list[int]:
-        """A number for each; a pre-empted request keeps its own, and what its record says.
-
-        Args:
-            keys: of the requests.
-            slots: that they have got.
-        """
+        """A number for each; a pre-empted request keeps its own, and what its record says."""
         taken, fresh = [], []
         for key in keys:
             number = self._away.pop(key, None)
@@ -73,13 +64,7 @@ class Numbers:
         return taken
 
     def give(self, key: str, number: int, *, is_over: bool = False) -> None:
-        """Take note that a request has gone.
-
-        Args:
-            key: of the request.
-            number: its number.
-            is_over: whether it will not come back. Until then it keeps its record.
-        """
+        """Take note that a request has gone."""
         self._live.discard(number % BOARD_SIZE)
         if is_over:
             self._held.discard(number % BOARD_SIZE)
@@ -104,12 +89,7 @@ class Numbers:
         return any(n % BOARD_SIZE in self._live for n in unpacked(numbers).tolist())
 
     def note_fed(self, steered: Batch, path: EnginePath) -> None:
-        """Write on the board how far each steered request has been fed.
-
-        Args:
-            steered: what a step fed of them.
-            path: how it ran.
-        """
+        """Write on the board how far each steered request has been fed."""
         if not len(steered.slots):
             return
         board, record = self._board, self.of_slot[steered.slots] % BOARD_SIZE

@@ -53,12 +53,7 @@ class Channel(Peer, Protocol):
     """Takes messages for one front-end, in their order."""
 
     def put(self, data: bytes, message: Message) -> bool:
-        """Send a message; False where too many wait.
-
-        Args:
-            data: the message, encoded.
-            message: the same.
-        """
+        """Send a message; False where too many wait."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -126,17 +121,7 @@ class Link:
     """A front-end on another host; see `Channel`, and `Peer`."""
 
     def __init__(self, address: str, arena: ArenaWriter, reply: str, links: Links) -> None:
-        """Connect, in a thread.
-
-        Args:
-            address: that the front-end listens at.
-            arena: memory of this worker.
-            reply: the front-end's whole address.
-            links: the key and the time-out.
-
-        Raises:
-            CapacityError: the memory cannot have more readers.
-        """
+        """Connect, in a thread."""
         self._address, self._arena, self._links = address, arena, links
         self._reader = arena.reader(reply, self)
         self._waiting: deque[tuple[bytes, Message]] = deque()

@@ -53,15 +53,7 @@ class Outbox:
         drop: Callable[[str], None],
         fail: Callable[[bytes, Exception], None],
     ) -> None:
-        """Start empty.
-
-        Args:
-            exporter: the way out.
-            ring: rows elsewhere do not wait, which would hold the device's memory.
-            is_wanted: whether one of some requests, by packed numbers, is still there.
-            drop: called for a front-end that takes nothing any more.
-            fail: called where rows of some requests could not be sent.
-        """
+        """Start empty."""
         self._exporter = exporter
         self._ring = ring
         self._is_wanted = is_wanted
@@ -74,19 +66,7 @@ class Outbox:
         """The same, of the last steps."""
 
     def put(self, reply: str, rows: Rows, path: EnginePath) -> bool:
-        """Send rows now where they are few.
-
-        Args:
-            reply: address of the front-end.
-            rows: what to send.
-            path: how the forward pass ran.
-
-        Returns:
-            False when the front-end did not take the message: its requests have failed.
-
-        Raises:
-            CapacityError: there was no room, and none came free.
-        """
+        """Send rows now where they are few."""
         tensor = rows.tensor
         taps = tensor.shape[0]
         per_tap = tensor[0].numel() * rows.dtype.itemsize

@@ -88,13 +88,7 @@ class Exporter:
     """Sends what a step produced to the front-end processes that own the requests."""
 
     def __init__(self, arena: ArenaWriter, copier: Copier, links: Links | None = None) -> None:
-        """Begin without front-ends.
-
-        Args:
-            arena: where rows lie on their way.
-            copier: puts them there.
-            links: how to reach front-ends of other hosts.
-        """
+        """Begin without front-ends."""
         self.arena = arena
         self.copier = copier
         self.links = links or Links()
@@ -108,11 +102,7 @@ class Exporter:
         self._seq = 0
 
     def announce(self, reply: str, pid: int, openings: list[Opening]) -> bool:
-        """Tell a front-end which of its requests this worker has taken up.
-
-        Returns:
-            False when the front-end did not take the message: its requests have failed.
-        """
+        """Tell a front-end which of its requests this worker has taken up."""
         self._open(reply, pid)
         is_first = reply not in self._told
         self._told.add(reply)
@@ -120,20 +110,7 @@ class Exporter:
         return self._send(reply, Opened(self.arena.name, openings, told))
 
     def send(self, reply: str, rows: Rows, path: str, taps: range | None = None) -> bool:
-        """Send one block of rows; the tensor may be overwritten once its part is released.
-
-        Args:
-            reply: address of the front-end.
-            rows: what to send.
-            path: how the forward pass ran.
-            taps: of the rows; by default all.
-
-        Returns:
-            False when the front-end did not take the message: its requests have failed.
-
-        Raises:
-            CapacityError: there was no room, and none came free.
-        """
+        """Send one block of rows; the tensor may be overwritten once its part is released."""
         reader = self.arena.reader(reply, self._channels[reply])
         taps = range(rows.tensor.shape[0]) if taps is None else taps
         per_tap = rows.tensor[0].numel() * rows.dtype.itemsize
@@ -168,11 +145,7 @@ class Exporter:
         return True
 
     def settle(self, reply: str, numbers: bytes, settled: bytes) -> bool:
-        """Tell a front-end how far its requests are settled, behind the rows of the step.
-
-        Returns:
-            False when the front-end did not take the message: its requests have failed.
-        """
+        """Tell a front-end how far its requests are settled, behind the rows of the step."""
         return self._send(reply, Settled(self.arena.name, numbers, settled))
 
     def send_failure(self, reply: str, failure: Failure) -> None:
@@ -238,11 +211,7 @@ class Exporter:
         return channel
 
     def check(self, reply: str) -> None:
-        """Refuse requests of a front-end to which this engine is another one.
-
-        Raises:
-            CompatError: taps, widths or limits differ from those that it judged requests by.
-        """
+        """Refuse requests of a front-end to which this engine is another one."""
         theirs = Address.unpack(reply).facts
         if theirs and theirs != self.links.facts:
             raise CompatError(
@@ -262,12 +231,7 @@ class Faults:
     """The worker's side of the notes."""
 
     def __init__(self, board: NDArray[np.int64], copier: Copier) -> None:
-        """Find memory for them.
-
-        Args:
-            board: (records, columns) of the worker's shared memory.
-            copier: knows what the device can write to.
-        """
+        """Find memory for them."""
         self._column = board[:, COLUMN]
         self.fired = copier.reachable(board[:, LATCHES])
         """What gates that last write to; None where kernels cannot."""

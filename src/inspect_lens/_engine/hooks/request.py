@@ -38,12 +38,7 @@ class HookContext:
     __slots__ = ("_parameter", "layer_idx", "model", "position", "saved", "seq_len")
 
     def __init__(self, model: Any, parameter: Callable[[str], torch.Tensor]) -> None:
-        """Start empty.
-
-        Args:
-            model: of the worker.
-            parameter: finds a parameter by name.
-        """
+        """Start empty."""
         self.saved: dict[Any, Any] = {}
         self.layer_idx = 0
         self.seq_len = 0
@@ -52,19 +47,7 @@ class HookContext:
         self._parameter = parameter
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A parameter of the model, whole, whatever tensor parallelism made of it.
-
-        Args:
-            name: dotted path from the model, such as `lm_head.weight`.
-
-        Returns:
-            The parameter; without tensor parallelism it is the model's own memory.
-
-        Raises:
-            AttributeError: the model has no such parameter, or another pipeline stage has it
-                (prefetch it).
-            LensError: the shares of the ranks cannot be put together.
-        """
+        """A parameter of the model, whole, whatever tensor parallelism made of it."""
         return self._parameter(name)
 
 

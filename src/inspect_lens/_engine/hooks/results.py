@@ -39,20 +39,7 @@ _STORAGE["bfloat16"] = np.dtype("<u2")
 
 
 def pack_saved(value: Any, *, most: int, where: str) -> bytes:
-    """Make bytes of nested values.
-
-    Args:
-        value: None, bool, number, text, tensor, numpy array or number, list, tuple, and dict
-            with keys of text or integers.
-        most: bytes that the result may have.
-        where: path of the value, for error messages.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        SpecError: a value is none of these, or they are too many.
-    """
+    """Make bytes of nested values."""
     data = msgspec.msgpack.encode(_plain(value, where, _Budget(most)))
     if len(data) > most:
         raise _too_large(where, most)
@@ -148,11 +135,7 @@ class SavedResults:
     """Waits for what the workers of a request saved; stages of a pipeline each send a part."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        """Share the collector's lock.
-
-        Args:
-            changed: held by whoever calls `accept`, `fail` and `drop`.
-        """
+        """Share the collector's lock."""
         self._changed = changed
         self._waiting: dict[str, _Waiting] = {}
 
@@ -178,20 +161,7 @@ class SavedResults:
         self._waiting.pop(key, None)
 
     def take(self, key: str, *, n_fed: int, timeout_s: float) -> Gathered | None:
-        """Wait for all stages and put their parts together.
-
-        Args:
-            key: the request.
-            n_fed: tokens that were fed; what a worker sent when it gave up a request half-way
-                (pre-emption) is of fewer, and is not it.
-            timeout_s: seconds to wait.
-
-        Returns:
-            What came, or None when a worker failed the request: the collector has the error.
-
-        Raises:
-            CaptureError: it did not come in time, or stages contradict one another.
-        """
+        """Wait for all stages and put their parts together."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             waiting = self._waiting.get(key)

@@ -83,17 +83,7 @@ class HookRunner:
         parameter: Callable[..., torch.Tensor] | None = None,
         send: Callable[[str, int, Saved], None] | None = None,
     ) -> None:
-        """Store what hooks need.
-
-        Args:
-            layers: of this worker.
-            allowed: whether functions of requests may run.
-            most_bytes: that one request may save.
-            model: of the worker.
-            parameter: finds a parameter of it by name; `may_gather` says whether ranks may gather
-                it, which they do where `Needs` says so.
-            send: takes reply address, process and message; None on a rank that sends nothing.
-        """
+        """Store what hooks need."""
         self._layers = frozenset(layers)
         self._allowed = allowed
         self._most = most_bytes
@@ -109,15 +99,7 @@ class HookRunner:
     # -- requests ----------------------------------------------------------------
 
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
-        """Take up a request.
-
-        Args:
-            key: of the request.
-            envelope: sealed; `eager` has its hooks, by content and by name.
-
-        Raises:
-            SpecError: a function cannot be read.
-        """
+        """Take up a request."""
         asked = envelope[EAGER_KEY]
         places = [self._places[name] for name in asked["persistent"] if name in self._places]
         places += [Place.of(item) for item in asked["own"]]
@@ -137,21 +119,13 @@ class HookRunner:
         request.hooks = hooks
 
     def remove(self, key: str) -> None:
-        """Forget a request that ended, or was given up half-way, and send what it saved.
-
-        Raises:
-            LensError: something was saved that cannot be sent.
-        """
+        """Forget a request that ended, or was given up half-way, and send what it saved."""
         request = self.live.pop(key, None)
         if request is not None and request.is_whole and request.next:
             self._export(key, request)
 
     def flush(self, key: str) -> None:
-        """Send what a request has saved so far.
-
-        Raises:
-            LensError: something was saved that cannot be sent.
-        """
+        """Send what a request has saved so far."""
         request = self.live.get(key)
         if request is not None and request.is_whole:
             self._export(key, request)
@@ -165,11 +139,7 @@ class HookRunner:
             request.is_dropped = True
 
     def register(self, name: str, item: Mapping[str, Any]) -> None:
-        """Make a persistent hook known under a name.
-
-        Raises:
-            SpecError: the function cannot be read.
-        """
+        """Make a persistent hook known under a name."""
         self._places[name] = Place.of(item)
         self._persistent[name] = self._load(item)
 
@@ -187,14 +157,7 @@ class HookRunner:
     # -- a step --------------------------------------------------------------------
 
     def begin(self, parts: Iterable[Part]) -> dict[int, Needs]:
-        """Begin a step.
-
-        Args:
-            parts: the step's requests, with others among them.
-
-        Returns:
-            By layer, what is needed there; empty when no request of this kind is in the step.
-        """
+        """Begin a step."""
         self._spans = []
         needs: dict[int, Needs] = {}
         for part in parts:
@@ -222,16 +185,7 @@ class HookRunner:
     def run(
         self, layer: int, pre: bool, rows: Callable[[int, int], torch.Tensor]
     ) -> list[tuple[int, int, torch.Tensor]]:
-        """Run the hooks of a layer; called in the forward pass.
-
-        Args:
-            layer: the layer.
-            pre: whether these are rows in front of it.
-            rows: gives the residual stream of some tokens of the step, as memory of its own.
-
-        Returns:
-            First token, end and new rows, where a hook gave some.
-        """
+        """Run the hooks of a layer; called in the forward pass."""
         edits = []
         for part, request in self._spans:
             if request.error is not None:
@@ -268,11 +222,7 @@ class HookRunner:
                 request.error = CaptureError(f"hooks could not run: {error}")
 
     def end(self) -> list[tuple[str, LensError]]:
-        """End a step.
-
-        Returns:
-            Requests that failed in it, and why.
-        """
+        """End a step."""
         for part, request in self._spans:
             request.next = part.position + part.n_tokens
             if request.error is None and not all(

@@ -29,19 +29,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_function(data: bytes, *, name: str, allowed: bool) -> Callable[..., Any]:
-    """Make a function of the bytes that cloudpickle made of it. This runs code.
-
-    Args:
-        data: the bytes.
-        name: of the hook, for messages.
-        allowed: whether the engine was started for it; checked here too, as the last door.
-
-    Returns:
-        The function.
-
-    Raises:
-        SpecError: it is not allowed, or the bytes cannot be read here.
-    """
+    """Make a function of the bytes that cloudpickle made of it. This runs code."""
     if not allowed:
         raise SpecError("hooks: this engine was started without INSPECT_LENS_ALLOW_CODE=1")
     try:

@@ -185,23 +185,7 @@ def plan_step(
     ring_rows: int,
     tap_rows: Longs | None = None,
 ) -> StepPlan:
-    """Work out one step.
-
-    Args:
-        batch: the requests of the step that use the lens.
-        table: what they want.
-        group_taps: ascending taps of each capture group.
-        config_taps: (configurations, taps); whether a configuration steers at a tap.
-        ring_rows: ring rows that the step may fill.
-        tap_rows: (taps,); ring rows of a token at each tap, by default one.
-
-    Returns:
-        The plan.
-
-    Raises:
-        OverflowError: the step needs more ring rows than there are. The front-end's limits
-            make that impossible, so it is a bug where it happens.
-    """
+    """Work out one step."""
     n = int((batch.offset + batch.n_tokens).max(initial=0))
     tokens = np.empty((n, 5), dtype=np.int32)
     tokens[:, 0], tokens[:, 1], tokens[:, 3:] = 0, -1, 0
@@ -301,13 +285,7 @@ def _expand(first: Longs, counts: Longs) -> Longs:
 
 
 def grown(values: Longs, slots: Longs, fill: int = 0) -> Longs:
-    """A table that has these slots: itself, or a longer one with the same values.
-
-    Args:
-        values: the table.
-        slots: that are written next.
-        fill: of slots that are new.
-    """
+    """A table that has these slots: itself, or a longer one with the same values."""
     if (n := int(slots.max()) + 1) <= len(values):
         return values
     return np.concatenate([values, np.full(max(n - len(values), len(values)), fill)])
@@ -331,13 +309,7 @@ class Drafts:
         """By slot: one past the last position that the running step settles."""
 
     def add(self, slot: int, n_prompt: int, until: int) -> None:
-        """Follow a request.
-
-        Args:
-            slot: of the request.
-            n_prompt: its prompt tokens.
-            until: one past the last position that it captures or steers here.
-        """
+        """Follow a request."""
         self._requests[slot] = _Request(n_prompt, until)
 
     def remove(self, slot: int) -> None:
@@ -383,16 +355,7 @@ class Repeat:
         n_tokens: NDArray[Any],
         position: NDArray[Any],
     ) -> Self | None:
-        """What follows a step; None where the next one needs a plan of its own in any case.
-
-        Args:
-            plan: of the step.
-            batch: its requests that use the lens.
-            table: what they want.
-            keys: all requests of the step.
-            n_tokens: tokens of each.
-            position: position of each one's first token.
-        """
+        """What follows a step; None where the next one needs a plan of its own in any case."""
         if not plan.is_active or not (n_tokens == 1).all():
             return None
         left = _steps_left(batch, table)

@@ -195,23 +195,7 @@ def seal_capture(
     *,
     may_overrun: bool = False,
 ) -> CaptureEnvelope | None:
-    """Resolve a judged capture against its prompt.
-
-    Args:
-        capture: what was asked for.
-        facts: of the engine.
-        n_prompt: prompt tokens.
-        n_max: tokens that are fed at most.
-        may_overrun: whether the request may end without the engine knowing in time, which then
-            feeds any number of tokens behind its end.
-
-    Returns:
-        The capture for the workers.
-
-    Raises:
-        SpecError: a position lies outside the request, a mask is not as long as the prompt, or no
-            position is of the phase.
-    """
+    """Resolve a judged capture against its prompt."""
     if capture is None:
         return None
     is_last = capture.reduce == "last" or capture.positions == "last"
@@ -299,27 +283,12 @@ def _rows_of(
 
 
 def owners(width: SiteWidth, ranks: int) -> range:
-    """Ranks that send the shares of a site's rows, in order.
-
-    Args:
-        width: of the site.
-        ranks: tensor-parallel ranks. Where there are fewer shares, neighbours have the same one,
-            and the first of them sends it.
-    """
+    """Ranks that send the shares of a site's rows, in order."""
     return range(0, ranks if width.shards > 1 else 1, ranks // width.shards)
 
 
 def share_of(width: SiteWidth, ranks: int, rank: int) -> tuple[int, int]:
-    """The numbers of a site's rows that a rank has.
-
-    Args:
-        width: of the site.
-        ranks: tensor-parallel ranks.
-        rank: one of them.
-
-    Returns:
-        Where they begin in the whole row, and how many they are.
-    """
+    """The numbers of a site's rows that a rank has."""
     own = width.width // width.shards
     return rank * width.shards // ranks * own, own
 

@@ -156,18 +156,6 @@ def seal_edits(
     """Resolve judged edits against a prompt.
 
     A gate becomes an entry of its own in front of the first edit that reads it.
-
-    Args:
-        edits: of a request, in order.
-        n_prompt: prompt tokens.
-        n_max: tokens that are fed at most.
-        width_of: how wide the rows of a site are in the engine.
-
-    Returns:
-        The edits for the workers, in order.
-
-    Raises:
-        SpecError: a position lies outside the request, or none is left of an edit.
     """
     registers: dict[tuple[object, ...], int] = {}
     """By content: gates of scope `token`, and those of sampled tokens with some ids."""
@@ -214,16 +202,7 @@ def _repeated(one: Instruction, n_layers: int) -> list[list[Program]]:
 
 
 def check_room(edits: Sequence[EditEnvelope], n_max: int, facts: EngineFacts) -> None:
-    """Refuse running gates whose decisions the table of vectors has no room for.
-
-    Args:
-        edits: of a request, sealed.
-        n_max: tokens that are fed at most.
-        facts: of the engine.
-
-    Raises:
-        UnsupportedError: they would not fit even with nothing else there.
-    """
+    """Refuse running gates whose decisions the table of vectors has no room for."""
     rooms = [edit.room for edit in edits if edit.room]
     rows = sum(history_rows(room, facts.hidden) for room in rooms)
     if rows > facts.bank_rows or (rooms and n_max >= MOST_POSITIONS):
@@ -284,12 +263,7 @@ def _gated(program: Program, gate: int) -> Program:
 
 
 def pack_edits(edits: Sequence[EditEnvelope], folder: Path | None) -> dict[str, Any]:
-    """As msgpack-able data: each distinct row once, or all rows of an edit in a file.
-
-    Args:
-        edits: of a request.
-        folder: see `file_of`.
-    """
+    """As msgpack-able data: each distinct row once, or all rows of an edit in a file."""
     rows: dict[bytes, int] = {}
 
     def sent(made: Programs) -> dict[str, Any]:
@@ -315,17 +289,7 @@ def pack_edits(edits: Sequence[EditEnvelope], folder: Path | None) -> dict[str, 
 
 
 def unpack_edits(value: Mapping[str, Any]) -> tuple[EditEnvelope, ...]:
-    """Read what `pack_edits` made.
-
-    Args:
-        value: the data.
-
-    Returns:
-        The edits; rows of an edit that are equal share memory.
-
-    Raises:
-        CaptureError: see `read_file`.
-    """
+    """Read what `pack_edits` made."""
     rows = value["rows"]
 
     def data_of(edit: Mapping[str, Any]) -> tuple[bytes, ...]:

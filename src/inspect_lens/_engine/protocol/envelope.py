@@ -166,12 +166,7 @@ class Envelope:
         return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 
     def pack(self, folder: Path | None = None) -> Packed:
-        """As msgpack-able data; tensors become bytes.
-
-        Args:
-            folder: of this process, for large tensors of edits, where all workers can read; None
-                where some can not.
-        """
+        """As msgpack-able data; tensors become bytes."""
         packed = Packed(
             {
                 "v": VERSION,
@@ -195,11 +190,7 @@ class Envelope:
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> Envelope:
-        """Read what `pack` made.
-
-        Raises:
-            LensError: the front-end and the worker run different releases.
-        """
+        """Read what `pack` made."""
         if isinstance(value, Packed):
             return value.envelope
         if value.get("v") != VERSION:
@@ -266,26 +257,7 @@ def seal(
     may_overrun: bool = False,
     is_live: bool = False,
 ) -> Envelope:
-    """Resolve a judged request against its prompt.
-
-    Args:
-        request: the request, already checked against `facts`.
-        facts: of the engine.
-        reply: address for results.
-        n_prompt: prompt tokens.
-        max_tokens: tokens that may be sampled.
-        epoch: makes the salt of a content hash.
-        probes: registered probes that the request names, or what its uses of them come to.
-        may_overrun: see `seal_capture`.
-        is_live: whether scores of probes are looked at while the request runs.
-
-    Returns:
-        The envelope for the workers.
-
-    Raises:
-        SpecError: a position lies outside the request.
-        UnsupportedError: gates would keep more decisions than the engine has room for.
-    """
+    """Resolve a judged request against its prompt."""
     if request.probes and not isinstance(probes, AskedProbes):
         probes = AskedProbes.of(request.probes, probes or {})
     # The last sampled token is never fed to the model, so it has no row.

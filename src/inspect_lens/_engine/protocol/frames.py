@@ -113,14 +113,7 @@ class Serial:
         return [head[:-4] + struct.pack("<I", check), content]
 
     def unpack(self, parts: Sequence[Any]) -> Frame:
-        """The frame in what came.
-
-        Args:
-            parts: bytes-like.
-
-        Raises:
-            FrameError: it is none, is damaged, or is not the next one.
-        """
+        """The frame in what came."""
         if len(parts) != 2 or len(parts[0]) != _HEAD.size or len(parts[1]) > CHUNK:
             raise FrameError(f"parts of {[len(part) for part in parts][:4]} bytes are no frame")
         head = bytes(parts[0])

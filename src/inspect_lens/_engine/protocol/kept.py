@@ -42,12 +42,7 @@ class Kept(Generic[Key, Value]):
     """Values by key; those that came first go when there is no more room. Threads may share it."""
 
     def __init__(self, most: int, budget: Budget = _PROCESS) -> None:
-        """Start empty.
-
-        Args:
-            most: values.
-            budget: of their bytes. A value of more than a sixteenth is not kept.
-        """
+        """Start empty."""
         self._most, self._budget, self._self = most, budget, ref(self)
         self.values: dict[Key, Value] = {}
 
@@ -59,13 +54,7 @@ class Kept(Generic[Key, Value]):
         return self.values.get(key)
 
     def keep(self, key: Key, value: Value, nbytes: int = 0) -> None:
-        """Keep a value in the place of the one that the key has.
-
-        Args:
-            key: names it.
-            value: what to keep.
-            nbytes: of what it holds.
-        """
+        """Keep a value in the place of the one that the key has."""
         budget, nbytes = self._budget, nbytes + BYTES_BESIDE
         if nbytes > budget.most_bytes // 16:
             return

@@ -136,11 +136,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message.
-
-    Raises:
-        msgspec.MsgspecError: the bytes are none.
-    """
+    """Decode a message."""
     # A decoder per call: it is cheap, and decoders must not be shared between threads.
     decoder: Any = msgspec.msgpack.Decoder(Opened | Block | Settled | Failure | Saved)
     return decoder.decode(data)  # type: ignore[no-any-return]

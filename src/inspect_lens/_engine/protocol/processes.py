@@ -155,16 +155,7 @@ class Address:
 
 
 def ends_process(error: BaseException, *, in_user_code: bool = False) -> bool:
-    """Whether an exception has to be passed on, whoever else is hurt by it.
-
-    Args:
-        error: as caught.
-        in_user_code: whether code of a client raised it. A `KeyboardInterrupt` from there is the
-            client's, as an engine that serves has a signal handler of its own.
-
-    Returns:
-        True where a signal handler raised it, or it ends a coroutine or a generator.
-    """
+    """Whether an exception has to be passed on, whoever else is hurt by it."""
     if isinstance(error, Exception):
         return False
     if isinstance(error, GeneratorExit | asyncio.CancelledError):

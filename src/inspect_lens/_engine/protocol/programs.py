@@ -154,41 +154,21 @@ def _once(kept: _Known, key: Hashable, make: Callable[[], Programs]) -> Programs
 
 
 def content_of(edit: EditBase, width: SiteWidth, gate: int) -> Hashable:
-    """What the programs of an edit depend on, tensors by their hashes.
-
-    Args:
-        edit: the edit.
-        width: of its site in the engine.
-        gate: register that its instructions are multiplied with; -1 for none.
-
-    Returns:
-        Equal for edits whose programs are the same.
-    """
+    """What the programs of an edit depend on, tensors by their hashes."""
     fields = {k: v for k, v in edit.__dict__.items() if k not in ("positions", "phase", "when")}
     values = [v.sha256 if isinstance(v, TensorData) else v for v in fields.values()]
     return type(edit), edit.n_listed, width, gate, *values
 
 
 def made_once(content: Hashable, make: Callable[[], Sequence[Sequence[Program]]]) -> Programs:
-    """The programs of some content, made if they are not known.
-
-    Args:
-        content: what they depend on.
-        make: gives them by layer and listed position.
-    """
+    """The programs of some content, made if they are not known."""
     return _once(_MADE, content, lambda: _of(make()))
 
 
 def unpack_programs(
     sha256: str, packed: Sequence[Any], data: Callable[[], tuple[bytes, ...]]
 ) -> Programs:
-    """Read what was sent.
-
-    Args:
-        sha256: `Programs.sha256`.
-        packed: `Programs.packed`.
-        data: gives `Programs.data`, where it is not known.
-    """
+    """Read what was sent."""
 
     def read() -> Programs:
         rows = data()
@@ -230,26 +210,12 @@ MOST_POSITIONS = 1 << 23
 
 
 def history_rows(room: int, width: int) -> int:
-    """Rows of the table of vectors that a history takes.
-
-    Args:
-        room: sampled tokens.
-        width: of a row.
-    """
+    """Rows of the table of vectors that a history takes."""
     return -(-(HEAD + room) // width)
 
 
 def open_among(note: int, n: int) -> int | None:
-    """At how many of the first sampled tokens a gate was open.
-
-    Args:
-        note: what a tap has written.
-        n: how many tokens count; an engine that schedules ahead may have fed more.
-
-    Returns:
-        None if it is not known: the note tells of fewer tokens, or the engine went on for more than
-        `RECENT_BITS` of them.
-    """
+    """At how many of the first sampled tokens a gate was open."""
     count = (note >> COUNT_SHIFT) & ((1 << (LAST_SHIFT - COUNT_SHIFT)) - 1)
     behind = (note >> LAST_SHIFT) - n
     if not 0 <= behind <= RECENT_BITS:
@@ -270,16 +236,7 @@ _LOCK = threading.Lock()
 
 
 def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | None) -> str | None:
-    """A file that has some data, which is sent in their place.
-
-    Args:
-        parts: the data, to be read by workers.
-        owner: what they belong to, which always has the same; the file goes when it does.
-        folder: of this process, where all its workers can read; None where some can not.
-
-    Returns:
-        Its path; None where the data are to be sent.
-    """
+    """A file that has some data, which is sent in their place."""
     nbytes = sum(memoryview(part).nbytes for part in parts)
     if folder is None or not LARGE <= nbytes <= MOST:
         return None
@@ -299,11 +256,7 @@ def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | N
 
 
 def read_file(path: str) -> bytes:
-    """Read what `file_of` wrote.
-
-    Raises:
-        CaptureError: the file has gone, as the process that wrote it has.
-    """
+    """Read what `file_of` wrote."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -91,11 +91,7 @@ class AskedProbes:
 
     @classmethod
     def of(cls, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> AskedProbes:
-        """Look the uses up.
-
-        Raises:
-            SpecError: a probe is not registered any more.
-        """
+        """Look the uses up."""
         if gone := sorted({use.name for use in uses} - registered.keys()):
             raise SpecError(
                 f"probes: {', '.join(gone)} removed while the request was on its way; register "
@@ -122,17 +118,7 @@ class AskedProbes:
 def seal_probes(
     asked: AskedProbes, n_prompt: int, n_max: int, *, is_live: bool = False
 ) -> ProbesEnvelope:
-    """Resolve what probes read against a prompt.
-
-    Args:
-        asked: the uses.
-        n_prompt: prompt tokens.
-        n_max: tokens that are fed at most.
-        is_live: see `ProbesEnvelope`.
-
-    Raises:
-        SpecError: a position lies outside the request.
-    """
+    """Resolve what probes read against a prompt."""
     # One request reads all its probes over one range; what each uses of it is its own affair.
     lo, hi = n_max, 0
     for i, positions in asked.positions:
@@ -240,18 +226,7 @@ class LensEnvelope:
 def seal_lens(
     lens: LogitLens | None, facts: EngineFacts, n_prompt: int, n_max: int
 ) -> LensEnvelope | None:
-    """Resolve a judged lens against its prompt.
-
-    Args:
-        lens: what was asked for; texts of tokens have become ids.
-        facts: of the engine.
-        n_prompt: prompt tokens.
-        n_max: tokens that are fed at most.
-
-    Raises:
-        SpecError: a position lies outside the request, a mask is not as long as the prompt, or the
-            name of the lens has not been looked up.
-    """
+    """Resolve a judged lens against its prompt."""
     if lens is None:
         return None
     where = resolve_positions(

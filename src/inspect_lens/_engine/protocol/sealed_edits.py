@@ -112,17 +112,7 @@ def unpack_vectors(values: Sequence[Mapping[str, Any]]) -> tuple[SteerEnvelope, 
 
 
 def seal_vector(vector: SteeringVector, n_prompt: int, n_max: int, field: str) -> SteerEnvelope:
-    """Resolve a judged vector against its prompt.
-
-    Args:
-        vector: what was asked for.
-        n_prompt: prompt tokens.
-        n_max: tokens that are fed at most.
-        field: how errors call it.
-
-    Raises:
-        SpecError: a position lies outside the request, or none is of the phase.
-    """
+    """Resolve a judged vector against its prompt."""
     positions = vector.position_indices
     data = vector.activations
     if positions is None and len(data.shape) == 3:
@@ -239,11 +229,7 @@ class SealedEdits:
         return vectors + listed + sum(e.made.nbytes for e in self.edits)
 
     def pack(self, folder: Path | None) -> bytes | None:
-        """As bytes, which are made once; None without any.
-
-        Args:
-            folder: where large tensors go; see `file_of`.
-        """
+        """As bytes, which are made once; None without any."""
         if not self.all:
             return None
         if folder not in self._packed:
@@ -253,11 +239,7 @@ class SealedEdits:
 
     @classmethod
     def unpack(cls, data: bytes) -> SealedEdits:
-        """Read what `pack` made.
-
-        Raises:
-            CaptureError: see `read_file`.
-        """
+        """Read what `pack` made."""
         vectors, edits = msgspec.msgpack.decode(data)
         return cls(unpack_vectors(vectors), unpack_edits(edits))
 
@@ -282,21 +264,7 @@ _SEALED: Final[Kept[tuple[int, int], tuple[LensRequest, EngineFacts, SealedEdits
 def seal_request_edits(
     request: LensRequest, facts: EngineFacts, n_prompt: int, n_max: int
 ) -> SealedEdits:
-    """Resolve the edits of a judged request against its prompt.
-
-    Args:
-        request: the request.
-        facts: of the engine.
-        n_prompt: prompt tokens.
-        n_max: tokens that are fed at most.
-
-    Returns:
-        The edits; the same object for a request whose edits do not depend on the prompt.
-
-    Raises:
-        SpecError: a position lies outside the request, or none is left of an edit.
-        UnsupportedError: gates would keep more decisions than the engine has room for.
-    """
+    """Resolve the edits of a judged request against its prompt."""
     if not (request.steer or request.edits):
         return NO_EDITS
     key = id(request), id(facts)

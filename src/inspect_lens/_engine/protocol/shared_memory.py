@@ -79,12 +79,7 @@ class ArenaWriter:
     """The worker's side."""
 
     def __init__(self, nbytes: int) -> None:
-        """Make the file.
-
-        Args:
-            nbytes: bytes for rows. They are taken from the system when first written, unless
-                somebody pins them.
-        """
+        """Make the file."""
         self._fd = os.memfd_create("inspect-lens", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, _DATA + nbytes)
         self.view = View(mmap.mmap(self._fd, _DATA + nbytes))
@@ -102,11 +97,7 @@ class ArenaWriter:
         """Seconds that `place` has waited for room."""
 
     def reader(self, address: str, peer: Peer) -> int:
-        """The index of a front-end's cursor.
-
-        Raises:
-            CapacityError: more front-ends than cursors have come and gone.
-        """
+        """The index of a front-end's cursor."""
         if address not in self._readers:
             index = self._n_readers
             if index >= _READERS:
@@ -123,20 +114,7 @@ class ArenaWriter:
             self._gone.add(self._readers.pop(address)[0])
 
     def place(self, seq: int, address: str, nbytes: int) -> int | None:
-        """Find room for a block, waiting for the front-ends where there is none.
-
-        Args:
-            seq: number of the message that will tell of the block.
-            address: who will read it.
-            nbytes: its size.
-
-        Returns:
-            Its offset in `view.data`; None where this front-end stands still, and its blocks were
-            in the way of others.
-
-        Raises:
-            CapacityError: it is larger than the file, or no front-end made room in time.
-        """
+        """Find room for a block, waiting for the front-ends where there is none."""
         size = -(-nbytes // _ALIGN) * _ALIGN
         if size > self.nbytes:
             raise CapacityError(
@@ -241,11 +219,7 @@ class ArenaReader:
     """The front-end's side."""
 
     def __init__(self, name: str) -> None:
-        """Map a worker's file.
-
-        Raises:
-            OSError: the worker is gone, or runs where this process cannot see it.
-        """
+        """Map a worker's file."""
         pid, number, mark = name.split("/")
         self.name = name
         self._path = f"/proc/{pid}/fd/{number}"

@@ -31,26 +31,13 @@ _PIECE: Final = 256
 
 
 def rows_at_once(vocab: int) -> int:
-    """Rows whose logits are made at once: whole tiles of a GPU's products, where that is many.
-
-    Args:
-        vocab: tokens of the vocabulary.
-    """
+    """Rows whose logits are made at once: whole tiles of a GPU's products, where that is many."""
     rows = LOGIT_BYTES // (4 * vocab)
     return rows // _TILE * _TILE or max(1, rows)
 
 
 def read_logits(logits: torch.Tensor, form: LensForm) -> torch.Tensor:
-    """Read the logits of some rows.
-
-    Args:
-        logits: (rows, vocabulary) of any dtype.
-        form: what is asked for.
-
-    Returns:
-        (rows, columns) float32; see `LensForm.columns`. A log-probability is computed in float32,
-        and a rank counts the tokens with a larger logit.
-    """
+    """Read the logits of some rows."""
     peaks, total = _scanned(logits)
     out = torch.empty(len(logits), form.columns, dtype=torch.float32, device=logits.device)
     k, n = form.top_k, len(form.tokens)
@@ -67,13 +54,7 @@ def read_logits(logits: torch.Tensor, form: LensForm) -> torch.Tensor:
 
 
 def warm_up_lens(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what reads logits on a GPU: no running request must wait for that.
-
-    Args:
-        vocab: tokens of the vocabulary.
-        dtype: of the model, and so of most models' logits.
-        device: of the logits.
-    """
+    """Compile what reads logits on a GPU: no running request must wait for that."""
     if device.type == "cuda":
         # vLLM cuts logits out of padded rows; how far apart these lie is part of what is compiled.
         padded = -(-vocab // _PADDING) * _PADDING
@@ -100,14 +81,6 @@ def _largest(
 
     The k largest lie in the k pieces with the largest maxima, or in what is left behind the last
     whole piece. Where these are more than a quarter of the row, it is no saving.
-
-    Args:
-        logits: (rows, vocabulary) of any dtype.
-        peaks: (rows, pieces); the largest of each whole piece.
-        k: how many.
-
-    Returns:
-        (rows, k) float32 and int64: the largest, and where they are.
     """
     n_pieces = peaks.shape[1]
     if n_pieces < 4 * k:
@@ -140,12 +113,7 @@ class Translator:
     """
 
     def __init__(self, lens: EngineLens, device: torch.device) -> None:
-        """Upload the tensors.
-
-        Args:
-            lens: to apply.
-            device: of the rows.
-        """
+        """Upload the tensors."""
         self._at = {layer: i for i, layer in enumerate(lens.layers)}
         self._last = lens.n_layers - 1
         self._is_residual = lens.kind == "tuned"
@@ -155,16 +123,7 @@ class Translator:
         """Of the tensors on the device."""
 
     def __call__(self, rows: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Translate rows.
-
-        Args:
-            rows: (rows, hidden) of any dtype.
-            spans: the layer of each row; together they are all rows.
-
-        Returns:
-            (rows, hidden) of the same dtype, computed in float32. Rows of the last layer are
-            those that came.
-        """
+        """Translate rows."""
         out = torch.empty_like(rows)
         for layer, start, stop in spans:
             part = rows[start:stop]
@@ -186,12 +145,7 @@ class LensStore:
     """Lenses that a worker knows, by content hash."""
 
     def __init__(self, device: torch.device, most_bytes: int = _MOST_BYTES) -> None:
-        """Start empty.
-
-        Args:
-            device: of the rows.
-            most_bytes: of tensors on the device.
-        """
+        """Start empty."""
         self.most_bytes = most_bytes
         self._device = device
         self._known: dict[str, Translator] = {}
@@ -202,11 +156,7 @@ class LensStore:
         return sum(translator.nbytes for translator in self._known.values())
 
     def add(self, lens: EngineLens) -> None:
-        """Make a lens known; twice is fine.
-
-        Raises:
-            CapacityError: there is no room for it on the device.
-        """
+        """Make a lens known; twice is fine."""
         entry = lens.entry
         if entry.sha256 in self._known:
             return
@@ -230,11 +180,7 @@ class LensStore:
         self._known.pop(sha256, None)
 
     def get(self, sha256: str) -> Translator:
-        """A lens.
-
-        Raises:
-            SpecError: it is not known here.
-        """
+        """A lens."""
         known = self._known.get(sha256)
         if known is None:
             raise SpecError(

@@ -53,18 +53,7 @@ class Readout:
         *,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        """Lay the weights out.
-
-        Args:
-            probes: in the order of their columns.
-            taps: taps of this worker that they read, in tap order.
-            device: of the rows.
-            scratch: on a GPU, flat float32 memory for what is needed between rows and numbers; used
-                by one readout at a time. Where it is too small that is allocated.
-
-        Raises:
-            UnsupportedError: an MLP reads taps of several pipeline stages.
-        """
+        """Lay the weights out."""
         rank = {tap: i for i, tap in enumerate(taps)}
         hidden = probes[0].hidden
         self.columns = sum(probe.columns for probe in probes)
@@ -131,15 +120,7 @@ class Readout:
         """Tokens that are read at once."""
 
     def __call__(self, rows: torch.Tensor, ranks: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the probes.
-
-        Args:
-            rows: (taps, tokens, hidden), or (taps, steps, tokens, hidden) of some steps.
-            ranks: of its taps those that are read, ascending; by default all.
-
-        Returns:
-            (1, tokens, columns) float32, those of a step behind those of the one before.
-        """
+        """Apply the probes."""
         rows = rows if rows.dim() == 4 else rows[:, None]
         ranks = tuple(range(rows.shape[0]) if ranks is None else ranks)
         _, steps, n, _ = rows.shape
@@ -197,12 +178,7 @@ def _uploaded(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def warm_up_readout(ring: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Compile what reads rows on a GPU: no running request must wait for that.
-
-    Args:
-        ring: (rows, hidden); where rows lie.
-        scratch: see `Readout`; empty where nothing is read on a GPU.
-    """
+    """Compile what reads rows on a GPU: no running request must wait for that."""
     if not scratch.numel():
         return
     from .kernels.readout_triton import WIDE, launch
@@ -228,14 +204,7 @@ class ProbeStore:
         kept_bytes: int = _KEPT_BYTES,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
-        """Start empty.
-
-        Args:
-            device: of the rows.
-            scratch: see `Readout`.
-            kept_bytes: of weights that are kept though nobody may use them.
-            most_bytes: of weights on the device.
-        """
+        """Start empty."""
         self.most_bytes = most_bytes
         self._device = device
         self._scratch = scratch
@@ -260,14 +229,7 @@ class ProbeStore:
         return sum(readout.nbytes for readout in self._used.values())
 
     def readout(self, names: tuple[str, ...], taps: tuple[TapPoint, ...]) -> Readout:
-        """The readout of some probes at some taps of this worker.
-
-        Raises:
-            SpecError: a probe is not known here.
-            UnsupportedError: an MLP reads taps of several pipeline stages; or the weights are more
-                than the device has room for.
-            CapacityError: they are, beside those of others.
-        """
+        """The readout of some probes at some taps of this worker."""
         missing = [name for name in names if name not in self._probes]
         if missing:
             raise SpecError(

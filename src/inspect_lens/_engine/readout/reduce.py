@@ -129,12 +129,7 @@ class Reducer:
         self._n_prompt[slots] = n_prompt
 
     def watch(self, slot: int, envelope: Envelope) -> None:
-        """Take note of a request something of which is reduced; a pre-empted one goes on.
-
-        Args:
-            slot: of the request, whose number is known.
-            envelope: what it asks for.
-        """
+        """Take note of a request something of which is reduced; a pre-empted one goes on."""
         if envelope.capture is not None and envelope.capture.token:
             number, token = int(self._numbers.of_slot[slot]), envelope.capture.token
             record = self._done[number % BOARD_SIZE]
@@ -191,15 +186,7 @@ class Reducer:
         return Part(tensor, part.slots, counts, first, listed, None, part.dtype)
 
     def apply(self, form: Form, part: Part) -> Part | None:
-        """Make of rows what was asked for.
-
-        Args:
-            form: what that is.
-            part: rows as the model made them.
-
-        Returns:
-            What is to be sent; None where that is nothing.
-        """
+        """Make of rows what was asked for."""
         if form.operation == "norm":
             return replace(part, tensor=self._copier.apply(_norm, part.tensor), dtype=form.wire)
         if form.operation != "none":
@@ -301,14 +288,7 @@ class Tally:
     def __init__(
         self, sums: torch.Tensor, latest: torch.Tensor, lag: int = LAG, most: int = _MOST
     ) -> None:
-        """Store the tables.
-
-        Args:
-            sums: (rows, width) float32; may have no rows.
-            latest: (lag * rows, width) in the stream's dtype; what stays apart from each sum.
-            lag: rows of a request that stay apart from its sum.
-            most: rows after which a request has to begin anew; some do after half of them.
-        """
+        """Store the tables."""
         self._most = most
         self._sums, self._latest = sums, latest
         self._lag = lag
@@ -330,16 +310,7 @@ class Tally:
         return len(self._sums) - sum(n for _, n in self._free)
 
     def open(self, slot: int, fold: Fold, n_taps: int) -> bool:
-        """Make room for a request.
-
-        Args:
-            slot: of the request.
-            fold: what is made of its rows.
-            n_taps: at which they come.
-
-        Returns:
-            False where there is none: its rows have to be sent.
-        """
+        """Make room for a request."""
         k = next((k for k, (_, n) in enumerate(self._free) if n >= n_taps), None)
         if k is None:
             return False
@@ -396,13 +367,7 @@ class Tally:
         return slots[self._count[slots] >= most]
 
     def add(self, rows: torch.Tensor, slots: Longs, positions: Longs) -> None:
-        """Take one row of each request at all taps.
-
-        Args:
-            rows: (taps, requests, width), of requests of which the same is made.
-            slots: of the requests.
-            positions: of their rows.
-        """
+        """Take one row of each request at all taps."""
         n, fold = self._count[slots], self._fold[int(slots[0])]
         index = self._index(self._start[slots], n % self._lag, rows.shape[0])
         with torch.inference_mode():
@@ -422,9 +387,6 @@ class Tally:
         """Take what requests have, which then begin anew.
 
         All at once, as requests that started together end together.
-
-        Args:
-            slots: of the requests; those that have nothing here are passed over.
         """
         slots = slots[self.known(slots)]
         slots = slots[self._count[slots] > 0]

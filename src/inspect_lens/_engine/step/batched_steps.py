@@ -30,12 +30,7 @@ class Rounds:
     """Gives steps their places in the ring, and sends what lies there when a round is over."""
 
     def __init__(self, ring: Ring, sender: Sender) -> None:
-        """Begin with nothing.
-
-        Args:
-            ring: whose parts are given out.
-            sender: of what the steps leave there.
-        """
+        """Begin with nothing."""
         self._ring = ring
         self._sender = sender
         self._span = Span()
@@ -56,28 +51,13 @@ class Rounds:
         return set() if self._plan is None else self._plan.captured
 
     def begin(self, plan: StepPlan) -> int:
-        """Place a step with a plan of its own.
-
-        Returns:
-            Ring row from which its rows are counted.
-
-        Raises:
-            OverflowError: the ring is too small for it.
-        """
+        """Place a step with a plan of its own."""
         self._plan = plan
         self._start(0, 1)
         return self._span.first_row
 
     def again(self, done: int, left: int) -> int:
-        """Place a step that repeats the one that was planned last.
-
-        Args:
-            done: repetitions before it, and itself.
-            left: repetitions that are sure to follow unless somebody comes or goes.
-
-        Returns:
-            Ring row from which its rows are counted.
-        """
+        """Place a step that repeats the one that was planned last."""
         assert self._plan is not None
         if self._n_begun == self._length:
             self._start(done, self._steps_together(self._plan, left + 1))
@@ -95,15 +75,7 @@ class Rounds:
         return blocks, self._span.first_row + done * plan.ring_rows
 
     def end(self, path: EnginePath, *, is_last: bool) -> None:
-        """Take note that the step that was placed last has run.
-
-        Args:
-            path: how.
-            is_last: whether the next one is certain to be planned anew.
-
-        Raises:
-            CapacityError: there was no room for what was sent, and none came free.
-        """
+        """Take note that the step that was placed last has run."""
         if path != self._path:
             self._send()
         self._path, self._n_ended = path, self._n_begun
@@ -111,11 +83,7 @@ class Rounds:
             self.close()
 
     def close(self) -> None:
-        """Send what waits; the next step begins a round.
-
-        Raises:
-            CapacityError: there was no room, and none came free.
-        """
+        """Send what waits; the next step begins a round."""
         self._length = self._n_begun
         self._send()
         if self._n_ended == self._n_begun:

@@ -86,12 +86,7 @@ class Window:
                 self.listed.pop(slot, None)
 
     def select(self, block: GroupBlock) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
-        """Cut a block to these positions; None where it has no others.
-
-        Returns:
-            Tokens of the block that stay; per request their number and first position; and by
-            request the positions where they need not be consecutive.
-        """
+        """Cut a block to these positions; None where it has no others."""
         lo, hi = self.lo[block.slots], self.hi[block.slots]
         last = block.first + block.counts
         for i, positions in block.listed.items():
@@ -133,15 +128,7 @@ class Groups:
         tap_rows: Longs,
         rank: int = 0,
     ) -> None:
-        """Begin without groups.
-
-        Args:
-            tap_index: index of each tap of this worker.
-            probes: that it knows.
-            tap_rows: (taps,); ring rows of a token at each tap.
-            rank: of this worker among tensor-parallel ones. Those behind the first send their
-                shares of what is split over them, and nothing else.
-        """
+        """Begin without groups."""
         self._tap_index = tap_index
         self._tap_rows = tap_rows
         self._starts = np.cumsum(tap_rows) - tap_rows
@@ -177,13 +164,7 @@ class Groups:
         return self._windows[stream].select(block)
 
     def watch(self, table: RequestTable, slots: Longs, envelopes: Sequence[Envelope]) -> None:
-        """Note which rows are wanted, all in all and for each result.
-
-        Args:
-            table: of the requests.
-            slots: of requests of one group.
-            envelopes: what each of them asks for.
-        """
+        """Note which rows are wanted, all in all and for each result."""
         table.lo[slots], table.hi[slots] = np.iinfo(np.int64).max, 0
         results = zip(*[envelope.results for envelope in envelopes], strict=True)
         for window, of_all in zip(self._windows, results, strict=True):
@@ -206,18 +187,7 @@ class Groups:
                     table.listed[slot] = positions
 
     def take(self, envelope: Envelope, n: int = 1) -> int | None:
-        """The group of some requests, which belong to it until `give`.
-
-        Args:
-            envelope: what they ask for.
-            n: how many they are.
-
-        Returns:
-            Its number; None where this worker has no rows of theirs.
-
-        Raises:
-            LensError: this worker cannot apply the requests' probes.
-        """
+        """The group of some requests, which belong to it until `give`."""
         wanted = self._wanted(envelope)
         key, probe_taps = wanted.key, wanted.probe_taps
         if key is None:

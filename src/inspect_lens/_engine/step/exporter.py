@@ -39,18 +39,7 @@ class Sender:
         drop: Callable[[str], None],
         fail: Callable[[bytes, Exception], None],
     ) -> None:
-        """Store what sending needs.
-
-        Args:
-            ring: where the taps put rows.
-            exporter: the way out.
-            groups: what the requests of each group want.
-            numbers: of requests, by slot.
-            tally: keeps what grows of sampled tokens.
-            owners: of requests, by slot.
-            drop: called for a front-end that takes nothing any more, and forgets its requests.
-            fail: called where rows of some requests, by packed numbers, could not be sent.
-        """
+        """Store what sending needs."""
         self._ring = ring
         self._exporter = exporter
         self._copier = exporter.copier
@@ -95,11 +84,6 @@ class Sender:
         """Take note of a request something of which is reduced.
 
         What is made of its sampled tokens is kept here until it is over, where there is room.
-
-        Args:
-            slot: of the request, whose number is known.
-            envelope: what it asks for.
-            group: that it belongs to.
         """
         self.reducer.watch(slot, envelope)
         capture, ranks = envelope.capture, self._groups[group].rows
@@ -145,15 +129,7 @@ class Sender:
         self.reducer.forget(slot)
 
     def bytes_that_wait(self, blocks: Iterable[GroupBlock]) -> int | None:
-        """Bytes of rows of a step that may be sent with those of the next ones.
-
-        Args:
-            blocks: where they lie, one token of each request.
-
-        Returns:
-            What is sent of each step; None where something of it has to be sent now, because it
-            is looked at as it comes, is read by a logit lens, or grows in a sum.
-        """
+        """Bytes of rows of a step that may be sent with those of the next ones."""
         if self.tally.rows_in_use or self.reducer.resumed:
             return None
         total, row_bytes = 0, self._ring.shape[1] * self._ring.element_size()
@@ -177,15 +153,7 @@ class Sender:
         steps: int = 1,
         apart: int = 0,
     ) -> None:
-        """Send the rows of a step, or of some steps that were the same.
-
-        Args:
-            blocks: where they lie; of several steps, their tokens behind each other.
-            first_row: ring row from which that is counted.
-            path: how the forward pass ran.
-            steps: that are sent.
-            apart: ring rows from each to the next.
-        """
+        """Send the rows of a step, or of some steps that were the same."""
         with self._dropping():
             for block in blocks:
                 # Of a request that failed meanwhile nobody wants the rows, nor is its group there.
@@ -293,11 +261,7 @@ class Sender:
         return None if is_all else rest.only(~own, self._copier)
 
     def settle(self, running: Mapping[int, int]) -> None:
-        """Tell front-ends how far drafts are settled.
-
-        Args:
-            running: by slot, one past the last position that the step settled.
-        """
+        """Tell front-ends how far drafts are settled."""
         by_reply: dict[str, list[int]] = {}
         for slot in running:
             if (reply := self._owners.reply_of(slot)) is not None:

@@ -51,14 +51,7 @@ class Unembedding(Protocol):
         ...
 
     def logits(self, rows: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Logits of rows of the stream.
-
-        Args:
-            rows: gives them, (rows, hidden); what it raises, all ranks raise.
-
-        Returns:
-            (rows, vocabulary), on every rank.
-        """
+        """Logits of rows of the stream."""
         ...
 
 
@@ -148,11 +141,7 @@ class LensStepper(Stepper):
         super().end_step(path)
 
     def _read(self) -> None:
-        """Read the rows of the step.
-
-        Raises:
-            Exception: they could not be read, on this rank or on another one.
-        """
+        """Read the rows of the step."""
         head = self.head
         if head is None:
             return
@@ -247,16 +236,9 @@ def _translated(
 
 
 def _spans(layers: Sequence[int], n: int, start: int, stop: int) -> list[Span]:
-    """Layers of some of the rows of a form, which has `n` of each layer, one layer behind another.
+    """Layers of some of the rows of a form.
 
-    Args:
-        layers: of the form.
-        n: rows of each of them.
-        start: first row.
-        stop: one past the last row.
-
-    Returns:
-        The layers, with rows counted from `start`.
+    Which has `n` of each layer, one layer behind another.
     """
     of_each = ((layer, i * n, (i + 1) * n) for i, layer in enumerate(layers))
     return [

@@ -56,19 +56,7 @@ class Roster:
         is_exporting: bool,
         is_first: bool = True,
     ) -> None:
-        """Store what requests are entered into.
-
-        Args:
-            tap_index: index of each tap of this worker.
-            bank: of steering vectors.
-            groups: of requests that want the same rows.
-            numbers: of requests, by slot.
-            owners: of requests, by slot.
-            sender: of their rows.
-            is_exporting: whether this worker sends any.
-            is_first: whether it is the first of its tensor-parallel ranks, which tells of all that
-                is alike on them: steering, and requests of which nothing is split.
-        """
+        """Store what requests are entered into."""
         self._tap_index = tap_index
         self._bank = bank
         self._groups = groups
@@ -84,14 +72,7 @@ class Roster:
         """Slots of requests that no step has run yet."""
 
     def take_up(self, coming: Mapping[str, Mapping[str, Any]]) -> dict[str, Exception]:
-        """Enter requests that no step has run yet.
-
-        Args:
-            coming: packed envelopes, by key.
-
-        Returns:
-            Those that cannot be served, and why. Some of what they hold is held still.
-        """
+        """Enter requests that no step has run yet."""
         failed: dict[str, Exception] = {}
         alike: dict[tuple[Any, ...], list[tuple[str, Envelope]]] = {}
         for key, packed in coming.items():
@@ -150,15 +131,7 @@ class Roster:
             self._bank.fed.note()
 
     def apart(self, batch: Batch, poisoned: Collection[str]) -> tuple[Batch, list[str]]:
-        """Tell requests that begin behind blocks of the cache under a bad salt from all others.
-
-        Args:
-            batch: of a step, of which no request is new from now on.
-            poisoned: the salts.
-
-        Returns:
-            The others, and the keys of these.
-        """
+        """Tell requests that begin behind blocks of the cache under a bad salt from all others."""
         new, self.new = self.new, set()
         if not poisoned or not new:
             return batch, []
@@ -217,14 +190,7 @@ class Roster:
         return failed
 
     def _equip(self, request: Request, envelope: Envelope) -> int:
-        """Enter what only some requests have.
-
-        Returns:
-            Taps at which the request is steered here.
-
-        Raises:
-            CapacityError: there is no room for its vectors.
-        """
+        """Enter what only some requests have."""
         slot, group, table = request.slot, request.group, self.table
         steered = [t for t in envelope.edited.taps if t in self._tap_index]
         if steered:

@@ -48,15 +48,7 @@ class Stepper:
         self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG,
         rank: int = 0,
     ) -> None:  # fmt: skip
-        """Store what the steps need.
-
-        Args:
-            state: the worker's buffers.
-            exporter: where results go.
-            is_exporting: whether this rank sends anything; see `Groups`.
-            lag: see `Tally`.
-            rank: of this worker among tensor-parallel ones.
-        """
+        """Store what the steps need."""
         self.state, self._exporter = state, exporter
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank, state.shares)
@@ -136,14 +128,7 @@ class Stepper:
         return self._exporter.arena
 
     def batch(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> Batch:
-        """Pick the requests that use the lens out of a step's layout.
-
-        Args:
-            keys: all requests of the step, in batch order.
-            offset: index of each one's first token in the step.
-            n_tokens: tokens of each in this step.
-            position: absolute position of each one's first token.
-        """
+        """Pick the requests that use the lens out of a step's layout."""
         self.take_up()
         known = self._roster.by_key
         found = [(i, r.slot) for i, key in enumerate(keys) if (r := known.get(key)) is not None]
@@ -212,14 +197,7 @@ class Stepper:
             self._roster.forget(request)
 
     def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
-        """Make the step that is about to run do what its requests ask for.
-
-        Args:
-            keys: all requests of the step, in batch order.
-            offset: index of each one's first token in the step.
-            n_tokens: tokens of each in this step.
-            position: absolute position of each one's first token.
-        """
+        """Make the step that is about to run do what its requests ask for."""
         self._outbox.begin_step()
         self.take_up()
         self._roster.note_fed()
@@ -268,11 +246,7 @@ class Stepper:
             self._fail_slots(batch.slots.tolist(), error)
 
     def end_step(self, path: EnginePath) -> None:
-        """Send what the step captured, or let it wait for the next ones, if these repeat it.
-
-        Args:
-            path: how the forward pass ran.
-        """
+        """Send what the step captured, or let it wait for the next ones, if these repeat it."""
         plan = self._plan
         if plan is None:
             return

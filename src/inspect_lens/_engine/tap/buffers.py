@@ -105,25 +105,7 @@ class TapState:
         tap_rows: Sequence[int] | None = None,
         shares: Sequence[Share] | None = None,
     ) -> TapState:
-        """Allocate all buffers of a worker.
-
-        Args:
-            taps: see `TapState`.
-            hidden: width of the residual stream.
-            dtype: of the residual stream.
-            max_tokens: of a forward pass, padding included.
-            max_groups: groups of requests in a step.
-            ring_rows: that one step may fill.
-            bank_rows: steering rows.
-            device: of the model.
-            sum_rows: rows of `sums`.
-            lag: rows of `latest` for each of them.
-            scratch_bytes: bytes of `scratch`.
-            parts: of the ring, an even number, half of which hold `ring_rows`; or 1, which holds
-                them alone. On a CPU rows have left when a step ends, so there it is 1.
-            tap_rows: see `TapState`; by default one each.
-            shares: see `TapState`; by default rows are as wide as the stream.
-        """
+        """Allocate all buffers of a worker."""
         n = len(taps)
         if parts is None:
             parts = _PARTS if device.type == "cuda" else 1
@@ -204,14 +186,7 @@ def uninstall(state: TapState) -> None:
 
 
 def find(ctl: torch.Tensor) -> tuple[TapState, int] | None:
-    """The state of a tap and its index there; None where no worker in this process has taps.
-
-    Args:
-        ctl: control tensor of the tap.
-
-    Raises:
-        LensError: other taps are known, and this one is not.
-    """
+    """The state of a tap and its index there; None where no worker in this process has taps."""
     found = _owners.get(ctl.data_ptr())
     state = None if found is None else found[0]()
     if found is not None and state is not None:

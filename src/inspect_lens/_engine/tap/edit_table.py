@@ -106,12 +106,7 @@ class Bank:
     """Host side of the table: allocation, sharing by content, and reference counts."""
 
     def __init__(self, tensors: BankTensors, shares: Sequence[Share] | None = None) -> None:
-        """Begin with an empty table.
-
-        Args:
-            tensors: the device side.
-            shares: see `TapState`; None where all rows are as wide as the stream.
-        """
+        """Begin with an empty table."""
         self._tensors = tensors
         rows, taps = tensors.table.shape
         self._width = tensors.vectors.shape[1]
@@ -142,19 +137,7 @@ class Bank:
         return self._tensors.fed
 
     def admit(self, envelope: Envelope, tap_index: dict[TapPoint, int]) -> Steering:
-        """Place the edits of one request.
-
-        Args:
-            envelope: the request.
-            tap_index: index of each tap of this worker; vectors for others are left to the
-                workers that have them.
-
-        Returns:
-            What the plan needs and `release` takes back.
-
-        Raises:
-            CapacityError: the table is full; nothing was taken.
-        """
+        """Place the edits of one request."""
         content = envelope.steer_hash or ""
         held, users = self._held.get(content, (None, 0))
         if held is None:
@@ -186,14 +169,7 @@ class Bank:
         return Steering(every, named, placing.held, placing.configs, content)
 
     def reset(self, record: int) -> None:
-        """Shut the gates of a new request that last.
-
-        Args:
-            record: of the board, which is its own.
-
-        Raises:
-            UnsupportedError: front-ends could not be told when a gate fires.
-        """
+        """Shut the gates of a new request that last."""
         latches = self._tensors.latches
         if not latches.can_tell:
             raise UnsupportedError(
@@ -206,17 +182,7 @@ class Bank:
     def keep_history(
         self, key: str, record: int, envelope: Envelope, tap_index: Mapping[TapPoint, int]
     ) -> None:
-        """Make room for what the running gates of a request decide, unless it has it already.
-
-        Args:
-            key: of the request, for `drop_history`.
-            record: of the board, which is its own.
-            envelope: the request.
-            tap_index: see `admit`.
-
-        Raises:
-            CapacityError: the table is full; `drop_history` gives back what was taken.
-        """
+        """Make room for what the running gates of a request decide, unless it has it already."""
         mine = [e for e in envelope.edits if e.room and e.taps[0] in tap_index]
         wanted = record, *[(e.latch, e.lo, e.room) for e in mine]
         if not mine or (key in self._histories and self._histories[key][0] == wanted):
@@ -271,12 +237,7 @@ class Bank:
             self.config_taps[config] = np.asarray(first) != 0
 
     def flush(self) -> None:
-        """Put what is new where taps read it, once for all requests that were admitted together.
-
-        Raises:
-            Exception: of the device. The caller has to fail all requests that were admitted since
-                the last call: what is new of them is forgotten, and does not stop later ones.
-        """
+        """Put what is new where taps read it, once for all requests that were admitted together."""
         to = self._tensors
         vectors, self._new_vectors = self._new_vectors, {}
         entries, self._new_entries = self._new_entries, {}

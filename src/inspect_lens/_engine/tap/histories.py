@@ -74,11 +74,7 @@ class Latches:
         return 2 * self.first.numel() * self.first.element_size()
 
     def tell(self, noted: torch.Tensor | None) -> None:
-        """Have front-ends told what fires.
-
-        Args:
-            noted: see `Latches`; None where kernels cannot write to what front-ends read.
-        """
+        """Have front-ends told what fires."""
         self.can_tell = noted is not None
         if noted is not None:
             self.noted = noted
@@ -89,13 +85,7 @@ class Latches:
         self.history[record].zero_()
 
     def fire(self, records: torch.Tensor, registers: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take note of gates that fired: the definition of what the kernel does.
-
-        Args:
-            records: (n,) int64; of the tokens' requests.
-            registers: (n,) int64; of the gates, from `N_REGISTERS` on.
-            positions: (n,) int64; of the tokens.
-        """
+        """Take note of gates that fired: the definition of what the kernel does."""
         at = records, registers - N_REGISTERS
         flat = at[0] * N_LATCHES + at[1]
         self.first.view(-1).scatter_reduce_(0, flat, positions.int(), "amin")
@@ -115,17 +105,7 @@ def decide(
     scores: torch.Tensor,
     params: torch.Tensor,
 ) -> None:
-    """Take note of what running gates make of tokens: the definition of what the kernel does.
-
-    Args:
-        vectors: (rows, hidden) float32; the table in which histories lie.
-        latches: where they lie there, and where front-ends are told.
-        owners: (n,) int64 each: records, registers from `SAME_TOKEN` on, and positions; among them
-            one token at most of each request and gate that is not decided.
-        scores: (n,) float32; what the gates read.
-        params: (n, 4) float32; steepness, threshold, the threshold at which it closes, and the
-            weight of the newest score.
-    """
+    """Take note of what running gates make of tokens: the definition of what the kernel does."""
     records, registers, positions = owners
     slots = (registers - SAME_TOKEN) % N_LATCHES
     flat = vectors.view(-1)
@@ -162,18 +142,7 @@ def factors(
     registers: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """What the edits of tokens are multiplied with: what was decided at them, or one before.
-
-    Args:
-        vectors: see `decide`.
-        latches: see `decide`.
-        records: (n,) int64.
-        registers: (n,) int64; from `NEXT_TOKEN` on, of gates that decide on the next token.
-        positions: (n,) int64.
-
-    Returns:
-        (n,) float32; 0 where nothing was decided.
-    """
+    """What the edits of tokens are multiplied with: what was decided at them, or one before."""
     flat = vectors.view(-1)
     slots = (registers - SAME_TOKEN) % N_LATCHES
     start = latches.history[records, slots].long() * vectors.shape[1]
@@ -205,11 +174,7 @@ class Fed:
     source: Callable[[], torch.Tensor] | None = None
 
     def check(self) -> None:
-        """Refuse gates that look at ids where nobody can give them.
-
-        Raises:
-            UnsupportedError: there is no source.
-        """
+        """Refuse gates that look at ids where nobody can give them."""
         if self.source is None:
             raise UnsupportedError(
                 "edits: positions among='completion' need the ids of tokens that are fed, which "

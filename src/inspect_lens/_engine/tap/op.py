@@ -60,12 +60,7 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
 
 
 def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
-    """Compile the kernels for all layouts: a graph capture must not be the first launch.
-
-    Args:
-        state: whose taps are launched; they are idle.
-        widths: of taps that are not as wide as the stream.
-    """
+    """Compile the kernels for all layouts: a graph capture must not be the first launch."""
     if not state.ring.is_cuda:
         return
     from .kernels.tap_triton import launch

@@ -62,12 +62,7 @@ class Vectors:
         return self.spec.vectors.to_float32()
 
     def row_at(self, position: int, is_named: bool) -> int | None:
-        """Which of the vectors a token gets: an index, -1 for the shared one, None for none.
-
-        Args:
-            position: of the token, or of one like it that nothing names.
-            is_named: whether some vector of the request names the position.
-        """
+        """Which of the vectors a token gets: an index, -1 for the shared one, None for none."""
         return _row_at(self.spec, self.index, position, is_named, has_own=self.has_positions)
 
     def scaled(self, layers: list[int], rows: list[int]) -> Row:
@@ -137,15 +132,7 @@ class Placing:
         tap_index: dict[TapPoint, int],
         width: int,
     ) -> None:
-        """Store what is to be placed.
-
-        Args:
-            parts: of the request.
-            tables: of vectors, of entries, and of configurations.
-            shares: by tap.
-            tap_index: index of each tap of this worker.
-            width: of the rows of the table of vectors.
-        """
+        """Store what is to be placed."""
         self._parts, self._shares, self._width = parts, shares, width
         self._of_vectors, self._of_entries, self._of_configs = tables
         self._at_tap: dict[int, list[tuple[int, int]]] = {}

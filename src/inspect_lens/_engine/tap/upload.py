@@ -23,21 +23,11 @@ class Maps(Protocol):
     """Fills the maps before a step and leaves the taps idle when told to."""
 
     def write(self, plan: StepPlan, first_row: int) -> None:
-        """Make the next forward pass carry the plan out.
-
-        Args:
-            plan: of the step.
-            first_row: ring row at which its rows begin.
-        """
+        """Make the next forward pass carry the plan out."""
         ...
 
     def repeat(self, first_row: int, done: int = 0) -> None:
-        """Make the next forward pass carry out the plan that was written last.
-
-        Args:
-            first_row: ring row at which its rows begin.
-            done: steps since that plan was written; 0 where no tap asks for positions.
-        """
+        """Make the next forward pass carry out the plan that was written last."""
         ...
 
     def clear(self) -> None:

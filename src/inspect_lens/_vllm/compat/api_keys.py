@@ -9,11 +9,7 @@ __all__ = ["lacks_key"]
 
 
 def lacks_key(scope: Mapping[str, Any]) -> bool:
-    """Whether a server has keys, and a request shows none of them.
-
-    Args:
-        scope: of the request, as ASGI has it.
-    """
+    """Whether a server has keys, and a request shows none of them."""
     from starlette.datastructures import Headers
 
     app = scope.get("app")

@@ -60,11 +60,7 @@ def has_connector(vllm_config: Any) -> bool:
 
 
 def behaviours_of(vllm_config: Any, settings: Settings) -> dict[str, Behaviour | None]:
-    """What an engine's connectors find blocks by; None of one that nobody knows.
-
-    Raises:
-        SpecError: INSPECT_LENS_KV_CONNECTORS is wrong.
-    """
+    """What an engine's connectors find blocks by; None of one that nobody knows."""
     if not has_connector(vllm_config):
         return {}
     told = _told(settings.kv_connectors)
@@ -135,11 +131,7 @@ def connector_refusals(vllm_config: Any) -> dict[str, bool]:
 
 
 def is_vllms_own(scheduler: Any) -> bool:
-    """Whether a scheduler is vLLM's.
-
-    Args:
-        scheduler: class, its name, or None for the default.
-    """
+    """Whether a scheduler is vLLM's."""
     name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
     return scheduler is None or str(name).startswith("vllm.")
 

@@ -49,11 +49,7 @@ class CpuAdapters:
             self._seen.discard(int(args[0]))
 
     def check(self, params: Any) -> None:
-        """Refuse what would end the engine.
-
-        Raises:
-            UnsupportedError: log-probabilities of the prompt are asked for.
-        """
+        """Refuse what would end the engine."""
         if getattr(params, "prompt_logprobs", None) is not None:
             raise UnsupportedError(
                 "prompt_logprobs: with LoRA enabled vLLM on a CPU ends on such a request, and all "
@@ -61,11 +57,7 @@ class CpuAdapters:
             )
 
     def note(self, lora_request: Any, *, uses_lens: bool) -> None:
-        """Take note of a request's adapter.
-
-        Raises:
-            UnsupportedError: it has none, and would get the rows of one.
-        """
+        """Take note of a request's adapter."""
         if lora_request is not None:
             self._seen.add(int(lora_request.lora_int_id))
             return

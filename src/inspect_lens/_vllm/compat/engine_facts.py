@@ -41,17 +41,7 @@ _NEURONS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 
 def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
-    """Work out the width of a site.
-
-    Args:
-        site: one that is not as wide as the stream.
-        model: vLLM's `ModelConfig`.
-        parallel: vLLM's `ParallelConfig`.
-        ranks: tensor-parallel ranks.
-
-    Raises:
-        SpecError: the model does not have it.
-    """
+    """Work out the width of a site."""
     config = model.hf_text_config
     is_latent = bool(getattr(model, "use_mla", False))
     if site in ("q", "k", "v") and is_latent:
@@ -149,19 +139,7 @@ def is_compiled(vllm_config: Any) -> bool:
 
 
 def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
-    """Work the facts out.
-
-    Args:
-        vllm_config: vLLM's configuration of the engine.
-        settings: of this process; the same environment reaches all processes of an engine.
-
-    Returns:
-        The facts.
-
-    Raises:
-        SpecError: `INSPECT_LENS_LAYERS` names a layer that the model does not have, or
-            `INSPECT_LENS_SITES` a site that does not exist, or that the model does not have.
-    """
+    """Work the facts out."""
     model = vllm_config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     hidden = int(model.get_hidden_size())

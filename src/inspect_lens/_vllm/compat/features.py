@@ -177,11 +177,7 @@ def is_off(feature: Feature) -> str | None:
 
 
 def require(feature: Feature) -> None:
-    """Refuse what needs a feature that is off.
-
-    Raises:
-        UnsupportedError: it is; the reason is named.
-    """
+    """Refuse what needs a feature that is off."""
     if (reason := is_off(feature)) is not None:
         raise UnsupportedError(f"{FEATURES[feature]}: off in this server: {reason}")
 
@@ -203,14 +199,7 @@ def busy(message: str) -> Exception:
 
 
 def problems(root: Path | None = None) -> dict[Feature, str]:
-    """What of the vLLM that is installed is missing, by the feature that needs it.
-
-    Args:
-        root: folder that holds `vllm/`; by default that of the installed one. It is not imported.
-
-    Returns:
-        A reason for each feature that is off.
-    """
+    """What of the vLLM that is installed is missing, by the feature that needs it."""
     place = root or _root()
     found: dict[Feature, str] = {}
     if place is None:
@@ -243,13 +232,7 @@ def _source(place: Path, module: str) -> str:
 
 
 def has(place: Path, target: str, parameters: tuple[str, ...] = ()) -> bool:
-    """Whether vLLM's source has a name, and a function by that name has parameters.
-
-    Args:
-        place: folder that holds `vllm/`.
-        target: see `Lean`.
-        parameters: in any order; what is wrapped is judged exactly when it is.
-    """
+    """Whether vLLM's source has a name, and a function by that name has parameters."""
     module, _, path = target.partition(":")
     *owner, name = path.split(".")
     text = _source(place, module)

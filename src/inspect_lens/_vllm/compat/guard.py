@@ -161,11 +161,7 @@ DOORS: tuple[Door, ...] = (
 
 
 def guarded(stepper: Stepper, work: Callable[..., Any], *args: Any) -> Any:
-    """Do some work in the step loop; a fault fails the requests that use the lens.
-
-    Returns:
-        What `work` returns; None after a fault.
-    """
+    """Do some work in the step loop; a fault fails the requests that use the lens."""
     try:
         return work(*args)
     except BaseException as error:
@@ -197,11 +193,7 @@ def idle(stepper: Stepper, dummy_run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fault_of(error: BaseException) -> LensError:
-    """The error of a request for which our code went wrong, in words for its client.
-
-    Args:
-        error: what was raised; errors of ours that were meant stay as they are.
-    """
+    """The error of a request for which our code went wrong, in words for its client."""
     if isinstance(error, LensError):
         return error
     return CaptureError(
@@ -211,15 +203,7 @@ def fault_of(error: BaseException) -> LensError:
 
 
 def pass_over(error: BaseException, *, uses_lens: bool) -> None:
-    """Decide on a fault in a call of one request's own.
-
-    Args:
-        error: what our code raised.
-        uses_lens: whether the request asks for anything of ours. Else it goes on without us.
-
-    Raises:
-        LensError: it does; or the error was meant.
-    """
+    """Decide on a fault in a call of one request's own."""
     if ends_process(error) or isinstance(error, LensError):
         raise refused(error)
     if uses_lens:

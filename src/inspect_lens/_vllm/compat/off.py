@@ -39,11 +39,7 @@ def when_off(vllm_config: Any, tell: Callable[[str], None]) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a refusal or a fault of ours means for the engine, in words for its clients.
-
-    Raises:
-        BaseException: the error itself, where it ends the process or the lens is required.
-    """
+    """What a refusal or a fault of ours means for the engine, in words for its clients."""
     if ends_process(error) or is_required():
         raise error
     if isinstance(error, LensError):
@@ -54,16 +50,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def turn_off(vllm_config: Any, reason: str, *, is_told: bool = False) -> None:
-    """Note why the lens is off in an engine.
-
-    Args:
-        vllm_config: of the engine.
-        reason: for its clients.
-        is_told: whether another process of the engine has told it in the log.
-
-    Raises:
-        CompatError: the lens is required.
-    """
+    """Note why the lens is off in an engine."""
     if is_required():
         raise CompatError(f"INSPECT_LENS_REQUIRED is set, and the lens is off: {reason}")
     for config, tell in _listeners:

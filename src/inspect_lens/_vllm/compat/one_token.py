@@ -9,12 +9,7 @@ __all__ = ["one_token", "status_of"]
 
 
 def one_token(tokens: Sequence[int], extra_args: dict[str, Any] | None) -> Any:
-    """Make vLLM's sampling parameters.
-
-    Args:
-        tokens: whose log-probabilities are wanted; may be empty.
-        extra_args: lens arguments.
-    """
+    """Make vLLM's sampling parameters."""
     from vllm.sampling_params import SamplingParams
 
     return SamplingParams(
@@ -24,11 +19,7 @@ def one_token(tokens: Sequence[int], extra_args: dict[str, Any] | None) -> Any:
 
 
 def status_of(error: BaseException) -> int:
-    """HTTP status that vLLM's API server gives an error, ours among them.
-
-    Args:
-        error: that a request ended with.
-    """
+    """HTTP status that vLLM's API server gives an error, ours among them."""
     for name in ("status", "http_status", "status_code"):
         found = getattr(error, name, None)
         if isinstance(found, int):

@@ -18,9 +18,6 @@ def refuse_rivals() -> None:
     """Refuse to run beside vllm-lens.
 
     vLLM imports all its plug-ins before it calls one, so whichever is called here sees the others.
-
-    Raises:
-        RivalError: vLLM loads vllm-lens, too.
     """
     # Imported here: vLLM's entry point loads this file, and has to stay light.
     from .seams import allowed_plugins
@@ -37,14 +34,7 @@ def refuse_rivals() -> None:
 
 
 def rivals(allowed: list[str] | None) -> list[tuple[str, str]]:
-    """Plug-ins of vllm-lens that vLLM would load.
-
-    Args:
-        allowed: names in VLLM_PLUGINS; None where it loads all.
-
-    Returns:
-        Name and module of each.
-    """
+    """Plug-ins of vllm-lens that vLLM would load."""
     return [
         (plugin.name, plugin.module)
         for plugin in entry_points(group="vllm.general_plugins")

@@ -68,14 +68,7 @@ def seam(name: str) -> Seam:
 
 
 def resolve(item: Seam) -> tuple[Any, str, Callable[..., Any]]:
-    """Import a seam's target.
-
-    Returns:
-        The class that holds it, the attribute's name, and the original function.
-
-    Raises:
-        CompatError: it is not there.
-    """
+    """Import a seam's target."""
     module, _, path = item.target.partition(":")
     try:
         owner: Any = importlib.import_module(module)
@@ -93,11 +86,7 @@ def resolve(item: Seam) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def verify(items: tuple[Seam, ...]) -> None:
-    """Check that every seam exists with the parameters that its wrapper relies on.
-
-    Raises:
-        CompatError: one does not; the message names it.
-    """
+    """Check that every seam exists with the parameters that its wrapper relies on."""
     for item in items:
         _, _, original = resolve(item)
         names = tuple(inspect.signature(original).parameters)
@@ -112,12 +101,7 @@ def verify(items: tuple[Seam, ...]) -> None:
 
 
 def wrap(item: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a seam's target by `make(original)`, once.
-
-    Args:
-        item: the seam.
-        make: gets the original function and returns the wrapper.
-    """
+    """Replace a seam's target by `make(original)`, once."""
     owner, attribute, original = resolve(item)
     if hasattr(getattr(owner, attribute), _MARK):
         return

@@ -18,12 +18,7 @@ def is_traced(vllm_config: Any) -> bool:
 
 
 def parent_of(headers: Mapping[str, str] | None) -> Any:
-    """The context of OpenTelemetry that vLLM would take for a span; None where it takes none.
-
-    Args:
-        headers: `traceparent` and `tracestate` of W3C, as a client sent them. Without them vLLM
-            takes what is current in this thread, and then what its environment says.
-    """
+    """The context of OpenTelemetry that vLLM would take for a span; None where it takes none."""
     from vllm.tracing.otel import _get_smart_context, extract_trace_context
 
     found = extract_trace_context(headers)

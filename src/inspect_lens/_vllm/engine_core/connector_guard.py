@@ -41,12 +41,7 @@ class ConnectorGuard:
     """Which requests of a scheduler may use its connector, and for how much."""
 
     def __init__(self, behaviours: Collection[Behaviour | None], *, loads_again: bool) -> None:
-        """Begin without requests.
-
-        Args:
-            behaviours: of the connector, or of its parts; None for what is not known.
-            loads_again: whether tokens whose load has failed are computed by a running request.
-        """
+        """Begin without requests."""
         self._keeps_apart = any(one not in ("blocks", "request") for one in behaviours)
         self._is_by_request = any(one in ("request", None) for one in behaviours)
         self._loads_again = loads_again
@@ -54,11 +49,7 @@ class ConnectorGuard:
         """Requests of which the connector is told nothing."""
 
     def add(self, request: Any) -> None:
-        """Decide on a new request.
-
-        Args:
-            request: vLLM's `Request`.
-        """
+        """Decide on a new request."""
         if self._keeps_apart and self.mark(request) is not None:
             self.apart.add(request.request_id)
 
@@ -90,11 +81,7 @@ class ConnectorGuard:
         return known
 
     def take_finished(self, finished: Set[str]) -> frozenset[str]:
-        """Requests of which the connector is told nothing in this step.
-
-        Args:
-            finished: requests that are over, and may be forgotten after it.
-        """
+        """Requests of which the connector is told nothing in this step."""
         if not self.apart:
             return frozenset()
         apart = frozenset(self.apart)
@@ -109,15 +96,7 @@ def _sealed(request: Any) -> Any:
 
 
 def without_requests(output: Any, apart: Collection[str]) -> Any:
-    """What a connector is told of a step, without some requests.
-
-    Args:
-        output: vLLM's `SchedulerOutput`; stays as it is.
-        apart: ids of those requests.
-
-    Returns:
-        A copy.
-    """
+    """What a connector is told of a step, without some requests."""
     told = copy.copy(output)
     told.scheduled_new_reqs = [r for r in output.scheduled_new_reqs if r.req_id not in apart]
     cached = output.scheduled_cached_reqs
@@ -150,12 +129,7 @@ class GuardedConnector:
     """Stands between a scheduler and its connector."""
 
     def __init__(self, connector: Any, guard: ConnectorGuard) -> None:
-        """Take the place of a connector's methods.
-
-        Args:
-            connector: vLLM's, of the scheduler.
-            guard: what it may do.
-        """
+        """Take the place of a connector's methods."""
         self._guard = guard
         self._add, self._match = connector.on_new_request, connector.get_num_new_matched_tokens
         self._update, self._build = (

@@ -32,14 +32,7 @@ class StepRows:
     """How many tokens the next step may have, of one scheduler."""
 
     def __init__(self, *, rows: int, taps: int, most: int, least: int) -> None:
-        """Begin without requests.
-
-        Args:
-            rows: that the capture buffer has for a step.
-            taps: rows that a token takes at all taps of the engine.
-            most: tokens of a step.
-            least: tokens to which it can be cut; at all taps they fit the buffer.
-        """
+        """Begin without requests."""
         self._rows, self._taps, self._most, self._least = rows, taps, most, least
         # What those may fill that feed one token, and drafts.
         self._free = rows - least * taps
@@ -50,11 +43,7 @@ class StepRows:
         """Of one of them."""
 
     def add(self, request: Any) -> None:
-        """Take note of a request that is about to feed its prompt, or to feed it again.
-
-        Args:
-            request: vLLM's `Request`.
-        """
+        """Take note of a request that is about to feed its prompt, or to feed it again."""
         extra = getattr(request.sampling_params, "extra_args", None)
         kept = (extra.get(ENVELOPE_KEY) or {}).get(KEPT_KEY) if extra else None
         if kept is None or self._most * self._taps <= self._rows:

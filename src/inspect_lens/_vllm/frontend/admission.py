@@ -61,19 +61,7 @@ __all__ = [
 
 
 def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] | None:
-    """What a request asks of an engine, judged as far as its parameters tell.
-
-    Args:
-        processor: vLLM's `InputProcessor` of the engine.
-        params: the request's.
-
-    Returns:
-        The request, with registered vectors in the place of their names, and the engine's facts;
-        None where the lens has nothing to do.
-
-    Raises:
-        LensError: the engine cannot do what is asked.
-    """
+    """What a request asks of an engine, judged as far as its parameters tell."""
     adapters: CpuAdapters | None = getattr(processor, "inspect_lens_adapters", None)
     if adapters is not None:
         adapters.check(params)
@@ -93,14 +81,7 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
 
 
 def rule_of(processor: Any, request_id: str, params: Any, resumable: object) -> Rule | None:
-    """The rule that records a request which asks nothing of the lens; None where none does.
-
-    Args:
-        processor: vLLM's `InputProcessor` of the engine.
-        request_id: as the client knows it.
-        params: of the request.
-        resumable: whether its prompt comes in pieces.
-    """
+    """The rule that records a request which asks nothing of the lens; None where none does."""
     facts: EngineFacts | None = getattr(processor, "inspect_lens_facts", None)
     if facts is None or resumable or not hasattr(params, "n"):
         return None
@@ -108,13 +89,7 @@ def rule_of(processor: Any, request_id: str, params: Any, resumable: object) -> 
 
 
 def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
-    """Have a request recorded that asks nothing of the lens; a fault leaves it as it is.
-
-    Args:
-        core: vLLM's `EngineCoreRequest`; changed in place.
-        processor: vLLM's `InputProcessor` of the engine.
-        rule: that has chosen it.
-    """
+    """Have a request recorded that asks nothing of the lens; a fault leaves it as it is."""
     try:
         known = getattr(processor, "inspect_lens_rows", None)
         facts = processor.inspect_lens_facts
@@ -149,15 +124,6 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     """Judge all that can be judged before the engine is asked, where the prompt is known.
 
     An HTTP response that streams has said 200 by the time a request is processed.
-
-    Args:
-        processor: vLLM's `InputProcessor` of the engine.
-        prompt: of the request, as `AsyncLLM.generate` gets it.
-        params: of the request.
-
-    Raises:
-        LensError: the request would be refused when it is processed, or there is no room for what
-            is sure to come of it.
     """
     sealed = (getattr(params, "extra_args", None) or {}).get(ENVELOPE_KEY)
     if isinstance(sealed, Packed) or (sealed is not None and hasattr(prompt, "sampling_params")):
@@ -187,19 +153,7 @@ def seal_core(
     known: RowCache | None,
     rule: int | None = None,
 ) -> None:
-    """Put the sealed request where the worker finds it, and keep its cache blocks apart.
-
-    Args:
-        core: vLLM's `EngineCoreRequest`; changed in place.
-        request: of `request_of`.
-        facts: of the engine.
-        book: persistent hooks of the engine.
-        known: captured rows of earlier requests to the engine; None where none are kept.
-        rule: the sink whose rule has chosen the request, where one has.
-
-    Raises:
-        LensError: the request does not fit its prompt.
-    """
+    """Put the sealed request where the worker finds it, and keep its cache blocks apart."""
     sampling = core.sampling_params
     packed = _sealed(
         request,
@@ -254,14 +208,6 @@ def _make_own(params: Any) -> None:
 
     A deep copy is made anew, and so checked and put in order, which a caller who has set a field
     of the parameters after he made them relies on. That is done here.
-
-    Args:
-        params: a shallow copy; changed in place. It is left as it is, and vLLM copies it, where
-            something else than plain values and flat containers of them is in it. Those of a
-            server's routes are theirs alone, and say so.
-
-    Raises:
-        Exception: vLLM's own, of parameters that are wrong.
     """
     kind: Any = type(params)
     if getattr(params, "skip_clone", True):
@@ -373,13 +319,7 @@ def _most_tokens(params: Any, n_prompt: int, max_model_len: int) -> int:
 
 
 def _least_tokens(params: Any, most: int, *, may_stop: bool) -> int:
-    """Tokens that are sure to be sampled.
-
-    Args:
-        params: of the request.
-        most: that may be sampled.
-        may_stop: whether an alarm of a probe may end the text.
-    """
+    """Tokens that are sure to be sampled."""
     if params.ignore_eos and not (may_stop or params.stop or params.stop_token_ids):
         return max(most, 1)
     return max(1, min(int(params.min_tokens), most))
@@ -440,11 +380,7 @@ _BODIES = ("chat_params", "completion_params")
 
 
 def refuse_requests(*, own_only: bool = False) -> None:
-    """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed.
-
-    Args:
-        own_only: whether other keys than ours are somebody else's, who serves them.
-    """
+    """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed."""
     keys = (NATIVE_KEY,) if own_only else LENS_KEYS
     wrap(seam("verify_args"), refuse_lens_keys(keys))
     for name in _BODIES if is_serving() else ():

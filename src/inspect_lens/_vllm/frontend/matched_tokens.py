@@ -43,20 +43,7 @@ def _in_prompt(positions: Positions) -> TokenMatch | None:
 
 
 def with_positions(request: LensRequest, ids: Sequence[int] | None, processor: Any) -> LensRequest:
-    """Put positions in the place of what tokens match.
-
-    Args:
-        request: judged.
-        ids: tokens of its prompt, template included; None where it has none.
-        processor: vLLM's `InputProcessor` of the engine.
-
-    Returns:
-        The same request where nothing is matched.
-
-    Raises:
-        SpecError: nothing matches, or a pattern takes too long.
-        UnsupportedError: there is no prompt of tokens, or no tokenizer.
-    """
+    """Put positions in the place of what tokens match."""
     if not needs_prompt(request):
         return request
     if ids is None:
@@ -127,16 +114,6 @@ def spans_of(ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, i
     """The text of some tokens, and where in it each token lies.
 
     Tokens that are parts of one character lie where the character lies.
-
-    Args:
-        ids: the tokens, special ones included.
-        tokenizer: vLLM's, which can `decode`.
-
-    Returns:
-        The text, and of each token the first character and the one behind its last.
-
-    Raises:
-        SpecError: the prompt is too long to be read token by token, as this tokenizer needs.
     """
     tokens = [int(token) for token in ids]
     if getattr(tokenizer, "is_fast", False):
@@ -180,20 +157,7 @@ _MOST_TOKENS: Final = 1 << 14
 
 
 def with_token_ids(request: LensRequest, processor: Any, facts: EngineFacts) -> LensRequest:
-    """Put ids in the place of texts.
-
-    Args:
-        request: judged.
-        processor: vLLM's `InputProcessor` of the engine.
-        facts: of the engine.
-
-    Returns:
-        The same request where no text is named.
-
-    Raises:
-        SpecError: a text is not one token, or two of them are the same one.
-        UnsupportedError: the engine has no tokenizer.
-    """
+    """Put ids in the place of texts."""
     lens = request.lens
     if lens is None or not lens.texts:
         return request

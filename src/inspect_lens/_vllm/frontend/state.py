@@ -216,11 +216,7 @@ class FrontEnd:
     def register(
         self, name: str, item: Registrable, *, replace: bool = False, reference: str = ""
     ) -> None:
-        """Note a name of what workers keep through a reference; see `give_name`.
-
-        Raises:
-            LensError: an engine of this process cannot use it.
-        """
+        """Note a name of what workers keep through a reference; see `give_name`."""
         self.check(name, item, replace=replace)
         self.registry.add(name, item, replace=replace, reference=reference)
 
@@ -229,9 +225,6 @@ class FrontEnd:
 
         A process may have had several engines; what one of them can use is taken, and each request
         is judged against its own engine.
-
-        Raises:
-            LensError: no engine of this process can use it, or other API servers would not know.
         """
         self.check_alone()
         self.registry.check(name, item, replace=replace)
@@ -255,21 +248,12 @@ class FrontEnd:
             raise problem
 
     def unregister(self, name: str) -> None:
-        """Forget a name; see `take_name`.
-
-        Raises:
-            LensError: it is not registered, or other API servers would not know.
-        """
+        """Forget a name; see `take_name`."""
         self.check_alone()
         self.registry.remove(name)
 
     def check_alone(self) -> None:
-        """Refuse to change names where other API servers would not hear of it.
-
-        Raises:
-            UnsupportedError: there are several, and no folder that they share; the next request
-                may come to any of them.
-        """
+        """Refuse to change names where other API servers would not hear of it."""
         if self.n_processes > 1 and not self.registry.is_shared:
             raise UnsupportedError(
                 f"names cannot be registered or removed: the {self.n_processes} API server "
@@ -295,12 +279,6 @@ class FrontEnd:
         """Judge a request against its engine.
 
         Each request is judged two or three times, and a batch asks for one thing a thousand times.
-
-        Returns:
-            The request, with registered vectors in the place of their names.
-
-        Raises:
-            LensError: the engine cannot do what is asked.
         """
         if is_serving():
             require("http")

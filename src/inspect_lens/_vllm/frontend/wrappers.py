@@ -66,18 +66,7 @@ __all__ = [
 
 
 async def attached_for_http(output: Any) -> int:
-    """Attach results, encoded where this process serves HTTP.
-
-    Args:
-        output: vLLM's `RequestOutput`; results are put onto its finished choices.
-
-    Returns:
-        How many choices got one.
-
-    Raises:
-        LensError: a result is not whole.
-        Exception: vLLM's own, of HTTP 429, where there is no room for it.
-    """
+    """Attach results, encoded where this process serves HTTP."""
     before = attached(output)
     try:
         with traces.ends(ticket_keys(output)):

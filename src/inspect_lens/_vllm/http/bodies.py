@@ -98,12 +98,7 @@ class ReadBodies:
     _threads = ThreadPoolExecutor(2, thread_name_prefix="inspect-lens-read")
 
     def __init__(self, app: Callable[..., Awaitable[None]], front_end: Callable[[], Any]) -> None:
-        """Wrap an application.
-
-        Args:
-            app: the application.
-            front_end: gives the front-end of this process, None as long as there is none.
-        """
+        """Wrap an application."""
         self._app = app
         self._front_end = front_end
         self._n_bytes = 0
@@ -174,19 +169,7 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 @judging("the body")
 def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
-    """Parse what a body asks of the lens.
-
-    Args:
-        path: of the route.
-        body: as it came.
-        facts: of the engine, where there is one only.
-
-    Returns:
-        The request that is held; nothing is, where the body is vLLM's to refuse.
-
-    Raises:
-        LensError: what is asked is wrong.
-    """
+    """Parse what a body asks of the lens."""
     check_size(body)
     try:
         fields = from_json(body)
@@ -212,15 +195,7 @@ def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
 def asked_of(
     extra_args: Mapping[str, Any] | None, facts: EngineFacts | None = None
 ) -> LensRequest | None:
-    """What parameters ask of the lens: as their body said it, where one was read.
-
-    Args:
-        extra_args: of the parameters.
-        facts: of the engine, where it is known.
-
-    Raises:
-        SpecError: it is wrong.
-    """
+    """What parameters ask of the lens: as their body said it, where one was read."""
     held = _held.get()
     if held is not None and held.is_read and _is_raw(extra_args):
         return held.request
@@ -238,16 +213,6 @@ def xargs_of(request: Any, facts: EngineFacts | None) -> dict[str, Any] | None:
 
     vLLM passes over fields that it does not know: what is meant for the lens there must not be
     lost in silence, nor what almost is.
-
-    Args:
-        request: vLLM's model of the body.
-        facts: of the engine, where it is known.
-
-    Returns:
-        The arguments, None where there are none.
-
-    Raises:
-        LensError: what is asked is wrong.
     """
     unknown: dict[str, Any] = request.model_extra or {}
     xargs: dict[str, Any] = getattr(request, "vllm_xargs", None) or {}

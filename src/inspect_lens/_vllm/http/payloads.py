@@ -69,14 +69,7 @@ class PayloadStore:
         ttl_s: float = TTL_S,
         on_change: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
-        """Begin empty.
-
-        Args:
-            max_bytes: of everything; by default what the settings say when the first result comes.
-            ttl_s: seconds after which a result goes that was not fetched.
-            on_change: is told how many results wait, how many bytes are held, how many may be,
-                and how many results have expired unfetched since the last call.
-        """
+        """Begin empty."""
         self._given_bytes = max_bytes
         self._ttl_s = ttl_s
         self._on_change = on_change
@@ -96,15 +89,7 @@ class PayloadStore:
         return Settings.load().store_bytes if self._given_bytes is None else self._given_bytes
 
     def admit(self, size: int) -> None:
-        """Judge a request of the client that is served, before it costs anything.
-
-        Args:
-            size: bytes of results that are sure to come.
-
-        Raises:
-            UnsupportedError: as `put`.
-            CapacityError: as `put`.
-        """
+        """Judge a request of the client that is served, before it costs anything."""
         client = CLIENT.get()
         with self._lock:
             self._drop(time.monotonic())
@@ -112,15 +97,7 @@ class PayloadStore:
             self._check(size, client)
 
     def put(self, data: bytes | memoryview) -> str:
-        """Keep a payload of the client that is served; returns its handle, which none can guess.
-
-        Args:
-            data: one-dimensional, of bytes; nobody may write to it any more.
-
-        Raises:
-            UnsupportedError: the payload alone is larger than what one client can have here.
-            CapacityError: there is no room, until something is fetched or expires.
-        """
+        """Keep a payload of the client that is served; returns its handle, which none can guess."""
         size, client = len(data), CLIENT.get()
         handle = f"{self.name}-{secrets.token_urlsafe(24)}"
         now = time.monotonic()
@@ -233,12 +210,7 @@ _TIMEOUT_S = 60.0
 
 
 def open_door(folder: Path, payloads: PayloadStore) -> None:
-    """Hand payloads of this process to whoever asks in a folder, for the life of the process.
-
-    Args:
-        folder: which only siblings can enter.
-        payloads: of this process.
-    """
+    """Hand payloads of this process to whoever asks in a folder, for the life of the process."""
 
     class Handler(socketserver.StreamRequestHandler):
         timeout = _TIMEOUT_S
@@ -264,19 +236,7 @@ def open_door(folder: Path, payloads: PayloadStore) -> None:
 async def fetch_payload(
     handle: str, payloads: PayloadStore, folder: Path | None
 ) -> bytes | memoryview | None:
-    """What waits under a handle, in this process or in another API server of the engine.
-
-    Args:
-        handle: what a client has.
-        payloads: of this process.
-        folder: that the servers share, where there are several.
-
-    Returns:
-        The payload; None where it has expired.
-
-    Raises:
-        LookupError: none of these processes made the handle.
-    """
+    """What waits under a handle, in this process or in another API server of the engine."""
     if payloads.made(handle):
         return payloads.get(handle)
     if folder is None:
@@ -285,18 +245,7 @@ async def fetch_payload(
 
 
 def ask_sibling(folder: Path, handle: str) -> bytes | None:
-    """Fetch a payload from the process that made its handle.
-
-    Args:
-        folder: of `open_door`.
-        handle: of another process.
-
-    Returns:
-        The payload; None where it has expired.
-
-    Raises:
-        LookupError: no process of these made the handle.
-    """
+    """Fetch a payload from the process that made its handle."""
     maker = handle.partition("-")[0]
     if not maker.isalnum() or not handle.isascii() or len(handle) >= _LONGEST:
         raise LookupError(handle)
@@ -346,11 +295,7 @@ class HandleSink(Sink[Entries]):
         self._payloads = payloads
 
     def take(self, done: Done) -> Entries:
-        """What stands in the response, by name.
-
-        Raises:
-            LensError: there is no room; nothing is kept then.
-        """
+        """What stands in the response, by name."""
         entries: Entries = {}
         try:
             for name, tensor in done.tensors.items():
@@ -369,13 +314,7 @@ _PASSING = {"fastapi", "inspect_lens", "prometheus_fastapi_instrumentator", "sta
 
 
 def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Path | None]) -> None:
-    """Add `GET /v1/activations/{handle}` to a server.
-
-    Args:
-        app: the FastAPI application.
-        payloads: of this process.
-        siblings: gives the folder that several API servers share, or None.
-    """
+    """Add `GET /v1/activations/{handle}` to a server."""
     from fastapi import Request, Response
 
     async def fetch_activations(handle: str, request: Any) -> Any:

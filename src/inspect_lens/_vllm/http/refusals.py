@@ -19,12 +19,7 @@ _MOST_MESSAGE: Final = 4000
 
 
 def refusal(error: BaseException, *, status: int | None = None) -> dict[str, Any]:
-    """The body of an answer that refuses, in the form of vLLM's own; it is counted.
-
-    Args:
-        error: why.
-        status: of the answer; None is what vLLM answers to such an error.
-    """
+    """The body of an answer that refuses, in the form of vLLM's own; it is counted."""
     code = status_of(error) if status is None else status
     if isinstance(error, LensError) and code == error.status:
         refused(error)
@@ -40,11 +35,7 @@ def refusal(error: BaseException, *, status: int | None = None) -> dict[str, Any
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a body.
-
-    Raises:
-        SpecError: it has too many entries, or is no JSON.
-    """
+    """The value of a body."""
     from pydantic_core import from_json  # three times as fast as `json`; neither lets go of the GIL
 
     check_size(body)
@@ -55,11 +46,7 @@ def parse_json(body: bytes) -> Any:
 
 
 async def json_body(request: Any) -> dict[str, Any]:
-    """The JSON object that a request to one of our routes has; {} where it has no body.
-
-    Raises:
-        SpecError: the body is too large, or something else.
-    """
+    """The JSON object that a request to one of our routes has; {} where it has no body."""
     parts: list[bytes] = []
     n = 0
     async for part in request.stream():

@@ -44,11 +44,7 @@ UNAUTHORIZED: dict[str, dict[str, Any]] = {
 
 
 def may_write(request: Any) -> bool:
-    """Whether a request brings the key, where one is set.
-
-    Args:
-        request: with `headers`.
-    """
+    """Whether a request brings the key, where one is set."""
     wanted = _settings.text("registry_key")
     if not wanted:
         return True
@@ -69,12 +65,7 @@ _LOOK_S = 0.2
 def add_registry_routes(  # noqa: C901 - three handlers of a few lines
     app: Any, front_end: Callable[[], Any]
 ) -> None:
-    """Add `GET`, `POST` and `DELETE` of the registry to a server.
-
-    Args:
-        app: the FastAPI application.
-        front_end: gives the front-end of this process.
-    """
+    """Add `GET`, `POST` and `DELETE` of the registry to a server."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
@@ -145,11 +136,7 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
 
 
 async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, bool]:
-    """Name, item, and whether to replace, out of a body.
-
-    Raises:
-        SpecError: the body is something else.
-    """
+    """Name, item, and whether to replace, out of a body."""
     body = await json_body(request)
     replace = body.pop("replace", False)
     if not isinstance(replace, bool):
@@ -166,11 +153,7 @@ Handler = Callable[[HookBook, Any, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def add_hook_routes(app: Any) -> None:
-    """Add the routes to a server.
-
-    Args:
-        app: the FastAPI application.
-    """
+    """Add the routes to a server."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 

@@ -45,15 +45,7 @@ __all__ = [
 
 
 def with_room(response: Any, found: list[dict[str, Any]]) -> Any:
-    """Put results into a response: the first choice's at the top, each one's on its choice.
-
-    Args:
-        response: vLLM's.
-        found: results of each choice, in order; empty where it has none.
-
-    Returns:
-        A response of a class below vLLM's; the response itself where there is nothing to add.
-    """
+    """Put results into a response: the first choice's at the top, each one's on its choice."""
     if not any(found) or not hasattr(response, "choices"):
         return response
     kind: Any = type(response)
@@ -106,11 +98,7 @@ def is_serving() -> bool:
 
 
 def install_when_serving(front_end: Any = None) -> None:
-    """Wrap the HTTP layer where this process is an API server, or becomes one.
-
-    Args:
-        front_end: of this process, once it has an engine.
-    """
+    """Wrap the HTTP layer where this process is an API server, or becomes one."""
     if front_end is not None:
         _Front.end = front_end
     if not is_serving():
@@ -291,12 +279,7 @@ class _Seen:
         """Token scores that no event has carried yet."""
 
     def take(self, output: Any, first: int) -> None:
-        """Take what is ours from an output.
-
-        Args:
-            output: vLLM's.
-            first: index of its first choice among the stream's.
-        """
+        """Take what is ours from an output."""
         for completion in output.outputs:
             index = first + completion.index
             scores = completion.__dict__.pop("inspect_lens_scores", None)

@@ -39,11 +39,7 @@ def end_engine_with_parent() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process, and all below it, once its parent is gone.
-
-    Args:
-        parent: process id. Where another process is the parent already, this one has gone.
-    """
+    """End this process, and all below it, once its parent is gone."""
     threading.Thread(target=_end_with, args=(parent,), name="inspect-lens-end", daemon=True).start()
 
 

@@ -61,13 +61,7 @@ Ask = Callable[[str, str, Any], Awaitable[tuple[int, Any]]]
 
 
 class ServerRuns:
-    """Runs of one sweep; its methods are called in a thread that is not the event loop's.
-
-    Args:
-        engine: vLLM's client of the engine.
-        ask: the server's own routes, which know its chat template.
-        loop: on which the engine's outputs come.
-    """
+    """Runs of one sweep; its methods are called in a thread that is not the event loop's."""
 
     def __init__(self, engine: Any, ask: Ask, loop: asyncio.AbstractEventLoop) -> None:
         self._engine, self._ask, self._loop = engine, ask, loop
@@ -204,12 +198,7 @@ UNREAD_S: Final = 30.0
 
 
 def add_sweep_route(app: Any, front_end: Callable[[], Any]) -> None:
-    """Add `POST /v1/inspect_lens/patch_sweep` to a server.
-
-    Args:
-        app: the FastAPI application.
-        front_end: gives the front-end of this process.
-    """
+    """Add `POST /v1/inspect_lens/patch_sweep` to a server."""
     from fastapi import Request, Response
     from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -272,11 +261,7 @@ class _Sweep:
         self._room.release()
 
     async def next(self) -> dict[str, Any] | None:
-        """The next line; None behind the last.
-
-        Raises:
-            Exception: what the sweep ended with.
-        """
+        """The next line; None behind the last."""
         item = await self._queue.get()
         self._room.release()
         if isinstance(item, Exception):

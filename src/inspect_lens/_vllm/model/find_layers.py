@@ -41,16 +41,6 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
     pipeline stage hold attention or state-space layers. In some hybrids a part of the entries
     has a feed-forward module only; a list where all have one is preferred. Lists of the same
     layers, as Gemma 4 has them, are one list.
-
-    Args:
-        model: the model as the runner holds it.
-        n_layers: decoder layers that its configuration names.
-
-    Returns:
-        One entry per layer, in order; None for a layer of another pipeline stage.
-
-    Raises:
-        UnsupportedError: no list fits, or more than one does.
     """
     found: dict[str, list[nn.Module | None]] = {}
     mixed: dict[str, list[nn.Module | None]] = {}
@@ -102,20 +92,7 @@ def _is_served_elsewhere(module: nn.Module) -> bool:
 def split_output(
     layer: nn.Module, output: Any, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Read a decoder layer's output as the two halves of the residual stream.
-
-    Args:
-        layer: the layer, for the message.
-        output: what its forward returned.
-        layout: what its source says.
-
-    Returns:
-        `(hidden, residual)`: the stream is their sum, or `hidden` alone when residual is None.
-
-    Raises:
-        UnsupportedError: another layout. This happens while the engine starts, when the first
-            forward pass is traced.
-    """
+    """Read a decoder layer's output as the two halves of the residual stream."""
     if isinstance(output, tuple) and len(output) == 2:
         hidden, residual = as_rows(output[0]), output[1]
     else:
@@ -159,18 +136,7 @@ _HINT_SUBMODULES = "leave the site out of INSPECT_LENS_SITES to run this model w
 
 
 def block_module(block: nn.Module, site: Site) -> nn.Module:
-    """Find the module of a block whose output is a site.
-
-    Args:
-        block: a decoder layer.
-        site: `attn_out` or `mlp_out`.
-
-    Returns:
-        The module.
-
-    Raises:
-        UnsupportedError: none fits, or more than one does.
-    """
+    """Find the module of a block whose output is a site."""
     children = dict(block.named_children())
     if site == "attn_out":
         found = {name: child for name, child in children.items() if has_mixer(child)}
@@ -231,9 +197,6 @@ def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
     """Refuse an attention module that leaves its sum over tensor-parallel ranks to others.
 
     What a feed-forward module leaves open shows in its values; see the start-up check.
-
-    Raises:
-        UnsupportedError: the module returns one rank's share.
     """
     for name, part in module.named_modules():
         if _is_row_parallel(part) and not getattr(_base(part), "reduce_results", True):
@@ -251,20 +214,7 @@ def written_argument(module: nn.Module) -> int | None:
 
 
 def module_output(module: nn.Module, written: Any, output: Any, site: Site) -> torch.Tensor:
-    """Read what a block's module returned.
-
-    Args:
-        module: the module, for the message.
-        written: its argument `output`, if it has one.
-        output: what it returned.
-        site: for the message.
-
-    Returns:
-        (tokens, hidden).
-
-    Raises:
-        UnsupportedError: another layout. This happens while the engine starts.
-    """
+    """Read what a block's module returned."""
     found = written if output is None else output
     if isinstance(found, tuple) and found and all(item is None for item in found[1:]):
         found = found[0]
@@ -282,11 +232,7 @@ class BlockInput:
     """Reads the residual stream from the arguments of a block's forward, by their names."""
 
     def __init__(self, block: nn.Module) -> None:
-        """Look the arguments up.
-
-        Raises:
-            UnsupportedError: the forward names no `hidden_states`.
-        """
+        """Look the arguments up."""
         self._block = type(block).__name__
         self._names = list(inspect.signature(block.forward).parameters)
         if "hidden_states" not in self._names:
@@ -299,14 +245,7 @@ class BlockInput:
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read one call.
-
-        Returns:
-            `(hidden, residual)`: the stream is their sum, or `hidden` alone.
-
-        Raises:
-            UnsupportedError: the arguments are something else.
-        """
+        """Read one call."""
         hidden = self._argument("hidden_states", args, kwargs)
         residual = self._argument("residual", args, kwargs)
         rows, added = as_rows(hidden), as_rows(residual)
@@ -323,16 +262,7 @@ class BlockInput:
     def replace(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], changed: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """One call with other values for some arguments.
-
-        Args:
-            args: of the call.
-            kwargs: of the call.
-            changed: values by name, for arguments that the call has.
-
-        Returns:
-            The arguments.
-        """
+        """One call with other values for some arguments."""
         listed, named = list(args), dict(kwargs)
         for name, value in changed.items():
             if name in named:

@@ -34,18 +34,6 @@ class Parameters:
         """One parameter, whole. With tensor parallelism ranks gather it, inside `together`.
 
         Other ranks serve it there, whether they ask for it or not.
-
-        Args:
-            name: dotted path from the model.
-            may_gather: whether who asks is known to all ranks as one who may.
-
-        Returns:
-            The parameter; without tensor parallelism it is the model's own memory.
-
-        Raises:
-            AttributeError: the model has none of this name on this pipeline stage.
-            LensError: it is packed for a kernel, the ranks' shares cannot be put together, or they
-                cannot be gathered now.
         """
         kept = self._kept.get(name)
         if kept is not None:
@@ -72,9 +60,6 @@ class Parameters:
         """Let `get` gather parameters over ranks, all of which have to come here.
 
         Behind it a rank serves what others still ask for, whatever became of its own work.
-
-        Args:
-            is_needed: by what all ranks know. Where it is False nothing is done.
         """
         ranks = Ranks.here() if is_needed else None
         if ranks is None or ranks.n == 1:
@@ -92,13 +77,6 @@ class Parameters:
         """Keep parameters, gathered over tensor-parallel ranks and sent to all pipeline stages.
 
         All workers have to be told to at the same time.
-
-        Args:
-            names: dotted paths from the model.
-
-        Raises:
-            AttributeError: no stage has a parameter of the name.
-            LensError: see `get`.
         """
         problems: list[Exception] = []
         for name in names:
@@ -205,14 +183,7 @@ def _whole(name: str, module: Any, shares: list[torch.Tensor], ranks: int) -> to
 def _merged(
     name: str, shares: list[torch.Tensor], sizes: list[int], every: list[int]
 ) -> torch.Tensor:
-    """Parts that lie one behind the other on each rank, each put together over the ranks.
-
-    Args:
-        name: for the message.
-        shares: of the ranks.
-        sizes: rows of each part on a rank.
-        every: ranks that hold the same rows of a part.
-    """
+    """Parts that lie one behind the other on each rank, each put together over the ranks."""
     if sum(sizes) != shares[0].shape[0]:
         raise UnsupportedError(f"{name}: its shares are not laid out as vLLM's layer says")
     split = [torch.split(share, sizes, dim=0) for share in shares]

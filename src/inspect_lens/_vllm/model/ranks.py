@@ -26,11 +26,7 @@ class Ranks:
     """The tensor-parallel group of this worker."""
 
     def __init__(self, group: Any) -> None:
-        """Store the group.
-
-        Args:
-            group: vLLM's.
-        """
+        """Store the group."""
         self.group = group
 
     @classmethod
@@ -46,14 +42,7 @@ class Ranks:
         return int(self.group.world_size)
 
     def say(self, text: str) -> list[str]:
-        """Tell all ranks something, and hear them; each rank has to call it.
-
-        Args:
-            text: of at most `MOST_BYTES` bytes.
-
-        Returns:
-            What each rank said, in order.
-        """
+        """Tell all ranks something, and hear them; each rank has to call it."""
         if self.n == 1:
             return [text]
         mine = torch.zeros(MOST_BYTES, dtype=torch.uint8)
@@ -65,18 +54,7 @@ class Ranks:
         return [bytes(one.tolist()).rstrip(b"\0").decode() for one in heard]
 
     def gather(self, make: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Gather tensors of all ranks, or of none; each rank has to call it.
-
-        Args:
-            make: gives this rank's tensors; of one shape on all ranks.
-
-        Returns:
-            For each tensor, those of the ranks as (ranks, ...).
-
-        Raises:
-            Exception: what `make` raised here.
-            LensError: it raised elsewhere, or the ranks have different tensors.
-        """
+        """Gather tensors of all ranks, or of none; each rank has to call it."""
         mine: list[torch.Tensor] = []
         room: list[torch.Tensor] = []
         problem: BaseException | None = None

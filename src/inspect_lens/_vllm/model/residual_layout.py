@@ -36,14 +36,7 @@ _MAX_PATHS = 256
 
 
 def layout_of(layer: type) -> Layout:
-    """Read what a layer's class returns.
-
-    Args:
-        layer: the class; an inherited forward is read where it is written.
-
-    Returns:
-        The layout; `unknown` also where there is no source.
-    """
+    """Read what a layer's class returns."""
     forward = forward_of(layer)
     return "unknown" if forward is None else layout_of_forward(forward)
 
@@ -61,17 +54,7 @@ def forward_of(layer: type) -> ast.FunctionDef | None:
 def terms_of(
     forward: ast.FunctionDef, body: list[ast.stmt], values: list[ast.expr]
 ) -> list[Form] | None:
-    """The terms of the sum of some values, on each path, behind a part of a forward.
-
-    Args:
-        forward: whose arguments are known.
-        body: the part.
-        values: expressions.
-
-    Returns:
-        A set of terms for each path; terms that are arguments begin with `<`. None where the
-        source does not show them.
-    """
+    """The terms of the sum of some values, on each path, behind a part of a forward."""
     arguments: dict[str, Value] = {a.arg: frozenset({f"<{a.arg}>"}) for a in forward.args.args}
     end = ast.Return(value=ast.Tuple(elts=values, ctx=ast.Load()))
     try:
@@ -89,14 +72,7 @@ def terms_of(
 
 
 def layout_of_forward(forward: ast.FunctionDef) -> Layout:
-    """Read what a forward returns.
-
-    Args:
-        forward: its syntax tree.
-
-    Returns:
-        The layout, if it is the same on every path.
-    """
+    """Read what a forward returns."""
     arguments: dict[str, Value] = {a.arg: frozenset({f"<{a.arg}>"}) for a in forward.args.args}
     try:
         layouts = {

@@ -194,13 +194,6 @@ def middle_of_forward(forward: ast.FunctionDef, feed_forward: str) -> str | None
 
     It is the norm in front of the feed-forward module, or that module itself. What it is called
     with has to be a sum, on every path, of something that came in and of something that was made.
-
-    Args:
-        forward: syntax tree of the block's forward.
-        feed_forward: name of the child that is the feed-forward module.
-
-    Returns:
-        Name of the child; None where there is no such place, or the source does not show it.
     """
     body = forward.body
     calls = [_call_of(node) for node in body]
@@ -288,16 +281,7 @@ logger = logging.getLogger("vllm.inspect_lens")
 def attention_facts(
     blocks: Sequence[nn.Module | None], n_kv_heads: int
 ) -> dict[int, dict[str, Any]]:
-    """Read the attention layers of a worker; all tensor-parallel ranks have to, together.
-
-    Args:
-        blocks: decoder layers of the model; None for those of other pipeline stages.
-        n_kv_heads: key heads of the model, over all ranks.
-
-    Returns:
-        By layer plain values, with numbers of heads over all ranks; none of a layer without softmax
-        attention, or with several.
-    """
+    """Read the attention layers of a worker; all tensor-parallel ranks have to, together."""
     found = {}
     for layer, block in enumerate(blocks):
         module = None if block is None else decoder_attention(block)

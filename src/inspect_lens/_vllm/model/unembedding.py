@@ -26,15 +26,7 @@ class VocabHead:
     """Applies final norm and unembedding to rows, with soft cap and scale as the model does."""
 
     def __init__(self, model: Any, layers: list[nn.Module | None]) -> None:
-        """Find what is needed.
-
-        Args:
-            model: as the runner holds it.
-            layers: its decoder layers.
-
-        Raises:
-            UnsupportedError: something of it is not known.
-        """
+        """Find what is needed."""
         self._norm = final_norm(model, layers)
         self._processor = logits_processor(model)
         # With LoRA another module stands around it, which adds what adapters make of a step's rows.
@@ -85,16 +77,6 @@ def final_norm(model: nn.Module, layers: list[nn.Module | None]) -> nn.Module:
     """The norm between the last decoder layer and the unembedding.
 
     It is the one child with a known name of the module that has the list of layers.
-
-    Args:
-        model: as the runner holds it.
-        layers: its decoder layers; all of them are in this process.
-
-    Returns:
-        The norm.
-
-    Raises:
-        UnsupportedError: there is none, more than one, or something else behind it.
     """
     for parent in model.modules():
         lists = [c for c in parent.children() if isinstance(c, nn.ModuleList) and len(c)]
@@ -116,17 +98,7 @@ def final_norm(model: nn.Module, layers: list[nn.Module | None]) -> nn.Module:
 
 
 def logits_processor(model: nn.Module) -> Any:
-    """What makes logits of the unembedding's results: soft cap, scale, and the ranks' parts.
-
-    Args:
-        model: as the runner holds it.
-
-    Returns:
-        The one module of the kind.
-
-    Raises:
-        UnsupportedError: there is none, or more than one.
-    """
+    """What makes logits of the unembedding's results: soft cap, scale, and the ranks' parts."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]

@@ -113,18 +113,7 @@ def _column(sha256: str) -> int:
 async def give_name(
     front: Any, tell: Tell, name: str, item: Registrable, *, replace: bool = False
 ) -> None:
-    """Let a name stand for something, which all workers know before anybody can use it.
-
-    Args:
-        front: the front-end: `check`, `register` and `registry`.
-        tell: reaches the workers.
-        name: for requests.
-        item: what it is to stand for.
-        replace: whether the name may stand for something else so far.
-
-    Raises:
-        LensError: it cannot; the name stands for what it stood for.
-    """
+    """Let a name stand for something, which all workers know before anybody can use it."""
     front.check(name, item, replace=replace)
     reference, sha256 = secrets.token_hex(16), hash_at_workers(item)
     try:
@@ -140,11 +129,7 @@ async def give_name(
 
 
 async def take_name(front: Any, tell: Tell, name: str) -> None:
-    """Let a name stand for nothing; requests under way keep what they use.
-
-    Raises:
-        LensError: it is not registered.
-    """
+    """Let a name stand for nothing; requests under way keep what they use."""
     front.unregister(name)
     await forget_unused(front.registry, tell)
 

@@ -63,15 +63,7 @@ def nbytes_of(item: Item) -> int:
 def parse_item(
     body: Mapping[str, Any], limits: TensorLimits | None = None
 ) -> tuple[str, Registrable]:
-    """Read `{"name": …, "probe": {…}}`, or `vector`, `edits` or `lens` in the place of `probe`.
-
-    Args:
-        body: the JSON.
-        limits: of the engine; tensors that it has no use for are not unpacked.
-
-    Raises:
-        SpecError: anything else.
-    """
+    """Read `{"name": …, "probe": {…}}`, or `vector`, `edits` or `lens` in the place of `probe`."""
     kinds: dict[str, type[Registrable]] = {
         "probe": EngineProbe,
         "vector": SteeringVector,
@@ -100,18 +92,7 @@ def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
 
 
 def start_items(setting: str) -> dict[str, Registrable]:
-    """Read what INSPECT_LENS_REGISTER names.
-
-    Args:
-        setting: `name=path` pairs, separated by commas; a path is the folder of a trained probe
-            or of a fitted lens, or a JSON file as `parse_item` reads it.
-
-    Returns:
-        The items by name.
-
-    Raises:
-        SpecError: a pair or a file that cannot be read.
-    """
+    """Read what INSPECT_LENS_REGISTER names."""
     items: dict[str, Registrable] = {}
     for pair in filter(None, (part.strip() for part in setting.split(","))):
         name, equals, path = pair.partition("=")

@@ -24,13 +24,6 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
 
     The stream after a block is the stream before the next one, so a tap may serve two sites;
     its rows stand in both tensors. Parts of wide rows are put together.
-
-    Args:
-        rows: (rows of a token, tokens, hidden), in the order of `capture.rows`.
-        capture: what was asked for.
-
-    Returns:
-        (layers ascending, tokens, width of the site) by result name, in the order of a block.
     """
     if capture.is_simple:
         return {result_name(capture.sites[0]): rows}
@@ -39,16 +32,7 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
 
 
 def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
-    """Put queries and keys on a choice: by head, and with what else a pattern depends on.
-
-    Args:
-        completion: vLLM's `CompletionOutput`, with what was captured beside.
-        qk: what was asked for.
-        collected: what came.
-
-    Raises:
-        CaptureError: layers have heads of different shapes.
-    """
+    """Put queries and keys on a choice: by head, and with what else a pattern depends on."""
     metas = [collected.attention[layer] for layer in qk.layers]
     if len({meta["head_size"] for meta in metas}) > 1:
         raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
@@ -66,13 +50,7 @@ def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
 
 
 def put_lens(completion: Any, lens: LensEnvelope, collected: Collected) -> None:
-    """Put what a logit lens read on a choice, (layers, tokens, columns).
-
-    Args:
-        completion: vLLM's `CompletionOutput`, with what else was asked for.
-        lens: what was asked for.
-        collected: what came.
-    """
+    """Put what a logit lens read on a choice, (layers, tokens, columns)."""
     _put(completion, {LENS_NAME: collected.tensors[LENS]}, lens.transport)
 
 
@@ -117,11 +95,9 @@ def _has_whole_rows(capture: CaptureEnvelope) -> bool:
 
 
 def _taken(storage: NDArray[Any], at: NDArray[np.int64]) -> NDArray[Any]:
-    """Rows of some taps, where they lie if these are evenly spaced: a copy costs as much as rows.
+    """Rows of some taps, where they lie if these are evenly spaced.
 
-    Args:
-        storage: (rows of a token, tokens, hidden).
-        at: which of the first axis, ascending.
+    A copy costs as much as rows.
     """
     step = int(at[1] - at[0]) if len(at) > 1 else 1
     if (np.diff(at) == step).all():

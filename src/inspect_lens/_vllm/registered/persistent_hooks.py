@@ -46,13 +46,7 @@ class HookBook:
     """By number, which sealed requests carry; an engine keeps its own, and what stands in it."""
 
     def __init__(self, facts: EngineFacts, *, most_bytes: int, n_processes: int = 1) -> None:
-        """Start empty.
-
-        Args:
-            facts: of the engine.
-            most_bytes: of results that are kept.
-            n_processes: API servers in front of the engine.
-        """
+        """Start empty."""
         self._facts = facts
         self._most = most_bytes
         self._n_processes = n_processes
@@ -70,11 +64,7 @@ class HookBook:
             return list(self._hooks)
 
     def prepare(self, hooks: Sequence[Hook]) -> dict[str, Hook]:
-        """Judge hooks and name them; the workers are told of them before `add`.
-
-        Raises:
-            LensError: this engine cannot run them.
-        """
+        """Judge hooks and name them; the workers are told of them before `add`."""
         check_hooks(tuple(hooks), self._facts, "hooks")
         if self._facts.is_speculative:
             raise UnsupportedError(
@@ -111,11 +101,7 @@ class HookBook:
             return dict(self._results)
 
     def keep(self, key: str, saved: dict[str, Any]) -> None:
-        """Keep what persistent hooks saved of a request.
-
-        Raises:
-            CaptureError: that would be more than the engine keeps.
-        """
+        """Keep what persistent hooks saved of a request."""
         size = _nbytes(saved)
         with self._lock:
             if sum(self._sizes.values()) + size > self._most:
@@ -128,15 +114,7 @@ class HookBook:
 
 
 def seal_eager(request: LensRequest, book: HookBook | None) -> dict[str, Any] | None:
-    """What the workers need of a request whose steps run eagerly.
-
-    Args:
-        request: judged.
-        book: persistent hooks of the engine.
-
-    Returns:
-        Plain data that msgpack carries; None where the request needs nothing of the kind.
-    """
+    """What the workers need of a request whose steps run eagerly."""
     persistent = [] if book is None else book.hooks
     if not persistent and not request.hooks:
         return None
@@ -173,12 +151,7 @@ class EagerResults:
     """What hooks saved for one finished request."""
 
     def __init__(self, sealed: Mapping[str, Any], gathered: Gathered) -> None:
-        """Put the parts together.
-
-        Args:
-            sealed: what `seal_eager` made.
-            gathered: from the workers.
-        """
+        """Put the parts together."""
         self.saved: dict[str, Any] | None = gathered.parts[OWN] if sealed["own"] else None
         """By index of the hook; None where the request brought none."""
         if self.saved is not None:
@@ -202,21 +175,7 @@ class EagerResults:
 def take_eager(
     collector: Collector, key: str, packed: Mapping[str, Any], *, n_fed: int, timeout_s: float
 ) -> EagerResults | None:
-    """Wait for what the workers saved of a finished request.
-
-    Args:
-        collector: of this process.
-        key: the request.
-        packed: its envelope.
-        n_fed: tokens that were fed.
-        timeout_s: seconds to wait.
-
-    Returns:
-        The results; None where the request asked for none, or failed in a worker.
-
-    Raises:
-        LensError: they did not come, or contradict one another.
-    """
+    """Wait for what the workers saved of a finished request."""
     sealed = packed.get(EAGER_KEY)
     if sealed is None:
         return None
@@ -259,11 +218,7 @@ def _nbytes(value: Any) -> int:
 
 
 def raise_first(answers: Sequence[str | None]) -> None:
-    """Raise what a worker answered to a call.
-
-    Raises:
-        LensError: one could not do it.
-    """
+    """Raise what a worker answered to a call."""
     problem = next((answer for answer in answers if answer), None)
     if problem is not None:
         raise LensError(problem)

@@ -119,11 +119,7 @@ class Means:
         self._total, self._scores, self._n, self._first = total, scores, n, first
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
-        """What each use found.
-
-        Raises:
-            CaptureError: a score is NaN.
-        """
+        """What each use found."""
         plain, total = self.plain, self._total
         scores: Sequence[float | None] = [None] * len(plain.at)
         if self._scores is not None:
@@ -190,13 +186,7 @@ class _Receipts:
     """
 
     def __init__(self, plain: Plain, n: int, first: int | None) -> None:
-        """Make them.
-
-        Args:
-            plain: uses that want means.
-            n: tokens that each will have read, as far as is known.
-            first: position of the first one.
-        """
+        """Make them."""
         self._made = tuple(map(object.__new__, repeat(ProbeReceipt, len(plain.names))))
         self._n, self._first = n, first
         columns: dict[str, Iterable[object]] = {"name": plain.names, "sha256": plain.hashes}
@@ -208,13 +198,7 @@ class _Receipts:
     def filled(
         self, scores: Sequence[float | None], n: int, first: int | None
     ) -> tuple[ProbeReceipt, ...]:
-        """Fill the scores in, and what has come differently; called once.
-
-        Args:
-            scores: of each use.
-            n: tokens that were read.
-            first: position of the first one.
-        """
+        """Fill the scores in, and what has come differently; called once."""
         self._put("score", scores)
         if (n, first) != (self._n, self._first):
             self._put("n_tokens", repeat(n))
@@ -240,15 +224,7 @@ class Reads:
     """Uses of probes, and what reading them takes that is the same for all requests with them."""
 
     def __init__(self, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> None:
-        """Sort the uses.
-
-        Args:
-            uses: of a request, in its order.
-            registered: probes by name.
-
-        Raises:
-            SpecError: one is not registered any more.
-        """
+        """Sort the uses."""
         self.asked = AskedProbes.of(uses, registered)
         """What sealing takes of them."""
         self.uses = tuple(uses)
@@ -496,11 +472,7 @@ class _Use:
         return None if self._running is None else self._running.value
 
     def receipt(self) -> ProbeReceipt:
-        """What the use found.
-
-        Raises:
-            CaptureError: a score is NaN.
-        """
+        """What the use found."""
         return ProbeReceipt(
             name=self.use.name,
             sha256=self.probe.sha256,

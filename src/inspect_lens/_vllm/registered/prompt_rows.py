@@ -46,12 +46,7 @@ def keeps_rows(vllm_config: Any, settings: Settings) -> bool:
 
 
 def is_harmless(method: str, args: Sequence[Any]) -> bool:
-    """Whether rows stay true after a front-end has called something of an engine.
-
-    Args:
-        method: of the engine core.
-        args: what it is called with.
-    """
+    """Whether rows stay true after a front-end has called something of an engine."""
     if method == "collective_rpc":
         return bool(args) and str(args[0]).startswith("inspect_lens_")
     return method in HARMLESS
@@ -75,12 +70,7 @@ class Reuse:
         return 0 if self.known is None else self.known.n_tokens - self.asked.lo
 
     def whole(self, rows: TensorData, sampled: Sequence[int]) -> TensorData:
-        """All rows that were asked for; they are kept for other requests.
-
-        Args:
-            rows: that came, (rows of a token, tokens, width).
-            sampled: tokens that were sampled, as far as they are known.
-        """
+        """All rows that were asked for; they are kept for other requests."""
         storage, lo = rows.storage, self.asked.lo
         if self.known is not None:
             storage = self.known.before(storage, lo)
@@ -90,16 +80,7 @@ class Reuse:
 
 
 def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
-    """Seal a request from the first token on whose rows its tenant does not have yet.
-
-    Args:
-        packed: its envelope, which asks for rows of the prompt.
-        core: vLLM's `EngineCoreRequest`, with its cache salt.
-        cache: rows of earlier requests.
-
-    Returns:
-        A copy; or what came, where rows of the prompt are not of the kind that is kept.
-    """
+    """Seal a request from the first token on whose rows its tenant does not have yet."""
     envelope = packed.envelope
     asked = envelope.capture
     if asked is None or not _is_kept(envelope, core):

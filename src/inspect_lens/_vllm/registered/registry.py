@@ -41,12 +41,7 @@ class Registry:
     def __init__(
         self, items: Mapping[str, Registrable] | None = None, settings: Settings | None = None
     ) -> None:
-        """Know some names from the start.
-
-        Args:
-            items: of the operator, who is not asked for limits.
-            settings: limits of what clients add.
-        """
+        """Know some names from the start."""
         self._settings = settings or Settings()
         self._items: dict[str, Item] = {}
         self._references: dict[str, str] = {}
@@ -84,12 +79,7 @@ class Registry:
         return self._version
 
     def share(self, names: SharedNames) -> None:
-        """Know what others know from now on, and they what is known here.
-
-        Args:
-            names: that the others share. The first process brings its own, which are those of the
-                start and so everybody's.
-        """
+        """Know what others know from now on, and they what is known here."""
         with self._lock, names.locked():
             if names.is_new:
                 for name, item in self._items.items():
@@ -114,29 +104,14 @@ class Registry:
             yield
 
     def check(self, name: str, item: Registrable, *, replace: bool = False) -> None:
-        """Refuse what `add` would refuse now, before workers are told of it.
-
-        Raises:
-            LensError: see `add`.
-        """
+        """Refuse what `add` would refuse now, before workers are told of it."""
         with self._changing():
             self._check(name, kept_of(item), replace=replace)
 
     def add(
         self, name: str, item: Registrable, *, replace: bool = False, reference: str = ""
     ) -> None:
-        """Register something, and leave the reference that is not needed any more.
-
-        Args:
-            name: for requests.
-            item: a probe, a vector, edits or a lens.
-            replace: whether the name may stand for something else so far.
-            reference: through which workers keep it.
-
-        Raises:
-            SpecError: the name is empty, or stands for something else; or the item is too large.
-            CapacityError: as much is registered as the settings allow, or the disk is full.
-        """
+        """Register something, and leave the reference that is not needed any more."""
         kept = kept_of(item)
         with self._changing():
             self._check(name, kept, replace=replace)
@@ -193,11 +168,7 @@ class Registry:
             )
 
     def remove(self, name: str) -> None:
-        """Forget a name, and leave its reference.
-
-        Raises:
-            SpecError: it is not registered.
-        """
+        """Forget a name, and leave its reference."""
         with self._changing():
             if name not in self._items:
                 raise SpecError(self._unknown(name))
@@ -224,17 +195,7 @@ class Registry:
         return found
 
     def hold(self, hashes: Sequence[str]) -> Callable[[], None]:
-        """Keep what a request uses at the workers until it is over.
-
-        Args:
-            hashes: of contents.
-
-        Returns:
-            To be called when it is over.
-
-        Raises:
-            SpecError: one was removed while the request was on its way here.
-        """
+        """Keep what a request uses at the workers until it is over."""
         self._uses.change(hashes, 1)
         # Counted first: whoever removes a name in another process sees it, or is seen here.
         self.version  # noqa: B018
@@ -296,14 +257,7 @@ class Registry:
         return request.model_copy(update=changes)
 
     def reads(self, uses: tuple[ProbeUse, ...]) -> Reads:
-        """How uses of registered probes are read; the same object for the same uses.
-
-        Args:
-            uses: of a request; equal requests share theirs (`parse_extra_args`).
-
-        Raises:
-            SpecError: a name is not registered any more; `resolve` has looked before.
-        """
+        """How uses of registered probes are read; the same object for the same uses."""
         # As they were judged: what others change meanwhile is for the next request.
         version, probes = self._version, self.probes
         if version != self._reads_version:
@@ -319,11 +273,7 @@ class Registry:
         return made
 
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
-        """How the probes of a sealed request are read; they may have been removed since.
-
-        Raises:
-            SpecError: they were, long ago.
-        """
+        """How the probes of a sealed request are read; they may have been removed since."""
         text = uses_of(packed)
         assert text is not None
         known = self._sealed.get(id(text))

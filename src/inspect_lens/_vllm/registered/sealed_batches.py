@@ -25,11 +25,7 @@ class SealedBatches:
     """Packed envelopes of requests that are the same in all that an envelope says."""
 
     def __init__(self, salt: Callable[[str], str]) -> None:
-        """Start empty.
-
-        Args:
-            salt: see `Results.salt`; changes when a steered request of some content has failed.
-        """
+        """Start empty."""
         self._salt = salt
         self._known: Kept[_Key, _Value] = Kept(_MOST)
 
@@ -43,16 +39,7 @@ class SealedBatches:
         max_tokens: int,
         manner: tuple[bool, bool],
     ) -> Packed | None:
-        """The packed envelope of such a request, which nobody changes; None where none is known.
-
-        Args:
-            request: judged; equal requests of a batch are the same object.
-            facts: of the engine.
-            reads: of the request's probes, as they are registered now.
-            n_prompt: prompt tokens.
-            max_tokens: tokens that may be sampled.
-            manner: `may_overrun` and `is_live`; see `seal`.
-        """
+        """The packed envelope of such a request, which nobody changes; None where none is known."""
         key = id(request), id(facts), id(reads), n_prompt, max_tokens, manner
         known = self._known.get(key)
         if known is None:

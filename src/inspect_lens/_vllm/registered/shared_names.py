@@ -55,15 +55,7 @@ class SharedNames:
     def __init__(
         self, folder: Path, parse: Callable[[Mapping[str, Any]], tuple[str, Item]]
     ) -> None:
-        """Open the folder, or make it.
-
-        Args:
-            folder: of this engine's servers.
-            parse: reads what `put` writes.
-
-        Raises:
-            PermissionError: somebody else has made it.
-        """
+        """Open the folder, or make it."""
         sweep()
         self._parse = parse
         self._lock: int | None
@@ -124,11 +116,7 @@ class SharedNames:
         return dict(self._read.values())
 
     def put(self, name: str, item: Item, reference: str = "") -> None:
-        """Let a name stand for an item, and for nothing else; call it with the lock.
-
-        Raises:
-            CapacityError: it could not be written; the name stands for what it stood for.
-        """
+        """Let a name stand for an item, and for nothing else; call it with the lock."""
         kind = _KINDS[type(item)]
         wire = item.model_dump(mode="json")
         body = json.dumps({"name": name, kind: wire, "reference": reference})

@@ -16,10 +16,6 @@ def stop_at_alarm(state: Any, results: Results) -> None:
     """End a request as a stop string would, once an alarm is raised.
 
     vLLM then finishes it with the reason `stop`, and tells the engine to give it up.
-
-    Args:
-        state: vLLM's `RequestState`.
-        results: of this process.
     """
     detokenizer, key = state.detokenizer, state.request_id
     update = detokenizer.update

@@ -92,18 +92,7 @@ class Results:
         asked_by: AskedBy | None = None,
         let_go: Callable[[], None] | None = None,
     ) -> None:
-        """Take note of a choice before the engine sees it.
-
-        Args:
-            key: of the choice.
-            packed: its envelope.
-            n_prompt: prompt tokens.
-            n_max: tokens that are fed at most, where that is known.
-            reading: of its probes.
-            request: what it belongs to; by default itself.
-            asked_by: of a request with a sink.
-            let_go: to be called when the choice is over.
-        """
+        """Take note of a choice before the engine sees it."""
         envelope, owner = Envelope.unpack(packed), request or key
         with self._lock:
             self._choices.setdefault(owner, set()).add(key)
@@ -120,10 +109,6 @@ class Results:
 
         For whoever goes on to wait for an engine in another process: a batch ends in one step,
         behind which nothing hides the work.
-
-        Args:
-            unprepared: requests of one engine; the first few are taken out. Called in the thread
-                that takes that engine's results.
         """
         some = [unprepared.popleft() for _ in range(min(_PREPARED_AT_ONCE, len(unprepared)))]
         later = []
@@ -139,13 +124,7 @@ class Results:
         unprepared.extendleft(reversed(later))
 
     def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
-        """Token scores of a running request that have come since the last call, by probe.
-
-        Args:
-            key: of the choice.
-            n_completion: tokens that have been sampled, as far as is known here. The engine may be
-                ahead, and the request may turn out to end with the last of these.
-        """
+        """Token scores of a running request that have come since the last call, by probe."""
         expected = self._expected.get(key)
         if expected is None or expected.reading is None:
             return {}
@@ -182,11 +161,9 @@ class Results:
             self._unsent.setdefault(key, {}).setdefault(name, []).extend(scores)
 
     def spoil(self, key: str, error: BaseException) -> None:
-        """Have a request end with an error: our code went wrong for it in a loop of many requests.
+        """Have a request end with an error.
 
-        Args:
-            key: of the choice; one that is not expected has nothing that could fail.
-            error: what was raised.
+        Our code went wrong for it in a loop of many requests.
         """
         if key in self._expected and key not in self._spoiled:
             logger.error("inspect_lens: request %s has failed", key, exc_info=error)
@@ -205,9 +182,6 @@ class Results:
 
         vLLM keeps finished choices until the others have finished, too, and a client that goes
         away in between never takes them.
-
-        Args:
-            ids: internal ids of requests, or of choices of theirs.
         """
         for key in ids:
             expected = self._expected.get(key)
@@ -242,25 +216,13 @@ class Results:
         `activations` holds a tensor per site where something was captured (`residual_stream`
         is `resid_post`), and `inspect_lens` the receipt; on the output they are those of the
         first choice.
-
-        Args:
-            output: vLLM's `RequestOutput`.
-
-        Raises:
-            LensError: a result is not whole, or the worker failed the request.
         """
         with waited():
             if errors := self.attach_all([output]):
                 raise errors.pop()
 
     def attach_all(self, outputs: Iterable[Any]) -> list[LensError]:
-        """`attach` for many outputs: those of a batch mostly end in one step.
-
-        Returns:
-            The errors of those outputs whose results are not whole. Whoever raises one takes it
-            out: frames in its traceback hold the list, and with it the memory of results, which
-            nothing but the garbage collector would free.
-        """
+        """`attach` for many outputs: those of a batch mostly end in one step."""
         # In no name here: frames in an error's traceback lead back to this one.
         return _ours([error for error in self.attach_each(outputs) if error is not None])
 
@@ -270,10 +232,6 @@ class Results:
         """`attach_all`, with the error of each output, or None, in their order.
 
         A fault of our code is one, too: the other outputs have their results.
-
-        Args:
-            outputs: see `attach_all`.
-            may_wait: whether to wait for rows; else this was done.
         """
         begun = list(map(Job, outputs))
         if not begun:
@@ -294,12 +252,7 @@ class Results:
         return [job.take_error() for job in begun]
 
     def is_light(self, output: Any, *, encodes: bool) -> bool:
-        """Whether attaching results takes little time once `is_ready`.
-
-        Args:
-            output: vLLM's `RequestOutput`.
-            encodes: whether they are made ready for HTTP, too.
-        """
+        """Whether attaching results takes little time once `is_ready`."""
         open_ = self._open_choices(output)
         return all(is_light(ticket, expected, encodes=encodes) for ticket, expected in open_)
 

@@ -40,13 +40,7 @@ class Running:
         self._has_far_workers = far.is_listening
 
     def watch(self, key: str, queue: Any) -> None:
-        """Take note of a request that has begun; called in its event loop.
-
-        Args:
-            key: of the choice.
-            queue: vLLM's `RequestOutputCollector`, which takes an error, too; None where the
-                caller steps the engine.
-        """
+        """Take note of a request that has begun; called in its event loop."""
         if queue is None or not self._has_far_workers:
             return
         loop = asyncio.get_running_loop()

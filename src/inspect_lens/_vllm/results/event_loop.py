@@ -46,12 +46,7 @@ class Arrivals:
     """The outputs of one event loop that wait for results."""
 
     def __init__(self, results: Results, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin with nothing.
-
-        Args:
-            results: of this process.
-            loop: in which all methods are called, but where another thread is named.
-        """
+        """Begin with nothing."""
         # Weak: it is kept by what the loop is looked up in, which must not keep the loop.
         self.results, self._loop = results, weakref.proxy(loop)
         self._waiting: list[_Waiting] = []
@@ -62,14 +57,7 @@ class Arrivals:
         self._timer: asyncio.TimerHandle | None = None
 
     async def attach(self, output: Any) -> None:
-        """Wait for the results of an output, and put them on it.
-
-        Args:
-            output: vLLM's `RequestOutput`, for which `Results.is_light` holds.
-
-        Raises:
-            LensError: see `Results.attach`.
-        """
+        """Wait for the results of an output, and put them on it."""
         results = self.results
         deadline = self._loop.time() + results.timeout_s
         told = results.tells_all(output)

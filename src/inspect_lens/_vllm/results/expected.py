@@ -116,12 +116,7 @@ class Expected:
         return self.n_prompt + n_completion - 1
 
     def settled(self, n_fed: int, n_last: int) -> int | None:
-        """Where drafts may be rejected, one past the first position of the last step.
-
-        Args:
-            n_fed: tokens that were fed.
-            n_last: tokens that the last step sampled.
-        """
+        """Where drafts may be rejected, one past the first position of the last step."""
         return n_fed + 1 - max(n_last, 1) if self.envelope.is_speculative else None
 
     def counts(self, n_fed: int) -> dict[int, int]:

@@ -62,16 +62,7 @@ class Job:
 
 
 def prepare(key: str, expected: Expected, collector: Collector) -> bool:
-    """Do what can be done for a choice before its last rows have come.
-
-    Args:
-        key: of the choice.
-        expected: what is known of it; notes what was prepared.
-        collector: of its rows.
-
-    Returns:
-        False where no worker has taken it up, so that it is too early.
-    """
+    """Do what can be done for a choice before its last rows have come."""
     envelope, n_fed = expected.envelope, expected.n_max
     if not n_fed or EAGER_KEY in expected.packed:
         return True
@@ -111,13 +102,7 @@ def is_ready(ticket: Ticket, expected: Expected, collector: Collector) -> bool:
 
 
 def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
-    """Whether a choice takes little time once everything has come: less than a thread does.
-
-    Args:
-        ticket: of the choice.
-        expected: what is known of it.
-        encodes: whether its results are made ready for HTTP, too.
-    """
+    """Whether a choice takes little time once everything has come: less than a thread does."""
     envelope = expected.envelope
     if expected.sink is not None:
         return False  # rows are copied, and the answer may wait
@@ -166,16 +151,7 @@ class Choice:
         return prepared
 
     def take(self, collector: Collector, timeout_s: float, *, may_wait: bool = True) -> None:
-        """Take what has come, or wait for it.
-
-        Args:
-            collector: of the rows.
-            timeout_s: seconds to wait, or that were waited.
-            may_wait: whether to wait; else this was done.
-
-        Raises:
-            LensError: something did not come, or the worker failed the request.
-        """
+        """Take what has come, or wait for it."""
         ticket, expected = self.ticket, self.expected
         if not ticket.n_completion:
             # An engine that is paused ends what waits; no row of it will ever come.
@@ -196,11 +172,7 @@ class Choice:
         )
 
     def read(self) -> dict[str, list[float]]:
-        """Have probes read what was taken, but for what is read together with others'.
-
-        Returns:
-            Token scores, by probe, that were not read before.
-        """
+        """Have probes read what was taken, but for what is read together with others'."""
         reading = self.expected.reading
         if reading is None or self.whole is not None:
             return {}
@@ -210,14 +182,7 @@ class Choice:
         return {} if self.whole is not None else reading.feed(numbers[:, reading.n_seen :])
 
     def finish(self, cached_tokens: int) -> None:
-        """Put everything where users find it.
-
-        Args:
-            cached_tokens: tokens of the prompt that came out of the prefix cache.
-
-        Raises:
-            CaptureError: a score is NaN.
-        """
+        """Put everything where users find it."""
         collected, expected, prepared = self.collected, self.expected, self.prepared
         assert collected is not None
         if prepared is not None:

@@ -100,11 +100,7 @@ class Sinks:
         self._has_exit = False
 
     def learn(self, facts: EngineFacts, setting: str) -> None:
-        """Take note of an engine and of the sinks that the operator gives it.
-
-        Raises:
-            LensError: the setting is wrong, or asks for what the engine does not have.
-        """
+        """Take note of an engine and of the sinks that the operator gives it."""
         configs = read_sinks(setting)
         if not configs:
             return
@@ -128,12 +124,7 @@ class Sinks:
             atexit.register(self.flush, _EXIT_S)
 
     def resolve(self, request: LensRequest, facts: EngineFacts) -> LensRequest:
-        """A request with what its sink records as its capture.
-
-        Raises:
-            SpecError: no sink has that name, or it records something else than the request wants.
-            UnsupportedError: the sink is not for requests.
-        """
+        """A request with what its sink records as its capture."""
         use = request.sink
         if use is None:
             return request

@@ -53,17 +53,7 @@ class Receiver(Protocol):
     """Whether it takes samples one by one, and need not wait for more."""
 
     def give(self, writer: str, number: int, samples: Sequence[Captured], parts: Parts) -> Given:
-        """Give samples away.
-
-        Args:
-            writer: who has numbered them.
-            number: of the shard.
-            samples: what to give.
-            parts: their bytes, where they are encoded already.
-
-        Raises:
-            Exception: none of them was taken; it may be tried again.
-        """
+        """Give samples away."""
         ...
 
 
@@ -102,11 +92,7 @@ class FunctionReceiver:
 
 
 def find_function(name: str) -> Function:
-    """Load the function behind an entry point.
-
-    Raises:
-        SpecError: there is none of that name, or it cannot be loaded.
-    """
+    """Load the function behind an entry point."""
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         raise SpecError(
@@ -147,16 +133,7 @@ class SpillFolder:
     """
 
     def __init__(self, folder: Path, most_bytes: int, writer: str) -> None:
-        """Open the folder, or make it.
-
-        Args:
-            folder: of one sink.
-            most_bytes: of the shards that this process writes.
-            writer: name of this process.
-
-        Raises:
-            OSError: it cannot be made or written.
-        """
+        """Open the folder, or make it."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._most = folder, most_bytes
         self._lock = threading.Lock()
@@ -170,11 +147,7 @@ class SpillFolder:
         """Of all that waits here for this process."""
 
     def put(self, writer: str, number: int, parts: Sequence[bytes | memoryview]) -> bool:
-        """Keep a shard; False where there is no room for it.
-
-        Raises:
-            CaptureError: it could not be written.
-        """
+        """Keep a shard; False where there is no room for it."""
         size = sum(memoryview(part).nbytes for part in parts)
         with self._lock:
             if self.n_bytes + size > self._most:

@@ -65,12 +65,7 @@ class Waiting:
     """Samples in the order in which they came; all methods may be called from any thread."""
 
     def __init__(self, config: SinkConfig, *, is_eager: bool) -> None:
-        """Begin empty.
-
-        Args:
-            config: of the sink.
-            is_eager: whether samples are given away one by one.
-        """
+        """Begin empty."""
         self.changed = threading.Condition()
         """Notified when something has come, has gone, or is wanted at once."""
         self._config, self._is_eager = config, is_eager
@@ -121,11 +116,7 @@ class Waiting:
             return min(self._items[0].came + config.shard_s, first + config.linger_s) - now
 
     def pop(self, *, whole: bool = False) -> list[Item]:
-        """Take out what is given away together.
-
-        Args:
-            whole: a shard, also where samples are given away one by one.
-        """
+        """Take out what is given away together."""
         items: list[Item] = []
         size = 0
         most = self._config.shard_bytes if whole or not self._is_eager else 1
@@ -178,18 +169,7 @@ class Recorder:
     def __init__(
         self, name: str, config: SinkConfig, receiver: Receiver, tensor: str, writer: str = ""
     ) -> None:
-        """Begin empty; threads begin with the first result.
-
-        Args:
-            name: of the sink.
-            config: what the operator says of it.
-            receiver: who takes the samples.
-            tensor: name of the tensor that it records.
-            writer: name of this process; a new one by default.
-
-        Raises:
-            OSError: the folder for what is spilled cannot be used.
-        """
+        """Begin empty; threads begin with the first result."""
         self.name, self.config = name, config
         self._receiver, self._tensor = receiver, tensor
         self._writer = writer or new_writer()
@@ -214,12 +194,7 @@ class Recorder:
             self._begin()  # with what earlier processes have left
 
     def take(self, done: Done, *, waits: bool = False) -> Offered:
-        """Take a result into the queue, or say why not; never waits.
-
-        Args:
-            done: the result, whose capture is of this sink's kind.
-            waits: whether somebody will wait for what becomes of it.
-        """
+        """Take a result into the queue, or say why not; never waits."""
         with self._lock:
             index = self._n_offered
             self._n_offered += 1
@@ -243,13 +218,7 @@ class Recorder:
         return None
 
     def count(self, status: SinkStatus, rows: int = 0, n_bytes: int = 0) -> None:
-        """Count what became of a result.
-
-        Args:
-            status: of the result.
-            rows: tokens that were written.
-            n_bytes: of their rows.
-        """
+        """Count what became of a result."""
         with self._lock:
             self.counts[status] += 1
         sunk(self.name, status, rows, n_bytes)

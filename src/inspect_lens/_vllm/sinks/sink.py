@@ -73,12 +73,7 @@ class Done:
     """What the request says of itself; None for one that a rule has chosen."""
 
     def captured(self, name: str, index: int) -> Captured:
-        """As a sample of a shard.
-
-        Args:
-            name: of the tensor.
-            index: of the sample.
-        """
+        """As a sample of a shard."""
         tensor, said = own_memory(self.tensors[name]), self.said
         assert said is not None
         n_rows = tensor.shape[1]
@@ -199,17 +194,7 @@ class SinkConfig(BaseModel):
 
 
 def read_sinks(setting: str) -> dict[str, SinkConfig]:
-    """Read the setting.
-
-    Args:
-        setting: JSON, an object of sinks by name, or the path of a file that has it.
-
-    Returns:
-        The sinks by name.
-
-    Raises:
-        SpecError: it cannot be read, or a field is wrong.
-    """
+    """Read the setting."""
     text = setting.strip()
     if not text:
         return {}

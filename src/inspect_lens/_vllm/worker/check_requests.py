@@ -79,13 +79,7 @@ def steered_row(state: TapState) -> int:
 
 
 def own_rows(facts: EngineFacts, state: TapState, rank: int) -> list[int]:
-    """Which of a token's rows at all taps this worker sends: all, or its shares of some.
-
-    Args:
-        facts: of the engine.
-        state: of the worker.
-        rank: of the worker among tensor-parallel ones.
-    """
+    """Which of a token's rows at all taps this worker sends: all, or its shares of some."""
     sent = set(capture(facts, state, 1).rows)
     starts = zip(state.taps, state.row_starts.tolist(), state.tap_rows.tolist(), strict=True)
     return [
@@ -115,18 +109,7 @@ def capture(facts: EngineFacts, state: TapState, n: int) -> CaptureEnvelope:
 def envelope(
     reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
 ) -> Mapping[str, Any]:
-    """A request for the rows of all taps.
-
-    Args:
-        reply: address for its rows.
-        facts: of the engine.
-        state: of the worker.
-        n: tokens of its prompt.
-        vectors: (n or 1, hidden) to add at the worker's first tap that may be written.
-
-    Returns:
-        What workers take.
-    """
+    """A request for the rows of all taps."""
     steer: tuple[SteerEnvelope, ...] = ()
     if vectors is not None:
         shared = vectors.shape[0] == 1
@@ -150,11 +133,7 @@ class Inbox:
     """Takes rows as a front-end does: messages from a socket, rows from shared memory."""
 
     def __init__(self, exporter: Exporter) -> None:
-        """Open the socket.
-
-        Args:
-            exporter: of the worker, whose own process this is.
-        """
+        """Open the socket."""
         self._exporter = exporter
         self.address = f"inproc://inspect-lens-check-{id(self):x}"
         self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
@@ -163,15 +142,7 @@ class Inbox:
         self._readers: dict[str, ArenaReader] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Exported:
-        """Wait for all rows.
-
-        Args:
-            shape: rows of a token, requests, positions, hidden.
-            dtype: of the rows.
-
-        Returns:
-            What came; not all of it where some did not come in time, or the worker failed.
-        """
+        """Wait for all rows."""
         got = Exported(torch.zeros(*shape, dtype=dtype), torch.zeros(*shape[:3], dtype=torch.bool))
         deadline = time.monotonic() + _WAIT_S
         while not got.seen.all() and not got.failure and time.monotonic() < deadline:
@@ -228,20 +199,7 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 
 def check_taps(runner: Any, stepper: Stepper, *, is_sharded: bool = False) -> torch.Tensor:
-    """Run one pass in which every tap must write a row, on every rank.
-
-    Args:
-        runner: the model runner, compiled and warm.
-        stepper: of this worker.
-        is_sharded: whether tensor-parallel ranks have to agree on every row.
-
-    Returns:
-        (rows of a token, hidden); the rows.
-
-    Raises:
-        CompatError: a tap did not fire, so the engine must not start.
-        UnsupportedError: tensor-parallel ranks see different rows at a tap.
-    """
+    """Run one pass in which every tap must write a row, on every rank."""
     state = stepper.state
     taps, n = state.row_taps, len(state.row_taps)
     marker = marker_of(state.ring)
@@ -285,12 +243,7 @@ def check_taps(runner: Any, stepper: Stepper, *, is_sharded: bool = False) -> to
 
 
 def scale_for(row: torch.Tensor, *, is_sharded: bool = False) -> float:
-    """Twice the size of a row's elements, as a power of two; alike on all ranks.
-
-    Args:
-        row: (hidden,) of the first tap.
-        is_sharded: whether there are several tensor-parallel ranks.
-    """
+    """Twice the size of a row's elements, as a power of two; alike on all ranks."""
     size = row.float().square().mean().sqrt().reshape(1)
     if is_sharded:
         from vllm.distributed.parallel_state import get_tp_group

@@ -53,14 +53,7 @@ class LayerHooks:
         state: TapState,
         together: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
-        """Store what steps need.
-
-        Args:
-            blocks: decoder layers of the model; None for those of other pipeline stages.
-            hooks: run in them.
-            state: of the taps, which capture what hooks have edited.
-            together: where ranks may gather parameters; takes whether a hook may ask for some.
-        """
+        """Store what steps need."""
         self._together = together
         self._blocks = blocks
         self._hooks = hooks
@@ -68,11 +61,7 @@ class LayerHooks:
         self._handles: list[Any] = []
 
     def arm(self, needs: Mapping[int, Needs]) -> None:
-        """Put in what a step needs.
-
-        Args:
-            needs: by layer.
-        """
+        """Put in what a step needs."""
         self.disarm()
         for layer, need in needs.items():
             block = self._blocks[layer]
@@ -203,14 +192,7 @@ def is_eager_step() -> bool:
 
 @contextmanager
 def checked_steps(*, is_eager: bool) -> Iterator[list[str]]:
-    """Have vLLM run the passes of the start-up check eagerly, or as it chooses.
-
-    Args:
-        is_eager: whether they replay no graph and call the model as it was before compilation.
-
-    Yields:
-        Names of the modes of graphs that vLLM chooses, pass by pass; filled while it runs.
-    """
+    """Have vLLM run the passes of the start-up check eagerly, or as it chooses."""
     modes: list[str] = []
     _Step.modes = modes
     if is_eager:
@@ -223,11 +205,7 @@ def checked_steps(*, is_eager: bool) -> Iterator[list[str]]:
 
 
 def note(chosen: Any) -> Any:
-    """Note the mode of graphs that vLLM has chosen for a pass of the start-up check.
-
-    Args:
-        chosen: what its function returned: first the mode, or what has it as `cg_mode`.
-    """
+    """Note the mode of graphs that vLLM has chosen for a pass of the start-up check."""
     if _Step.modes is not None:
         first = chosen[0] if isinstance(chosen, tuple) else chosen
         mode = getattr(first, "cg_mode", first)
@@ -236,15 +214,7 @@ def note(chosen: Any) -> Any:
 
 
 def wrap_eager_seams(*, is_v2: bool) -> None:
-    """Wrap where vLLM decides how a step runs.
-
-    Args:
-        is_v2: whether steps run in the V2 model runner. The other's module is left alone: to
-            import it takes seconds, and a worker has one of the two.
-
-    Raises:
-        CompatError: this vLLM cannot be told.
-    """
+    """Wrap where vLLM decides how a step runs."""
     dispatch = ("dispatch_v2", _dispatch_v2) if is_v2 else ("dispatch_v1", _dispatch_v1)
     wrappers = dict([("forward_context", _forward_context), dispatch])
     verify(tuple(item for item in EAGER_SEAMS if item.name in wrappers))
@@ -287,14 +257,7 @@ class _Eager:
     def __init__(
         self, runner: Any, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks
     ) -> None:
-        """Store what steps need.
-
-        Args:
-            runner: vLLM's.
-            stepper: of the worker.
-            layers: puts hooks into the model's layers.
-            ranks: those that run each step with this worker.
-        """
+        """Store what steps need."""
         assert stepper.hooks is not None
         self._runner = runner
         self._stepper = stepper

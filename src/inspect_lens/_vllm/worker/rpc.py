@@ -33,19 +33,7 @@ def attach_hooks(
     facts: EngineFacts,
     settings: Settings,
 ) -> None:
-    """Make a worker ready for requests with hooks.
-
-    Args:
-        runner: vLLM's, with the lens attached.
-        stepper: of the worker.
-        exporter: sends what is saved; None on ranks that send nothing.
-        blocks: decoder layers of the model; None for those of other pipeline stages.
-        facts: of the engine.
-        settings: of this process.
-
-    Raises:
-        CompatError: this vLLM cannot be told to run one step eagerly.
-    """
+    """Make a worker ready for requests with hooks."""
     is_v2 = hasattr(runner, "model_state")
     wrap_eager_seams(is_v2=is_v2)
     model = runner.get_model()
@@ -71,17 +59,7 @@ def attach_hooks(
 
 
 def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
-    """Manage persistent hooks; `collective_rpc("inspect_lens_hooks")` calls it on all workers.
-
-    Args:
-        worker: vLLM's.
-        action: `register` (hooks by name), `unregister` (names), `flush` (requests), `prefetch`
-            (parameters) or `clear_prefetched`.
-        payload: for the action.
-
-    Returns:
-        What went wrong, or None; an exception here would be one of the engine's.
-    """
+    """Manage persistent hooks; `collective_rpc("inspect_lens_hooks")` calls it on all workers."""
     runner = worker.model_runner
     stepper: HookedStepper | None = getattr(runner, "inspect_lens", None)
     parameters: Parameters | None = getattr(runner, "inspect_lens_parameters", None)

@@ -102,23 +102,7 @@ def check_steps(
     rank: int = 0,
     may_force_eager: bool = True,
 ) -> None:
-    """Feed two requests in chunks, in every way there is, and compare rows with eager ones.
-
-    Args:
-        runner: the model runner, compiled and warm.
-        stepper: of this worker.
-        exporter: of this worker.
-        facts: of the engine.
-        scale: of an element of the steering vectors.
-        rank: of this worker among tensor-parallel ones, of which the first sends rows, and the
-            others their shares of some. Those without any run the same passes.
-        may_force_eager: whether this vLLM can be told to run a step eagerly. Else nothing is
-            compared with eager rows; the rest is checked.
-
-    Raises:
-        CompatError: rows are not what they have to be, so the engine must not start. The message
-            names the way of running and the taps.
-    """
+    """Feed two requests in chunks, in every way there is, and compare rows with eager ones."""
     began = time.monotonic()
     inbox = Inbox(exporter)
     check = _Check(runner, stepper, inbox, facts, scale, rank)

@@ -38,11 +38,7 @@ class Start:
         """Raises what is wrong with the lens that was put in; run when the model is warm."""
 
     def run(self, prepare: Callable[[Start], str]) -> None:
-        """Prepare the model, and have the lens checked once the model is warm.
-
-        Args:
-            prepare: puts the lens in; returns what has to be equal on all ranks.
-        """
+        """Prepare the model, and have the lens checked once the model is warm."""
         if not self.stage("model", functools.partial(prepare, self)):
             return
         for name in _PASSES:
@@ -107,16 +103,7 @@ def is_first_rank() -> bool:
 
 
 def agree(stage: str, mark: str, reason: str | None) -> str | None:
-    """Compare notes with all other workers, on whichever hosts they are.
-
-    Args:
-        stage: of the start.
-        mark: what has to be the same on all of them; see `facts_mark`.
-        reason: why this worker has to be without the lens, or None.
-
-    Returns:
-        Why all of them have to be, or None.
-    """
+    """Compare notes with all other workers, on whichever hosts they are."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -72,15 +72,7 @@ def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stats(worker: Any) -> dict[str, int]:
-    """What the lens holds in this worker; `collective_rpc("inspect_lens_stats")` calls it.
-
-    Returns:
-        `requests`: live requests that use the lens; `steering_rows`: rows they hold;
-        `sum_rows`: sums of theirs that grow, one for each tap; `shared_bytes`: bytes of rows that
-        no front-end has taken yet; `waited_ms`: milliseconds, since the start, that steps have
-        waited for front-ends to take some. Where it grows, INSPECT_LENS_SHM_BYTES is too small, or
-        front-ends are slower than the model.
-    """
+    """What the lens holds in this worker; `collective_rpc("inspect_lens_stats")` calls it."""
     stepper: Stepper | None = getattr(worker.model_runner, "inspect_lens", None)
     if stepper is None:
         return dict.fromkeys(
@@ -298,21 +290,7 @@ def add_tap(
     width: int | None = None,
     is_sharded: bool = False,
 ) -> RemovableHandle:
-    """Put a tap into a decoder layer. Hooks are traced into the compiled graph.
-
-    Args:
-        block: the layer.
-        point: the tap.
-        ctl: its identity token.
-        width: of the rows on this rank; None for that of the stream.
-        is_sharded: whether tensor parallelism splits the block's sums over ranks.
-
-    Returns:
-        What takes it out again.
-
-    Raises:
-        UnsupportedError: the layer's structure is not known.
-    """
+    """Put a tap into a decoder layer. Hooks are traced into the compiled graph."""
     place = LOCATORS[point.site](block, width or 0)
     if is_sharded and point.site in ("attn_out", "resid_mid"):
         check_reduced(block, block_module(block, "attn_out"), point.site)

@@ -43,13 +43,7 @@ _SOURCE = "inspect_lens/read_given"
 
 
 def record_given(output: ModelOutput, handle: Activations, *, n_tokens: int) -> None:
-    """Attach activations to an answer that was read, and write it into the transcript.
-
-    Args:
-        output: the answer; what follows may take its place as the output of the sample.
-        handle: of its activations.
-        n_tokens: of the answer; 0 for raw text.
-    """
+    """Attach activations to an answer that was read, and write it into the transcript."""
     output.metadata = {"activations": handle, GIVEN_TOKENS: n_tokens}
     # Whoever has the message alone finds them, too.
     output.message.metadata = {"activations": handle}
@@ -66,17 +60,7 @@ def record_given(output: ModelOutput, handle: Activations, *, n_tokens: int) -> 
 
 
 def given_output(event: Event) -> ModelOutput | None:
-    """The output that an event of `record_given` tells of.
-
-    Args:
-        event: of a sample, live or out of a log.
-
-    Returns:
-        The output as it was, or None for any other event.
-
-    Raises:
-        ArtifactError: the reference in it is damaged.
-    """
+    """The output that an event of `record_given` tells of."""
     if not isinstance(event, InfoEvent) or event.source != _SOURCE:
         return None
     facts = event.data

@@ -34,14 +34,6 @@ def refuse_unknown_arguments(
 
     A server that is started gets what is left over, and refuses what it does not know; so only
     what looks like ours is refused then. One that runs has its arguments already.
-
-    Args:
-        given: arguments beyond those of the provider's signature.
-        own: names that the provider adds to Inspect's.
-        attached: address of a running server; None where one is started.
-
-    Raises:
-        PrerequisiteError: with the nearest name, or with what to use instead.
     """
     for name in given:
         if name in _OF_INSPECT:

@@ -115,28 +115,6 @@ class LensAPI(ServerCalls):
     output = await model.generate(messages, config=lens_config(capture=[10]))
     output.metadata["activations"]["residual_stream"]  # torch, (1, tokens, hidden)
     ```
-
-    Args:
-        model_name: as for `vllm/`, `base` or `base:adapter[@revision]`.
-        base_url: of a running server; `/v1` is added where the URL has no path.
-        port: of a running server on this machine.
-        api_key: that the server asks for.
-        config: generation config.
-        capture: what calls capture that do not say: layers, `all`, or a CaptureSpec.
-        activations: `sidecar` writes a file per call beside the log (the default inside an
-            eval), `memory` keeps them up to INSPECT_LENS_MEMORY_BYTES (the default outside),
-            `drop` keeps only shapes and hashes.
-        probes: that the engine runs on every call: names below `probes/`, paths or probes, as a
-            list or separated by commas. Their token scores are in
-            `output.metadata["probe_scores"]`, and beside the log; scorers of these probes read
-            them. Probes that the server cannot run are captured instead.
-        activations_dir: folder or fsspec URL for the files, instead of beside the log.
-        stream: force streaming on or off; None streams where Inspect asks for it and the call
-            does not use the lens.
-        **server_args: as for `vllm/`; the rest goes to the vLLM server that is started.
-
-    Raises:
-        PrerequisiteError: an argument is wrong.
     """
 
     def __init__(

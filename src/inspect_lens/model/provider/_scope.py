@@ -112,18 +112,7 @@ def lens_scope(
 
 
 def require_lens(asker: str, model: Model | None = None) -> Model:
-    """The model, where it can do what a lens request asks for.
-
-    Args:
-        asker: of the request, for the message.
-        model: that is asked; the model under evaluation by default.
-
-    Returns:
-        The model.
-
-    Raises:
-        UnsupportedError: its provider has no lens, so that calls would go out plain.
-    """
+    """The model, where it can do what a lens request asks for."""
     # Imported here: reading what was captured does without the provider.
     from ._provider import LensAPI
 

@@ -67,15 +67,7 @@ _saved: set[tuple[str, str]] = set()
 
 
 def save_vectors(request: LensRequest, place: Place | None) -> None:
-    """Write the tensors that the log will refer to, those that are not written yet.
-
-    Args:
-        request: whose vectors and edits have them.
-        place: where files of this call go; None writes nothing.
-
-    Raises:
-        CaptureError: a file could not be written.
-    """
+    """Write the tensors that the log will refer to, those that are not written yet."""
     edited = [tensor for edit in request.edits for tensor in edit.all_tensors]
     for tensor in (*(vector.activations for vector in request.steer), *edited):
         _live[tensor.sha256] = tensor
@@ -92,17 +84,7 @@ def is_reference(value: object) -> bool:
 
 
 def resolve_vector(reference: Mapping[str, Any]) -> SteeringVector:
-    """Get the vector behind the reference that stands in a log.
-
-    Args:
-        reference: the mapping with `"$lens": "steering/1"`.
-
-    Returns:
-        The vector, tensor included.
-
-    Raises:
-        ArtifactError: the tensor is neither in this process nor in a file that can be found.
-    """
+    """Get the vector behind the reference that stands in a log."""
     names = ("layer_indices", "site", "scale", "norm_match", "position_indices", "phase")
     fields = {name: reference[name] for name in names if reference.get(name) is not None}
     return SteeringVector(activations=_tensor(reference), **fields)
@@ -174,27 +156,7 @@ def read_body(
     inherited: Sequence[LensRequest] = (),
     probes: tuple[ProbeUse, ...] = (),
 ) -> Body:
-    """Read the lens request of a call; reading what this returned changes nothing.
-
-    Args:
-        extra_body: `GenerateConfig.extra_body`; the request is in `extra_args` (or
-            `vllm_xargs`, or at the top level), in any spelling, also with references out of a log.
-        default: capture for calls that do not say; `output_residual_stream: false` says no.
-        scope: what `lens_scope` asks of calls that do not say, field by field; its capture comes
-            before the default, and `apply_steering_vectors: []` says no to its vectors. What is
-            `Settled` has it already.
-        inherited: what the config of the task or the model asks of every call, which is not what
-            this call says: a scope adds its vectors to it, and its probes go first.
-        probes: of calls that name no probe so.
-
-    Returns:
-        The normalised body and the request, None when the call does not use the lens.
-
-    Raises:
-        SpecError: a value is wrong; nothing was sent.
-        UnsupportedError: a key that this release does not serve.
-        ArtifactError: a referenced steering vector cannot be found.
-    """
+    """Read the lens request of a call; reading what this returned changes nothing."""
     settled = isinstance(extra_body, Settled)
     if not extra_body or settled:
         # What nearly all calls of an eval say: nothing, and then what the hook made of that.
@@ -321,19 +283,7 @@ def _lens_args(extra_body: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
-    """Read a capture as Python, JSON or the command line spells it.
-
-    Args:
-        value: None, `all`, a layer, layers as a list or as `3,5`, a `CaptureSpec`, or its fields
-            as a mapping or JSON.
-        field: name of the argument, for error messages.
-
-    Returns:
-        The capture, or None.
-
-    Raises:
-        SpecError: anything else.
-    """
+    """Read a capture as Python, JSON or the command line spells it."""
     if isinstance(value, str):
         text = value.strip()
         if text in ("", "none"):
@@ -356,14 +306,7 @@ def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
 
 
 def environment_capture() -> CaptureSpec | None:
-    """What INSPECT_LENS_CAPTURE asks every call to capture.
-
-    Returns:
-        The capture, or None when the variable is not set.
-
-    Raises:
-        SpecError: it does not parse.
-    """
+    """What INSPECT_LENS_CAPTURE asks every call to capture."""
     return parse_capture(Settings.load().capture, field=variable("capture"))
 
 
@@ -388,27 +331,13 @@ _INSPECTS = ("model_name", "base_url", "api_key", "config")
 
 
 def role_advice(layers: Sequence[int] | None = None) -> str:
-    """The option that makes a model in a role capture.
-
-    Args:
-        layers: to capture; `…` stands for them where they are not known.
-
-    Returns:
-        Part of a command line, in one way that Inspect passes on: `-M` reaches `--model` alone.
-    """
+    """The option that makes a model in a role capture."""
     wanted = "…" if layers is None else list(layers)
     return f"--model-role 'ROLE={{model: vllm-lens/…, model_args: {{capture: {wanted}}}}}'"
 
 
 def capture_advice(layers: Sequence[int]) -> str:
-    """What to do where a call had to capture and did not.
-
-    Args:
-        layers: that are needed.
-
-    Returns:
-        Part of a sentence, for the model of the eval and for one in a role.
-    """
+    """What to do where a call had to capture and did not."""
     wanted = list(layers)
     return (
         f"run the eval with a vllm-lens/ model and -M capture={wanted}, or put "
@@ -444,11 +373,7 @@ _KEYS = ("output_residual_stream", "output_qk")
 
 
 def wants_transport(args: Mapping[str, Any]) -> bool:
-    """Whether a call brings tensors and leaves open how they travel.
-
-    Args:
-        args: typed `extra_args`, as `to_extra_args` spells them.
-    """
+    """Whether a call brings tensors and leaves open how they travel."""
     native = args.get(NATIVE_KEY)
     if isinstance(native, LensRequest):
         return any(spec is not None and spec.transport == "auto" for _, spec in _specs(native))

@@ -75,14 +75,7 @@ def outside_scopes() -> Iterator[None]:
 
 
 def inherited_requests(api: ModelAPI) -> tuple[LensRequest, ...]:
-    """What the running task's config and the model's own ask of every call inside scopes.
-
-    Args:
-        api: of the model that is called; its scopes know the model.
-
-    Returns:
-        The requests that there are.
-    """
+    """What the running task's config and the model's own ask of every call inside scopes."""
     models = {id(scope.model): scope.model for scope in SCOPES.get() if scope.model.api is api}
     found = []
     for config in (active_generate_config(), *(model.config for model in models.values())):
@@ -125,18 +118,7 @@ class Around(NamedTuple):
 
 
 def steering_around(model: Model) -> Around | None:
-    """Find what a call of a model is steered by where it says nothing itself.
-
-    Args:
-        model: that would be called.
-
-    Returns:
-        What it is, or None where nothing steers it and nothing keeps it from being steered.
-
-    Raises:
-        SpecError: the config is wrong.
-        ArtifactError: a vector that the config names cannot be found.
-    """
+    """Find what a call of a model is steered by where it says nothing itself."""
     body = _inherited_body(model)
     found = Around(
         read_body(body).request or LensRequest(),
@@ -157,15 +139,7 @@ _KEY = "inspect_lens_instrument"
 
 
 def instrument_message(text: str, *, name: str) -> ChatMessageUser:
-    """The message of a call that is an instrument's own; the log keeps the mark.
-
-    Args:
-        text: of the message.
-        name: of the instrument, such as `oracle`.
-
-    Returns:
-        The message; the mark is not sent.
-    """
+    """The message of a call that is an instrument's own; the log keeps the mark."""
     return ChatMessageUser(content=text, metadata={_KEY: name})
 
 

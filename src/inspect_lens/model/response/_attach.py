@@ -92,19 +92,6 @@ async def attach(
 
     The first choice's activations are in `output.metadata["activations"]`, those of further
     choices in the metadata of their messages; all are found by message id.
-
-    Args:
-        output: changed in place.
-        fields: taken from the response.
-        request: that was sent.
-        body: `extra_body` of the call; an adapter of this call is noted with what it wrote, as
-            the base model would not read the text alike.
-        keep: whether activations go to files.
-        fetch: gets the bytes behind a handle of the binary transport, in a thread.
-        source: of those bytes, for another process; None where only this one reaches them.
-
-    Raises:
-        CaptureError: something is missing, or a file could not be written.
     """
     first = fields.choices[0]
     lora = (body or {}).get("lora_request")
@@ -230,16 +217,7 @@ def _saved(choice: ChoiceFields) -> SavedValues | None:
 
 
 def origin_of(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any]:
-    """What a file of activations says of where they are from.
-
-    Args:
-        model: that made the call, without its provider.
-        message_id: of what it wrote.
-        lora: the adapter that wrote it, as vLLM's `lora_request`, or None.
-
-    Returns:
-        These, and the sample that is running.
-    """
+    """What a file of activations says of where they are from."""
     call = active_call()
     origin: dict[str, Any] = {"model": model, "message_id": message_id} | _adapter(lora)
     if call is not None:

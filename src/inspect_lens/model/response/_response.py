@@ -61,15 +61,7 @@ class LensFields:
 
 
 def take_fields(completion: BaseModel) -> LensFields:
-    """Remove the lens fields from a chat completion.
-
-    Args:
-        completion: of the OpenAI client; changed in place, so that neither the model event nor
-            the raw model call holds tensors or token ids.
-
-    Returns:
-        The fields; the first choice's are those at the top level.
-    """
+    """Remove the lens fields from a chat completion."""
     top = completion.model_extra or {}
     fields = LensFields(prompt_token_ids=list(top.pop("prompt_token_ids", None) or ()))
     for choice in getattr(completion, "choices", None) or ():
@@ -97,19 +89,7 @@ def take_fields(completion: BaseModel) -> LensFields:
 
 
 def fetch_payloads(fields: LensFields, request: LensRequest, fetch: FetchBytes) -> list[Payload]:
-    """Decode the activations of every choice; not for the event loop.
-
-    Args:
-        fields: of the response; the encoded tensors are taken out of it.
-        request: that was sent; it asked for a capture.
-        fetch: gets the bytes behind a handle of the binary transport, in the calling thread.
-
-    Returns:
-        One payload per choice.
-
-    Raises:
-        CaptureError: something that was asked for did not come, or does not fit the tokens.
-    """
+    """Decode the activations of every choice; not for the event loop."""
     payloads = []
     for index, choice in enumerate(fields.choices):
         if not choice.activations:
@@ -231,24 +211,7 @@ async def take(
     fetch: FetchBytes,
     source: Source | None,
 ) -> list[Activations]:
-    """Take the activations of each choice in.
-
-    Args:
-        fields: of the response; encoded tensors are taken out of it.
-        request: that was sent; it asked for a capture.
-        named: of each choice, the name of its file and where it is from.
-        keep: where they go.
-        fetch: gets the bytes behind a handle, in a thread.
-        source: of those bytes, for another process.
-
-    Returns:
-        A handle per choice.
-
-    Raises:
-        CaptureError: something that was asked for did not come, does not fit the tokens, or could
-            not be written.
-        SpecError: a file is wanted and there is no place for one.
-    """
+    """Take the activations of each choice in."""
     if source is not None and keep.is_local_file:
         handles = await _take_beside(fields, request, named, keep=keep, source=source)
         if handles is not None:
@@ -299,15 +262,7 @@ async def _take_beside(
 
 
 async def write_small(files: Mapping[str, bytes], keep: Keep) -> None:
-    """Write small files whose contents are here, without holding the event loop.
-
-    Args:
-        files: contents by address.
-        keep: where they go.
-
-    Raises:
-        CaptureError: a file could not be written.
-    """
+    """Write small files whose contents are here, without holding the event loop."""
     if keep.is_local_file and BESIDE.is_ready:
         # In a thread each system call would wait for the interpreter of a busy event loop.
         with contextlib.suppress(Lost):
@@ -352,19 +307,7 @@ def _limiter() -> CapacityLimiter:
 
 
 def file_of(keep: Keep, name: str, kind: str = "") -> tuple[str, str]:
-    """Relative and absolute address of a file.
-
-    Args:
-        keep: with a place.
-        name: of which 12 characters are used.
-        kind: of file, such as `.scores`; none for activations.
-
-    Returns:
-        Both.
-
-    Raises:
-        SpecError: there is no place for a file.
-    """
+    """Relative and absolute address of a file."""
     if keep.place is None:
         raise SpecError(
             "activations='sidecar': this call is outside an eval, so there is no log to write "
@@ -377,20 +320,7 @@ def file_of(keep: Keep, name: str, kind: str = "") -> tuple[str, str]:
 
 
 def keep_payload(payload: Payload, keep: Keep, name: str) -> Activations:
-    """Make the handle of a payload: with a file, in memory, or with neither.
-
-    Args:
-        payload: of one choice.
-        keep: where it goes.
-        name: of the file; 12 characters of it are used.
-
-    Returns:
-        The handle.
-
-    Raises:
-        SpecError: a file is wanted and there is no place for one.
-        CaptureError: the file could not be written.
-    """
+    """Make the handle of a payload: with a file, in memory, or with neither."""
     mode = keep.mode or ("sidecar" if keep.place else "memory")
     if mode == "sidecar":
         uri, path = file_of(keep, name)

@@ -73,19 +73,7 @@ NOTHING = Asked()
 def ask_probes(
     probes: ProbeLike | Sequence[ProbeLike] | None, positions: Positions | list[int] | None = None
 ) -> Asked:
-    """Say in a request what runs probes in the engine.
-
-    Args:
-        probes: names below `probes/`, separated by commas, paths, `hf://` addresses or probes.
-        positions: tokens that are scored; for each probe those of its card by default.
-
-    Returns:
-        Uses for those that the engine has a form for, and a capture for the others.
-
-    Raises:
-        ArtifactError: no such probe.
-        SpecError: a value is wrong.
-    """
+    """Say in a request what runs probes in the engine."""
     if probes is None:
         return NOTHING
     if isinstance(probes, str):
@@ -116,11 +104,7 @@ def ask_probes(
 
 
 def note_refused(asked: Asked) -> None:
-    """Say in the transcript which probes no engine runs, and what happens instead.
-
-    Args:
-        asked: of a solver or an agent.
-    """
+    """Say in the transcript which probes no engine runs, and what happens instead."""
     for name, reason in asked.refused:
         note: dict[str, Any] = {
             "probe": name,
@@ -157,17 +141,7 @@ def including(capture: CaptureSpec | None, other: CaptureSpec) -> CaptureSpec:
 def widened(
     capture: CaptureSpec | None, layers: tuple[int, ...], site: Site, positions: Positions
 ) -> CaptureSpec:
-    """A capture with what a probe reads, too.
-
-    Args:
-        capture: that there is; one that is reduced stays as it is.
-        layers: that the probe reads.
-        site: that it reads.
-        positions: that it reads.
-
-    Returns:
-        The capture.
-    """
+    """A capture with what a probe reads, too."""
     if capture is None:
         return CaptureSpec(layers=layers, site=site, positions=positions)
     if capture.reduce != "none":

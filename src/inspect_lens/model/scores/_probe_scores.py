@@ -103,11 +103,7 @@ class ScoreData:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> ScoreData:
-        """Read what `encode` wrote.
-
-        Raises:
-            ArtifactError: it is something else.
-        """
+        """Read what `encode` wrote."""
         try:
             header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
             facts = parse_json(header["__metadata__"]["inspect_lens"])
@@ -140,20 +136,7 @@ def _scored_by(facts: Mapping[str, Any]) -> ScoredBy:
 def columns_of(
     receipt: Mapping[str, Any], uses: Sequence[ProbeUse], *, n_prompt: int, n_completion: int
 ) -> tuple[Column, ...]:
-    """Read the token scores of a response.
-
-    Args:
-        receipt: as JSON.
-        uses: of the request; those without token scores are passed over.
-        n_prompt: tokens of the prompt.
-        n_completion: sampled tokens.
-
-    Returns:
-        A column per use.
-
-    Raises:
-        CaptureError: scores are missing, or not of the tokens that were asked for.
-    """
+    """Read the token scores of a response."""
     found = {entry.get("name"): entry for entry in receipt.get("probes") or ()}
     columns = []
     for use in (use for use in uses if use.tokens):

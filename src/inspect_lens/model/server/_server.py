@@ -55,12 +55,7 @@ GRACE_S = 10.0
 
 
 def server_for(base_model: str, endpoint: str) -> VLLMServer:
-    """The record of a server, the same one for everyone who names the same two things.
-
-    Args:
-        base_model: name or path, without an adapter.
-        endpoint: explicit URL, or the base model where we start the server.
-    """
+    """The record of a server, the same one for everyone who names the same two things."""
     return _servers.setdefault((base_model, endpoint), VLLMServer())
 
 
@@ -81,23 +76,7 @@ def _is_for_cpus() -> bool:
 def start_server(
     model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
 ) -> tuple[str, Popen[str], int]:
-    """Start vLLM on this machine and wait until it answers.
-
-    Args:
-        model: name or path; `organism` and `organism-agent` are the checkpoints that come with this
-            package.
-        port: to listen on; None takes a free one.
-        api_key: that the server will ask for.
-        server: record, for the adapters that are known already.
-        args: arguments of vLLM, as `-M` gives them, and `timeout`, `host`, `device`.
-
-    Returns:
-        Base URL, process and port.
-
-    Raises:
-        PrerequisiteError: vLLM is not installed.
-        RuntimeError: it did not come up; the message has the command.
-    """
+    """Start vLLM on this machine and wait until it answers."""
     if importlib.util.find_spec("vllm") is None:
         raise pip_dependency_error("starting a vLLM server", ["'inspect-lens[vllm]'"])
     wanted = {
@@ -208,10 +187,6 @@ async def while_telling(server: VLLMServer, start: Callable[[], Awaitable[None]]
     """Wait for a server, and show that it is on its way.
 
     Loading a large model and compiling it take minutes, in which no sample moves.
-
-    Args:
-        server: record of the server.
-        start: starts it, or waits for whoever does.
     """
     if id(server) in _told:
         await start()

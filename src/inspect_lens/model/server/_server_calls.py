@@ -68,12 +68,7 @@ class Served(NamedTuple):
 
 
 class ProbeService:
-    """Registers what calls ask for, once for each server and content.
-
-    Args:
-        send: posts JSON to a path of the server and gives the response.
-        server: name of the server for messages.
-    """
+    """Registers what calls ask for, once for each server and content."""
 
     def __init__(self, send: Send, server: str) -> None:
         self._send, self._server = send, server
@@ -86,18 +81,7 @@ class ProbeService:
         self._states.clear()
 
     async def serve(self, request: LensRequest) -> Served:
-        """See that the server knows the probes of a request.
-
-        Args:
-            request: of a call. Names that this package did not make are the caller's own.
-
-        Returns:
-            The request; in place of probes that the server does not run it captures what they
-            read, and says why.
-
-        Raises:
-            CaptureError: the server answered with an error of its own.
-        """
+        """See that the server knows the probes of a request."""
         if all(self._states.get(use.name, "") is None for use in request.probes):
             return Served(request, {})
         kept: list[ProbeUse] = []
@@ -163,26 +147,14 @@ LensLike = str | Path | Lens
 
 
 def read_lens(lens: LensLike) -> str | Lens:
-    """A lens, or the name under which somebody has registered one.
-
-    Args:
-        lens: a text without a slash is a name at the server; others are found by `load_lens`.
-
-    Raises:
-        ArtifactError: no such lens.
-        SpecError: the name is none.
-    """
+    """A lens, or the name under which somebody has registered one."""
     if isinstance(lens, str) and "/" not in lens:
         return check_name(lens, field="lens")
     return load_lens(lens)
 
 
 class LensService:
-    """Registers lenses, once for each server and content.
-
-    Args:
-        send: posts JSON to a path of the server and gives the response.
-    """
+    """Registers lenses, once for each server and content."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -193,18 +165,7 @@ class LensService:
         self._known.clear()
 
     async def name_of(self, lens: Lens) -> str:
-        """See that the server knows a lens.
-
-        Args:
-            lens: to register, unless it is.
-
-        Returns:
-            Its name there, which is made of the content.
-
-        Raises:
-            SpecError: the server refuses it.
-            CaptureError: the server answered with an error of its own.
-        """
+        """See that the server knows a lens."""
         form = await anyio.to_thread.run_sync(lens.for_engine)
         name = f"lens-{form.sha256[:24]}"
         while (done := self._known.get(name)) is not None:
@@ -245,18 +206,7 @@ class NamedAdapter(LoRAAdapter):
 
 
 def adapter_of(lora_request: Any) -> NamedAdapter | None:
-    """Read `extra_body["lora_request"]`.
-
-    Args:
-        lora_request: `{"lora_name", "lora_int_id", "lora_path"}`, or None. Without a path the
-            server has to have the adapter already; the number is vLLM's own affair.
-
-    Returns:
-        The adapter, or None.
-
-    Raises:
-        SpecError: it is not such a mapping.
-    """
+    """Read `extra_body["lora_request"]`."""
     if lora_request is None:
         return None
     name = lora_request.get("lora_name") if isinstance(lora_request, Mapping) else None
@@ -329,9 +279,6 @@ class ServerCalls(VLLMAPI):
         """Ask the server, again over another connection where one broke; the response.
 
         What is posted here may be posted twice.
-
-        Raises:
-            CaptureError: nobody answers; the message has address, model and role.
         """
         url = f"{self._server_root()}{path}"
         for delay in (*DELAYS_S, None):
@@ -356,11 +303,7 @@ class ServerCalls(VLLMAPI):
         return await self._request("GET", path)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send JSON to the server, which is started where needed; returns its JSON.
-
-        Raises:
-            CaptureError: the server answered with an error, or closed the connection repeatedly.
-        """
+        """Send JSON to the server, which is started where needed; returns its JSON."""
         response = await self._send(path, {"model": self.service_model_name(), **body})
         if response.status_code != 200:
             raise CaptureError(
@@ -370,10 +313,9 @@ class ServerCalls(VLLMAPI):
         return response.json()
 
     async def _send(self, path: str, body: dict[str, Any]) -> Any:
-        """Post JSON to the server, which is started where needed; the response, whatever it says.
+        """Post JSON to the server, which is started where needed.
 
-        Raises:
-            CaptureError: the server closed the connection repeatedly.
+        The response, whatever it says.
         """
         await self._ensure_server_started()
         return await self._request("POST", path, json=body)

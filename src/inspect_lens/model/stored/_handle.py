@@ -128,11 +128,7 @@ def write_info(info: TensorInfo) -> str | dict[str, Any]:
 
 
 def read_info(logged: object) -> dict[str, Any]:
-    """The fields of a `TensorInfo`, from what a log has now or had at first.
-
-    Raises:
-        ValueError: text that is something else; `KeyError` and `TypeError` are possible, too.
-    """
+    """The fields of a `TensorInfo`, from what a log has now or had at first."""
     if not isinstance(logged, str):
         fields = cast("Mapping[str, Any]", logged)
         return {**fields, "layers": _read_layers(fields["layers"])}

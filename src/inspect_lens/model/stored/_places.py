@@ -48,14 +48,7 @@ class Place(NamedTuple):
 
 
 def place_for(directory: str | None) -> Place | None:
-    """Choose the place for a call that happens now.
-
-    Args:
-        directory: `-M activations_dir`; None means INSPECT_LENS_DIR, else beside the log.
-
-    Returns:
-        The place, or None outside an eval when no folder is configured.
-    """
+    """Choose the place for a call that happens now."""
     call = active_call()
     configured = directory or text("dir")
     if call is None:
@@ -107,10 +100,9 @@ when_log_is_read(know_log)
 
 
 def may_follow(address: str) -> bool:
-    """Whether what a log names may be read: it lies next to a log, or somebody allowed its place.
+    """Whether what a log names may be read.
 
-    Args:
-        address: path, URL, or `hf://` name of a probe.
+    It lies next to a log, or somebody allowed its place.
     """
     places = [*_followed, *filter(None, text("follow").split(","))]
     return "all" in places or any(
@@ -125,44 +117,18 @@ def _lies_in(address: str, place: str) -> bool:
 
 
 def place_of(uri: str, root: str | None) -> str:
-    """The folder below which a file that was written earlier lies now.
-
-    Args:
-        uri: as logged, relative.
-        root: folder of the log when it was written.
-
-    Returns:
-        The first known folder in which the file is; where it is in none, the one it was in.
-    """
+    """The folder below which a file that was written earlier lies now."""
     found = (folder for folder, where in _addresses(uri, root) if has_file(where))
     return next(found, root or "")
 
 
 def is_there(uri: str, root: str | None) -> bool:
-    """Whether the file behind a reference can be found, without reading it.
-
-    Args:
-        uri: as for `find`.
-        root: as for `find`.
-    """
+    """Whether the file behind a reference can be found, without reading it."""
     return any(has_file(where) for _, where in _addresses(uri, root))
 
 
 def find(uri: str, root: str | None, *, most: int | None = None) -> tuple[str, bytes]:
-    """Read the file that a reference in a log names.
-
-    Args:
-        uri: as logged; relative to the folder of the log, or absolute.
-        root: that folder, as far as known.
-        most: bytes that the file may have, by what the log says of it.
-
-    Returns:
-        Address and content of the first file that is there.
-
-    Raises:
-        ArtifactError: there is none, it lies where nothing may be read, or it is larger; the
-            message says where it was looked for.
-    """
+    """Read the file that a reference in a log names."""
     tried: list[str] = []
     for _, where in _addresses(uri, root):
         tried.append(where)

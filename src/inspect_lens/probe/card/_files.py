@@ -34,15 +34,7 @@ __all__ = [
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:
-    """Render a card.
-
-    Args:
-        card: the facts.
-        sha256: hash of `probe.safetensors`.
-
-    Returns:
-        Markdown, ending in a newline. `card.json` is what programs read.
-    """
+    """Render a card."""
     parts = [f"# {card.name}", card.description]
     parts += [f"> **Warning.** {text}" for text in _warnings(card)]
     parts.append(_facts(card, sha256))
@@ -240,32 +232,12 @@ _NEURAL = ("value", "bias", "mean", "scale")
 
 
 def encode_probe(tensors: dict[str, NDArray[np.float32]], card: ProbeCard) -> bytes:
-    """Content of `probe.safetensors`.
-
-    Args:
-        tensors: float32, by name.
-        card: of the same probe.
-
-    Returns:
-        The bytes.
-    """
+    """Content of `probe.safetensors`."""
     return encode_tensors(PROBE, tensors, _header(card))
 
 
 def decode_probe(content: bytes, card: ProbeCard, folder: Path) -> dict[str, NDArray[np.float32]]:
-    """Read `probe.safetensors` and compare it with the card.
-
-    Args:
-        content: of the file.
-        card: of the same folder.
-        folder: for error messages.
-
-    Returns:
-        Tensors by name, float32.
-
-    Raises:
-        ArtifactError: damaged, of another format, or not the probe of this card.
-    """
+    """Read `probe.safetensors` and compare it with the card."""
     linear = card.kind == "linear"
     return decode_tensors(
         PROBE,
@@ -286,17 +258,7 @@ def write_probe_files(folder: Path, content: bytes, card: ProbeCard) -> Path:
 
 
 def read_probe_files(path: Path) -> tuple[Path, bytes, ProbeCard]:
-    """Read tensors and card and compare the hash.
-
-    Args:
-        path: the folder, or `probe.safetensors` inside it.
-
-    Returns:
-        Folder, content of `probe.safetensors`, card.
-
-    Raises:
-        ArtifactError: a file is missing, the card does not parse, or the hash differs.
-    """
+    """Read tensors and card and compare the hash."""
     folder, content, card = read_artifact(PROBE, path, ProbeCard.model_validate)
     return folder, content, card
 

@@ -38,18 +38,7 @@ Tensors = Mapping[str, NDArray[np.float32]]
 
 
 def neural_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
-    """The form whose aggregated score is that of the probe.
-
-    Args:
-        tensors: of a `NeuralProbe`.
-        card: its card.
-
-    Returns:
-        The engine's probe, with pool and lowest threshold of the card.
-
-    Raises:
-        UnsupportedError: the engine has none; the message says what it cannot do.
-    """
+    """The form whose aggregated score is that of the probe."""
     pool = parse_head_pool(card.pool)
     if pool.name == "attention":
         made = attention_form(tensors, card)
@@ -66,18 +55,7 @@ def neural_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
 
 
 def token_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
-    """The form whose token scores are those of `NeuralProbe.score_tokens`.
-
-    Args:
-        tensors: of a `NeuralProbe`.
-        card: its card.
-
-    Returns:
-        A linear probe, or an `mlp` where there is a ReLU layer.
-
-    Raises:
-        UnsupportedError: there is a gate, or more than one ReLU layer.
-    """
+    """The form whose token scores are those of `NeuralProbe.score_tokens`."""
     _refuse_gate(card)
     if "w1" in tensors:
         raise _unsupported(card, "more than one ReLU layer")
@@ -99,18 +77,7 @@ def token_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
 
 
 def attention_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
-    """The form whose score at a token is the attention-weighted one of the text up to it.
-
-    Args:
-        tensors: of a `NeuralProbe`.
-        card: its card.
-
-    Returns:
-        A probe of kind `attention`.
-
-    Raises:
-        UnsupportedError: there is a gate, a ReLU layer, or a slope over positions.
-    """
+    """The form whose score at a token is the attention-weighted one of the text up to it."""
     _refuse_gate(card)
     for name, what in (("w0", "a ReLU layer before attention"), ("position", "a slope of the "
                        "attention logits over positions")):  # fmt: skip

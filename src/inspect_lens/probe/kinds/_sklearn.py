@@ -73,19 +73,7 @@ class _Affine(NamedTuple):
 
 
 def read_linear(estimator: Any, *, average_folds: bool = False) -> LinearModel:
-    """Read a fitted classifier whose score is linear in its input.
-
-    Args:
-        estimator: fitted; a linear model, a pipeline that ends in one, the best of a search, or a
-            `CalibratedClassifierCV` of one.
-        average_folds: see `Probe.from_sklearn`.
-
-    Returns:
-        The model; it is compared with the estimator's own scores at points of the scaler's size.
-
-    Raises:
-        SpecError: not fitted, not two classes, or not linear.
-    """
+    """Read a fitted classifier whose score is linear in its input."""
     method = " ".join(repr(estimator).split())[:_METHOD]
     chosen = getattr(estimator, "best_estimator_", estimator)
     calibrated = getattr(chosen, "calibrated_classifiers_", None)
@@ -243,20 +231,7 @@ def _compare(model: LinearModel, estimator: Any) -> None:
 
 
 def write_linear(weight: Floats, bias: float, mean: Floats, scale: Floats) -> Any:
-    """A fitted pipeline of StandardScaler and LogisticRegression with these numbers.
-
-    Args:
-        weight: (hidden,).
-        bias: a number.
-        mean: (hidden,).
-        scale: (hidden,), positive.
-
-    Returns:
-        The pipeline; nothing was fitted, and it predicts the classes 0 and 1.
-
-    Raises:
-        LensError: scikit-learn is not installed.
-    """
+    """A fitted pipeline of StandardScaler and LogisticRegression with these numbers."""
     try:
         linear: Any = importlib.import_module("sklearn.linear_model")
         scaling: Any = importlib.import_module("sklearn.preprocessing")

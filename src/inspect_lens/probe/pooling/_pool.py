@@ -84,17 +84,7 @@ _WIDE: Final[dict[str, Callable[[NDArray[np.float64], Pool], float]]] = {
 
 
 def check_scores(scores: ArrayLike) -> NDArray[np.float64]:
-    """Token scores as float64.
-
-    Args:
-        scores: (tokens,) float.
-
-    Returns:
-        (tokens,) float64.
-
-    Raises:
-        SpecError: no token, or a NaN.
-    """
+    """Token scores as float64."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
         raise SpecError(

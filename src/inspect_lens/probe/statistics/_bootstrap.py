@@ -107,22 +107,7 @@ def bootstrap_values(
     n_resamples: int = 10_000,
     seed: int = 0,
 ) -> Floats:
-    """The statistic in every draw.
-
-    Args:
-        y: (samples,) bool, both classes.
-        s: (samples,) scores.
-        statistic: of (labels, scores).
-        groups: (samples,) clusters.
-        n_resamples: draws.
-        seed: of the generator.
-
-    Returns:
-        (n_resamples,) float64.
-
-    Raises:
-        SpecError: groups do not fit, or leave no draw with both classes.
-    """
+    """The statistic in every draw."""
     rng = np.random.default_rng(seed)
     if statistic is auroc:
         if groups is not None:
@@ -141,20 +126,7 @@ def resample(
     n_resamples: int,
     rng: np.random.Generator,
 ) -> Iterator[NDArray[np.int64]]:
-    """Indices of each draw: samples inside each class, or whole groups.
-
-    Args:
-        y: (samples,) bool, both classes.
-        groups: (samples,) clusters, or None.
-        n_resamples: draws.
-        rng: what draws.
-
-    Yields:
-        Indices of one draw; both classes are in it.
-
-    Raises:
-        SpecError: groups do not fit, or leave no draw with both classes.
-    """
+    """Indices of each draw: samples inside each class, or whole groups."""
     if groups is None:
         positive, negative = np.flatnonzero(y), np.flatnonzero(~y)
         for above, below in _strata_draws(y, n_resamples, rng):

@@ -120,18 +120,7 @@ def kish(sizes: NDArray[np.int64]) -> float:
 
 
 def group_codes(n_samples: int, groups: Sequence[Hashable]) -> tuple[NDArray[np.int64], int]:
-    """Number the groups in the order in which they come.
-
-    Args:
-        n_samples: how many there are.
-        groups: (samples,) of any kind; those of one group need not stand together.
-
-    Returns:
-        (samples,) number of each sample's group, and how many groups there are.
-
-    Raises:
-        SpecError: lengths disagree.
-    """
+    """Number the groups in the order in which they come."""
     if len(groups) != n_samples:
         raise SpecError(
             f"groups: {len(groups)} groups for {n_samples} samples; allowed is one group per "

@@ -486,16 +486,7 @@ def between_groups(
 def placements(
     positive: NDArray[np.float64], negative: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Structural components of the AUROC, ties counted half.
-
-    Args:
-        positive: (n_positive,) scores.
-        negative: (n_negative,) scores.
-
-    Returns:
-        Share of negatives below each positive, and share of positives above each negative;
-        the mean of either is the AUROC.
-    """
+    """Structural components of the AUROC, ties counted half."""
     m, n = positive.size, negative.size
     ranks = midranks(np.concatenate([positive, negative]))
     above: NDArray[np.float64] = (ranks[:m] - midranks(positive)) / n

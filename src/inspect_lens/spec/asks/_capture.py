@@ -39,14 +39,7 @@ Transport = Literal["auto", "inline", "binary"]
 
 
 def parse_layers(value: Any) -> Any:
-    """Layers as users write them: `all` or true, a number, or a list of numbers.
-
-    Returns:
-        `all`, or the numbers ascending and once each; what is none of these as it came.
-
-    Raises:
-        ValueError: an empty list, or something in it that is not an integer.
-    """
+    """Layers as users write them: `all` or true, a number, or a list of numbers."""
     if value is True:
         return "all"
     layers = integers(value)

@@ -42,11 +42,7 @@ def _compiled(pattern: str) -> Any:
 
 
 def check_pattern(pattern: str) -> str:
-    """The pattern, if it can be run.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """The pattern, if it can be run."""
     import re2
 
     if not 0 < len(pattern) <= MOST_PATTERN:
@@ -67,11 +63,7 @@ def check_pattern(pattern: str) -> str:
 
 
 def check_patterns(patterns: Iterable[str | None]) -> None:
-    """Judge all patterns of a request together; each alone was judged by `check_pattern`.
-
-    Raises:
-        ValueError: they are too many, or too long.
-    """
+    """Judge all patterns of a request together; each alone was judged by `check_pattern`."""
     distinct = {pattern for pattern in patterns if pattern is not None}
     n = sum(map(len, distinct))
     if len(distinct) > MOST_PATTERNS or n > MOST_CHARACTERS:

@@ -160,15 +160,7 @@ class TokenMatch(BaseModel):
 
 
 def parse_match(value: Mapping[str, object], *, field: str) -> TokenMatch:
-    """Read a match as it comes over HTTP.
-
-    Args:
-        value: its fields.
-        field: path of the field, for error messages.
-
-    Raises:
-        SpecError: it is none.
-    """
+    """Read a match as it comes over HTTP."""
     try:
         return TokenMatch.model_validate(value)
     except ValidationError as error:

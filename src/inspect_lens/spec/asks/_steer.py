@@ -55,11 +55,7 @@ and later layers add to the row."""
 
 
 def parse_steered(value: Any) -> Any:
-    """Positions to steer: one or several integers.
-
-    Raises:
-        ValueError: something is not an integer; a mask has its own words.
-    """
+    """Positions to steer: one or several integers."""
     if isinstance(value, list | tuple) and any(isinstance(item, bool) for item in value):
         raise ValueError(
             "holds booleans, and a mask is read in capture.positions only; give the positions "
@@ -248,13 +244,6 @@ def check_scales(steer: Sequence[SteeringVector], dtype: str) -> None:
     What overflows the dtype of the stream would be NaN in the layers behind, and in key-value
     blocks that others use after it. So at each layer and site the norms of what is added to one
     token may sum up to `LARGEST_NORM`, and the scales with `norm_match` to its square root.
-
-    Args:
-        steer: vectors of the request.
-        dtype: of the residual stream.
-
-    Raises:
-        SpecError: they sum up to more.
     """
     largest = LARGEST_NORM.get(dtype, LARGEST_NORM["float32"])
     for is_relative, most in ((False, largest), (True, math.sqrt(largest))):

@@ -143,12 +143,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
 
 
 def _rows_of(program: Sequence[Instruction], n: int) -> int:
-    """Rows of the table for one program: an entry for each instruction, and its directions.
-
-    Args:
-        program: of one token at one tap.
-        n: rows that a direction takes.
-    """
+    """Rows of the table for one program: an entry for each instruction, and its directions."""
     directions = sum((one.read is not None) + (one.write is not None) for one in program)
     return max(len(program), n * directions)
 
@@ -174,14 +169,6 @@ def check_shares(program: Sequence[Instruction], width: SiteWidth, field: str) -
     Each rank edits its own part of the row. So a projection has to be read and written within one
     of these parts, and the norm of the row is not known. Rows and vectors that are written, and
     numbers that are blended one by one, may be anywhere.
-
-    Args:
-        program: of one token at one tap.
-        width: of the site.
-        field: path of the edit, for error messages.
-
-    Raises:
-        UnsupportedError: the program needs a sum over ranks.
     """
     if width.shards == 1:
         return
@@ -201,15 +188,7 @@ def check_shares(program: Sequence[Instruction], width: SiteWidth, field: str) -
 
 
 def check_writable(site: Site, field: str) -> None:
-    """Refuse a site for what is as wide as the stream: steering vectors, probes and gates.
-
-    Args:
-        site: that was asked for.
-        field: path of the field, for error messages.
-
-    Raises:
-        UnsupportedError: it is one of these.
-    """
+    """Refuse a site for what is as wide as the stream: steering vectors, probes and gates."""
     if not SITE_TABLE[site].is_wide:
         others = ", ".join(name for name, info in SITE_TABLE.items() if info.is_wide)
         raise UnsupportedError(
@@ -222,19 +201,7 @@ def check_writable(site: Site, field: str) -> None:
 def check_layers(
     layers: tuple[int, ...], site: Site, facts: EngineFacts, field: str, what: str = "layer"
 ) -> None:
-    """Refuse layers that a model does not have, or that have no tap for a site.
-
-    Args:
-        layers: 0-based numbers.
-        site: at which they are read or written.
-        facts: of the engine.
-        field: path of the field, for error messages.
-        what: names a layer in the message.
-
-    Raises:
-        SpecError: the model has no such layer.
-        UnsupportedError: the engine has no tap there.
-    """
+    """Refuse layers that a model does not have, or that have no tap for a site."""
     for layer in layers:
         if not 0 <= layer < facts.n_layers:
             raise SpecError(
@@ -301,17 +268,7 @@ def check_lens(lens: LogitLens, facts: EngineFacts) -> tuple[TapPoint, ...]:
 
 
 def check_eager(hooks: tuple[Hook, ...], skip_cache: bool | None, facts: EngineFacts) -> None:
-    """Judge the part of a request that makes its steps run eagerly.
-
-    Args:
-        hooks: of the request.
-        skip_cache: its `skip_reading_prefix_cache`.
-        facts: of the engine.
-
-    Raises:
-        SpecError: a layer that the model does not have, or a contradiction.
-        UnsupportedError: this engine cannot, or may not.
-    """
+    """Judge the part of a request that makes its steps run eagerly."""
     if not hooks:
         return
     check_hooks(hooks, facts, "apply_hooks")

@@ -140,17 +140,7 @@ def sampled_match(positions: Positions) -> TokenMatch | None:
 
 
 def check_token_ids(match: TokenMatch, width: SiteWidth, vocab: int, field: str) -> None:
-    """Refuse ids that the model does not have, or more than a row has room for.
-
-    Args:
-        match: of sampled tokens.
-        width: of the site at which the edit acts.
-        vocab: tokens of the model's vocabulary; 0 where it is not known.
-        field: path of the edit, for error messages.
-
-    Raises:
-        SpecError: they do not fit.
-    """
+    """Refuse ids that the model does not have, or more than a row has room for."""
     ids, room = _ids(match), width.width // width.shards
     end = vocab or _END - 1
     wrong = [one for one in ids if not 0 <= one < end]

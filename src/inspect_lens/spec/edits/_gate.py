@@ -221,14 +221,7 @@ class Gate(WireModel):
 
 
 def tensor_reference(tensor: TensorData) -> dict[str, Any]:
-    """The short form for logs of a tensor, which its hash stands for.
-
-    Args:
-        tensor: the tensor.
-
-    Returns:
-        Its hash, shape and dtype, and where its values lie beside the log.
-    """
+    """The short form for logs of a tensor, which its hash stands for."""
     return {
         "$lens": TENSOR_REFERENCE,
         "sha256": tensor.sha256,

@@ -32,11 +32,7 @@ class Parsed:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """Start empty.
-
-        Args:
-            most_bytes: of all that is kept.
-        """
+        """Start empty."""
         self._most = most_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[list[object], LensRequest | None, int]] = OrderedDict()
@@ -58,13 +54,7 @@ class Parsed:
             return (known[1],)
 
     def keep(self, key: Key, kept: list[object], request: LensRequest | None) -> None:
-        """Keep a request, and let go of those that were not asked for the longest.
-
-        Args:
-            key: names its content.
-            kept: what the key names by identity, and so has to live as long.
-            request: that was parsed.
-        """
+        """Keep a request, and let go of those that were not asked for the longest."""
         size = _BYTES_BESIDE + sum(map(_part_bytes, key)) + _held_bytes(kept, request)
         if size > self._most // 4:
             return
@@ -118,13 +108,6 @@ def fingerprint(
 
     With it come the objects that are named by their identity: whoever keeps the name has to
     keep them, so that no other object can get it.
-
-    Args:
-        extra_args: what is asked.
-        shared: a further class whose objects never change.
-
-    Returns:
-        The name, and what it names by identity.
     """
     parts: list[object] = []
     kept: list[object] = []

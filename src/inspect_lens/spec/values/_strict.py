@@ -62,11 +62,7 @@ def shown(value: object) -> str:
 
 
 def integer(value: object) -> int:
-    """An integer, also one of numpy; a boolean, a float and text are none.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """An integer, also one of numpy; a boolean, a float and text are none."""
     if isinstance(value, bool | str | float) or type(value).__name__ in ("bool", "bool_"):
         raise ValueError(f"{shown(value)} is not an integer")
     try:
@@ -76,17 +72,7 @@ def integer(value: object) -> int:
 
 
 def integers(value: object) -> object:
-    """One integer, or a list of them, as a tuple; what is neither stays as it is.
-
-    Args:
-        value: what came.
-
-    Returns:
-        The integers in the order given.
-
-    Raises:
-        ValueError: something in a list is not an integer.
-    """
+    """One integer, or a list of them, as a tuple; what is neither stays as it is."""
     if isinstance(value, str | bool | dict | None):
         return value
     if not isinstance(value, Iterable):

@@ -41,14 +41,6 @@ def rate_interval(
     trusted where fewer than 5 groups have a hit, or fewer than 5 a miss; there each effective
     group counts as one sample, which is careful.
 
-    Args:
-        hits: (samples,) of what share; at least one sample.
-        groups: (samples,) what is independent; None, or one sample each, takes samples.
-        confidence: two-sided level.
-
-    Returns:
-        The interval; its method says what n is.
-
     Source:
         Korn and Graubard 1998, Survey Methodology 24, 193-201.
     """
@@ -191,18 +183,6 @@ def recall_draws(
 
     The same seed draws the same samples, so that layers scored on the same sets are compared in
     pairs. Where the control set is too small for the rate, its largest score is the threshold.
-
-    Args:
-        positives: (n_positive,) scores.
-        control: (n_control,) scores of negatives.
-        fpr: false positive rate of the threshold.
-        groups: (n_positive,) what is drawn whole; None draws samples.
-        control_groups: (n_control,) of the control samples.
-        n_draws: of the bootstrap.
-        seed: of the generator.
-
-    Returns:
-        The draws.
     """
     rng = np.random.default_rng(seed)
     thresholds = _thresholds(control, control_groups, fpr, n_draws, rng)

@@ -29,15 +29,7 @@ _ISOTONIC_FROM: Final = 1000
 
 
 def fit_platt(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float]:
-    """Slope and intercept of Platt's sigmoid.
-
-    Args:
-        scores: (samples,) float.
-        positive: (samples,) bool, both classes.
-
-    Returns:
-        (a, b) of p = sigmoid(a · score + b), by maximum likelihood of his smoothed targets.
-    """
+    """Slope and intercept of Platt's sigmoid."""
     s, y = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
     n, m = int(y.sum()), int((~y).sum())
     target = np.where(y, (n + 1.0) / (n + 2.0), 1.0 / (m + 2.0))

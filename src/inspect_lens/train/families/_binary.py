@@ -163,22 +163,7 @@ def dominated(variance: Floats) -> tuple[int, float]:
 def find_scale(
     x: NDArray[np.floating[Any]], positive: NDArray[np.bool_], scaling: Scaling, *, family: str
 ) -> Floats | None:
-    """What to divide each dimension by before a direction is looked for.
-
-    Args:
-        x: (rows, hidden).
-        positive: (rows,) class of each row.
-        scaling: `robust` divides by the median absolute deviation from the class median, in units
-            of a standard deviation; `none` by nothing; `auto` is robust where 1% of the dimensions
-            hold half of the variance or more, and warns.
-        family: name, for the warning.
-
-    Returns:
-        (hidden,), or None where nothing is scaled.
-
-    Raises:
-        SpecError: an unknown way.
-    """
+    """What to divide each dimension by before a direction is looked for."""
     if scaling not in ("auto", "robust", "none"):
         raise SpecError(f"scaling={scaling!r}; allowed are 'auto', 'robust' and 'none'")
     if scaling == "none" or len(x) < 4:

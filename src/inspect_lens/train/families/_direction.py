@@ -340,18 +340,7 @@ def make_pairs(
     n_pairs: int | None,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of positive and negative rows to compare.
-
-    Args:
-        positive: (rows,) class of each row.
-        groups: (rows,) pair within a group where it has both classes, and leave the other
-            groups out; None, or no group with both: pair at random.
-        n_pairs: how many at most; None takes all, each row of the smaller side once.
-        rng: of the pairing.
-
-    Returns:
-        (pairs,) indices of positives, and of their negatives.
-    """
+    """Indices of positive and negative rows to compare."""
     labels = np.zeros(positive.size, dtype=np.int64)
     if groups is not None:
         _, labels = np.unique(np.asarray(groups), return_inverse=True)

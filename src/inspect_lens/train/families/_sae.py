@@ -29,9 +29,6 @@ def l1_settings(version: str) -> dict[str, Any]:
 
     Releases before 1.8 ignore `l1_ratio` unless the penalty is `elasticnet`, which liblinear does
     not know, and use L2; later ones warn of `penalty`.
-
-    Args:
-        version: such as `1.7.2`.
     """
     old = tuple(int(part) for part in version.split(".")[:2]) < (1, 8)
     return {"penalty": "l1"} if old else {"l1_ratio": 1.0}

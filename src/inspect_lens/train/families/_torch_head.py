@@ -43,11 +43,7 @@ class RowsBySample(Protocol):
 
 
 class HeldRows:
-    """Rows that are in memory.
-
-    Args:
-        sequences: per sample (tokens, hidden), one at least.
-    """
+    """Rows that are in memory."""
 
     spare = None
 
@@ -62,13 +58,7 @@ class HeldRows:
 
 
 class HeadData:
-    """Sequences by number: of whole samples, or of their single tokens.
-
-    Args:
-        rows: of the samples.
-        by_token: each token is a sequence of its own.
-        index: the sequences that are meant, in this order; all by default.
-    """
+    """Sequences by number: of whole samples, or of their single tokens."""
 
     def __init__(
         self, rows: RowsBySample, *, by_token: bool = False, index: NDArray[np.int64] | None = None
@@ -152,25 +142,7 @@ def train_head(
     scaler: dict[str, NDArray[np.float32]],
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, NDArray[np.float32]], list[float]]:
-    """Train from given weights; keep those that did best on the validation set.
-
-    Args:
-        start: initial weights.
-        spec: temperature and gate.
-        pool: the rule.
-        data: raw sequences (tokens, hidden) float32 and their classes; a batch is taken and
-            standardised when it is used, so that there is no second copy of them.
-        validation: the same for early stopping; None trains to the end.
-        how: optimiser, rates, steps.
-        scaler: `mean` and `scale` (hidden,), which are not trained.
-        tick: called after each step.
-
-    Returns:
-        The weights, and the losses that were looked at.
-
-    Raises:
-        SpecError: the loss is no longer finite.
-    """
+    """Train from given weights; keep those that did best on the validation set."""
     rule = parse_head_pool(pool)
     weights = {
         k: torch.from_numpy(np.array(v)).to(how.device).requires_grad_() for k, v in start.items()

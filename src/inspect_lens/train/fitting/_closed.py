@@ -39,17 +39,7 @@ Floats = NDArray[np.float64]
 
 
 def finish(estimator: Any, moments: Moments, scale: Floats | None) -> None:
-    """Set what a family learns.
-
-    Args:
-        estimator: `MeanDifferenceProbe`, `MassMeanProbe`, or `LDAProbe` with `ridge`, a number or
-            None as shrinkage.
-        moments: of all rows; with the covariance where the family needs it.
-        scale: (hidden,) what each dimension is divided by before the direction is looked for.
-
-    Raises:
-        SpecError: a class is missing.
-    """
+    """Set what a family learns."""
     low, high = moments.class_means()
     estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), low.size
     estimator.mean_ = (high + low) / 2.0
@@ -72,11 +62,7 @@ def finish(estimator: Any, moments: Moments, scale: Floats | None) -> None:
 
 
 def check_shrinkage(estimator: Any) -> None:
-    """Refuse a shrinkage that is none, before rows are read.
-
-    Raises:
-        SpecError: it is none of those that `LDAProbe` has.
-    """
+    """Refuse a shrinkage that is none, before rows are read."""
     value = getattr(estimator, "shrinkage", None)
     named = value in ("ridge", "ledoit-wolf")
     if value is not None and not named and (isinstance(value, str) or not 0.0 <= value <= 1.0):
@@ -114,15 +100,7 @@ _SOLVING: Final = 6
 
 
 def closed_bytes(estimator: Any, data: RowView) -> tuple[int, int] | None:
-    """What a fit holds: bytes per layer, and bytes once, whatever the number of layers.
-
-    Args:
-        estimator: unfitted.
-        data: the rows of a store.
-
-    Returns:
-        The bytes; None for a family that does not end in a formula.
-    """
+    """What a fit holds: bytes per layer, and bytes once, whatever the number of layers."""
     if type(estimator) not in _CLOSED:
         return None
     n, hidden = len(data), data.hidden
@@ -135,17 +113,9 @@ def closed_bytes(estimator: Any, data: RowView) -> tuple[int, int] | None:
 
 
 def fit_closed(made: Mapping[int, DirectionEstimator], data: RowView) -> Iterator[int]:
-    """Fit a family at several layers from one pass; two for LDA with Ledoit and Wolf's shrinkage.
+    """Fit a family at several layers from one pass.
 
-    Args:
-        made: by layer, the family, unfitted.
-        data: the rows of a store.
-
-    Yields:
-        Each layer, when it is fitted.
-
-    Raises:
-        SpecError: a class is missing, a value is not finite, or a setting is wrong.
+    Two for LDA with Ledoit and Wolf's shrinkage.
     """
     first = next(iter(made.values()))
     check_shrinkage(first)

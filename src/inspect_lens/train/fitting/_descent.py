@@ -22,17 +22,7 @@ __all__ = ["fit_torch_logistic"]
 def fit_torch_logistic(
     made: TorchLogisticProbe, view: RowView, layer: int, *, tick: Callable[[], None]
 ) -> None:
-    """Fit as `TorchLogisticProbe.fit` does.
-
-    Args:
-        made: unfitted; computes where its `device` says.
-        view: rows of a store.
-        layer: one of its layers.
-        tick: called after each step.
-
-    Raises:
-        SpecError: a class is missing, or a value is not finite.
-    """
+    """Fit as `TorchLogisticProbe.fit` does."""
     labels = view.labels
     require_both(labels)
     read = view.again(layer, spare=view.data.memory * 1e9)

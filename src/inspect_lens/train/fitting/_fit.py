@@ -20,13 +20,7 @@ __all__ = ["fit_layers", "fit_on", "rows_of"]
 
 
 def rows_of(estimator: TrainableProbe, rows: Rows | None) -> Rows | None:
-    """What one row of a fit is; None for families that read sequences.
-
-    Args:
-        estimator: its own rows count where none are named; those of its base if it is an
-            ensemble.
-        rows: what is asked for.
-    """
+    """What one row of a fit is; None for families that read sequences."""
     if estimator.reads == "sequences":
         return None
     base = getattr(estimator, "base", None) or estimator

@@ -18,20 +18,7 @@ __all__ = ["fit_held", "sample_weights"]
 def fit_held(
     estimator: TrainableProbe, data: ActivationSet, layers: Sequence[int], rows: Rows | None
 ) -> TrainableProbe:
-    """Fit a family.
-
-    Args:
-        estimator: unfitted.
-        data: the set.
-        layers: of the set; the rows of several are put one after the other.
-        rows: what one row is; None for families that read sequences.
-
-    Returns:
-        The estimator, fitted.
-
-    Raises:
-        SpecError: a layer is not in the set, or weights are none.
-    """
+    """Fit a family."""
     groups, extra = np.array(data.groups), {}
     if estimator.reads == "sequences":
         return estimator.fit(data.sequences(layers[0]), data.labels, groups)
@@ -52,11 +39,7 @@ def fit_held(
 
 
 def sample_weights(estimator: TrainableProbe, data: ActivationSet) -> NDArray[np.float64] | None:
-    """Weights (samples,) of the column that an estimator names; None where it names none.
-
-    Raises:
-        SpecError: they are no weights.
-    """
+    """Weights (samples,) of the column that an estimator names; None where it names none."""
     column = getattr(estimator, "sample_weight", "")
     if not column:
         return None

@@ -75,31 +75,7 @@ def solve_logistic(
     whiten: bool = True,
     precise: bool = False,
 ) -> Logistic:
-    """Minimise the L2-penalised logistic loss over a stream.
-
-    Args:
-        source: called once per pass, yields (rows, labels) in pieces, or with (n,) weights behind
-            them, which count in the loss and not in the scaler.
-        C: inverse of the penalty, as in scikit-learn.
-        fit_intercept: add a constant, which is not penalised.
-        standardize: subtract the mean of the rows, and divide by their standard deviation.
-        max_iter: steps of L-BFGS.
-        tol: largest component of the gradient of the mean loss at the end.
-        device: where torch computes.
-        whiten: hold a few matrices of hidden x hidden numbers, for fewer passes; without them
-            columns are scaled one by one.
-        precise: compute in float64, which takes longer: sums of float32 logits lead to about
-            1e-4 of the optimum, whatever `tol`.
-
-    Returns:
-        The optimum.
-
-    Raises:
-        SpecError: the stream is empty, lacks a class, or holds NaN.
-
-    Warns:
-        ConvergenceWarning: `max_iter` steps were taken, and it is not done.
-    """
+    """Minimise the L2-penalised logistic loss over a stream."""
     sample = Moments(0, covariance=True, device=device) if whiten else None
     moments = accumulate(
         source, covariance=False, device=device, sample=sample, sample_rows=_SAMPLE
@@ -145,15 +121,7 @@ def solve_logistic(
 
 
 def reads_within(view: RowView, layer: int) -> tuple[Again, bool]:
-    """Split the memory of a store between what whitens rows and rows that are kept.
-
-    Args:
-        view: rows of a store.
-        layer: one of its layers.
-
-    Returns:
-        The rows, as often as they are asked for; and `whiten` of `solve_logistic`.
-    """
+    """Split the memory of a store between what whitens rows and rows that are kept."""
     memory, matrices = view.data.memory * 1e9, 8 * _MATRICES * view.hidden**2
     whiten = matrices <= memory
     return view.again(layer, spare=memory - matrices * whiten), whiten
@@ -245,9 +213,6 @@ def is_streamed(made: SklearnProbe) -> bool:
 
     These are `LogisticRegression` with the L2 penalty and any solver but liblinear, which
     penalises the intercept, alone or behind a `StandardScaler` in a `Pipeline`.
-
-    Args:
-        made: with the classifier, unfitted.
     """
     parts = _parts(made.estimator)
     if parts is None:
@@ -264,17 +229,7 @@ def is_streamed(made: SklearnProbe) -> bool:
 def fit_sklearn(
     made: SklearnProbe, view: RowView, layer: int, weights: NDArray[np.float64] | None
 ) -> None:
-    """Fit as `SklearnProbe.fit` does, to the tolerance of the classifier.
-
-    Args:
-        made: unfitted, one that `is_streamed`.
-        view: rows of a store.
-        layer: one of its layers.
-        weights: (samples,) or None.
-
-    Raises:
-        SpecError: a class is missing, or a value is not finite.
-    """
+    """Fit as `SklearnProbe.fit` does, to the tolerance of the classifier."""
     labels = view.labels
     require_both(labels)
     parts = _parts(clone(made.estimator))

@@ -23,17 +23,9 @@ _BLOCK = 512
 
 
 def fit_members(made: EnsembleProbe, view: RowView, layers: Sequence[int], fit_all: FitAll) -> None:
-    """Fit as `EnsembleProbe.fit` does: each fold is a part of the store, as its groups are whole.
+    """Fit as `EnsembleProbe.fit` does.
 
-    Args:
-        made: unfitted.
-        view: rows of a store.
-        layers: in the order of the ensemble.
-        fit_all: fits an estimator for each layer on a view.
-
-    Raises:
-        SpecError: a class is missing, another number of layers, or as
-            `fit_from_store`.
+    Each fold is a part of the store, as its groups are whole.
     """
     made.check_stack()
     if made.n_layers != len(layers):

@@ -40,13 +40,7 @@ _WIDE_NUMBERS: Final = 1 << 21
 
 
 class Moments:
-    """What the closed-form families need to know of the rows.
-
-    Args:
-        hidden: width of a row; 0 learns it from the first rows.
-        covariance: keep second moments too: hidden x hidden numbers.
-        device: where torch computes.
-    """
+    """What the closed-form families need to know of the rows."""
 
     def __init__(self, hidden: int, *, covariance: bool, device: str = "cpu") -> None:
         self.n = np.zeros(2, dtype=np.int64)
@@ -87,11 +81,7 @@ class Moments:
         return int(self.n.sum())
 
     def class_means(self) -> tuple[Floats, Floats]:
-        """Mean of the negatives and of the positives, (hidden,) each.
-
-        Raises:
-            SpecError: a class is missing.
-        """
+        """Mean of the negatives and of the positives, (hidden,) each."""
         shift = require_classes(self._shift, self.n).double().cpu().numpy()
         sums = self._sum.cpu().numpy()
         return shift + sums[0] / self.n[0], shift + sums[1] / self.n[1]
@@ -133,26 +123,14 @@ class Moments:
 
 
 def require_classes(shift: torch.Tensor | None, n: NDArray[np.int64]) -> torch.Tensor:
-    """What sums of rows are about, where both classes have any.
-
-    Args:
-        shift: None before the first row.
-        n: rows of each class, (2,).
-
-    Raises:
-        SpecError: a class is missing.
-    """
+    """What sums of rows are about, where both classes have any."""
     if shift is None or (n == 0).any():
         raise _one_class(n)
     return shift
 
 
 def require_both(labels: NDArray[np.bool_]) -> None:
-    """Refuse labels (rows,) of one class.
-
-    Raises:
-        SpecError: a class is missing.
-    """
+    """Refuse labels (rows,) of one class."""
     n = np.array([np.count_nonzero(~labels), np.count_nonzero(labels)])
     if not n.all():
         raise _one_class(n)
@@ -172,19 +150,6 @@ def read_blocks(
 
     On a CPU a block fits into the cache, and into memory that the allocator already has: fresh
     memory for a whole piece costs more than the arithmetic on it.
-
-    Args:
-        rows: (n, hidden) numpy array or torch tensor.
-        labels: (n,) of 0 and 1.
-        device: where to.
-        hidden: width to insist on.
-        large: larger blocks, for products of rows with rows.
-
-    Yields:
-        Rows and classes.
-
-    Raises:
-        SpecError: shapes disagree, a label is neither 0 nor 1, or a value is not finite.
     """
     x = rows if isinstance(rows, torch.Tensor) else torch.from_numpy(np.asarray(rows))
     y = labels if isinstance(labels, torch.Tensor) else torch.from_numpy(np.asarray(labels))
@@ -204,17 +169,7 @@ def read_blocks(
 
 
 def wide_blocks(read: Again) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-    """Rows of a layer as float64, a few at once.
-
-    Args:
-        read: gives places and rows.
-
-    Yields:
-        Places (n,) and rows (n, hidden).
-
-    Raises:
-        SpecError: a value is not finite.
-    """
+    """Rows of a layer as float64, a few at once."""
     for index, rows in prefetch(read()):
         size = max(1, _WIDE_NUMBERS // rows.shape[1])
         for first in range(0, len(rows), size):
@@ -236,21 +191,7 @@ def accumulate(
     sample: Moments | None = None,
     sample_rows: int = 0,
 ) -> Moments:
-    """One pass over a stream.
-
-    Args:
-        source: of (rows, labels).
-        covariance: keep second moments too.
-        device: where torch computes.
-        sample: also takes rows, spread over the pieces, until it has `sample_rows`.
-        sample_rows: how many.
-
-    Returns:
-        The moments.
-
-    Raises:
-        SpecError: the stream is empty, or a piece is wrong.
-    """
+    """One pass over a stream."""
     moments: Moments | None = None
     rng = np.random.default_rng(0)
     for rows, labels, *_ in prefetch(source()):
@@ -273,14 +214,7 @@ def accumulate(
 
 
 def prefetch(pieces: Iterable[Any]) -> Iterator[Any]:
-    """Read one piece ahead in a thread, so that the disk and the processor work at once.
-
-    Args:
-        pieces: what to read.
-
-    Yields:
-        The pieces, in order; an error of theirs is raised here.
-    """
+    """Read one piece ahead in a thread, so that the disk and the processor work at once."""
     waiting: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
     stop, end = threading.Event(), object()
 
@@ -320,9 +254,6 @@ class ClassMoments:
     The first time, counts, means and the second moments of each class are summed: 2 · hidden²
     numbers. How far each class is shrunk depends on the fourth power of its standardised rows'
     length, which a second time sums. All in float64.
-
-    Args:
-        hidden: width of a row.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -356,21 +287,13 @@ class ClassMoments:
         return made
 
     def class_means(self) -> tuple[Floats, Floats]:
-        """Mean of the negatives and of the positives, (hidden,) each.
-
-        Raises:
-            SpecError: a class is missing.
-        """
+        """Mean of the negatives and of the positives, (hidden,) each."""
         shift = require_classes(self._shift, self.n)
         low, high = ((shift + self._sum[k] / int(self.n[k])).numpy().copy() for k in range(2))
         return low, high
 
     def turn(self, scale: Floats) -> None:
-        """End the first time: what was summed becomes the correlations of each class.
-
-        Args:
-            scale: (hidden,) what each dimension of the rows is divided by.
-        """
+        """End the first time: what was summed becomes the correlations of each class."""
         means, rate = np.stack(self.class_means()), torch.from_numpy(scale)
         spread = torch.zeros_like(self._sum)
         for k in range(2):

@@ -20,12 +20,7 @@ _POOLED = 1024
 
 
 class RowView:
-    """What one row of a fit is, of a store that stays on disk.
-
-    Args:
-        data: the store.
-        rows: each of its `tokens`, or the `mean` or the `last` one of each sample.
-    """
+    """What one row of a fit is, of a store that stays on disk."""
 
     def __init__(self, data: StoreSet, rows: Rows) -> None:
         self.data, self.rows, self.hidden = data, rows, data.hidden
@@ -66,14 +61,7 @@ class RowView:
         return self.data.pooled(layer, self.rows)
 
     def passes(self, layers: list[int]) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:
-        """Rows of some layers, from one pass over the shards.
-
-        Args:
-            layers: of the store.
-
-        Yields:
-            Layer; (rows,) places of the rows among all; the rows, float32.
-        """
+        """Rows of some layers, from one pass over the shards."""
         if self.rows == "tokens":
             yield from self.data.passes(layers)
             return
@@ -92,10 +80,6 @@ class RowView:
         """Rows of a layer, as often as they are asked for.
 
         They are read from disk each time, but kept from the first time on where they fit.
-
-        Args:
-            layer: one of the store's.
-            spare: bytes that may be kept.
         """
         kept: list[tuple[NDArray[np.int64], Floats]] = []
         keep, whole = self.layer_bytes <= spare, False

@@ -24,16 +24,7 @@ def feature_bytes(made: SAEFeatureProbe, view: RowView) -> int:
 
 
 def fit_features(made: SAEFeatureProbe, view: RowView, layer: int) -> None:
-    """Fit as `SAEFeatureProbe.fit` does, from two passes: choose features, then read them.
-
-    Args:
-        made: unfitted.
-        view: rows of a store.
-        layer: one of its layers.
-
-    Raises:
-        SpecError: a class is missing, a value is not finite, or the encoder does not fit.
-    """
+    """Fit as `SAEFeatureProbe.fit` does, from two passes: choose features, then read them."""
     labels = view.labels
     require_both(labels)
     made.classes_, made.n_features_in_ = np.array([0, 1]), view.hidden

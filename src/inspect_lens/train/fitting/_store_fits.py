@@ -50,13 +50,7 @@ _NUMBER: Final = "number "
 
 
 def keep(estimator: Any, view: RowView, layer: int) -> None:
-    """Write what was learnt, where the store has a folder for it and the family can be kept.
-
-    Args:
-        estimator: fitted.
-        view: rows that it was fitted on.
-        layer: of the store.
-    """
+    """Write what was learnt, where the store has a folder for it and the family can be kept."""
     file = _file(estimator, view, layer)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,16 +58,7 @@ def keep(estimator: Any, view: RowView, layer: int) -> None:
 
 
 def restore(estimator: Any, view: RowView, layer: int) -> bool:
-    """Set what a run before has learnt.
-
-    Args:
-        estimator: unfitted, with the settings that it had.
-        view: the same rows.
-        layer: of the store.
-
-    Returns:
-        Whether it is there; not where the file is damaged, and the fit is made again.
-    """
+    """Set what a run before has learnt."""
     file = _file(estimator, view, layer)
     if file is None or not file.exists():
         return False
@@ -135,13 +120,7 @@ _LATENTS: Final = 16 * 1024
 
 
 def held_bytes(estimator: Any, view: RowView, *, n_layers: int = 1) -> int:
-    """What a fit in memory holds, about.
-
-    Args:
-        estimator: unfitted.
-        view: rows of a store.
-        n_layers: that a row has, one after the other.
-    """
+    """What a fit in memory holds, about."""
     if isinstance(estimator, EnsembleProbe):
         return (2 * n_layers + 6) * view.layer_bytes
     kinds = (_COPIES[kind] for kind in type(estimator).__mro__ if kind in _COPIES)
@@ -150,18 +129,7 @@ def held_bytes(estimator: Any, view: RowView, *, n_layers: int = 1) -> int:
 
 
 def fit_from_store(made: Fits, view: RowView) -> Iterator[int]:
-    """Fit at some layers, each on its own, without holding more than the set's memory.
-
-    Args:
-        made: by layer, a family, unfitted.
-        view: rows of a store, with or without a folder for fits.
-
-    Yields:
-        Each layer when it is fitted, now or by a run before.
-
-    Raises:
-        SpecError: the rows of a layer do not fit into memory, and the family has no other way.
-    """
+    """Fit at some layers, each on its own, without holding more than the set's memory."""
     todo = {}
     for layer, estimator in made.items():
         if restore(estimator, view, layer):
@@ -176,16 +144,7 @@ def fit_from_store(made: Fits, view: RowView) -> Iterator[int]:
 
 
 def fit_jointly(made: Any, view: RowView, layers: Sequence[int]) -> None:
-    """Fit a family whose rows hold several layers, likewise.
-
-    Args:
-        made: unfitted.
-        view: rows of a store.
-        layers: in the order of the rows.
-
-    Raises:
-        SpecError: as `fit_from_store`.
-    """
+    """Fit a family whose rows hold several layers, likewise."""
     needed = held_bytes(made, view, n_layers=len(layers))
     if needed <= view.data.memory * 1e9:
         fit_held(made, view.data, layers, view.rows)

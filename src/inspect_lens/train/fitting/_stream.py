@@ -121,15 +121,7 @@ def fit_logistic(
     tol: float = 1e-4,
     whiten: bool = True,
 ) -> None:
-    """Fit a `LogisticProbe` on a stream.
-
-    Args:
-        estimator: unfitted.
-        source: as of `fit_stream`.
-        device: where torch computes.
-        tol: as of `fit_stream`.
-        whiten: as of `solve_logistic`.
-    """
+    """Fit a `LogisticProbe` on a stream."""
     found = solve_logistic(
         source, C=estimator.C, fit_intercept=bool(estimator.fit_intercept),
         standardize=estimator.standardize, max_iter=estimator.max_iter, device=device, tol=tol,

@@ -145,17 +145,7 @@ def random_direction_scores(
 def random_scores(
     seeds: Sequence[int], probe: AnyProbe, train: ActivationSet, data: ActivationSet
 ) -> Floats:
-    """What `random_direction_scores` gives, of several directions, from one pass over each set.
-
-    Args:
-        seeds: of the directions.
-        probe: as of `random_direction_scores`.
-        train: likewise.
-        data: likewise.
-
-    Returns:
-        (directions, samples) scores.
-    """
+    """What `random_direction_scores` gives, of several directions, from one pass over each set."""
     others = [_random_direction(probe, seed) for seed in seeds]
     areas = [auroc(train.labels, scores) for scores in train.scores_of(others)]
     signs = np.array([1.0 if area >= 0.5 else -1.0 for area in areas])

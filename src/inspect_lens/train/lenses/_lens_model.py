@@ -30,16 +30,7 @@ _TOLERANCE: Final = 2e-2
 
 
 class LensModel:
-    """Blocks, final norm and unembedding of a decoder of transformers.
-
-    Args:
-        model: such as `AutoModelForCausalLM.from_pretrained` gives; it is put into evaluation mode,
-            and its parameters ask for no gradient while it is used.
-
-    Raises:
-        SpecError: the blocks or the final norm are not found, or they do not make the model's own
-            logits.
-    """
+    """Blocks, final norm and unembedding of a decoder of transformers."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -58,14 +49,7 @@ class LensModel:
         self._prove()
 
     def unembed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of rows of the stream.
-
-        Args:
-            rows: (…, hidden), as they are behind a block.
-
-        Returns:
-            (…, vocabulary) float32.
-        """
+        """Logits of rows of the stream."""
         dtype = self._head.weight.dtype
         logits = self._head(self._norm(rows.to(dtype))).float() * self._factor
         capped: torch.Tensor = (
@@ -74,14 +58,7 @@ class LensModel:
         return capped
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the stream behind each block, without gradient.
-
-        Args:
-            ids: (prompts, tokens); shorter prompts are padded behind their end.
-
-        Returns:
-            (layers, prompts, tokens, hidden) of the model's dtype.
-        """
+        """Rows of the stream behind each block, without gradient."""
         kept: list[torch.Tensor] = []
         with self.watched({i: _keep(kept) for i in range(self.n_layers)}), torch.no_grad():
             self.run(ids)
@@ -93,11 +70,7 @@ class LensModel:
 
     @contextmanager
     def watched(self, watchers: dict[int, Any]) -> Iterator[None]:
-        """Have functions see, and replace, what blocks give.
-
-        Args:
-            watchers: by layer; each gets the rows and returns them, or others.
-        """
+        """Have functions see, and replace, what blocks give."""
         handles = [
             self.blocks[layer].register_forward_hook(_hook(watcher))
             for layer, watcher in watchers.items()
@@ -138,16 +111,7 @@ class LensModel:
 def batches(
     prompts: Sequence[Sequence[int]], size: int, max_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompts in order, some at once.
-
-    Args:
-        prompts: token ids.
-        size: prompts at once.
-        max_tokens: of a prompt; what is behind them is left out.
-
-    Yields:
-        (prompts, tokens) ids, and which of them are no padding.
-    """
+    """Prompts in order, some at once."""
     for start in range(0, len(prompts), size):
         part = [list(prompt[:max_tokens]) for prompt in prompts[start : start + size]]
         longest = max(map(len, part))
@@ -157,11 +121,7 @@ def batches(
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, field: str) -> None:
-    """Refuse prompts that are none.
-
-    Raises:
-        SpecError: there is none, one is empty, or an id is none of the vocabulary.
-    """
+    """Refuse prompts that are none."""
     if not prompts or any(not len(prompt) for prompt in prompts):
         raise SpecError(f"{field}: {len(prompts)} prompts; give at least one, and none empty")
     for i, prompt in enumerate(prompts):
@@ -172,11 +132,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, field: str) -> N
 def check_sets(
     prompts: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], vocab: int
 ) -> None:
-    """Refuse prompts that are none, and held-out ones that a lens is fitted on.
-
-    Raises:
-        SpecError: see `check_prompts`; or a prompt is in both sets.
-    """
+    """Refuse prompts that are none, and held-out ones that a lens is fitted on."""
     check_prompts(prompts, vocab, "prompts")
     check_prompts(held_out, vocab, "held_out")
     if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
@@ -184,11 +140,7 @@ def check_sets(
 
 
 def check_layers(layers: Sequence[int] | None, model: LensModel) -> tuple[int, ...]:
-    """Layers to translate: by default all but the last, which needs no translation.
-
-    Raises:
-        SpecError: a layer that the model does not have, or its last one.
-    """
+    """Layers to translate: by default all but the last, which needs no translation."""
     last = model.n_layers - 1
     chosen = tuple(range(last)) if layers is None else tuple(sorted(set(layers)))
     if not chosen or chosen[0] < 0 or chosen[-1] >= last:
@@ -315,24 +267,7 @@ def quality_of(
     skip_first: int,
     show_progress: bool,
 ) -> tuple[tuple[LensQuality, ...], int]:
-    """Judge translations of some layers.
-
-    Args:
-        model: whose predictions count.
-        layers: to judge.
-        translate: gets float32 rows and the index of their layer in `layers`.
-        prompts: see `evaluate_lens`, as are the others.
-        batch: prompts at once.
-        max_tokens: of a prompt.
-        skip_first: tokens at the start.
-        show_progress: a bar on a terminal.
-
-    Returns:
-        Of each layer, and rows of each.
-
-    Raises:
-        SpecError: there is nothing to read.
-    """
+    """Judge translations of some layers."""
     check_prompts(prompts, model.vocab, "prompts")
     sums = torch.zeros(len(layers), 4, dtype=torch.float64, device=model.device)
     n = 0
@@ -366,13 +301,5 @@ def quality_of(
 
 
 def divergence(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """KL divergence in nats from one prediction to another.
-
-    Args:
-        truth: (rows, vocabulary) log-probabilities.
-        found: the same of what approximates it.
-
-    Returns:
-        (rows,).
-    """
+    """KL divergence in nats from one prediction to another."""
     return (truth.exp() * (truth - found)).sum(dim=-1)

@@ -19,16 +19,7 @@ _FEWEST: Final = 20
 
 
 def followed(data: ActivationSet) -> tuple[float, float] | None:
-    """Shares of honest answers that name the truth, and of lies that do not.
-
-    Args:
-        data: a set whose columns say what was asked for (`condition`: `honest` or `lie`), what is
-            true (`truth`), and what the model said (`completion`), as `instructed_pairs` and the
-            organism's sets do.
-
-    Returns:
-        The two shares; None where the set has no such columns, or fewer than 20 samples.
-    """
+    """Shares of honest answers that name the truth, and of lies that do not."""
     if len(data) < _FEWEST or not {"condition", "truth", "completion"} <= set(data.columns):
         return None
     rows = zip(data.columns["truth"], data.columns["completion"], strict=True)
@@ -41,18 +32,7 @@ def followed(data: ActivationSet) -> tuple[float, float] | None:
 
 
 def require_followed(data: ActivationSet, floor: float) -> str:
-    """What is to be said of a training set, or refuse it: a label is no behaviour.
-
-    Args:
-        data: the set.
-        floor: least share of each class.
-
-    Returns:
-        A sentence; empty where labels are not from instructions, or nobody can tell.
-
-    Raises:
-        SpecError: too few of the answers do what their label says.
-    """
+    """What is to be said of a training set, or refuse it: a label is no behaviour."""
     shares = followed(data)
     if shares is None:
         return ""

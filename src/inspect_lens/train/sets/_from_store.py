@@ -36,22 +36,7 @@ def read_store(
     layers: Sequence[int] | None = None,
     pieces: Pieces | None = None,
 ) -> dict[str, Any]:
-    """Fields of an `ActivationSet`.
-
-    Args:
-        store: to read.
-        name: of the set.
-        layers: to read, in this order; all by default.
-        pieces: makes the sentence ends; None leaves them out.
-
-    Returns:
-        The fields; activations are views of one array (layers, rows, hidden) float32.
-
-    Raises:
-        ArtifactError: the store is incomplete or damaged.
-        SpecError: a layer is not in the store, no sample has both rows and a label, or `pieces`
-            does not give one text per token.
-    """
+    """Fields of an `ActivationSet`."""
     wanted = _layers(store, layers)
     at = [store.layers.index(layer) for layer in wanted]
     # The records are in the headers alone, so the size is known before any row is read.
@@ -86,21 +71,7 @@ def read_facts(
     layers: Sequence[int] | None = None,
     pieces: Pieces | None = None,
 ) -> dict[str, Any]:
-    """What `read_store` gives, but for the activations, which stay on disk.
-
-    Args:
-        store: to read.
-        name: of the set.
-        layers: as in `read_store`.
-        pieces: as in `read_store`; with it all shards are read, one at a time.
-
-    Returns:
-        The fields.
-
-    Raises:
-        ArtifactError: as `read_store`.
-        SpecError: as `read_store`.
-    """
+    """What `read_store` gives, but for the activations, which stay on disk."""
     wanted, records = _layers(store, layers), _records(store, name)
     if list(wanted) != sorted(set(wanted)):
         raise SpecError(f"layers={list(wanted)}: allowed are unique layers in ascending order")
@@ -175,16 +146,7 @@ _KEY: Final = "inspect_lens"
 
 
 def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
-    """Content of the file.
-
-    Args:
-        fields: of the set, by name, as `decode_set` returns them; not empty.
-        origin: with the positions and the hash of the weights. Without them, equal values give
-            the bytes of releases that did not know these.
-
-    Returns:
-        The bytes; equal sets give equal ones.
-    """
+    """Content of the file."""
     facts: dict[str, Any] = {
         "format": _FORMAT,
         "name": fields["name"],
@@ -213,17 +175,7 @@ def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
 
 
 def decode_set(content: bytes) -> dict[str, Any]:
-    """Fields of an `ActivationSet`, from the content of its file.
-
-    Args:
-        content: what `encode_set` returned.
-
-    Returns:
-        The fields.
-
-    Raises:
-        SafetensorError, ValueError, KeyError, TypeError: it is something else.
-    """
+    """Fields of an `ActivationSet`, from the content of its file."""
     tensors = load_tensors(content)
     length = int.from_bytes(content[:8], "little")
     facts: dict[str, Any] = parse_json(parse_json(content[8 : 8 + length])["__metadata__"][_KEY])

@@ -33,15 +33,7 @@ __all__ = [
 
 
 def require_same_origin(one: ActivationSet, other: ActivationSet) -> None:
-    """Refuse two sets of different weights or of different tokens, as far as they are known.
-
-    Args:
-        one: a set.
-        other: another set.
-
-    Raises:
-        SpecError: model or positions differ.
-    """
+    """Refuse two sets of different weights or of different tokens, as far as they are known."""
     known = one.model_sha256 and other.model_sha256
     if one.model_sha256 != other.model_sha256 if known else one.model != other.model:
         weights = [f" (weights {d.model_sha256[:12]})" if known and d.model_sha256 else ""
@@ -86,15 +78,7 @@ def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "gr
 
 
 def require_other_samples(one: ActivationSet, other: ActivationSet) -> None:
-    """Refuse two sets that share a sample, by its name or, where both sets know it, its content.
-
-    Args:
-        one: a set.
-        other: another set.
-
-    Raises:
-        SpecError: a sample is in both.
-    """
+    """Refuse two sets that share a sample, by its name or, where both sets know it, its content."""
     require_disjoint(one, other, key="id")
     if one.contents and other.contents:
         at = {content: i for i, content in enumerate(one.contents)}
@@ -166,14 +150,6 @@ def split_control(
     new ones, so the two take different samples: a third of the groups, and the others. Where those
     others are too few to show the rate, the whole set does both.
 
-    Args:
-        control: harmless samples only.
-        fpr: rate of the threshold.
-        seed: of the shuffle.
-
-    Returns:
-        What chooses, and what sets the threshold; the same set where it is not split.
-
     Source:
         arXiv:2104.13871 calls the two ways validity first and efficiency first.
     """
@@ -197,18 +173,7 @@ _DONE: Final = {
 def list_seen(
     probe: AnyProbe, train: ActivationSet, selection: ActivationSet, control: ActivationSet
 ) -> SeenSamples:
-    """The samples of three sets, for the card.
-
-    Args:
-        probe: its layers are those whose activations tell samples apart where contents are not
-            known of all sets.
-        train: what the direction was fitted on.
-        selection: what the layer was chosen on.
-        control: what the threshold was set on.
-
-    Returns:
-        The record.
-    """
+    """The samples of three sets, for the card."""
     sets = (train, selection, control)
     by: Literal["content", "activations"] = "content"
     if not all(data.contents for data in sets):
@@ -297,26 +262,7 @@ def near_copies(
     *,
     disjoint: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[str, ...]]:
-    """Find sets that were judged on what is all but the training set.
-
-    Two samples are copies where their texts agree but for case, space and punctuation, or where
-    they have as many tokens and the means of these, at the probe's layers, lie closer than 2% of
-    the median distance of samples of the set that made the probe. That number is ours.
-
-    Copies that were changed more show by their number. A copy has one sample that is far nearer
-    than the next one, by the words of their texts (tf-idf) or by their activations. Groups of the
-    set that made the probe are looked up in another half of it, and so are those of the judged set;
-    a hypergeometric test asks whether the latter have more such counterparts, at a level of 0.001.
-
-    Args:
-        probe: whose layers are compared.
-        made_by: sets that made it.
-        judged: sets that it is judged on.
-        disjoint: by name of a judged set, the key that keeps it apart; `group` by default.
-
-    Returns:
-        By name of a judged set, a sentence for each set that it shares samples with.
-    """
+    """Find sets that were judged on what is all but the training set."""
     said: dict[str, tuple[str, ...]] = {}
     for data in judged:
         key = (disjoint or {}).get(data.name, "group")

@@ -372,13 +372,7 @@ class StoreSet(ActivationSet):
 
 
 class StoredRows:
-    """Rows of the samples of a store at one layer, on disk.
-
-    Args:
-        data: the store.
-        layer: one of its layers.
-        spare: bytes of rows that may be taken into memory.
-    """
+    """Rows of the samples of a store at one layer, on disk."""
 
     def __init__(self, data: StoreSet, layer: int, *, spare: int) -> None:
         self.lengths = np.array([n for _, _, n in data.places], dtype=np.int64)
@@ -387,12 +381,7 @@ class StoredRows:
         self._places: dict[int, LayerPlace] = {}
 
     def take(self, spans: Sequence[tuple[int, int, int]]) -> list[NDArray[np.float32]]:
-        """Rows (end - first, hidden) float32 of each span (sample, first token, end).
-
-        Raises:
-            ArtifactError: a shard is missing or damaged.
-            SpecError: a value is not finite.
-        """
+        """Rows (end - first, hidden) float32 of each span (sample, first token, end)."""
         made: list[NDArray[np.float32]] = [np.zeros((0, 0), dtype=np.float32)] * len(spans)
         where = []
         for k, (sample, first, end) in enumerate(spans):

@@ -56,16 +56,7 @@ def _scan(
 
 
 def launch(logits: torch.Tensor, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read rows of logits.
-
-    Args:
-        logits: (rows, vocabulary), on a GPU; a row's numbers lie side by side.
-        piece: numbers whose largest is found, a power of 2.
-
-    Returns:
-        (rows, pieces) float32, the largest of each whole piece; and (rows, shares) float32, whose
-        `logsumexp` is that of the row.
-    """
+    """Read rows of logits."""
     rows, vocab = logits.shape
     pieces = vocab // piece
     peaks = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)

@@ -71,17 +71,7 @@ def _multiply(
 def launch(
     rows: torch.Tensor, ranks: torch.Tensor, weight: torch.Tensor, shares: torch.Tensor
 ) -> None:
-    """Multiply rows with the weights of their taps; the sum of the shares is the product.
-
-    Args:
-        rows: (all taps, steps, tokens, hidden); the tokens of a step lie side by side, and taps and
-            steps whole rows from one another.
-        ranks: (taps,) int64; the taps that are read.
-        weight: (taps, hidden, columns) float32, contiguous.
-        shares: (shares, steps * tokens, columns) float32, contiguous; written. Each is of another
-            part of the hidden width: a few tokens times a few columns are one small tile, which one
-            multiprocessor would sum over the whole width of all taps.
-    """
+    """Multiply rows with the weights of their taps; the sum of the shares is the product."""
     _, steps, tokens, width = rows.shape
     parts, columns = shares.shape[0], weight.shape[-1]
     share = -(-width // (parts * _INNER)) * _INNER

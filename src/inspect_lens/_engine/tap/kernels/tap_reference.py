@@ -33,19 +33,6 @@ def edit_rows(
     the dtype. Tokens without a chain are not written at all: they keep their bits.
     Nor are those whose stream would be larger than `largest_norm`, or not finite: what later
     layers make of them would reach others through blocks of the key-value cache.
-
-    Args:
-        hidden: (tokens, width); edited. Its width may be another than that of the table's rows.
-        residual: (tokens, hidden) or None; the other half of the stream in layers that
-            leave the addition to the next norm.
-        first: (tokens,) int32; first entry of each token's chain, 0 for none.
-        bank: the table; `run_program` says what an instruction means.
-        owners: (tokens, 2) int32; board record and position of each token when the plan was
-            written. Chains with gates whose decisions last need it.
-        elapsed: how far positions have moved on since then.
-
-    Returns:
-        (n,) int64; tokens with a chain that were left as they were.
     """
     (index,) = first.nonzero(as_tuple=True)
     if not len(index):
@@ -147,17 +134,7 @@ def _gates(bank: BankTensors, register: torch.Tensor, owned: _Owned) -> torch.Te
 
 
 def vectors_at(bank: BankTensors, numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Directions by their numbers; zeros for number 0.
-
-    Args:
-        bank: the table.
-        numbers: (tokens,) int; first row of each.
-        width: of the rows of the site. A direction that is wider than a row of the table lies in
-            several, one behind the other.
-
-    Returns:
-        (tokens, width) float32.
-    """
+    """Directions by their numbers; zeros for number 0."""
     first, n = numbers.long(), -(-width // bank.vectors.shape[1])
     if n == 1:
         return bank.vectors[first][:, :width]
@@ -174,15 +151,7 @@ def _maps(
     norm: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Factor of what is written, share of the stream that is added to itself, gate, and score.
-
-    Args:
-        kind: (tokens, 1) int32.
-        params: (tokens, 4) float32.
-        x: (tokens, 1); what was read.
-        norm: (tokens, 1); of the stream that is read.
-        before: (tokens, 1); of the stream before all instructions.
-    """
+    """Factor of what is written, share of the stream that is added to itself, gate, and score."""
     a, b, c, d = params.unsqueeze(-1).unbind(1)
     zero, one = torch.zeros_like(x), torch.ones_like(x)
     z = x + a
@@ -224,13 +193,6 @@ def capture_rows(
 
     A row that is wider than the ring is cut into parts as wide as it is; the last one ends with
     zeros.
-
-    Args:
-        hidden: (tokens, width).
-        residual: (tokens, width) or None.
-        slots: (tokens,) int32; ring row of each token's first part, -1 for none.
-        ring: (rows, hidden); written.
-        apart: (tokens,) int32; ring rows from one part of a token's row to the next.
     """
     (index,) = (slots >= 0).nonzero(as_tuple=True)
     if not len(index):
@@ -245,18 +207,7 @@ def capture_rows(
 
 
 def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Tensor:
-    """Ring row of each token at one tap.
-
-    Args:
-        tokens: (tokens, 5) int32; the second column is the group, -1 for none, and the third
-            the place in the group's block.
-        base: (groups,) int32; row of each group's first token at this tap, from `origin` on, or
-            -1.
-        origin: ring row at which the step's rows begin.
-
-    Returns:
-        (tokens,) int32; -1 for tokens without one.
-    """
+    """Ring row of each token at one tap."""
     group = tokens[:, 1]
     first = base.index_select(0, group.clamp(min=0))
     return torch.where((group >= 0) & (first >= 0), origin + first + tokens[:, 2], -1)

@@ -311,12 +311,6 @@ def launch(
 
     A row that is not as wide as the stream takes several rows of the ring and of the table of
     directions, or a part of one; a program of the kernel has all of it.
-
-    Args:
-        hidden: (tokens, width); the rows of steered tokens are edited in place.
-        residual: (tokens, hidden) or None.
-        tap: index of the tap.
-        state: what it reads and where rows go.
     """
     n_tokens, width = hidden.shape
     kernel: Any = _tap
