@@ -42,6 +42,7 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
+from inspect_lens.train.sets._behaviour import FOLLOWED_FLOOR
 from inspect_lens.train.sets._splits import near_copies
 
 __all__ = [
@@ -340,6 +341,7 @@ def train_job(
     seed: int,
     select_by: Any = "recall",
     recall_floor: float = RECALL_FLOOR,
+    behaviour_floor: float = FOLLOWED_FLOOR,
     tokenizer: str = "",
     memory: float = MEMORY,
     work: str = "",
@@ -385,6 +387,7 @@ def train_job(
             fpr=fpr,
             select_by=select_by,
             recall_floor=recall_floor,
+            behaviour_floor=behaviour_floor,
             allow_few=allow_few,
             n_resamples=n_resamples,
             seed=seed,

@@ -147,6 +147,13 @@ def train(
     recall_floor: Annotated[
         float, typer.Option(help="Recall at the threshold below which the card warns.")
     ] = 0.5,
+    behaviour_floor: Annotated[
+        float,
+        typer.Option(
+            help="Least share of answers that do what an instruction to be honest or to lie asks, "
+            "where labels come from it; 0 asks for nothing."
+        ),
+    ] = 0.6,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     resamples: Resamples = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the split and the bootstrap.")] = 0,
@@ -171,7 +178,8 @@ def train(
             heldout=heldout or [], disjoint=parse_settings(disjoint or []), name=name,
             family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
             rows=rows, pool=pool, fpr=fpr, allow_few=allow_few, n_resamples=resamples, seed=seed,
-            select_by=select_by, recall_floor=recall_floor, tokenizer=tokenizer, memory=memory,
+            select_by=select_by, recall_floor=recall_floor, behaviour_floor=behaviour_floor,
+            tokenizer=tokenizer, memory=memory,
             work=resume,
         )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)

@@ -57,6 +57,8 @@ class Recipe(_Part):
     """`all` to choose on the selection set, or what the source uses."""
     positions: Positions = "completion"
     family: str = "lr"
+    behaviour_floor: float = 0.6
+    """Least share of answers that do what an instruction to be honest or to lie asks."""
     settings: dict[str, Any] = Field(default_factory=dict)
     rows: str = ""
     """`tokens`, `mean` or `last`; what the family's source takes by default."""
@@ -132,7 +134,8 @@ def run_recipe(
         selection="", heldout=[stores[n] for n in held],
         disjoint={n: part.disjoint for n, part in judged.items() if part.disjoint},
         name=recipe.name, family=recipe.family, settings=recipe.settings, layers="all",
-        rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr, allow_few=False,
+        rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr,
+        behaviour_floor=recipe.behaviour_floor, allow_few=False,
         n_resamples=n_resamples, seed=recipe.seed, memory=memory, work=f"{work.rstrip('/')}/fits",
         card={"description": recipe.description, "source": recipe.source, "notes": recipe.notes},
     )  # fmt: skip

@@ -64,7 +64,7 @@ def read_file(uri: str, *, most: int | None = None) -> bytes | None:
         if most is not None and (size := filesystem.size(path)) is not None and size > most:
             raise ValueError(f"it has {size} bytes, and should have {most} at most")
         data: bytes = filesystem.cat_file(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ImportError, ValueError) as error:
         raise ArtifactError(f"{uri}: could not be read ({error})") from error

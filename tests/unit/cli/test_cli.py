@@ -74,7 +74,8 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
         collect(run, server, "control", "--limit", 320)
         collect(run, server, "hidden_reason", "--limit", 60)
     train = (
-        "probe", "train", "--train", "acts/probe_train", "--control", "acts/control",
+        "probe", "train", "--behaviour-floor", 0,
+        "--train", "acts/probe_train", "--control", "acts/control",
         "--heldout", "acts/hidden_reason", "--disjoint", "control=question",
         "--disjoint", "hidden_reason=prompt", "--resamples", 100,
     )  # fmt: skip
@@ -120,7 +121,8 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert [(e.recall, e.fpr, e.fpr_interval) for e in rewritten.evaluations] == [(None,) * 3]
     assert rewritten.evaluations[0].auroc == probe["evaluations"][0]["auroc"]
     run(
-        "probe", "train", "--train", "acts/probe_train", "--control", "acts/control",
+        "probe", "train", "--behaviour-floor", 0,
+        "--train", "acts/probe_train", "--control", "acts/control",
         "--selection", "acts/hidden_reason", "--disjoint", "control=question", "--out", "p/alone",
     )  # fmt: skip
     card = load_probe("p/alone").card
@@ -154,7 +156,8 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
         for name, n in (("probe_train", 80), ("control", 80), ("hidden_reason", 40)):
             collect(run, server, name, "--limit", n)
     run(
-        "probe", "train", "--train", "acts/probe_train", "--control", "acts/control", "--disjoint",
+        "probe", "train", "--behaviour-floor", 0,
+        "--train", "acts/probe_train", "--control", "acts/control", "--disjoint",
         "control=question", "--fpr", 0.05, "--resamples", 0, "--out", "p", "--name", "t/p",
     )  # fmt: skip
     known = ("probe", "evaluate", "p", "acts/probe_train", "--resamples", 0)
@@ -228,7 +231,8 @@ def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
         collect(run, server, "demo", "--limit", 60)
         # 60 samples cannot show a false positive rate of one percent.
         _, error = run(
-            "probe", "train", "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
+            "probe", "train", "--behaviour-floor", 0,
+        "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
             code=3,
         )  # fmt: skip
         assert "text-overlap" in error
@@ -238,7 +242,8 @@ def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
             "question": "id: ",
         }.items():
             _, error = run(
-                "probe", "train", "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
+                "probe", "train", "--behaviour-floor", 0,
+        "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
                 "--disjoint", f"demo={key}", code=3,
             )  # fmt: skip
             assert word in error
@@ -310,7 +315,7 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(
         .replace("- {dataset: organism,", "- {dataset: organism, limit: 40,")
         .replace("name: probe_train,", "name: probe_train, limit: 120,")
         .replace("name: control,", "name: control, limit: 310,")
-        + "positions: prompt\n"
+        + "positions: prompt\nbehaviour_floor: 0.0\n"
     )
     with FakeLensServer(n_layers=2) as server:
         words = (

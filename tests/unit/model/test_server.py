@@ -109,6 +109,7 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         "tensor_parallel_size": 2,
         "enable_lora": True,
         "max_lora_rank": 16,
+        "max_loras": 2,
     }
     assert seen["timeout"] == 5
     assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"

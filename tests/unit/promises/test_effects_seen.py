@@ -24,8 +24,8 @@ def reports() -> set[str]:
         module = importlib.import_module(f"inspect_lens.scorer.{info.name}")
         uses = {getattr(value, "__module__", "") for value in vars(module).values()}
         if info.name != "_dose_table" and "inspect_lens.scorer._dose_table" in uses:
-            scorers = {n for n in module.__all__ if registry_type(getattr(module, n)) == "scorer"}
-            found |= set(module.__all__) - scorers
+            public = set(module.__all__) & set(inspect_lens.scorer.__all__)
+            found |= {n for n in public if registry_type(getattr(module, n)) != "scorer"}
     return found
 
 

@@ -386,6 +386,10 @@ def test_a_server_registers_them_when_it_learns_of_an_engine(
         monkeypatch.setattr(state, "facts_of", lambda config, settings: None)
         monkeypatch.setattr(state, "install_when_serving", lambda front: None)
         monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
-        config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1))
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                _api_process_count=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False
+            )
+        )
         FrontEnd().learn(SimpleNamespace(), config)
         assert len(begun) == expected

@@ -45,7 +45,9 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(_api_process_count=1),
+        parallel_config=SimpleNamespace(
+            _api_process_count=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False
+        ),
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
     )
     FrontEnd().learn(SimpleNamespace(), config)

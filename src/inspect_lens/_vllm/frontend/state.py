@@ -334,7 +334,10 @@ def front_end() -> FrontEnd:
 @contextmanager
 def _forgetting(client: Any, method: str, args: Sequence[Any]) -> Iterator[None]:
     """Forget before, for requests that come meanwhile, and after, for what these captured."""
-    if method in _ADAPTERS and (adapters := CpuAdapters.of(client.vllm_config)) is not None:
+    if (
+        method in _ADAPTERS
+        and (adapters := CpuAdapters.of(getattr(client, "vllm_config", None))) is not None
+    ):
         adapters.loaded(method, args)
     is_fine = is_harmless(method, args)
     if not is_fine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
@@ -11,6 +12,8 @@ from inspect_lens.errors import did_you_mean
 from inspect_lens.model._host import VLLMAPI, PrerequisiteError
 
 __all__ = ["refuse_unknown_arguments"]
+
+logger = logging.getLogger(__name__)
 
 _INSTEAD: Final = {
     "edits": "with_edits()",
@@ -32,19 +35,22 @@ def refuse_unknown_arguments(
 ) -> None:
     """Refuse arguments that no one reads.
 
-    A server that is started gets what is left over, and refuses what it does not know; so only
-    what looks like ours is refused then. One that runs has its arguments already.
+    A server that is started gets what is left over, and refuses what it does not know. One that
+    runs has its arguments already: a log that is scored again brings those of its own server, so
+    these are named in a warning.
     """
-    for name in given:
-        if name in _OF_INSPECT:
+    for name, value in given.items():
+        if name in _OF_INSPECT or value is None:
             continue
         if (instead := _INSTEAD.get(name)) is not None:
             why = f"is no argument of the model; put {instead} into the task's solver"
-        elif attached is not None:
-            hint = did_you_mean(name, {*own, *_OF_INSPECT})
-            why = f"nothing reads it, since the server at {attached} is running already; {hint}"
         elif get_close_matches(name, own, n=1, cutoff=0.8):
             why = f"is no argument of the model; {did_you_mean(name, own)}"
         else:
+            if attached is not None:
+                logger.warning(
+                    "vllm-lens: -M %s has no effect: the server at %s is running already",
+                    name, attached,
+                )  # fmt: skip
             continue
-        raise PrerequisiteError(f"vllm-lens: -M {name}={given[name]}: {why}")
+        raise PrerequisiteError(f"vllm-lens: -M {name}={value}: {why}")

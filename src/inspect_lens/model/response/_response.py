@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
 from anyio.lowlevel import RunVar
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from inspect_lens._intake import (
@@ -33,6 +32,9 @@ from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model.stored._handle import Activations
 from inspect_lens.model.stored._places import Place
 from inspect_lens.spec import LensRequest
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 __all__ = [
     "TAKERS",
