@@ -78,7 +78,10 @@ def test_a_bad_pool_kills_nobody(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"inspect_lens": {"probes": [{"name": "bare", "alarm": "stop"}]}}, "without a threshold"),
+        (
+            {"inspect_lens": {"probes": [{"name": "bare", "alarm": "stop"}]}},
+            "has no threshold for the running mean",
+        ),
         ({"inspect_lens": {"probes": ["nobody"]}}, "registered"),
         ({"inspect_lens": {"probes": ["a/b"]}}, "letters"),
         ({"capture": {"layers": [1]}}, "nobody reads it there"),

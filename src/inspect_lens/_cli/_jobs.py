@@ -25,7 +25,6 @@ from inspect_lens.probe import (
     auroc,
     format_p_value,
     load_probe,
-    required_negatives,
 )
 from inspect_lens.report import ReportSet, write_report
 from inspect_lens.spec import parse_positions
@@ -33,8 +32,8 @@ from inspect_lens.train import (
     ActivationSet,
     StoreSet,
     calibrate,
+    calibrate_threshold,
     evaluate_probe,
-    fit_threshold,
     make_estimator,
     refuse_seen,
     select_layer,
@@ -126,7 +125,7 @@ class Made:
             few = f", {t.few_groups}" if t.few_groups else ""
             rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
             above = f"{t.n_above} of {t.n_control} {t.control}{rest} above it"
-            yield f"  threshold {t.value:.5g}: {above}{few}"
+            yield f"  threshold {t.value:.5g} for {t.holds_for}: {above}{few}"
         for e in self.evaluations:
             yield from self._of_set(e)
         for b in self.baselines:
@@ -149,7 +148,13 @@ class Made:
         if e.recall_interval is not None:
             recall += f" [{e.recall_interval.low:.3f}, {e.recall_interval.high:.3f}]"
         rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
+        if e.fpr_interval is not None:
+            rate += f" [{e.fpr_interval.low:.3f}, {e.fpr_interval.high:.3f}]"
         yield f"  {e.name}: {area}{recall}{rate}"
+        for r in e.rates:
+            if r.rate is not None and r.interval is not None:
+                share = f"{r.rate:.3f} [{r.interval.low:.3f}, {r.interval.high:.3f}]"
+                yield f"    for {r.statistic}, set for {r.nominal:g}: {share} of honest answers"
         if e.recalls:
             at = ", ".join(f"{r.recall:.3f} at {r.fpr:g}" for r in e.recalls)
             yield f"    recall {at} of {e.recalls[0].control}"
@@ -463,6 +468,8 @@ def calibrate_job(
     control: str,
     labelled: str,
     fpr: float,
+    statistics: Sequence[str] = ("answer",),
+    length: int = 0,
     method: str,
     allow_few: bool,
     any_model: bool,
@@ -481,23 +488,40 @@ def calibrate_job(
         return data
 
     if control:
+        if length and not any(one.partition(":")[0] == "alarm" for one in statistics):
+            raise SpecError(
+                f"--length {length}: only an alarm has a length up to which it holds; add --for "
+                "alarm, or leave --length out"
+            )
         whole = unseen(control)
         data = whole.negatives()
-        threshold = fit_threshold(
-            data.scores(loaded), fpr, control=data.name, control_sha256=data.sha256,
-            groups=data.groups,
-            allow_few=allow_few or len(data) >= required_negatives(fpr),
+        new = tuple(
+            calibrate_threshold(
+                loaded, whole, fpr, statistic=statistic, allow_few=allow_few,
+                length=length or None if statistic.partition(":")[0] == "alarm" else None,
+            )
+            for statistic in statistics
         )  # fmt: skip
-        left_out = {"n_left_out": len(whole) - len(data)}
-        update["thresholds"] = (threshold.model_copy(update=left_out),)
+        # The card keeps its thresholds for other statistics.
+        anew = {t.statistic for t in new}
+        kept = tuple(
+            t for t in loaded.card.thresholds if (t.statistic or loaded.card.answer) not in anew
+        )
+        update["thresholds"] = (*new, *kept)
         if loaded.card.seen is not None:
             shown = data.shown(loaded.card.seen.by, loaded.layers)
-            update["seen"] = loaded.card.seen.with_control(shown)
+            update["seen"] = loaded.card.seen.with_control(shown, added=bool(kept))
         # They were measured at the threshold that is gone.
-        gone = dict.fromkeys(
-            ("recall", "recall_interval", "fpr", "fpr_interval", "balanced_accuracy")
+        gone: dict[str, Any] = {}
+        if loaded.card.answer in anew:
+            gone = dict.fromkeys(
+                ("recall", "recall_interval", "fpr", "fpr_interval", "balanced_accuracy")
+            )
+        stay = {str(t.statistic or loaded.card.answer) for t in kept}
+        update["evaluations"] = tuple(
+            e.model_copy(update=gone | {"rates": tuple(r for r in e.rates if r.statistic in stay)})
+            for e in loaded.card.evaluations
         )
-        update["evaluations"] = tuple(e.model_copy(update=gone) for e in loaded.card.evaluations)
     if labelled:
         data = unseen(labelled)
         update["calibration"] = calibrate(

@@ -223,6 +223,17 @@ def calibrate(
     fpr: Annotated[
         float, typer.Option(help="False positive rate that the threshold allows.")
     ] = 0.01,
+    statistic: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for",
+            help="What the threshold is compared with: answer (default), alarm (the running score "
+            "after every token), token, or with a pool, as alarm:ema:0.1. Repeatable.",
+        ),
+    ] = None,
+    length: Annotated[
+        int, typer.Option(help="Tokens up to which --for alarm holds; 0 takes what the set shows.")
+    ] = 0,
     method: Annotated[
         str, typer.Option(help="How to fit probabilities: platt, temperature or isotonic.")
     ] = "platt",
@@ -232,7 +243,7 @@ def calibrate(
     tokenizer: Tokenizer = "",
     as_json: Json = False,
 ) -> None:
-    """Set a new threshold on a control set, fit probabilities on a labelled set, or both.
+    """Set a threshold for what it acts on, fit probabilities on a labelled set, or both.
 
     Recall and false positive rate on the card, which were those of the old threshold, are dropped;
     `evaluate` measures them anew.
@@ -241,6 +252,7 @@ def calibrate(
 
     made = calibrate_job(
         probe, out=out, control=control, labelled=labelled, fpr=fpr, method=method,
+        statistics=statistic or ["answer"], length=length,
         allow_few=allow_few, any_model=any_model, allow_seen=allow_seen, tokenizer=tokenizer,
     )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)

@@ -14,8 +14,8 @@ from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Source, read_message
-from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import promise, rates
+from inspect_lens.reading._threshold import acting_value
 from inspect_lens.spec import Positions
 
 __all__ = [
@@ -45,6 +45,11 @@ class Judged(NamedTuple):
     """Whether the score is above the threshold."""
     facts: Mapping[str, Any] | None = None
     """Small facts of the reading, for a log."""
+
+    @property
+    def n_tokens(self) -> int | None:
+        """Tokens that the probe read; None where it read none."""
+        return None if self.facts is None else self.facts["n_tokens"]
 
 
 class TurnJudge:
@@ -190,7 +195,7 @@ def probe_approver(
         check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
         threshold=threshold,
     )  # fmt: skip
-    judge = TurnJudge(reader, cut_of(reader, threshold))
+    judge = TurnJudge(reader, acting_value(reader, threshold))
 
     async def approve(
         message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
@@ -210,10 +215,10 @@ def _approval(
     facts = {
         "probe_approver": {
             **known, "value": value, "threshold": judge.threshold, "fpr": None,
-            **rates(judge.reader, judge.threshold),
+            **rates(judge.reader, judge.threshold, None, judged.n_tokens),
         }
     }  # fmt: skip
-    means = promise(judge.reader, judge.threshold)
+    means = promise(judge.reader, judge.threshold, None, judged.n_tokens)
     if not judged.is_above:
         said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"
         return Approval(decision=below, explanation=said, metadata=facts)

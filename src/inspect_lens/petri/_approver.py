@@ -23,8 +23,8 @@ from inspect_petri.target import controller
 from inspect_lens.model import lens_config
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, read_call
-from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import rates
+from inspect_lens.reading._threshold import acting_value
 from inspect_lens.spec import Positions
 
 __all__ = ["eval_awareness_approver"]
@@ -98,7 +98,7 @@ def eval_awareness_approver(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
         source="captured", check_model=check_model, tokenizer=tokenizer, threshold=threshold,
     )  # fmt: skip
-    cut = cut_of(reader, threshold)
+    cut = acting_value(reader, threshold)
 
     async def approve(
         message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
@@ -121,7 +121,7 @@ def eval_awareness_approver(
         # The auditor rewrites its message; how sure the probe is belongs into the log.
         facts = {**reading.metadata(), "value": reading.value, "threshold": cut, "fpr": None}
         facts.pop("recall", None)
-        metadata = {"eval_awareness": facts | rates(reader, cut)}
+        metadata = {"eval_awareness": facts | rates(reader, cut, None, len(reading.rows.positions))}
         if reading.value > cut:
             return Approval(
                 decision="reject",

@@ -12,6 +12,7 @@ from .card._card import (
 from .card._files import write_atomic
 from .card._points import CardPoint, Found, card_points, choose_point, found_above
 from .card._seen import SeenSamples
+from .card._statistic import Statistic
 from .kinds._linear import Probe
 from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
 from .kinds._neural import NeuralProbe
@@ -51,6 +52,7 @@ from .statistics._measured import (
     Evaluation,
     GroupCounts,
     Interval,
+    RealisedRate,
     RecallAt,
     Transfer,
     count_groups,
@@ -112,9 +114,11 @@ __all__ = [
     "Probe",
     "ProbeCard",
     "ROCCurve",
+    "RealisedRate",
     "RecallAt",
     "Reliability",
     "SeenSamples",
+    "Statistic",
     "StreamingHead",
     "StreamingPool",
     "Threshold",

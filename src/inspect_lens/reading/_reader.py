@@ -22,7 +22,7 @@ from inspect_lens.probe import (
     CardPoint,
     Found,
     NeuralProbe,
-    Threshold,
+    Statistic,
     check_model,
     found_above,
     load_probe,
@@ -34,11 +34,11 @@ from inspect_lens.spec import Positions, parse_positions
 
 from ._call_texts import CallTexts
 from ._calls import CallSelection, OnMissing, Over
-from ._cut import Cut, acting_point
 from ._reading import Forms, Reading, ScoredTokens, Sentences, forms_of, pick_scores
 from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
 from ._selection import Selector, positions_for, select_rows, select_scores
 from ._threads import in_thread
+from ._threshold import ThresholdLike, acting_point
 
 __all__ = ["ProbeReader"]
 
@@ -70,13 +70,16 @@ class ProbeReader:
     positions: Positions
     pool: str
     source: Source
-    threshold: Threshold | CardPoint | None
-    """None when layer, positions or pool are not those that it was set for."""
+    threshold: CardPoint | None
+    """For what the reader says of a whole answer; None where the card has none for these settings.
+    """
     check_model: bool = True
     calibration: Calibration | None = None
     """From scores to probabilities; None when it does not hold for these settings."""
     tokenizer: str | None = None
     """Tells sentences and selections; None is that of the model."""
+    same_tokens: bool = True
+    """Whether layer, positions and selection are those that the card's thresholds hold for."""
     selection: str = ""
     """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
     calls: CallSelection = field(default_factory=CallSelection)
@@ -97,7 +100,7 @@ class ProbeReader:
         check_model: bool = True,
         tokenizer: str | None = None,
         selection: str | None = None,
-        threshold: Cut = None,
+        threshold: ThresholdLike = None,
         over: Over = "last",
         roles: Sequence[str] | None = None,
         on_missing: OnMissing = "error",
@@ -151,14 +154,39 @@ class ProbeReader:
         if chosen:
             positions_for(chosen)  # refuse a wrong name before any sample
         rule = loaded.pool if pool is None else str(parse_pool(pool))
-        card = (whole.layers, loaded.positions, loaded.pool, loaded.card.selection)
-        as_calibrated = (loaded.layers, read, rule, chosen) == card
-        point = acting_point(loaded, threshold, as_calibrated=as_calibrated)
-        calibration = loaded.card.calibration if as_calibrated else None
+        card = (whole.layers, loaded.positions, loaded.card.selection)
+        same = (loaded.layers, read, chosen) == card
+        statistic = Statistic(over="answer", pool=rule)
         calls = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
         return cls(
-            loaded, read, rule, source, point, check_model, calibration, tokenizer, chosen, calls
-        )
+            loaded, read, rule, source,
+            acting_point(loaded, threshold, statistic, same_tokens=same),
+            check_model,
+            loaded.card.calibration if same and rule == loaded.pool else None,
+            tokenizer, same, chosen, calls,
+        )  # fmt: skip
+
+    @property
+    def statistic(self) -> Statistic:
+        """What the reader says of a whole answer."""
+        return Statistic(over="answer", pool=self.pool)
+
+    def point_for(self, statistic: Statistic, threshold: ThresholdLike = None) -> CardPoint | None:
+        """The card's threshold for a statistic of what is read.
+
+        Args:
+            statistic: what is to be compared.
+            threshold: as `of` takes it.
+
+        Returns:
+            The point; None where the card has none for these settings.
+
+        Raises:
+            SpecError: the card has no point of this name for the statistic.
+        """
+        if statistic == self.statistic:
+            return self.threshold
+        return acting_point(self.probe, threshold, statistic, same_tokens=self.same_tokens)
 
     async def read(
         self,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import ArtifactError, UnsupportedError
 from inspect_lens.model import ProbeScores
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
     Calibration,
     CardPoint,
-    Threshold,
+    Statistic,
     first_crossing,
     sentence_ends,
 )
@@ -25,6 +25,7 @@ from inspect_lens.spec import Positions
 from ._call_texts import CallTexts
 from ._promise import promise, rates
 from ._rows import Rows, select_positions
+from ._threshold import acting_value
 from ._token_scores import TokenScores
 
 if TYPE_CHECKING:
@@ -157,16 +158,25 @@ class Reading:
         return self.rows.source
 
     @property
-    def threshold(self) -> Threshold | CardPoint | None:
+    def threshold(self) -> CardPoint | None:
         """Of the probe's card, for the settings that it was set for."""
         return self.reader.threshold
 
     @property
     def rate(self) -> float | None:
-        """False positive rate of the threshold; None without one, and of another model."""
-        if self.threshold is None or self.reader.is_other(self.model_name):
+        """False positive rate of the threshold, where it holds.
+
+        None without a threshold, of another model, and of an answer of another length.
+        """
+        if self.threshold is None or self.reader.is_other(self.model_name) or not self.covered:
             return None
         return self.threshold.fpr
+
+    @property
+    def covered(self) -> bool:
+        """Whether the threshold holds for answers of this length, as far as the card says."""
+        point = self.threshold
+        return point is None or point.statistic.covers(len(self.rows.positions), point.n_tokens)
 
     @property
     def is_above(self) -> bool | None:
@@ -200,7 +210,7 @@ class Reading:
         """Index into `rows.positions` of the first token that raises the alarm.
 
         Args:
-            threshold: by default that of the card.
+            threshold: by default that of the card for an alarm on this pool.
             pool: what is compared: `last` for single tokens, `ema:0.1`, `mean`, …
 
         Returns:
@@ -210,11 +220,7 @@ class Reading:
             SpecError: there is no threshold, or the pool is unknown.
             ArtifactError: the pool goes by sentences, and there is no tokenizer.
         """
-        cut = threshold if threshold is not None else getattr(self.threshold, "value", None)
-        if cut is None:
-            raise SpecError(
-                f"threshold: probe {self.reader.probe.name!r} has none for these settings; pass one"
-            )
+        cut = acting_value(self.reader, threshold, Statistic(over="alarm", pool=pool))
         ends = self.reader.sentence_ends(self.rows, self.model_name, pool)
         return first_crossing(self.token_scores(), cut, pool=pool, ends=ends)
 
@@ -262,7 +268,8 @@ class Reading:
         if self.threshold is None:
             return f"{text} No threshold was calibrated for these settings."
         cut = self.threshold.value
-        return f"{text} That is {self.verdict} {cut:.4g}. {promise(plan, cut, self.model_name)}"
+        means = promise(plan, cut, self.model_name, len(rows.positions))
+        return f"{text} That is {self.verdict} {cut:.4g}. {means}"
 
     def metadata(self) -> dict[str, Any]:
         """Small facts only: Inspect writes this into every sample of the log."""
@@ -280,7 +287,7 @@ class Reading:
             "model_verified": self.model_verified,
         }
         if self.threshold is not None:
-            facts |= rates(plan, self.threshold.value, self.model_name)
+            facts |= rates(plan, self.threshold.value, self.model_name, len(self.rows.positions))
         if self.reader.selection:
             facts["selection"] = self.reader.selection
         if self.refused is not None:

@@ -8,8 +8,8 @@ from typing import Literal, Self, get_args
 
 from inspect_lens.errors import SpecError
 
-from ._cut import Cut
 from ._reader import ProbeReader
+from ._threshold import ThresholdLike, acting_value
 
 __all__ = ["Suspicion", "SuspicionUnit"]
 
@@ -41,7 +41,9 @@ class Suspicion:
     """Score that maps to one half; None on the raw unit."""
 
     @classmethod
-    def of(cls, reader: ProbeReader, *, unit: SuspicionUnit, threshold: Cut = None) -> Self:
+    def of(
+        cls, reader: ProbeReader, *, unit: SuspicionUnit, threshold: ThresholdLike = None
+    ) -> Self:
         """Settle the unit of a reader.
 
         Args:
@@ -66,14 +68,10 @@ class Suspicion:
             )
         if unit == "raw":
             return cls(unit, None)
-        stored = reader.threshold.value if reader.threshold else None
-        cut = stored if threshold is None or isinstance(threshold, str) else threshold
-        if cut is None:
-            raise SpecError(
-                f"unit='threshold': probe {reader.probe.name!r} has no threshold for these "
-                "settings; pass threshold=, calibrate the probe, or use unit='raw'"
-            )
-        return cls(unit, cut)
+        try:
+            return cls(unit, acting_value(reader, threshold))
+        except SpecError as error:
+            raise SpecError(f"unit='threshold': {error}; or use unit='raw'") from None
 
     def __call__(self, score: float) -> float:
         """The suspicion of one score."""

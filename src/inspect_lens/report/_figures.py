@@ -63,6 +63,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def _roc(card: ProbeCard, sets: Sequence[ReportSet], n_resamples: int) -> bytes:
+    own = card.thresholds_for(card.answer)
     """Recall over the false positive rate, whose axis is logarithmic: alarms are rare in use."""
     figure, axes = _figure(6.2, 4.8)
     least = 0.5 / max(int((~s.labels).sum()) for s in sets)
@@ -78,18 +79,18 @@ def _roc(card: ProbeCard, sets: Sequence[ReportSet], n_resamples: int) -> bytes:
                 data.labels, data.scores, groups=data.groups, n_resamples=n_resamples, grid=grid
             )
             axes.fill_between(at, low, high, step="post", color=colour, alpha=0.13, lw=0)
-        if card.thresholds:
-            flagged = data.scores > card.thresholds[0].value
+        if own:
+            flagged = data.scores > own[0].value
             rate = max(float(flagged[~data.labels].mean()), least)
             recall = float(flagged[data.labels].mean())
             axes.plot(rate, recall, "o", ms=8, mfc=colour, mec="white", mew=1.2, clip_on=False)
-    if card.thresholds:
-        axes.axvline(card.thresholds[0].fpr, color="black", lw=1, ls=":")
+    if own:
+        axes.axvline(own[0].fpr, color="black", lw=1, ls=":")
     axes.set(
         xscale="log", xlim=(least, 1.0), ylim=(0, 1.01),
         xlabel="false positive rate (logarithmic; leftmost: none)"
-        + ("; dotted: the rate asked for" if card.thresholds else ""),
-        ylabel="recall" + (" (dot: at the threshold)" if card.thresholds else ""),
+        + ("; dotted: the rate asked for" if own else ""),
+        ylabel="recall" + (" (dot: at the threshold)" if own else ""),
     )  # fmt: skip
     _legend(figure, axes, "AUROC")
     return _png(figure)
@@ -105,11 +106,12 @@ def _legend(figure: Figure, axes: Any, title: str) -> None:
 
 
 def _scores(card: ProbeCard, sets: Sequence[ReportSet]) -> bytes:
+    own = card.thresholds_for(card.answer)
     figure = Figure(figsize=(6.4, 1.0 + 1.25 * len(sets)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     values = np.concatenate([s.scores for s in sets])
     low, high = np.quantile(values, [0.002, 0.998])
-    threshold = card.thresholds[0].value if card.thresholds else None
+    threshold = own[0].value if own else None
     if threshold is not None:
         low, high = min(low, threshold), max(high, threshold)
     edges = np.linspace(low, high if high > low else low + 1.0, 46)

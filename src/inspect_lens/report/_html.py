@@ -122,7 +122,8 @@ def _box(card: ProbeCard) -> str:
     if not rows:
         nothing = "Nothing was measured: there is no held-out set."
         return f'<div class="box"><p class="say no"><b>Warning.</b> {nothing}</p>{said}</div>'
-    rate = f" of {card.thresholds[0].fpr:g}" if card.thresholds else ""
+    own = card.thresholds_for(card.answer)
+    rate = f" of {own[0].fpr:g}" if own else ""
     head = ["Set", "AUROC", "Recall at the threshold", f"Realised false positive rate{rate}",
             "Best baseline"]  # fmt: skip
     return f'<div class="box">{said}{_table(head, rows, numbers={1, 2, 3})}</div>'
@@ -131,8 +132,7 @@ def _box(card: ProbeCard) -> str:
 def _summary(card: ProbeCard) -> str:
     layers = ", ".join(map(str, card.layers))
     text = f"Layer {layers}, {card.pool} over {card.positions} tokens, {card.method}."
-    if card.thresholds:
-        t = card.thresholds[0]
+    for t in card.thresholds_for(card.answer)[:1]:
         share = _share(t.n_above / t.n_control, t.interval)
         text += (
             f" Threshold {t.value:.4g} for a false positive rate of {t.fpr:g}, set on "

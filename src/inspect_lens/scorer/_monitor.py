@@ -10,7 +10,7 @@ from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, Pool, parse_pool, running_pool
+from inspect_lens.probe import AnyProbe, Statistic, parse_pool, running_pool
 from inspect_lens.reading import (
     CallReading,
     OnMissing,
@@ -19,8 +19,8 @@ from inspect_lens.reading import (
     Source,
     read_sample,
 )
-from inspect_lens.reading._cut import Cut, cut_of
 from inspect_lens.reading._promise import promise, rates
+from inspect_lens.reading._threshold import acting_value
 from inspect_lens.spec import Positions
 
 from ._feature import keep_tokens, no_tokens
@@ -59,13 +59,13 @@ def monitor_alarm(
     included, in their order. Calls of scorers are left out, and so are generations that were only
     compared, such as the cells of a sweep. Each choice of `num_choices` is read.
 
-    A card's threshold was set for pooled scores of whole completions, so its false positive rate
-    holds per turn, with `level="turn"`, the default. With n turns at most n times as many samples
-    may raise a false alarm: `metadata["fpr_bound"]`. Watching tokens asks many times per turn. The
-    card's rate does not hold then, and so its threshold is refused: with `level="token"` pass one
-    that was set for single tokens; `at_threshold` measures its rate. A card whose pool is the
-    maximum of what is watched (`max` for `last`, `ema_max:r` for `ema:r`) is no exception to make:
-    its threshold was set for just that.
+    With `level="turn"`, the default, the score of each turn is compared with the card's threshold
+    for whole answers, and its false positive rate holds per turn. Watching tokens compares many
+    times per turn, so that `level="token"` takes the card's threshold for an alarm on what is
+    watched (`inspect-lens probe calibrate --for alarm`); a card without one is refused, and you
+    can pass a number of your own, whose rate `at_threshold` measures. With n turns at most n times
+    as many samples may raise a false alarm: `metadata["fpr_bound"]`. Turns longer than those that
+    the threshold was set on have no rate: `metadata["fpr_holds"]` is false then.
 
     Args:
         probe: as for `probe_score`; it reads the tokens of its card in every turn.
@@ -138,10 +138,8 @@ def monitor_alarm(
             f"{', '.join(get_args(Level))}; correct the name"
         )
     rule = str(parse_pool(watch))
-    holds = level == "turn" or _is_maximum(reader.pool, parse_pool(watch))
-    cut = _cut(reader, threshold, holds, rule)
-    stored = reader.threshold
-    rate = stored.fpr if holds and stored is not None and cut == stored.value else None
+    statistic = reader.statistic if level == "turn" else Statistic(over="alarm", pool=rule)
+    cut = acting_value(reader, threshold, statistic)
 
     async def score(state: TaskState, target: Target) -> Score:
         found = await read_sample(reader, state)
@@ -149,8 +147,11 @@ def monitor_alarm(
         if not watched:
             return no_tokens(reader, found.n_missing)
         begins = _onset(state, onset, n_turns)
-        # The rate is that of the card's model alone.
-        own = None if any(one.reading.rate is None for one in watched) else rate
+        # The rate is that of the card's model and of the lengths that it was set on alone.
+        n_most = max(len(one.reading.rows.positions) for one in watched)
+        n_least = min(len(one.reading.rows.positions) for one in watched)
+        known = [rates(reader, cut, None, n, statistic) for n in (n_most, n_least)]
+        own = known[0].get("fpr") if all(known) else None
         facts = {
             **_facts(watched, cut, level, rule, begins),
             **_provenance(reader, watched, n_turns),
@@ -164,35 +165,13 @@ def monitor_alarm(
             "fpr_bound": None if own is None else min(1.0, own * len(watched)),
         }
         if own is not None:
-            facts |= rates(reader, cut)
+            facts |= known[0]
         kept = await keep_tokens([found] if token_scores else [])
-        means = promise(reader, cut) if holds else "No rate of the card holds for tokens."
+        n_said = n_most if not known[0] else n_least
+        means = promise(reader, cut, None, n_said, statistic)
         return _score(facts | kept, value, means)
 
     return score
-
-
-def _is_maximum(pool: str, watch: Pool) -> bool:
-    """Whether some compared value of a turn is above a cut just where the pooled score is."""
-    pairs = {"max": ("last", "max"), "ema_max": ("ema", "ema_max")}
-    pooled = parse_pool(pool)
-    return watch.name in pairs.get(pooled.name, ()) and watch.k in (pooled.k, None)
-
-
-def _cut(reader: ProbeReader, threshold: Cut, holds: bool, rule: str) -> float:
-    """The threshold of the caller, or that of the card where its rate holds."""
-    cut = cut_of(reader, threshold)
-    stored = reader.threshold
-    if stored is None or isinstance(threshold, float | int):
-        return cut
-    if not holds:
-        raise SpecError(
-            f"level='token', watch={rule!r}: the threshold of {reader.probe.name!r}, "
-            f"{stored.value:.4g}, was set for the {reader.pool} of a completion, and its false "
-            f"positive rate of {stored.fpr:.2%} does not hold for tokens; allowed is "
-            "level='turn', or threshold= with one that was set for what is watched"
-        )
-    return cut
 
 
 def _facts(

@@ -57,6 +57,8 @@ class GateDecision(BaseModel):
     """Rate at which harmless answers are acted on; None where the threshold is not the card's."""
     recall: float | None = None
     """Share that the threshold finds of the positives of the held-out set where it finds least."""
+    threshold_tokens: int | None = None
+    """Tokens up to which the rate of a threshold of the server holds, as its receipt says."""
     attempts: tuple[GateAttempt, ...]
     """In the order in which they were made."""
     chosen: int
@@ -118,6 +120,7 @@ def _run_of(decisions: Sequence[GateDecision]) -> list[GateDecision]:
 
 def _facts(decision: GateDecision) -> dict[str, Any]:
     stands = decision.attempts[decision.chosen]
+    holds_for = decision.threshold_tokens
     return {
         "probe": decision.probe,
         "action": decision.action,
@@ -128,6 +131,7 @@ def _facts(decision: GateDecision) -> dict[str, Any]:
         "value": stands.value,
         "flagged": stands.is_above,
         "attempts": len(decision.attempts),
+        **({} if holds_for is None else {"threshold_tokens": holds_for}),
     }
 
 

@@ -16,8 +16,8 @@ from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, read_message
-from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import rates
+from inspect_lens.reading._threshold import acting_value
 from inspect_lens.spec import Positions, ProbeUse, SteeringVector
 from inspect_lens.vector import VectorLike, steering_vector
 
@@ -37,6 +37,8 @@ class Tried(NamedTuple):
 
     state: TaskState
     record: GateAttempt
+    n_tokens: int | None = None
+    """Tokens that a probe read; None where it read none, or the server did."""
 
 
 @solver
@@ -155,7 +157,7 @@ def probe_gate(
         check_model=check_model, tokenizer=tokenizer, on_missing=on_missing,
         threshold=threshold,
     )  # fmt: skip
-    cut = cut_of(reader, threshold)
+    cut = acting_value(reader, threshold)
     read_by = ReadBy(reader, cut)
 
     run = as_inner(inner)
@@ -168,9 +170,9 @@ def probe_gate(
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:
             added = None if vector is None else _stronger(vector, len(tried))
             tried.append(await read_by.generate(state, generate, added, **more))
+        known = [rates(reader, cut, None, one.n_tokens) for one in tried]
         end = _End(
-            reader.probe.name, action, read_by.threshold, replacement,
-            rates(reader, read_by.threshold),
+            reader.probe.name, action, cut, replacement, known[-1] if all(known) else {}
         )  # fmt: skip
         return end.finish(state, tried, turn)
 
@@ -257,6 +259,7 @@ class ReadBy(NamedTuple):
                 scale=None if steer is None else steer.scale,
                 tool_calls=_called(made),
             ),
+            None if reading is None else len(reading.rows.positions),
         )
 
 
@@ -281,6 +284,7 @@ class _End(NamedTuple):
     replacement: str
     rates: Mapping[str, float] = MappingProxyType({})
     """Of the threshold; empty where none holds, or it is the server's."""
+    threshold_tokens: int | None = None
 
     def finish(self, state: TaskState, tried: list[Tried], turn: int) -> TaskState:
         """Choose what stands, say so, and make it the state's answer."""
@@ -307,6 +311,7 @@ class _End(NamedTuple):
             chosen=chosen,
             outcome=outcome,
             turn=turn,
+            threshold_tokens=self.threshold_tokens,
             **self.rates,
         )
         adopt(state, tried[chosen].state)
@@ -337,7 +342,10 @@ def _in_engine(name: str, threshold: float | None, action: GateAction, replaceme
             stopped=found.stopped,
             tool_calls=_called(made),
         )
-        end = _End(f"{ENGINE}{name}", action, found.threshold, replacement)
+        end = _End(
+            f"{ENGINE}{name}", action, found.threshold, replacement,
+            threshold_tokens=found.threshold_tokens,
+        )  # fmt: skip
         return end.finish(state, [Tried(made, record)], turn)
 
     return turn_by_turn(judged)

@@ -112,7 +112,7 @@ class _Record:
             chosen=0,
             outcome=outcome,
             turn=turn,
-            **rates(self._reader, self._threshold),
+            **rates(self._reader, self._threshold, None, judged.n_tokens),
         )
         record_decision(self._state, decision)
 
@@ -140,7 +140,7 @@ def _approver(
                     decision="terminate",
                     explanation=f"{judge.reader.probe.name} scores {judged.value:.4g}, above "
                     f"{judge.threshold:.4g}; the calls of this turn were not carried out. "
-                    + promise(judge.reader, judge.threshold),
+                    + promise(judge.reader, judge.threshold, None, judged.n_tokens),
                 )
             if around is not None:
                 return await around(message, call, view, history)

@@ -39,6 +39,7 @@ from .families._torch_logistic import TorchLogisticProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
 from .fitting._stream import fit_stream
+from .fitting._thresholds import calibrate_threshold
 from .judging._baselines import (
     bag_of_words_scores,
     baseline,
@@ -133,6 +134,7 @@ __all__ = [
     "baseline",
     "baselines_within",
     "calibrate",
+    "calibrate_threshold",
     "cascade_frontier",
     "erase",
     "evaluate_lens",

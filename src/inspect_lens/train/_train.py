@@ -16,14 +16,13 @@ from inspect_lens.probe import (
     ProbeCard,
     TrainingFacts,
     fingerprint_model,
-    required_negatives,
 )
 from inspect_lens.spec import Positions
 
-from .calibration._calibrate import fit_threshold
 from .families._binary import Rows, TrainableProbe
 from .families._logistic import as_family
 from .fitting._fit import rows_of
+from .fitting._thresholds import calibrate_thresholds
 from .judging._domains import transfer_statement
 from .judging._evaluate import evaluate_probe
 from .judging._select import SelectBy, select_layer
@@ -184,19 +183,14 @@ def train_probe(
         control=choosing, select_by=select_by, fpr=fpr, pools=pools or (pool,),
     )  # fmt: skip
     probe = chosen.probe
-    threshold = fit_threshold(
-        setting.scores(probe),
-        fpr,
-        control=control.name,
-        control_sha256=control.sha256,
-        groups=setting.groups,
-        # Enough samples of too few groups are used, and the threshold says so.
-        allow_few=allow_few or len(setting) >= required_negatives(fpr),
-    ).model_copy(
-        update={
-            "n_left_out": len(whole) - len(control),
-            "selected_on": setting is choosing and chosen.by == "recall",
-        }
+    more = {
+        "control_sha256": control.sha256,
+        "n_left_out": len(whole) - len(control),
+        "selected_on": setting is choosing and chosen.by == "recall",
+    }
+    thresholds = tuple(
+        threshold.model_copy(update=more)
+        for threshold in calibrate_thresholds(probe, setting, fpr, allow_few=allow_few)
     )
     copies = near_copies(probe, [train, selection], [control, *heldout], disjoint=disjoint)
     facts = TrainingFacts(
@@ -214,9 +208,7 @@ def train_probe(
         near_duplicates=tuple(text for texts in copies.values() for text in texts),
     )
     seen = list_seen(probe, train, selection, control)
-    probe = _with_card(
-        probe, sweep=chosen.sweep, thresholds=(threshold,), training=facts, seen=seen
-    )
+    probe = _with_card(probe, sweep=chosen.sweep, thresholds=thresholds, training=facts, seen=seen)
     evaluations = tuple(
         evaluate_probe(
             probe,

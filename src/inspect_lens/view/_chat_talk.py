@@ -18,7 +18,7 @@ from inspect_lens._http import server_address
 from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
-from inspect_lens.probe import load_probe
+from inspect_lens.probe import Statistic, load_probe
 from inspect_lens.spec import (
     LENS_NAME,
     LENS_REFERENCE,
@@ -46,6 +46,7 @@ class ChatSetup:
     probe: str | None
     """Name at the server; None: tokens have no score."""
     threshold: float
+    """The probe's own for single tokens; 0 where it has none, from which colours then start."""
     lens: str | None
     """Name of a tuned or Jacobian lens at the server; None is the logit lens."""
     layers: tuple[int, ...] | str
@@ -317,9 +318,14 @@ def _probe(
 ) -> tuple[str, float | None]:
     if probe in registered:
         _check_kind("probe", PROBE_REFERENCE, probe, registered)
-        return probe, registered[probe].get("threshold")
-    form = load_probe(probe).for_engine()
-    return _register(http, "probe", form.sha256, form), form.threshold
+        # An alarm's threshold on each token's own score is one for single tokens, and no other is.
+        own = registered[probe].get("aggregate") in ("last", "max")
+        return probe, registered[probe].get("threshold") if own else None
+    loaded = load_probe(probe)
+    form = loaded.for_engine()
+    asked = (Statistic(over="token"), Statistic(over="alarm", pool="last"))
+    points = [t for one in asked for t in loaded.card.thresholds_for(one)]
+    return _register(http, "probe", form.sha256, form), points[0].value if points else None
 
 
 def _lens(http: httpx.Client, lens: str, registered: Mapping[str, Any]) -> str:

@@ -20,7 +20,8 @@ from inspect_ai.viewer import (
 from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
-from inspect_lens.reading import Reading
+from inspect_lens.probe import CardPoint, Statistic
+from inspect_lens.reading import ProbeReader, Reading
 
 __all__ = [
     "note_readings",
@@ -152,7 +153,8 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
             token to read.
 
     Returns:
-        Markdown; all bars share one scale, so that rows can be compared.
+        Markdown; all bars share one scale, so that rows can be compared. Tokens above are counted
+        where the card has a threshold for single tokens, or for their maximum over an answer.
 
     Example:
         ```python
@@ -179,8 +181,8 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
         if reading is None or tokens is None:
             lines.append(f"| {turn} | - | - | - | - | - | no token to read |")
             continue
-        cut = reading.threshold
-        above = "-" if cut is None else f"{int((tokens > cut.value).sum())} of {tokens.size}"
+        cut, one = reading.threshold, _for_tokens(reading.reader)
+        above = "-" if one is None else f"{int((tokens > one.value).sum())} of {tokens.size}"
         best = int(tokens.argmax())
         limit = "-" if cut is None else f"{'▲' if reading.is_above else '▽'} {cut.value:.4g}"
         lines.append(
@@ -191,6 +193,12 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
     if known:
         lines += ["", f"Bars go from {low:.4g} to {high:.4g}; ▲ above the threshold, ▽ not."]
     return "\n".join(lines)
+
+
+def _for_tokens(reader: ProbeReader) -> CardPoint | None:
+    """The threshold that single tokens may be compared with; a maximum is one of them."""
+    token, largest = Statistic(over="token"), Statistic(over="alarm", pool="last")
+    return reader.point_for(token) or reader.point_for(largest)
 
 
 def note_readings(readings: Reading | Sequence[Reading | None]) -> None:

@@ -19,6 +19,7 @@ from inspect_lens.model.server import _server
 from inspect_lens.probe import load_probe
 from inspect_lens.train import FAMILIES
 from tests.kit.fake_server import FakeLensServer
+from tests.kit.planted_store import plant
 from tests.kit.repository import ROOT
 
 DATA = ROOT / "organism" / "data"
@@ -188,8 +189,9 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     assert "were in training" in error
     run(*again, "--labelled", "acts/probe_train", "--allow-seen")
     # Another control set is then the one that the threshold knows.
+    both = ("--for", "answer", "--for", "alarm", "--allow-few")
     run("probe", "calibrate", "p", "--control", "acts/hidden_reason", "--fpr", 0.1, "--out", "q",
-        "--allow-few")  # fmt: skip
+        *both)  # fmt: skip
     run("probe", "evaluate", "q", "acts/control", "--resamples", 0)
     _, error = run("probe", "evaluate", "q", "acts/hidden_reason", "--resamples", 0, code=3)
     assert "20 of 40 samples set the threshold" in error
@@ -344,3 +346,30 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(
     (tmp_path / "bad.yaml").write_text("name: x\n")
     with pytest.raises(ArtifactError, match="not a recipe"):
         load_recipe(tmp_path / "bad.yaml")
+
+
+def test_a_threshold_is_calibrated_for_what_acts_on_it(run: Run) -> None:
+    for name, labels, seed in (("train", [0, 1] * 40, 1), ("control", [0] * 100, 2)):
+        plant(f"s/{name}", labels, seed=seed, gap=3.0)
+    run(
+        "probe", "train", "--train", "s/train", "--control", "s/control", "--fpr", 0.05,
+        "--resamples", 0, "--family", "mean-difference", "--out", "p", "--name", "t/p",
+    )  # fmt: skip
+    first = load_probe("p").card.thresholds
+    assert [str(t.statistic) for t in first] == [
+        "the mean of an answer", "the maximum of the running mean of an answer",
+    ]  # fmt: skip
+    again = ("probe", "calibrate", "p", "--control", "s/control", "--fpr", 0.1, "--out", "q")
+    said, _ = run(*again, "--for", "alarm", "--length", 2, "--for", "token")
+    alarm, token, answer = load_probe("q").card.thresholds
+    assert answer == first[0], "that of another statistic stays"
+    assert (alarm.statistic, alarm.n_tokens, alarm.fpr) == (first[1].statistic, (1, 2), 0.1)
+    assert str(token.statistic) == "the score of one token"
+    assert "for the maximum of the running mean of an answer" in said
+    for wrong, message in (
+        (("--length", 2), "add --for alarm"),
+        (("--for", "alarm", "--length", 999), "length=999: the longest"),
+        (("--for", "turn"), "allowed are 'answer', 'alarm' and 'token'"),
+    ):
+        _, error = run(*again, *wrong, code=3)
+        assert message in error

@@ -29,7 +29,7 @@ def test_thresholds_for_a_part_of_the_tokens_are_used_on_that_part(tmp_path: Pat
     assert coup_probe_monitor_builder(probe=probe) is not None
     # Over other tokens than those of the card its rate does not hold.
     assert probe_monitor_builder(probe=probe) is not None
-    with pytest.raises(SpecError, match="no threshold for these settings"):
+    with pytest.raises(SpecError, match="has none for these settings"):
         probe_monitor_builder(probe=probe, selection="")
 
 

@@ -12,8 +12,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Threshold, card_points, choose_point, load_probe
 from inspect_lens.probe.statistics._metrics import conformal_threshold
 from inspect_lens.reading import ProbeReader, Suspicion
-from inspect_lens.reading._cut import cut_of
 from inspect_lens.reading._promise import promise, rates
+from inspect_lens.reading._threshold import acting_value
 from inspect_lens.scorer import deception_probe, monitor_alarm, probe_score
 from inspect_lens.solver import probe_gate
 from tests.kit.repository import ROOT
@@ -32,7 +32,7 @@ def test_a_point_acts_at_its_own_value_with_its_own_rate_and_recall(fpr: float) 
     values = {at.threshold for e in CARD.evaluations for at in e.recalls if at.fpr == fpr}
     name = f"fpr={fpr:g}"
     reader = ProbeReader.of(PROBE, threshold=name)
-    cut = cut_of(reader, name)
+    cut = acting_value(reader, name)
     assert {cut} == values
     assert rates(reader, cut) == {"fpr": fpr, "recall": round(min(recalls(fpr)), 4)}
     words = promise(reader, cut)
@@ -62,10 +62,12 @@ def test_an_unknown_point_is_refused_with_those_that_there_are(make: Callable[..
 
 
 def test_a_point_is_refused_where_its_rate_does_not_hold() -> None:
-    for other in ({"pool": "last"}, {"positions": "all"}, {"selection": "last:3"}):
-        with pytest.raises(SpecError, match="card's own layer, positions, pool and selection"):
+    for other in ({"positions": "all"}, {"selection": "last:3"}):
+        with pytest.raises(SpecError, match="card's own layer, positions and selection"):
             ProbeReader.of(PROBE, threshold="fpr=0.05", **other)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="level='token'"):
+    with pytest.raises(SpecError, match="no threshold for the last of an answer"):
+        ProbeReader.of(PROBE, threshold="fpr=0.05", pool="last")
+    with pytest.raises(SpecError, match="no threshold for the maximum of the running mean"):
         monitor_alarm(PROBE, threshold="fpr=0.05", level="token", watch="mean")
     with pytest.raises(SpecError, match="pass a number to the metrics"):
         probe_score(PROBE, threshold=1.5)  # type: ignore[arg-type]
@@ -80,7 +82,7 @@ def test_what_is_stored_goes_before_what_was_measured_and_doubt_leaves_a_point_o
     )
     assert isinstance(stored, Threshold)
     both = CARD.model_copy(update={"thresholds": (*CARD.thresholds, stored)})
-    assert choose_point(both, "fpr=0.05")[:] == (stored.value, 0.05, "new")
+    assert choose_point(both, "fpr=0.05")[:3] == (stored.value, 0.05, "new")
     first, *rest = CARD.evaluations
     moved = tuple(at.model_copy(update={"threshold": at.threshold + 1}) for at in first.recalls)
     doubtful = CARD.model_copy(

@@ -48,7 +48,9 @@ async def test_reads_the_tokens_of_the_card_and_says_which() -> None:
     assert reading.rows.positions == range(2, 5)
     np.testing.assert_allclose(reading.token_scores(), [1, 2, 6])
     assert reading.verdict == "above threshold"
-    assert reading.first_crossing() == 2
+    assert reading.first_crossing(2.5) == 2
+    with pytest.raises(SpecError, match="one for the mean of an answer, which cannot stand in"):
+        reading.first_crossing()  # the maximum over the tokens is another statistic
     assert reading.first_crossing(1.2, pool="mean") == 1
     assert reading.metadata()["source"] == "rows"
 
@@ -58,7 +60,7 @@ async def test_the_threshold_holds_for_the_cards_own_settings_only() -> None:
     reading = await ProbeReader.of(probe(), pool="max").read(output([9, 9, 1, 2, 6]))
     assert reading is not None
     assert (reading.value, reading.threshold, reading.verdict) == (6.0, None, None)
-    with pytest.raises(SpecError, match="has none for these settings"):
+    with pytest.raises(SpecError, match="no threshold for the maximum"):
         reading.first_crossing()
 
 

@@ -348,7 +348,7 @@ def test_gate_takes_the_word_of_a_probe_in_the_engine(
         ({"action": "steer"}, "needs a vector"),
         ({"steer": "tiny/v"}, "take none"),
         ({"tries": 0}, "1 or more"),
-        ({"threshold": None}, "has none for these settings"),
+        ({"threshold": None}, "has no threshold for the mean of an answer"),
         ({"probe": "engine:x", "action": "resample"}, "flag and stop"),
     ],
 )

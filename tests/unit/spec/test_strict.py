@@ -220,7 +220,7 @@ def test_an_alarm_needs_a_threshold() -> None:
     weight = {"weight": np.ones((1, 4))}
     without = EngineProbe(layers=(0,), tensors=weight)
     asked = LensRequest(probes=[{"name": "p", "alarm": "flag"}])  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="without a threshold"):
+    with pytest.raises(SpecError, match="no threshold for the running mean"):
         check_request(asked, facts, {"p": without})
     check_request(asked, facts, {"p": EngineProbe(layers=(0,), tensors=weight, threshold=1)})
 

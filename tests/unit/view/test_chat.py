@@ -43,7 +43,8 @@ class Answers(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"id": "toy"}]},
             "/v1/inspect_lens": self.server.engine and {"engines": [self.server.engine]},
             "/v1/inspect_lens/registry": {
-                "lies": {"$lens": "probe/1", "threshold": 0.5},
+                "lies": {"$lens": "probe/1", "threshold": 0.5, "aggregate": "last"},
+                "means": {"$lens": "probe/1", "threshold": 0.5, "aggregate": "mean"},
                 "tuned": {"$lens": "lens/1"},
                 "north": {"$lens": "steering/1", "scale": 2.5},
             },
@@ -104,6 +105,9 @@ def test_who_stops_an_answer_stops_the_server(server: Endless) -> None:
 def test_a_probe_alone_and_neither(server: Endless) -> None:
     talk = open_talk(server.url, probe="lies", layers=[])
     assert (talk.setup.layers, talk.setup.threshold) == ((), 0.5)
+    talk.close()
+    talk = open_talk(server.url, probe="means", layers=[])
+    assert talk.setup.threshold == 0.0, "one for a running mean says nothing of single tokens"
     talk.close()
     talk = open_talk(server.url)
     assert talk.setup.layers == (0, 2, 4, 7, 9, 11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -17,7 +18,7 @@ from inspect_ai.solver import TaskState
 from inspect_ai.viewer import TaskSamplesView
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Probe, load_probe
+from inspect_lens.probe import Probe, Statistic, load_probe
 from inspect_lens.reading import ProbeReader, Reading
 from inspect_lens.view import note_readings, probe_summary, probe_viewer
 from tests.kit.captured import captured
@@ -45,10 +46,20 @@ def test_a_row_per_turn_with_bars_on_one_scale(probe: Probe) -> None:
     text = probe_summary([reading_of(probe, [0, 0, 7]), None, reading_of(probe, [0, 0, 0.5, -7])])
     head, _, first, second, third, _, foot = text.splitlines()
     assert head.count("|") == first.count("|") == third.count("|") == 8
-    assert first == "| 1 | t/p | 3.5 | ▲ 1 | 1 of 2 | 7 at 2 | `▅█` |"
+    assert first == "| 1 | t/p | 3.5 | ▲ 1 | - | 7 at 2 | `▅█` |"
     assert "no token to read" in second
-    assert third == "| 3 | t/p | -2.167 | ▽ 1 | 0 of 3 | 0.5 at 2 | `▅▅▁` |"
+    assert third == "| 3 | t/p | -2.167 | ▽ 1 | - | 0.5 at 2 | `▅▅▁` |"
     assert foot.startswith("Bars go from -7 to 7")
+
+
+def test_tokens_are_counted_against_a_threshold_for_tokens_alone(probe: Probe) -> None:
+    (held,) = probe.card.thresholds
+    token = held.model_copy(update={"value": 3.0, "statistic": Statistic(over="token")})
+    card = probe.card.model_copy(update={"thresholds": (held, token)})
+    row = probe_summary(reading_of(replace(probe, card=card), [0, 2, 7])).splitlines()[2]
+    assert row.startswith("| 1 | t/p | 4.5 | ▲ 1 | 1 of 2 |"), (
+        "2 is above the answer's 1, not above 3"
+    )
 
 
 def test_a_scorer_can_leave_it_in_the_transcript(probe: Probe, tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ _PUT: dict[str, Callable[[ProbeReceipt, object], None]] = {
     field.name: getattr(ProbeReceipt, field.name).__set__ for field in fields(ProbeReceipt)
 }
 """By field: what sets it, which a frozen class does not do itself."""
-_NOT_ASKED_FOR = {"tokens": None, "threshold": None, "alarm_position": None, "stopped": False}
+_NOT_ASKED_FOR = {
+    "tokens": None, "threshold": None, "threshold_tokens": None, "alarm_position": None,
+    "stopped": False,
+}  # fmt: skip
 """Fields of receipts that are of other uses."""
 _TOGETHER = 32
 """Requests whose numbers are added at once: half a megabyte of 16 probes over 128 tokens."""
@@ -405,7 +408,7 @@ class _Use:
         self._bias = probe.bias("bias") if probe.kind == "linear" else 0.0
         # An attention probe's score is one of the text so far: the last one stands for all.
         self._pool = "last" if self._attention else (use.aggregate or probe.aggregate)
-        self._threshold = use.threshold if use.threshold is not None else probe.threshold
+        self._threshold = None if use.alarm is None else probe.alarm_threshold(use)
         self._whole: Floats | None = None
         """All scores so far, where they came at once: the usual case, pooled in one go."""
         self._running: StreamingPool | None = None
@@ -446,7 +449,7 @@ class _Use:
         self._is_nan = self._is_nan or bool(np.isnan(scores).any())
         if self._is_nan:
             return  # of which the receipt tells; a generation is not ended by it
-        watches = self.use.alarm is not None and self._threshold is not None
+        watches = self._threshold is not None
         if self._n == len(scores) and not watches:
             self._whole = scores
             return
@@ -481,7 +484,12 @@ class _Use:
             n_tokens=self._n,
             first_position=self._first,
             tokens=tuple(self._tokens) if self.use.tokens else None,
-            threshold=self._threshold if self.use.alarm is not None else None,
+            threshold=self._threshold,
+            threshold_tokens=(
+                self.probe.threshold_tokens
+                if self._threshold is not None and self.use.threshold is None
+                else None
+            ),
             alarm_position=self.alarm_position,
             stopped=self.stopped,
         )

@@ -122,7 +122,12 @@ def _register(probe: AnyProbe) -> list[str]:
     for role, form in forms:
         if form is not None:
             # What a card says of pool and threshold is for readers, and no other probe.
-            bare = form.model_copy(update={"aggregate": "mean", "threshold": None})
+            bare = form.model_copy(
+                update={
+                    "aggregate": "mean", "threshold": None, "threshold_tokens": None,
+                    "threshold_positions": None,
+                }
+            )  # fmt: skip
             name = f"probe-{form.sha256[:24]}"
             KNOWN.setdefault(name, Known(probe.name, probe.sha256, role, bare))
             names.append(name)

@@ -16,6 +16,7 @@ from inspect_lens.probe.statistics._metrics import required_negatives
 from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
 
 from ._seen import SeenSamples
+from ._statistic import Statistic
 
 __all__ = [
     "RECALL_FLOOR",
@@ -103,6 +104,12 @@ class Threshold(Record):
 
     value: float
     """A score strictly above it is flagged."""
+    statistic: Statistic | None = None
+    """What it was calibrated for; it acts on nothing else. None: the score of a whole answer, by
+    the pool of the card (`ProbeCard.answer`)."""
+    n_tokens: tuple[int, int] | None = None
+    """Tokens of the answers that it holds for, the shortest and the longest; None: not known. Of
+    an alarm the second number is the token up to which its rate holds."""
     fpr: float
     """False positive rate that it was set for."""
     control: str
@@ -122,6 +129,15 @@ class Threshold(Record):
     """What the conformal quantile counts: samples, or groups with equal weight."""
     selected_on: bool = False
     """The same control samples took part in choosing the layer, too."""
+
+    @property
+    def holds_for(self) -> str:
+        """The statistic and the lengths of answers that it holds for, in words."""
+        low, high = self.n_tokens or (0, 0)
+        lengths = {0: "", 1: f" of up to {high} tokens"}.get(low, f" of {low} to {high} tokens")
+        if self.statistic is None:
+            return f"a whole answer{lengths}"
+        return f"{self.statistic}{'' if self.statistic.over == 'token' else lengths}"
 
     @property
     def guarantee(self) -> str:
@@ -234,6 +250,15 @@ class ProbeCard(Record):
     created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
 
     @property
+    def answer(self) -> Statistic:
+        """What the probe says of a whole answer."""
+        return Statistic(over="answer", pool=self.pool)
+
+    def thresholds_for(self, statistic: Statistic) -> tuple[Threshold, ...]:
+        """The stored thresholds that may act on a statistic, in their order."""
+        return tuple(t for t in self.thresholds if (t.statistic or self.answer) == statistic)
+
+    @property
     def baselines(self) -> tuple[Baseline, ...]:
         """Those of all evaluations."""
         return tuple(b for e in self.evaluations for b in e.baselines)
@@ -250,7 +275,15 @@ class ProbeCard(Record):
             and best.beaten is False
             and e.auroc is not None
         ]
-        return tuple(f"The probe {text}." for text in made)
+        said = [f"The probe {text}." for text in made]
+        for e in self.evaluations:
+            said += [f"A rate does not hold on {e.name}: {text}." for text in e.broken_rates]
+            said += [
+                f"No rate is known for the lengths of the honest answers of {e.name}: {r.longer}."
+                for r in e.rates
+                if r.longer and not r.broken
+            ]
+        return tuple(said)
 
     @field_validator("layers")
     @classmethod

@@ -41,7 +41,8 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
     if card.thresholds:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
     if card.evaluations:
-        parts += ["## Evaluation", _evaluations(card.evaluations), _at_rates(card.evaluations)]
+        parts += ["## Evaluation", _evaluations(card.evaluations), _realised(card.evaluations)]
+        parts.append(_at_rates(card.evaluations))
         parts += [
             f"{e.name}: {e.control_shift.statement}"
             for e in card.evaluations
@@ -114,8 +115,8 @@ def _facts(card: ProbeCard, sha256: str) -> str:
 def _threshold(t: Threshold) -> str:
     left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
     return (
-        f"- **{t.value:.6g}** for a false positive rate of {t.fpr:g}: {t.n_above} of "
-        f"{t.n_control} samples of `{t.control}`{left_out} lie above it "
+        f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: "
+        f"{t.n_above} of {t.n_control} samples of `{t.control}`{left_out} lie above it "
         f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})."
         + (f" There are {t.few_groups}." if t.few_groups else "")
         + f" {t.guarantee}"
@@ -150,6 +151,23 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
         "exact ones that count groups."
     )
     return "\n\n".join([_table(head, rows), *notes])
+
+
+def _realised(evaluations: tuple[Evaluation, ...]) -> str:
+    """What each threshold does on honest answers that decided nothing."""
+    head = ["set", "threshold for", "set for", "honest answers above it", "positives above it",
+            "tokens of an honest answer", "holds for"]  # fmt: skip
+    rows = [
+        [e.name, r.statistic, f"{r.nominal:g}", _share(r.rate, r.interval),
+         _share(r.recall, r.recall_interval), _lengths(r.n_tokens), _lengths(r.holds_for)]
+        for e in evaluations
+        for r in e.rates
+    ]  # fmt: skip
+    return _table(head, rows) if rows else ""
+
+
+def _lengths(span: tuple[int, int] | None) -> str:
+    return "n/a" if span is None else f"{span[0]} to {span[1]}"
 
 
 def _at_rates(evaluations: tuple[Evaluation, ...]) -> str:

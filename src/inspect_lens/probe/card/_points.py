@@ -9,6 +9,7 @@ from typing import NamedTuple
 from inspect_lens.errors import SpecError
 
 from ._card import ProbeCard
+from ._statistic import Statistic
 
 __all__ = [
     "CardPoint",
@@ -64,7 +65,7 @@ def found_above(card: ProbeCard, threshold: float) -> Found | None:
         assert found.lowest < found.highest < 1
         ```
     """
-    stored = card.thresholds[0].value if card.thresholds else None
+    stored = next((t.value for t in card.thresholds_for(card.answer)), None)
     recalls: dict[str, float] = {}
     for measured in card.evaluations:
         at = {point.threshold: point.recall for point in measured.recalls}
@@ -98,6 +99,10 @@ class CardPoint(NamedTuple):
     """False positive rate that it was set for."""
     control: str
     """Name of the control set."""
+    statistic: Statistic
+    """What it was calibrated for."""
+    n_tokens: tuple[int, int] | None = None
+    """Tokens of the shortest and the longest answer that it holds for; None: not known."""
 
     @property
     def name(self) -> str:
@@ -105,15 +110,16 @@ class CardPoint(NamedTuple):
         return f"fpr={self.fpr:g}"
 
 
-def card_points(card: ProbeCard) -> tuple[CardPoint, ...]:
-    """The operating points of a card, one for each false positive rate.
+def card_points(card: ProbeCard, statistic: Statistic | None = None) -> tuple[CardPoint, ...]:
+    """The operating points of a card for one statistic, one for each false positive rate.
 
-    These are its stored thresholds, and those at which its evaluations measured recall. A rate
-    for which evaluations had different control sets, so that its threshold is not one number, is
-    left out unless it is stored.
+    These are its stored thresholds, and for whole answers those at which its evaluations measured
+    recall. A rate for which evaluations had different control sets, so that its threshold is not
+    one number, is left out unless it is stored.
 
     Args:
         card: of a probe.
+        statistic: that is to be compared; the card's own score of a whole answer by default.
 
     Returns:
         The points, the strictest first.
@@ -127,42 +133,67 @@ def card_points(card: ProbeCard) -> tuple[CardPoint, ...]:
             print(point.name, point.value, found_above(card, point.value))
         ```
     """
+    own = card.answer
+    asked = own if statistic is None else statistic
     measured: dict[float, set[CardPoint]] = {}
-    for evaluation in card.evaluations:
-        for at in evaluation.recalls:
-            if math.isfinite(at.threshold):
-                point = CardPoint(at.threshold, at.fpr, at.control)
-                measured.setdefault(at.fpr, set()).add(point)
+    for at in (r for e in card.evaluations if asked == own for r in e.recalls):
+        if math.isfinite(at.threshold):
+            point = CardPoint(at.threshold, at.fpr, at.control, own, at.n_tokens)
+            measured.setdefault(at.fpr, set()).add(point)
     found = {fpr: next(iter(same)) for fpr, same in measured.items() if len(same) == 1}
-    for stored in reversed(card.thresholds):
-        found[stored.fpr] = CardPoint(stored.value, stored.fpr, stored.control)
+    for stored in reversed(card.thresholds_for(asked)):
+        found[stored.fpr] = CardPoint(
+            stored.value, stored.fpr, stored.control, asked, stored.n_tokens
+        )
     return tuple(found[fpr] for fpr in sorted(found))
 
 
-def choose_point(card: ProbeCard, name: str) -> CardPoint:
-    """The operating point of a card that has this name.
+def choose_point(
+    card: ProbeCard, threshold: str | float | None = None, statistic: Statistic | None = None
+) -> CardPoint:
+    """The threshold of a card that may act on a statistic.
+
+    Every surface that flags, stops or counts asks here, so that no threshold acts on a number it
+    was not calibrated for.
 
     Args:
         card: of a probe.
-        name: `fpr=` and the rate, such as `fpr=0.05`.
+        threshold: `fpr=` and the rate, such as `fpr=0.05`; the number of one of the card's points;
+            None for the first that the card stores for this statistic.
+        statistic: that is compared; the card's own score of a whole answer by default.
 
     Returns:
         The point.
 
     Raises:
-        SpecError: the name is not of this form, or the card has no such point; the error lists
-            those that it has, with the recall of each.
+        SpecError: the name is not of this form, or the card has no such point for this statistic;
+            the error lists what it has.
 
     Example:
         ```python
-        from inspect_lens.probe import choose_point, load_probe
+        from inspect_lens.errors import SpecError
+        from inspect_lens.probe import Statistic, choose_point, load_probe
 
-        lax = choose_point(load_probe("organism/deception-lr").card, "fpr=0.05")
-        assert round(lax.value, 3) == 1.137
+        card = load_probe("organism/deception-lr").card
+        lax = choose_point(card, "fpr=0.05")
+        try:
+            choose_point(card, statistic=Statistic(over="alarm", pool="top_k_mean:3"))
+        except SpecError as error:
+            print(error)  # names the thresholds that the card has
         ```
     """
-    points = card_points(card)
-    matched = _NAME.fullmatch(name.replace(" ", ""))
+    asked = card.answer if statistic is None else statistic
+    points = card_points(card, asked)
+    if threshold is None:
+        if stored := card.thresholds_for(asked):
+            return next(p for p in points if p.value == stored[0].value)
+        raise _no_point(card, "threshold", asked)
+    if not isinstance(threshold, str):
+        for point in points:
+            if point.value == threshold:
+                return point
+        raise _no_point(card, f"threshold={threshold:g}", asked)
+    matched = _NAME.fullmatch(threshold.replace(" ", ""))
     try:
         rate = float(matched[1]) if matched else math.nan
     except ValueError:
@@ -170,9 +201,20 @@ def choose_point(card: ProbeCard, name: str) -> CardPoint:
     for point in points:
         if math.isclose(point.fpr, rate, rel_tol=1e-5):
             return point
-    raise SpecError(
-        f"threshold={name!r}; probe {card.name!r} has {_listed(card, points)}; name one of these, "
-        "pass a number, or calibrate the probe at that rate (inspect-lens probe calibrate --fpr)"
+    raise _no_point(card, f"threshold={threshold!r}", asked)
+
+
+def _no_point(card: ProbeCard, what: str, asked: Statistic) -> SpecError:
+    """What was asked, what the card has, and how to make the one that is missing."""
+    has = _listed(card, card_points(card, asked))
+    said = f"{has} for {asked}" if has else f"no threshold for {asked}"
+    others = sorted({str(t.statistic or card.answer) for t in card.thresholds} - {str(asked)})
+    if others:
+        said += f"; it has one for {' and one for '.join(others)}, which cannot stand in"
+    over = asked.over if asked.pool in (card.pool, "last") else f"{asked.over}:{asked.pool}"
+    return SpecError(
+        f"{what}: probe {card.name!r} has {said}; name one that it has, pass a number of your own, "
+        f"or calibrate it (inspect-lens probe calibrate --for {over} --fpr RATE)"
     )
 
 
@@ -182,4 +224,4 @@ def _listed(card: ProbeCard, points: tuple[CardPoint, ...]) -> str:
         found = found_above(card, point.value)
         recall = f" (recall {found.lowest:.0%} or more)" if found else ""
         said.append(f"{point.name!r}{recall}")
-    return ", ".join(said) or "no threshold"
+    return ", ".join(said)

@@ -78,9 +78,17 @@ class SeenSamples(BaseModel):
             calibration=None if calibration is None else _write(calibration),
         )
 
-    def with_control(self, control: Iterable[bytes] | None) -> Self:
-        """The record with another control set, as `of` takes it."""
-        return self.model_copy(update={"control": None if control is None else _write(control)})
+    def with_control(self, control: Iterable[bytes] | None, *, added: bool = False) -> Self:
+        """The record with another control set, or with one more.
+
+        Args:
+            control: as `of` takes it.
+            added: keep what the record has, as thresholds that were set on it stay.
+        """
+        if control is None:
+            return self if added else self.model_copy(update={"control": None})
+        known = _read(self.control or "") if added else set()
+        return self.model_copy(update={"control": _encode(known | {_hash(s) for s in control})})
 
     def with_calibration(self, samples: Iterable[bytes] | None) -> Self:
         """The record with another calibration set, as `of` takes it."""
@@ -113,7 +121,11 @@ def _hash(sample: bytes) -> bytes:
 
 
 def _write(samples: Iterable[bytes]) -> str:
-    return base64.b64encode(b"".join(sorted({_hash(s) for s in samples}))).decode()
+    return _encode({_hash(s) for s in samples})
+
+
+def _encode(hashes: set[bytes]) -> str:
+    return base64.b64encode(b"".join(sorted(hashes))).decode()
 
 
 def _read(text: str) -> set[bytes]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.probe.card._card import ProbeCard, Threshold
 from inspect_lens.probe.card._files import write_probe_files
@@ -51,8 +55,28 @@ class CardProbe:
 
     @property
     def threshold(self) -> Threshold | None:
-        """The first stored threshold."""
-        return self.card.thresholds[0] if self.card.thresholds else None
+        """The first stored threshold for the probe's score of a whole answer."""
+        return next(iter(self.card.thresholds_for(self.card.answer)), None)
+
+    def running_scores(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None
+    ) -> NDArray[np.float64]:
+        """What each token adds to a running score (tokens,), for `Statistic.of`.
+
+        It is the score of the token itself, and of a pool that the probe has learned (attention)
+        the score of the text up to it.
+
+        Args:
+            acts: (layers, tokens, hidden) float, as `score_tokens` takes them.
+            layers: of the first axis; the probe's own by default.
+        """
+        return self.score_tokens(acts, layers)
+
+    def score_tokens(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None
+    ) -> NDArray[np.float64]:
+        """Score of every token (tokens,); see the class."""
+        raise NotImplementedError
 
     @cached_property
     def sha256(self) -> str:

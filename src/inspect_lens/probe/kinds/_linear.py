@@ -17,6 +17,7 @@ from inspect_lens.probe.pooling._pool import pool_scores
 from inspect_lens.spec import EngineProbe
 
 from ._base import CardProbe
+from ._neural import alarm_fields
 from ._sklearn import read_linear, write_linear
 
 __all__ = ["Probe"]
@@ -185,18 +186,18 @@ class Probe(CardProbe):
         """The same probe as the engine runs it, its scaler folded into the weights.
 
         Returns:
-            A linear `EngineProbe` with the card's site, layers and pool, and the threshold of
-            the lowest false-positive rate on the card.
+            A linear `EngineProbe` with the card's site, layers and pool, and the card's threshold
+            for an alarm on that pool, where it has one (`inspect-lens probe calibrate --for
+            alarm`); without it a request's alarm has to bring a number.
         """
         weight = self.weight.astype(np.float64) / self.scale / len(self.layers)
         bias = np.mean(self.bias.astype(np.float64)) - np.sum(weight * self.mean)
-        lowest = min(self.card.thresholds, key=lambda t: t.fpr, default=None)
         return EngineProbe(
             layers=self.layers,
             site=self.site,
             tensors={"weight": weight.astype(np.float32), "bias": np.float32(bias)},
             aggregate=str(self.card.pool),
-            threshold=None if lowest is None else lowest.value,
+            **alarm_fields(self.card),
         )
 
     def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.probe.card._card import ProbeCard
 from inspect_lens.probe.card._files import encode_probe
+from inspect_lens.probe.card._statistic import Statistic
 from inspect_lens.probe.pooling._head import (
+    LEARNED_POOLS,
     HeadOutputs,
     HeadSpec,
     StreamingHead,
@@ -29,6 +31,7 @@ from ._base import CardProbe
 
 __all__ = [
     "NeuralProbe",
+    "alarm_fields",
     "attention_form",
     "neural_form",
     "token_form",
@@ -48,10 +51,20 @@ def neural_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
         raise _unsupported(card, f"pool {card.pool} of {len(tensors['value'])} heads")
     else:
         made = token_form(tensors, card)
-    lowest = min(card.thresholds, key=lambda t: t.fpr, default=None)
     aggregate = {"multimax": "max", "attention": "mean"}.get(pool.name, str(pool))
-    threshold = None if lowest is None else lowest.value
-    return made.model_copy(update={"aggregate": aggregate, "threshold": threshold})
+    return made.model_copy(update={"aggregate": aggregate, **alarm_fields(card)})
+
+
+def alarm_fields(card: ProbeCard) -> dict[str, Any]:
+    """The card's threshold for an alarm on its pool, as fields of an `EngineProbe`."""
+    held = next(iter(card.thresholds_for(Statistic(over="alarm", pool=card.pool))), None)
+    if held is None:
+        return {}
+    return {
+        "threshold": held.value,
+        "threshold_tokens": held.n_tokens[1] if held.n_tokens else None,
+        "threshold_positions": card.positions,
+    }
 
 
 def token_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
@@ -250,6 +263,18 @@ class NeuralProbe(CardProbe):
         """
         total: NDArray[np.float64] = self._outputs(acts, layers).value.sum(axis=1) + self._bias
         return total
+
+    def running_scores(
+        self, acts: ArrayLike, layers: Sequence[int] | None = None
+    ) -> NDArray[np.float64]:
+        """Of a learned pool, the score of the text so far. Arguments are those of `CardProbe`."""
+        if parse_head_pool(self.pool).name not in LEARNED_POOLS:
+            return self.score_tokens(acts, layers)
+        out, stream = self._outputs(acts, layers), self.stream()
+        one = (
+            HeadOutputs(out.query[i : i + 1], out.value[i : i + 1]) for i in range(len(out.value))
+        )
+        return np.array([stream.update(token).value for token in one])
 
     def attention_weights(
         self, acts: ArrayLike, layers: Sequence[int] | None = None

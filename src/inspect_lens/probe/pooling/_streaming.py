@@ -256,12 +256,13 @@ def running_pool(
         ```
     """
     values = check_scores(scores)
-    stream = StreamingPool(pool)
-    marks = None if ends is None else np.asarray(ends, dtype=bool)
-    made = np.empty(values.size)
-    for i in range(values.size):
-        part = None if marks is None else marks[i : i + 1]
-        made[i] = stream.update(values[i : i + 1], ends=part).value
+    rule = pool if isinstance(pool, Pool) else parse_pool(pool)
+    needs_ends = rule.name == "sentence_mean_max"
+    marks = check_ends(ends, values.size).tolist() if needs_ends else [False] * values.size
+    state, made = _RULES[rule.name](rule), np.empty(values.size)
+    for i, (score, end) in enumerate(zip(values.tolist(), marks, strict=True)):
+        state.add(score, end)
+        made[i] = state.value
     return made
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "Evaluation",
     "GroupCounts",
     "Interval",
+    "RealisedRate",
     "RecallAt",
     "Record",
     "Transfer",
@@ -163,6 +164,60 @@ class RecallAt(Record):
     threshold: float
     recall: float
     interval: Interval
+    n_tokens: tuple[int, int] | None = None
+    """Tokens of the shortest and the longest control answer; None: not known."""
+
+
+class RealisedRate(Record):
+    """What a threshold of the card does on the answers of a held-out set."""
+
+    statistic: str
+    """What is compared, in words (`Statistic`)."""
+    threshold: float
+    nominal: float
+    """False positive rate that the threshold was set for."""
+    rate: float | None = None
+    """Share of the set's honest answers (its negatives) that exceed it; None without any."""
+    interval: Interval | None = None
+    """Clopper and Pearson's, or Korn and Graubard's where groups hold several samples."""
+    recall: float | None = None
+    """Share of its positives that exceed it; None without any."""
+    recall_interval: Interval | None = None
+    holds_for: tuple[int, int] | None = None
+    """Tokens of the shortest and the longest answer that the threshold holds for; None: not known.
+    """
+    n_tokens: tuple[int, int] | None = None
+    """Tokens of the shortest and the longest honest answer of the set."""
+    outside: float = 0.0
+    """Share of the honest answers whose length it does not hold for."""
+
+    @property
+    def holds(self) -> bool | None:
+        """False where the interval lies above the nominal rate; None without an interval."""
+        return None if self.interval is None else self.interval.low <= self.nominal
+
+    @property
+    def broken(self) -> str:
+        """That the rate does not hold, in words; empty where it does."""
+        if self.rate is None or self.interval is None or self.holds:
+            return ""
+        lengths = self.longer and f"; {self.longer}"
+        return (
+            f"{self.rate:.3f} [{self.interval.low:.3f}, {self.interval.high:.3f}] of the honest "
+            f"answers exceed the threshold for {self.statistic}, which was set for "
+            f"{self.nominal:g}{lengths}"
+        )
+
+    @property
+    def longer(self) -> str:
+        """That answers have lengths that the threshold does not hold for; empty where few do."""
+        if self.n_tokens is None or self.holds_for is None or self.outside <= self.nominal:
+            return ""
+        (a, b), (low, high) = self.n_tokens, self.holds_for
+        return (
+            f"they have {a} to {b} tokens, and the threshold for {self.statistic} holds for "
+            f"{low} to {high}"
+        )
 
 
 class ControlShift(Record):
@@ -252,6 +307,8 @@ class Evaluation(Record):
     """Share of negatives above the stored threshold."""
     fpr_interval: Interval | None = None
 
+    rates: tuple[RealisedRate, ...] = ()
+    """Of each threshold of the card, in its order: what it does on the answers of this set."""
     recalls: tuple[RecallAt, ...] = ()
     """At 1% and 5% of a control set, as far as it is large enough for them; empty without one."""
     partial_auroc: float | None = None
@@ -284,6 +341,11 @@ class Evaluation(Record):
             f"recall {self.recall:.3f} [{self.recall_interval.low:.3f}, "
             f"{self.recall_interval.high:.3f}], below the floor of {floor:g}"
         )
+
+    @property
+    def broken_rates(self) -> tuple[str, ...]:
+        """Each threshold whose rate does not hold on the honest answers here, in words."""
+        return tuple(r.broken for r in self.rates if r.broken)
 
     @property
     def by_group(self) -> Interval | None:

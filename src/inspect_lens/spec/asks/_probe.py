@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from inspect_lens.errors import SpecError
 from inspect_lens.spec.engine._facts import RESID_POST, Site, TapPoint, tap_points
 from inspect_lens.spec.engine._limits import probe_judge
 from inspect_lens.spec.values._strict import Flag, Number, check_name, integers, shown
@@ -36,7 +37,7 @@ from inspect_lens.spec.values._tensor import (
     is_wire,
 )
 
-from ._pools import check_engine_pool
+from ._pools import check_engine_pool, parse_pool
 from ._positions import Positions, parse_positions
 
 __all__ = ["PROBE_REFERENCE", "EngineProbe", "ProbeReceipt", "ProbeUse"]
@@ -94,7 +95,14 @@ class EngineProbe(WireModel):
     `sentence_mean_max`, which needs the texts of tokens; an attention probe aggregates by itself
     and ignores it."""
     threshold: Number | None = None
-    """Scores above it raise the alarm of requests that do not name a threshold."""
+    """Raises the alarm of requests that name no threshold. It is compared with the running
+    `aggregate` after every token, so it has to be calibrated for that: a threshold for whole
+    answers is exceeded on the way by many more of them. `for_engine()` takes it from the alarm
+    threshold of the probe's card, where there is one."""
+    threshold_tokens: int | None = Field(default=None, ge=1)
+    """Tokens up to which the threshold holds its rate; None: not known."""
+    threshold_positions: Positions | None = None
+    """Tokens that it was calibrated on; None: not known, and then it acts on any."""
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -129,6 +137,11 @@ class EngineProbe(WireModel):
     @classmethod
     def _aggregate(cls, value: str) -> str:
         return check_engine_pool(value)
+
+    @field_validator("threshold_positions", mode="before")
+    @classmethod
+    def _threshold_positions(cls, value: Any) -> Any:
+        return value if value is None else parse_positions(value, field="threshold_positions")
 
     @field_serializer("tensors")
     def _dump_tensors(self, value: dict[str, TensorData]) -> dict[str, Any]:
@@ -193,6 +206,39 @@ class EngineProbe(WireModel):
         parts.append([[name, self.tensors[name].sha256] for name in sorted(self.tensors)])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    def alarm_threshold(self, use: ProbeUse) -> float:
+        """The threshold of a request's alarm: its own number, else the probe's where it holds.
+
+        Raises:
+            SpecError: the probe has none, or it was calibrated for another running score or for
+                other tokens.
+        """
+        if use.threshold is not None:
+            return use.threshold
+        field = f"probes: alarm={use.alarm!r} of {use.name!r}"
+        way = (
+            "give threshold, a number of your own, or calibrate the probe for this alarm "
+            "(inspect-lens probe calibrate --for alarm) and register it again"
+        )
+        own = "attention" if self.kind == "attention" else str(parse_pool(self.aggregate))
+        asked = own if use.aggregate is None or self.kind == "attention" else use.aggregate
+        if self.threshold is None:
+            raise SpecError(
+                f"{field}: the probe has no threshold for the running {asked}, which an alarm "
+                f"compares after every token; {way}"
+            )
+        if own != asked and own != str(parse_pool(asked)):
+            raise SpecError(
+                f"{field} with aggregate={asked!r}: the probe's threshold was calibrated for the "
+                f"running {own}; leave aggregate out, or {way}"
+            )
+        if self.threshold_positions not in (None, use.positions):
+            raise SpecError(
+                f"{field} at positions {shown(use.positions)}: the probe's threshold was "
+                f"calibrated for {shown(self.threshold_positions)}; ask for these, or {way}"
+            )
+        return self.threshold
+
     def bias(self, name: str) -> float:
         """A scalar tensor, 0 where it was left out."""
         tensor = self.tensors.get(name)
@@ -208,6 +254,8 @@ class EngineProbe(WireModel):
             "layers": list(self.layers),
             "aggregate": self.aggregate,
             "threshold": self.threshold,
+            "threshold_tokens": self.threshold_tokens,
+            "threshold_positions": self.threshold_positions,
         }
 
 
@@ -228,7 +276,8 @@ class ProbeUse(BaseModel):
     """What happens when the aggregated score of the tokens so far exceeds the threshold: it is
     noted in the receipt, or the generation ends as well."""
     threshold: Number | None = Field(default=None, allow_inf_nan=False)
-    """Instead of the probe's own."""
+    """Instead of the probe's own; a number that you answer for. Without it the alarm is refused
+    unless the probe has a threshold for the same running score and tokens."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -271,6 +320,10 @@ class ProbeReceipt:
     """Score of each token read, where asked for."""
     threshold: float | None = None
     """What the alarm compared with."""
+    threshold_tokens: int | None = None
+    """Tokens up to which the probe's own threshold holds its rate of false alarms; where
+    `n_tokens` is larger, none is promised for this answer. None: the threshold was the request's,
+    or its length is not known."""
     alarm_position: int | None = None
     """Position of the first token at which the aggregate exceeded the threshold."""
     stopped: bool = False

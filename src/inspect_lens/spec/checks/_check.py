@@ -426,11 +426,8 @@ def check_request(
     for use in request.probes:
         probe = (probes or {})[use.name]
         check_probe(probe, facts, f"probe {use.name!r}")
-        if use.alarm is not None and use.threshold is None and probe.threshold is None:
-            raise SpecError(
-                f"probes: alarm={use.alarm!r} of {use.name!r} without a threshold, which the probe "
-                "has none of; give threshold"
-            )
+        if use.alarm is not None:
+            probe.alarm_threshold(use)
         taps.update(probe.taps)
     taps |= _captured(request, facts)
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.

@@ -15,6 +15,7 @@ from inspect_lens.probe import (
     MIN_EFFECTIVE,
     MIN_GROUPS_PER_CLASS,
     Interval,
+    Statistic,
     Threshold,
     clopper_pearson,
     conformal_threshold,
@@ -79,6 +80,8 @@ def fit_threshold(
     control_scores: ArrayLike,
     fpr: float = 0.01,
     *,
+    statistic: Statistic | None = None,
+    n_tokens: tuple[int, int] | None = None,
     control: str = "control",
     control_sha256: str | None = None,
     groups: Sequence[Hashable] | None = None,
@@ -89,6 +92,9 @@ def fit_threshold(
     Args:
         control_scores: (samples,) scores of harmless samples, written by the same model.
         fpr: false positive rate to allow.
+        statistic: what the scores are, which the threshold acts on alone; None for scores of
+            whole answers by the pool of the probe.
+        n_tokens: tokens of the shortest and the longest control answer.
         control: name of the control set.
         control_sha256: its hash.
         groups: (samples,) what is independent, such as the scenario; None takes samples. Groups
@@ -136,6 +142,8 @@ def fit_threshold(
     above = scores > value
     return Threshold(
         value=value,
+        statistic=statistic,
+        n_tokens=n_tokens,
         fpr=fpr,
         control=control,
         control_sha256=control_sha256,

@@ -14,10 +14,11 @@ from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 from sklearn.preprocessing import StandardScaler
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import ModelRef, Probe, required_negatives
-from inspect_lens.train.calibration._calibrate import fit_threshold
+from inspect_lens.probe import ModelRef, Probe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import require_other_samples, require_same_origin
+
+from ._thresholds import calibrate_thresholds
 
 __all__ = ["CarriedProbe", "transfer_probe"]
 
@@ -241,18 +242,11 @@ def _with_threshold(
     require_same_origin(target, control)
     require_other_samples(target, control)
     harmless = control.negatives()
-    threshold = fit_threshold(
-        harmless.scores(probe),
-        fpr,
-        control=control.name,
-        control_sha256=harmless.sha256,
-        groups=harmless.groups,
-        allow_few=allow_few or len(harmless) >= required_negatives(fpr),
-    ).model_copy(update={"n_left_out": len(control) - len(harmless)})
+    thresholds = calibrate_thresholds(probe, control, fpr, allow_few=allow_few)
     seen = probe.card.seen
     if seen is not None:
         seen = seen.with_control(harmless.shown(seen.by, probe.layers))
-    facts = {"thresholds": (threshold,), "seen": seen}
+    facts = {"thresholds": thresholds, "seen": seen}
     return Probe(
         weight=probe.weight, bias=probe.bias, mean=probe.mean, scale=probe.scale,
         card=probe.card.model_copy(update=facts),

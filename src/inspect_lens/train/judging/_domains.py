@@ -279,9 +279,10 @@ def transfer_statement(
 
     Returns:
         The verdict with its sentence. An interval that reaches below the bar is no transfer, nor is
-        one that a baseline reaches. None, and a sentence that says why, where the set has too few
-        independent groups (`inspect_lens.probe.count_groups`), groups that no bootstrap drew, no
-        baseline that was compared, or copies of training samples.
+        one that a baseline reaches, nor a set on whose honest answers a threshold's rate of false
+        alarms does not hold (`RealisedRate.holds`). None, and a sentence that says why, where the
+        set has too few independent groups (`inspect_lens.probe.count_groups`), groups that no
+        bootstrap drew, no baseline that was compared, or copies of training samples.
 
     Raises:
         SpecError: the evaluation has no AUROC.
@@ -328,10 +329,13 @@ def transfer_statement(
     than = f"{rival.name} has {rival.auroc:.3f}"
     if rival.difference is not None:
         than += f", difference [{rival.difference.low:.3f}, {rival.difference.high:.3f}]"
-    passes = low > bar and all(b.beaten for b in compared)
+    broken = evaluation.broken_rates
+    passes = low > bar and all(b.beaten for b in compared) and not broken
     says = "transfers" if passes else "does not transfer"
     reason = f"and the bar is {bar:g}; of the baselines {than}"
-    if low > bar and not passes:
+    if low > bar and broken:
+        reason = f"above the bar of {bar:g}, but a rate does not hold: {broken[0]}"
+    elif low > bar and not passes:
         reason = f"above the bar of {bar:g}, but a baseline does as well: {than}"
     return made(
         transfers=passes,

@@ -13,7 +13,9 @@ from inspect_lens.probe import (
     AnyProbe,
     ControlShift,
     Evaluation,
+    RealisedRate,
     RecallAt,
+    Threshold,
     auroc,
     average_precision,
     balanced_accuracy,
@@ -120,6 +122,7 @@ def evaluate_probe(
         else:
             facts["baselines"] = baselines_within(probe, data, texts=texts)
     facts |= _at_threshold(probe, data, scores)
+    facts["rates"] = tuple(_realised(probe, data, threshold) for threshold in probe.card.thresholds)
     if control is not None:
         facts |= _against(probe, control.negatives(), data, scores)
     return Evaluation.model_validate(
@@ -150,6 +153,33 @@ def _at_threshold(
     if data.n_positive and data.n_negative:
         facts["balanced_accuracy"] = balanced_accuracy(data.labels, scores, probe.threshold.value)
     return facts
+
+
+def _realised(probe: AnyProbe, data: ActivationSet, threshold: Threshold) -> RealisedRate:
+    """What a threshold of the card does on the answers of a set."""
+    statistic = threshold.statistic or probe.card.answer
+    values = data.statistic(probe, statistic)
+    lengths = [int(mask.sum()) for mask in data.mask]
+    facts: dict[str, Any] = {}
+    for side, which in (("recall", data.labels), ("", ~data.labels)):
+        picks = np.flatnonzero(which)
+        if not picks.size:
+            continue
+        hits = np.concatenate([values[i] for i in picks]) > threshold.value
+        groups = [data.groups[i] for i in picks for _ in values[i]]
+        share, bounds = ("recall", "recall_interval") if side else ("rate", "interval")
+        facts |= {share: float(hits.mean()), bounds: rate_interval(hits, groups)}
+        if not side:
+            sizes = [lengths[i] for i in picks]
+            covers = [statistic.covers(n, threshold.n_tokens) for n in sizes]
+            facts |= {"n_tokens": (min(sizes), max(sizes)), "outside": 1.0 - float(np.mean(covers))}
+    return RealisedRate(
+        statistic=str(statistic),
+        threshold=threshold.value,
+        nominal=threshold.fpr,
+        holds_for=threshold.n_tokens,
+        **facts,
+    )
 
 
 def _against(
@@ -183,6 +213,8 @@ def _recalls(
     data: ActivationSet,
     scores: NDArray[np.float64],
 ) -> tuple[RecallAt, ...]:
+    lengths = [int(mask.sum()) for mask in control.mask]
+    span = (min(lengths), max(lengths))
     made, groups = [], count_groups(np.zeros(len(control)), control.groups).total
     for fpr in _RATES:
         if harmless.size < round(1.0 / fpr):
@@ -193,7 +225,7 @@ def _recalls(
         made.append(
             RecallAt(
                 fpr=fpr, control=control.name, threshold=value, recall=float(hits.mean()),
-                interval=rate_interval(hits, _of(data, data.labels)),
+                interval=rate_interval(hits, _of(data, data.labels)), n_tokens=span,
             )
         )  # fmt: skip
     return tuple(made)

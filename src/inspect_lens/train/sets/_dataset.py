@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from inspect_lens._untrusted import read_regular
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import SENTENCE_POOL, AnyProbe, write_atomic
+from inspect_lens.probe import SENTENCE_POOL, AnyProbe, Statistic, write_atomic
 from inspect_lens.spec import Positions
 
 from ._from_store import Pieces, decode_set, encode_set, read_store
@@ -223,6 +223,50 @@ class ActivationSet:
             ],
             dtype=np.float64,
         )
+
+    def statistic(
+        self, probe: AnyProbe, statistic: Statistic, *, length: int | None = None
+    ) -> list[NDArray[np.float64]]:
+        """What a threshold for this statistic is compared with, for each sample.
+
+        Args:
+            probe: that scores.
+            statistic: of its thresholds.
+            length: tokens of each sample that are read at most; all by default.
+
+        Returns:
+            Per sample one number, or of single tokens (tokens,) numbers.
+
+        Raises:
+            SpecError: as `scores`.
+        """
+        if statistic == Statistic(over="answer", pool=probe.pool) and length is None:
+            return list(self.scores(probe)[:, None])
+        if SENTENCE_POOL in statistic.pool and not self.ends:
+            raise no_ends(self.name, probe.name)
+        made = [np.zeros(0)] * len(self)
+        for i, acts in self.selected(probe.layers):
+            running = probe.running_scores(acts[:, :length], probe.layers)
+            ends = self.ends[i][self.mask[i]][:length] if self.ends else None
+            one = running if statistic.over == "token" else [statistic.of(running, ends=ends)]
+            made[i] = np.asarray(one, dtype=np.float64)
+        return made
+
+    def selected(self, layers: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Selected tokens of each sample at some layers.
+
+        Args:
+            layers: of `layers`.
+
+        Yields:
+            Place of the sample, and (layers, tokens, hidden) float32.
+
+        Raises:
+            SpecError: a layer is not in the set.
+        """
+        index = [self._index(layer) for layer in layers]
+        for i, (acts, mask) in enumerate(zip(self.acts, self.mask, strict=True)):
+            yield i, acts[index][:, mask]
 
     def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
         """Scores (probes, samples) of several probes that read the same layers.

@@ -270,15 +270,18 @@ class StoreSet(ActivationSet):
                     f"probes: read layers {list(layers)} and {list(probe.layers)}; allowed are "
                     "probes of the same layers"
                 )
-        for layer in layers:
-            self._index(layer)
         made = np.full((len(probes), len(self)), np.nan)
-        for parts in zip(*(self.samples([layer]) for layer in layers), strict=True):
-            i = parts[0][1]
-            acts = np.stack([rows for *_, rows in parts])
+        for i, acts in self.selected(layers):
             ends = self.ends[i] if self.ends else None
             made[:, i] = [probe.score(acts, layers, ends=ends) for probe in probes]
         return made
+
+    def selected(self, layers: Sequence[int]) -> Iterator[tuple[int, Floats]]:
+        """As in `ActivationSet`; takes the memory of a few pieces."""
+        for layer in layers:
+            self._index(layer)
+        for parts in zip(*(self.samples([layer]) for layer in layers), strict=True):
+            yield parts[0][1], np.stack([rows for *_, rows in parts])
 
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
         """Arguments are those of `ActivationSet`."""

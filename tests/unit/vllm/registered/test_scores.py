@@ -118,6 +118,7 @@ def test_the_state_of_an_aggregate_does_not_grow_with_the_tokens(
     aggregate: str, alarm: str | None
 ) -> None:
     use = {"name": "lin", "positions": "all", "aggregate": aggregate, "alarm": alarm}
+    use |= {} if alarm is None else {"threshold": 2.0}
     found, whole = reading([use]), reading([use])
     values = np.random.default_rng(1).normal(size=(1, 30, 1)).astype(np.float32)
     sizes = []

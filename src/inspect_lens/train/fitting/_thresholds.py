@@ -1,0 +1,139 @@
+"""A threshold of a probe for the statistic that it will act on, from a control set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    AnyProbe,
+    Statistic,
+    Threshold,
+    count_groups,
+    required_negatives,
+)
+from inspect_lens.train.calibration._calibrate import fit_threshold
+from inspect_lens.train.sets._dataset import ActivationSet
+
+__all__ = ["calibrate_threshold", "calibrate_thresholds"]
+
+
+def calibrate_threshold(
+    probe: AnyProbe,
+    control: ActivationSet,
+    fpr: float = 0.01,
+    *,
+    statistic: Statistic | str = "answer",
+    length: int | None = None,
+    allow_few: bool = False,
+) -> Threshold:
+    """Set a threshold of a probe for the statistic that it will act on.
+
+    For `answer` it is compared with the score of a whole answer. For `alarm` it is compared with
+    the running score after every token, so each control answer counts by the largest value that
+    its running score reaches, up to token `length`. Longer answers have more chances to cross it,
+    so that the threshold also holds for the control answers of that length alone: it is the larger
+    of the two conformal quantiles. For `token`, each token of an answer counts, and answers are
+    the groups.
+
+    Args:
+        probe: whose card gets the threshold.
+        control: harmless answers of the same model. Positive ones are left out, and
+            `Threshold.n_left_out` counts them.
+        fpr: false positive rate to allow.
+        statistic: `answer`, `alarm` or `token`, or one with a pool, such as `alarm:ema:0.1`.
+        length: of `alarm`, tokens up to which it holds; by default the length that as many control
+            groups have as the rate needs, or that of the longest answer where none has so many.
+        allow_few: as in `fit_threshold`.
+
+    Returns:
+        The threshold, with the lengths of answers that it holds for.
+
+    Raises:
+        SpecError: as `fit_threshold`; no control answer is as long as `length`; or the statistic
+            takes none.
+
+    Source:
+        Split conformal prediction as in `conformal_threshold`, of the supremum of a trajectory; the
+        larger of two quantiles as in Mondrian prediction (Vovk et al. 2005, section 4.5).
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, LDAProbe, calibrate_threshold, train_probe
+
+        train, control = (
+            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control")
+        )
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=0)
+        made = calibrate_threshold(probe, control, 0.05, statistic="alarm:ema:0.1")
+        assert made.statistic.over == "alarm"
+        print(made.value, made.holds_for)
+        ```
+    """
+    harmless = control.negatives()
+    asked = (
+        statistic if isinstance(statistic, Statistic) else Statistic.parse(statistic, probe.pool)
+    )
+    if length is not None and (asked.over != "alarm" or length < 1):
+        raise SpecError(
+            f"length={length} for {asked}: allowed is 1 or more, for an alarm; leave it out"
+        )
+    lengths = np.array([int(mask.sum()) for mask in harmless.mask])
+    made = partial(
+        fit_threshold, fpr=fpr, statistic=asked, control=control.name,
+        control_sha256=harmless.sha256,
+        # Enough samples of too few groups are used, and the threshold says so.
+        allow_few=allow_few or len(harmless) >= required_negatives(fpr),
+    )  # fmt: skip
+    left_out = {"n_left_out": len(control) - len(harmless)}
+    if asked.over != "alarm":
+        values = harmless.statistic(probe, asked)
+        groups = harmless.groups
+        if asked.over == "token":
+            groups = tuple(np.repeat(np.array(groups), lengths).tolist())
+        span = (int(lengths.min()), int(lengths.max()))
+        found = made(np.concatenate(values), groups=groups, n_tokens=span)
+        return found.model_copy(update=left_out)
+    cut = _alarm_length(lengths, harmless.groups, fpr) if length is None else length
+    full = np.flatnonzero(lengths >= cut)
+    if not full.size:
+        raise SpecError(
+            f"length={length}: the longest of {len(harmless)} answers of {control.name!r} has "
+            f"{lengths.max()} tokens; allowed is up to that; collect longer control answers"
+        )
+    values = harmless.statistic(probe, asked, length=cut)
+    every = made(np.concatenate(values), groups=harmless.groups, n_tokens=(1, cut))
+    if full.size < len(harmless) and count_groups(
+        np.zeros(full.size), [harmless.groups[i] for i in full]
+    ).total >= round(1.0 / fpr):
+        longest = made(
+            np.concatenate([values[i] for i in full]), n_tokens=(1, cut), allow_few=True,
+            groups=[harmless.groups[i] for i in full],
+        )  # fmt: skip
+        every = max(every, longest, key=lambda threshold: threshold.value)
+    return every.model_copy(update=left_out)
+
+
+def calibrate_thresholds(
+    probe: AnyProbe, control: ActivationSet, fpr: float, *, allow_few: bool = False
+) -> tuple[Threshold, ...]:
+    """Those of a new probe: for whole answers, and for alarms where it reads what is written."""
+    made = [calibrate_threshold(probe, control, fpr, allow_few=allow_few)]
+    alarm = Statistic(over="alarm", pool=probe.pool)
+    if alarm != made[0].statistic:
+        made.append(calibrate_threshold(probe, control, fpr, statistic=alarm, allow_few=allow_few))
+    return tuple(made)
+
+
+def _alarm_length(lengths: NDArray[np.int64], groups: Sequence[str], fpr: float) -> int:
+    """The longest length that enough control groups have to show the rate at it."""
+    of_group: dict[str, int] = {}
+    for group, length in zip(groups, lengths.tolist(), strict=True):
+        of_group[group] = max(of_group.get(group, 0), length)
+    ranked = sorted(of_group.values(), reverse=True)
+    need = required_negatives(fpr)
+    return ranked[need - 1] if len(ranked) >= need else ranked[0]
