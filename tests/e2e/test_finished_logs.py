@@ -25,6 +25,7 @@ from inspect_lens.probe import Probe, load_probe
 from inspect_lens.reading import SteeringCell, read_cells, read_token_scores
 from inspect_lens.scorer import (
     coherence,
+    compare,
     deception_probe,
     dose_curves,
     dose_response,
@@ -299,3 +300,10 @@ def test_inspect_score_says_the_same_of_every_scorer(swept: Swept, tmp_path: Pat
             name, before = list((old.scores or {}).items())[i]
             np.testing.assert_equal(after.value, before.value, err_msg=name)
             assert after.answer == before.answer, name
+
+
+def test_two_scores_of_the_log_are_compared(swept: Swept) -> None:
+    found = compare(swept.log, "deception_probe", "probe_score")
+    assert -1.0 <= found.difference <= 1.0
+    same = compare(swept.log, "probe_score", "probe_score")
+    assert same.difference == 0.0

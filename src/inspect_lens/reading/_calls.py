@@ -188,7 +188,17 @@ class CallSelection:
         *,
         known: Sequence[str] = (),
     ) -> Calls:
-        """The calls among events; `model` is the eval's, or None where it is not known."""
+        """The calls among events.
+
+        Args:
+            events: of a sample.
+            output: the sample's answer; None where it has none.
+            model: the eval's model; None where it is not known.
+            known: roles that have a model, beside those that made calls.
+
+        Returns:
+            The calls, with the roles that were read.
+        """
         turns = read_turns(events)
         ended = answer = None
         if output is not None and has_nothing_to_read(output):

@@ -195,6 +195,23 @@ async def read_latents(
         ArtifactError: what is read is missing in a call; the message names the turn.
         SpecError: the rows have another width than the autoencoder reads, or it is not clear
             which calls are meant.
+
+    Example:
+        ```python
+        from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
+        from inspect_ai.solver import TaskState
+
+        from inspect_lens.reading import LatentReader, read_latents
+
+
+        @scorer(metrics=[mean()])
+        def most_active(reader: LatentReader) -> Scorer:
+            async def score_latents(state: TaskState, target: Target) -> Score:
+                found = await read_latents(reader, state)
+                return Score(value={name: one.top.reading.value for name, one in found.items()})
+
+            return score_latents
+        ```
     """
     calls = reader.calls.of_state(state)
 
@@ -229,6 +246,17 @@ def read_sample_captured(reader: ProbeReader, sample: EvalSample) -> SampleReadi
     Raises:
         ArtifactError: what the probe reads was not captured.
         SpecError: it is not clear which calls are meant; the message names the roles.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.reading import ProbeReader, read_sample_captured
+
+        sample = read_eval_log("logs/honesty.eval").samples[0]
+        found = read_sample_captured(ProbeReader.of("organism/deception-lr"), sample)
+        print(found.top.reading.value)
+        ```
     """
     calls = reader.calls.of_sample(sample)
     found, missing = [], 0
@@ -252,10 +280,23 @@ def read_sample_captured(reader: ProbeReader, sample: EvalSample) -> SampleReadi
 
 
 def combining(combine: str) -> Callable[[Sequence[float]], float]:
-    """From the values of several calls to one.
+    """The rule that makes one value of those of several calls.
+
+    Args:
+        combine: `max` or `mean`.
+
+    Returns:
+        The function from values, at least one, to their value.
 
     Raises:
         SpecError: there is no such rule.
+
+    Example:
+        ```python
+        from inspect_lens.reading import combining
+
+        assert combining("mean")([1.0, 2.0]) == 1.5
+        ```
     """
     rules: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
     if combine not in rules:

@@ -47,8 +47,18 @@ _MOST_DEPTH: Final = 32
 def check_size(body: bytes) -> None:
     """Refuse JSON that would hold the interpreter while it is parsed.
 
+    Args:
+        body: as it came.
+
     Raises:
         SpecError: it has too many entries.
+
+    Example:
+        ```python
+        from inspect_lens.spec import check_size
+
+        check_size(b'{"layers": [1, 2]}')
+        ```
     """
     # Commas of texts count too; a prompt that has a million is none.
     if len(body) > MOST_ENTRIES and (n := body.count(b",")) > MOST_ENTRIES:
@@ -67,6 +77,13 @@ def check_counts(value: object, *, field: str = "") -> None:
 
     Raises:
         SpecError: with the path of the list, how many it has, and how many it may have.
+
+    Example:
+        ```python
+        from inspect_lens.spec import check_counts
+
+        check_counts({"layers": [1, 2]})
+        ```
     """
     total = 0
     waiting: list[tuple[str, str, object, int]] = [(field, field.rpartition(".")[2], value, 0)]
