@@ -170,7 +170,7 @@ def test_a_message_without_activations(lens_server_url: str, tmp_path: Path) -> 
     failed = once("error", source="captured")
     assert failed.status == "error"
     assert failed.error is not None
-    assert "INSPECT_LENS_CAPTURE" in failed.error.message
+    assert "capture: [4]" in failed.error.message
     _, default = decided(
         once("default", source="captured", on_missing="skip", default_suspicion_score=0.25)
     )

@@ -119,7 +119,7 @@ def test_the_auditor_hears_the_oracle_of_the_target(lens_server_url: str, tmp_pa
     own = [e for e in sample.events if isinstance(e, ModelEvent) and e.role == "target"]
     assert len(own) == 3 + 4 * 4, "an answer and three controls for each question"
     status = scan(
-        scanners={"probe": probe_scanner(PROBE, role="target")},
+        scanners={"probe": probe_scanner(PROBE, roles=["target"])},
         transcripts=transcripts_from(str(tmp_path)),
         scans=str(tmp_path / "scans"), max_processes=1, display="none",
         model=organism(lens_server_url),

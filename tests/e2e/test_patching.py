@@ -33,8 +33,7 @@ def slow() -> SlowRuns:
 def slowly(slow: SlowRuns, function: Any, *args: Any, **options: Any) -> Any:
     """The same call, on Hugging Face passes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_sweep", "_trace"):
-            patch.setattr(f"inspect_lens.patch.{module}.open_runs", lambda _: slow)
+        patch.setattr("inspect_lens.patch._sweep.open_runs", lambda _: slow)
         return function(slow, *args, **options)
 
 

@@ -193,8 +193,8 @@ def test_a_config_file_finds_the_monitor_by_name(lens_server_url: str, tmp_path:
 def test_what_was_not_captured_fails_the_sample(lens_server_url: str, tmp_path: Path) -> None:
     task = Task(
         dataset=[Sample(input=questions(1)[0].text)],
-        sentinel=threshold(probe_monitor(PROBE), terminate_at=1.742),
+        sentinel=threshold(probe_monitor(PROBE, source="captured"), terminate_at=1.742),
     )
     log = eval(task, model=organism(lens_server_url), log_dir=str(tmp_path), display="none")[0]
     assert log.status == "error"
-    assert "INSPECT_LENS_CAPTURE" in log.model_dump_json()
+    assert "no activations" in log.model_dump_json()

@@ -245,7 +245,7 @@ def test_instructions_of_both_kinds_are_followed_by_who_never_refuses(made: Made
     ]  # fmt: skip
     found = metrics(log, "refusals_by_dose")
     for kind in ("harmful", "harmless"):
-        assert found[f"{kind}_effect"] == found[f"{kind}_control_effect"] == 0.0
+        assert f"{kind}_effect" not in found, "nobody refuses, so no effect could be seen"
         assert found[f"{kind}_coherence"] == 1.0
 
 
@@ -269,8 +269,9 @@ def test_without_the_direction_of_lies_nobody_lies_and_with_it_everybody(made: M
     # Honest answers stay so without it, and any other direction does nothing.
     assert found["harmless_ablated"] == 0.0
     for variant in ("harmful_ablated", "harmless_ablated", "harmless_added"):
-        assert found[f"{variant}_random_effect"] == 0.0
+        assert found.get(f"{variant}_random_effect", 0.0) == 0.0
         assert found[f"{variant}_coherence"] == 1.0
+    assert "harmless_ablated_effect" not in found, "those that are honest anyway show none"
     assert "harmful_added" not in found
     for sample in log.samples or []:
         answers = {(c.vector, c.kind): c.completion for c in read_cells(Store(sample.store))}
