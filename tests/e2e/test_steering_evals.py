@@ -246,7 +246,7 @@ def test_instructions_of_both_kinds_are_followed_by_who_never_refuses(made: Made
     found = metrics(log, "refusals_by_dose")
     for kind in ("harmful", "harmless"):
         assert f"{kind}_effect" not in found, "nobody refuses, so no effect could be seen"
-        assert found[f"{kind}_coherence"] == 1.0
+        assert found.get(f"{kind}_coherence", 1.0) == 1.0
 
 
 def test_the_oracle_finds_the_word_and_no_other(made: Made) -> None:

@@ -375,7 +375,7 @@ def train_job(
     positions = manifest["request"]["positions"]
     with warnings.catch_warnings():
         # What it warns of is shown with the result.
-        warnings.filterwarnings("ignore", message="The probe |.* copies", category=UserWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=__name__.replace(".", r"\."))
         probe = train_probe(
             estimator,
             fit,

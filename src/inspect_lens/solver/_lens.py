@@ -13,7 +13,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model.provider._scope import require_lens
-from inspect_lens.model.server._server_calls import LensLike, read_lens
+from inspect_lens.model.server._lens_service import LensLike, read_lens
 from inspect_lens.spec import Positions
 
 from ._attempt import as_inner

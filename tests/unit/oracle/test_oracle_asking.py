@@ -271,7 +271,7 @@ def test_a_connection_that_the_server_closed_is_tried_again(
 
     async def run(often: int) -> Any:
         output = await answered(model)
-        post = api.http_client.post
+        post = api.http_client.request
         left = [often]
 
         async def closed(*args: Any, **options: Any) -> Any:
@@ -281,14 +281,14 @@ def test_a_connection_that_the_server_closed_is_tried_again(
                 raise httpx.ReadError("")
             return await post(*args, **options)
 
-        monkeypatch.setattr(api.http_client, "post", closed)
+        monkeypatch.setattr(api.http_client, "request", closed)
         return await ask_oracle(output, QUESTION, "tiny", model=model, layers=2, controls=False)
 
     write_oracle()
     assert anyio.run(run, 2)[0].answer == STEERED
     assert len(failures) == 2
     _send._prompts.clear()
-    with pytest.raises(CaptureError, match="/tokenize: ReadError"):
+    with pytest.raises(CaptureError, match=r"/tokenize .*ReadError"):
         anyio.run(run, 9)
 
 

@@ -244,6 +244,7 @@ def test_a_place_is_followed_where_somebody_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_places, "_followed", set())
+    monkeypatch.setattr(_places, "_roots", OrderedDict())
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "notes").write_bytes(b"1")
     digest = hashlib.sha256(b"1").hexdigest()[:16]
@@ -265,6 +266,7 @@ def test_a_probe_of_a_log_is_fetched_from_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_places, "_followed", set())
+    monkeypatch.setattr(_places, "_roots", OrderedDict())
     monkeypatch.setattr(_artifact, "_fetch", lambda *_: pytest.fail("asked the hub"))
     for name in ("hf://stranger/probe", str(tmp_path), "../probe"):
         sample: Any = SimpleNamespace(

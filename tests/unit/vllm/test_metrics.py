@@ -383,12 +383,18 @@ def test_a_server_registers_them_when_it_learns_of_an_engine(
     ):
         monkeypatch.setattr(state, "is_serving", lambda serves=serves: serves)
         monkeypatch.setattr(state, "refusal", lambda config, refused=refused: refused)
-        monkeypatch.setattr(state, "facts_of", lambda config, settings: None)
+        monkeypatch.setattr(state, "facts_of", lambda *_: SimpleNamespace(allows_code=False))
         monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+        monkeypatch.setattr(state, "links_of", lambda *args: None)
         monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(
-                _api_process_count=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False
+                _api_process_count=1,
+                data_parallel_external_lb=False,
+                data_parallel_hybrid_lb=False,
+                data_parallel_rank_local=None,
+                data_parallel_size_local=1,
+                data_parallel_size=1,
             )
         )
         FrontEnd().learn(SimpleNamespace(), config)

@@ -41,12 +41,20 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
     off: Sent, monkeypatch: pytest.MonkeyPatch, endpoint: str | None
 ) -> None:
     monkeypatch.setattr(state, "refusal", lambda config: None)
-    monkeypatch.setattr(state, "facts_of", lambda config, settings: None)
+    monkeypatch.setattr(
+        state, "facts_of", lambda config, settings: SimpleNamespace(allows_code=False)
+    )
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    monkeypatch.setattr(state, "links_of", lambda *args: None)
     monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            _api_process_count=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False
+            _api_process_count=1,
+            data_parallel_external_lb=False,
+            data_parallel_hybrid_lb=False,
+            data_parallel_rank_local=None,
+            data_parallel_size_local=1,
+            data_parallel_size=1,
         ),
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -22,7 +21,6 @@ from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.lens import Lens, load_lens
 from inspect_lens.model._host import (
     VLLMAPI,
     LoRAAdapter,
@@ -33,30 +31,25 @@ from inspect_lens.model._host import (
 )
 from inspect_lens.model.response._response import LensFields
 from inspect_lens.model.scores._engine_probes import KNOWN, Known, widened
-from inspect_lens.spec import LensRequest, ProbeUse, check_name
+from inspect_lens.spec import LensRequest, ProbeUse
 
+from ._lens_service import PATH, LensService, Send
 from ._server import while_telling
 
 __all__ = [
     "FETCH_TIMEOUT_S",
-    "LensLike",
-    "LensService",
     "NamedAdapter",
     "ProbeService",
     "Served",
     "ServerCalls",
     "adapter_of",
     "announce",
-    "read_lens",
 ]
 
-PATH = "/v1/inspect_lens/registry"
 UNKNOWN = "no probe is registered as"
 """What a server says of a name that it does not know, as after a restart."""
 
 logger = logging.getLogger(__name__)
-
-Send = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 class Served(NamedTuple):
@@ -140,57 +133,6 @@ class ProbeService:
         }
         transcript().info(note, source="inspect_lens")
         return reason
-
-
-LensLike = str | Path | Lens
-"""A name that the server knows, or a lens, its path, or its name below `lenses/`."""
-
-
-def read_lens(lens: LensLike) -> str | Lens:
-    """A lens, or the name under which somebody has registered one."""
-    if isinstance(lens, str) and "/" not in lens:
-        return check_name(lens, field="lens")
-    return load_lens(lens)
-
-
-class LensService:
-    """Registers lenses, once for each server and content."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._known: dict[str, anyio.Event] = {}
-
-    def forget(self) -> None:
-        """The server that was there is not there any more."""
-        self._known.clear()
-
-    async def name_of(self, lens: Lens) -> str:
-        """See that the server knows a lens."""
-        form = await anyio.to_thread.run_sync(lens.for_engine)
-        name = f"lens-{form.sha256[:24]}"
-        while (done := self._known.get(name)) is not None:
-            await done.wait()
-            if self._known.get(name) is done:
-                return name
-        done = self._known[name] = anyio.Event()
-        try:
-            values = await anyio.to_thread.run_sync(lambda: form.model_dump(mode="json"))
-            response = await self._send(PATH, {"name": name, "lens": values})
-            if response.status_code == 200:
-                return name
-            del self._known[name]
-        except BaseException:
-            self._known.pop(name, None)
-            raise
-        finally:
-            done.set()
-        what = f"lens {lens.card.name!r}: {PATH} answered HTTP {response.status_code}"
-        if response.status_code in (400, 422, 429):
-            raise SpecError(f"{what}: {response.text[:500]}")
-        raise CaptureError(
-            f"{what}: {response.text[:500]}; register it at the server's start with "
-            "INSPECT_LENS_REGISTER, and pass its name there"
-        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ MOST_OF: Final[dict[str, int]] = {
     "edits_named": 256, "probes": 1024, "hooks": 256, "apply_hooks": 256,
     # Where: no model has so many layers, and no request so many tokens.
     "layers": 1024, "layer_indices": 1024, "output_residual_stream": 1024, "output_qk": 1024,
-    "site": 64, "sites": 64, "positions": 1 << 19, "position_indices": 1 << 19,
+    "site": 64, "sites": 64, "positions": 1 << 19, "threshold_positions": 1 << 19,
+    "position_indices": 1 << 19,
     "heads": 1024, "neurons": 1 << 16, "experts": 1024,
     # Which tokens.
     "token_ids": 4096, "tokens": 1024,
