@@ -27,8 +27,11 @@ DATA = ROOT / "organism" / "data"
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from inspect_ai.hooks._startup import init_hooks
     from inspect_ai.util._concurrency import init_concurrency
 
+    # Inspect announces hooks once in a process: not in the output of a command.
+    init_hooks()
     init_concurrency()
     _server._servers.clear()
     monkeypatch.chdir(tmp_path)
