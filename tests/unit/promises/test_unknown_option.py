@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pkgutil
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from inspect_lens.data import load_dataset
 from inspect_lens.errors import LensError
 from inspect_lens.model import lens_config
 from inspect_lens.model._host import PrerequisiteError
+from inspect_lens.model.provider import _arguments
 from inspect_lens.scorer import CascadeRecord
 from inspect_lens.train import (
     cascade_frontier,
@@ -99,6 +101,11 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         refused(lambda: model(probe="a/b"), names="did you mean 'probes'?")
         refused(lambda: model(activation="drop"), names="did you mean 'activations'?")
         refused(lambda: model(steer="a/b"), names="with_steering()")
+        caplog: pytest.LogCaptureFixture = request.getfixturevalue("caplog")
+        with caplog.at_level(logging.WARNING, logger=_arguments.__name__):
+            model(max_model_len=9)
+        assert server.url in caplog.text
+        assert "max_model_len has no effect" in caplog.text
         model(is_mistral=True, capture=[4])
 
 
