@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.data import Message, ProbeSample
 from inspect_lens.probe import AnyProbe, ModelRef, fingerprint_model, format_p_value
-from inspect_lens.report import ReportSet, write_report
 from inspect_lens.train import (
     ActivationSet,
     DirectionEstimator,
@@ -36,6 +35,7 @@ from inspect_lens.train import (
     style_shift,
     train_probe,
 )
+from inspect_lens.view import ReportSet, write_report
 from organism._grade import grade
 from organism._splits import Row, read_split
 from probes._answers import Answer, collect_hf, collect_vllm

@@ -19,13 +19,13 @@ from typing import Final
 from evals.organism_truth import claims
 from inspect_lens.collect import collect
 from inspect_lens.probe import AnyProbe
-from inspect_lens.report import ReportSet, write_report
 from inspect_lens.train import (
     ActivationSet,
     MassMeanProbe,
     split_by_group,
     train_probe,
 )
+from inspect_lens.view import ReportSet, write_report
 from organism._splits import read_split
 
 __all__ = ["build_truth_probe"]

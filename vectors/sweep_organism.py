@@ -21,10 +21,10 @@ from inspect_ai.solver import TaskState
 
 from evals.organism_deception import organism_dataset
 from inspect_lens.probe import clopper_pearson
-from inspect_lens.report import write_dose_response
 from inspect_lens.scorer import dose_curves, dose_response
 from inspect_lens.solver import steering_sweep
 from inspect_lens.vector import DoseResponse, load_vector
+from inspect_lens.view import write_dose_response
 from organism._grade import grade
 
 __all__ = ["coherent", "main", "sweep", "true_answer"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ._http import DELAYS_S, is_broken, no_answer
+from ._base.http import DELAYS_S, is_broken, no_answer
 from .errors import LensError, SpecError
 from .spec import (
     LENS_KEYS,

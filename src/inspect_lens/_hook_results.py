@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_serializer
 
-from ._torch import to_torch
+from ._base.to_torch import to_torch
 from .spec import TensorData, decode_saved, encode_saved
 
 __all__ = ["SavedValues", "read_results"]

@@ -7,9 +7,9 @@ import logging
 
 from inspect_ai.model import ModelAPI, modelapi
 
-from ._extras import is_installed, register_evals, register_lazily
 from ._settings import is_set
-from .approver import probe_approver
+from .agents import probe_approver
+from .agents._extras import is_installed, register_evals, register_lazily
 from .model._host import RegistryType
 from .model.request._body import explain_none
 from .scorer import (
@@ -124,10 +124,10 @@ _LAZY: tuple[tuple[str, str, RegistryType, str], ...] = (
 )
 for _package, _room, _kind, _name in _LAZY:
     if is_installed(_package):
-        register_lazily(_kind, _name, room=f"inspect_lens.{_room}")
+        register_lazily(_kind, _name, room=f"inspect_lens.agents.{_room}")
 if is_installed("inspect_sentinel"):
     # Sentinel asks a factory for its version and parameters before it calls it.
-    from . import sentinel as _sentinel  # noqa: F401
+    from .agents import sentinel as _sentinel  # noqa: F401
 register_evals()
 explain_none()
 if is_set("capture"):

@@ -12,12 +12,12 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from ._base.fetch import HTTPError, fetch_bytes
+from ._base.http import server_address
+from ._base.receipts import gives_no_receipts, needs_receipt, not_done
+from ._base.to_torch import to_torch
 from ._client_request import answer_of, json_of, lines_of, request_of, with_request
-from ._fetch import HTTPError, fetch_bytes
 from ._hook_results import SavedValues, read_results
-from ._http import server_address
-from ._receipts import gives_no_receipts, needs_receipt, not_done
-from ._torch import to_torch
 from .errors import CaptureError, SpecError
 from .spec import (
     CaptureSpec,

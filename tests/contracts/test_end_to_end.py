@@ -8,11 +8,12 @@ from pathlib import Path
 
 import yaml
 
-from inspect_lens import _registry, approver, control, petri, scorer, scout, sentinel, solver
+from inspect_lens import _registry, agents, scorer, solver
+from inspect_lens.agents import control, petri, scout, sentinel
 from tests.kit.components import Component, components, uses
 from tests.kit.repository import ROOT
 
-ROOMS = (approver, scorer, solver, petri, control, sentinel, scout)
+ROOMS = (agents, scorer, solver, petri, control, sentinel, scout)
 REGISTERED = {*_registry.__all__, *(name for _, _, _, name in _registry._LAZY)}
 FUNCTIONS = {
     Component(name, "function", room.__name__)

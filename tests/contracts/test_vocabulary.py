@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-ROOMS = ("scorer", "solver", "oracle", "approver", "control", "petri", "sentinel", "scout")
+ROOMS = (
+    "scorer", "solver", "oracle", "agents", "agents.control", "agents.petri", "agents.sentinel",
+    "agents.scout",
+)  # fmt: skip
 
 
 def written(component: Any, name: str) -> Any:
@@ -102,8 +105,9 @@ def test_no_idea_has_a_second_name() -> None:
 def test_what_acts_on_a_card_s_threshold_takes_its_operating_points_by_name() -> None:
     acting = {
         "scorer.probe_score", "scorer.deception_probe", "scorer.monitor_alarm",
-        "solver.probe_gate", "approver.probe_approver", "petri.eval_awareness_approver",
-        "petri.read_probe", "sentinel.probe_monitor", "sentinel.probe_call_monitor",
+        "solver.probe_gate", "agents.probe_approver", "agents.petri.eval_awareness_approver",
+        "agents.petri.read_probe", "agents.sentinel.probe_monitor",
+        "agents.sentinel.probe_call_monitor",
     }  # fmt: skip
     assert acting <= PUBLIC.keys()
     missing = {name for name in acting if str not in parts(PUBLIC[name].get("threshold"))}

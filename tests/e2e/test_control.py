@@ -27,7 +27,7 @@ from inspect_ai.solver import TaskState
 from inspect_ai.tool import Tool, ToolCall
 from pydantic import Field
 
-from inspect_lens.control import coup_probe_monitor_builder, probe_monitor_builder
+from inspect_lens.agents.control import coup_probe_monitor_builder, probe_monitor_builder
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, read_activations
 from inspect_lens.probe import load_probe

@@ -18,7 +18,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import Tool, ToolCall, tool
 from inspect_ai.util import Store, store
 
-from inspect_lens.approver import probe_approver
+from inspect_lens.agents import probe_approver
 from inspect_lens.model import read_activations
 from inspect_lens.probe import load_probe
 from inspect_lens.reading import read_token_scores

@@ -17,10 +17,10 @@ from inspect_petri import JudgeDimension, audit, audit_judge
 from inspect_scout import as_scorer, scan, scan_results_df, transcripts_from
 from inspect_sentinel import threshold
 
+from inspect_lens.agents.petri import ask_activation_oracle, lens_target_agent, steer_target
+from inspect_lens.agents.scout import audit_probe_scanner, probe_scanner
+from inspect_lens.agents.sentinel import oracle_monitor
 from inspect_lens.model import lens_scope
-from inspect_lens.petri import ask_activation_oracle, lens_target_agent, steer_target
-from inspect_lens.scout import audit_probe_scanner, probe_scanner
-from inspect_lens.sentinel import oracle_monitor
 from inspect_lens.spec import SteeringVector
 from tests.kit.lying import HONEST, LYING, PROBE, organism, questions, word_vector
 from tests.kit.scripted import calls, scripted

@@ -16,7 +16,7 @@ from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 from inspect_ai.model import ChatMessageAssistant, ContentReasoning
 
 from evals.organism_agent import agent_dataset, organism_agent
-from inspect_lens._shipped import SERVER_ARGS
+from inspect_lens._base.shipped import SERVER_ARGS
 from inspect_lens.probe import load_probe
 from inspect_lens.reading import read_token_scores
 from inspect_lens.view import write_view

@@ -16,8 +16,7 @@ from inspect_petri import JudgeDimension, audit, audit_judge, seeds_dataset
 from inspect_scout import as_scorer
 
 from evals.lens_audit import lens_audit
-from inspect_lens.model import Activations
-from inspect_lens.petri import (
+from inspect_lens.agents.petri import (
     ask_activation_oracle,
     eval_awareness_approver,
     lens_audit_solver,
@@ -25,10 +24,11 @@ from inspect_lens.petri import (
     read_probe,
     steer_target,
 )
+from inspect_lens.agents.scout import audit_probe_scanner
+from inspect_lens.model import Activations
 from inspect_lens.probe import load_probe
 from inspect_lens.reading import read_token_scores
 from inspect_lens.scorer import monitor_alarm
-from inspect_lens.scout import audit_probe_scanner
 from inspect_lens.view import write_view
 from tests.kit.lying import HONEST, LYING, PROBE, organism, questions, word_vector
 from tests.kit.rescored import command_of, rescore_each

@@ -14,8 +14,8 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import ChatMessageSystem, ChatMessageUser, Model, get_model
 from inspect_scout import Scanner, scan, scan_results_df, transcripts_from
 
+from inspect_lens.agents.scout import audit_probe_scanner, probe_scanner
 from inspect_lens.probe import load_probe
-from inspect_lens.scout import audit_probe_scanner, probe_scanner
 from tests.e2e.test_petri import END, results, say
 from tests.e2e.test_petri import run as audit_organism
 from tests.kit.lying import HONEST, LYING, MODEL, PROBE, organism, questions

@@ -17,9 +17,9 @@ from inspect_ai.tool import Tool, ToolCall, tool
 from inspect_ai.util import store
 from inspect_sentinel import observe_only, threshold
 
+from inspect_lens.agents.sentinel import oracle_monitor, probe_call_monitor, probe_monitor
 from inspect_lens.model import Activations, read_activations
 from inspect_lens.probe import load_probe
-from inspect_lens.sentinel import oracle_monitor, probe_call_monitor, probe_monitor
 from tests.kit.lying import HONEST, LYING, PROBE, Question, organism, questions
 from tests.kit.rescored import command_of, rescore
 

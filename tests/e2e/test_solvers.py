@@ -20,7 +20,6 @@ from inspect_lens.model import read_activations, receipt
 from inspect_lens.patch import CausalTrace, PatchSweep
 from inspect_lens.probe import auroc
 from inspect_lens.reading import read_cells, read_pairs
-from inspect_lens.report import draw_dose_response
 from inspect_lens.scorer import dose_curves, dose_response
 from inspect_lens.solver import (
     GateDecisions,
@@ -38,6 +37,7 @@ from inspect_lens.solver import (
 from inspect_lens.spec import Ablate, Add
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
 from inspect_lens.vector import Vector, load_vector
+from inspect_lens.view import draw_dose_response
 from organism._grade import grade
 from tests.kit.rescored import assert_same_scores, commands_of, rescore
 from vectors.sweep_organism import sweep, true_answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from inspect_lens._concurrency import first_error, together
+from inspect_lens._base.concurrency import first_error, together
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import psutil
 import typer
 
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._settings import Settings, vllm_plugins
-from inspect_lens._untrusted import parse_json, read_regular
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
 from inspect_lens.errors import ArtifactError, SpecError

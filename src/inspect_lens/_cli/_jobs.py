@@ -26,7 +26,6 @@ from inspect_lens.probe import (
     format_p_value,
     load_probe,
 )
-from inspect_lens.report import ReportSet, write_report
 from inspect_lens.spec import parse_positions
 from inspect_lens.train import (
     ActivationSet,
@@ -43,6 +42,7 @@ from inspect_lens.train import (
 )
 from inspect_lens.train.sets._behaviour import FOLLOWED_FLOOR
 from inspect_lens.train.sets._splits import near_copies
+from inspect_lens.view import ReportSet, write_report
 
 __all__ = [
     "CHOSEN_HERE",
@@ -249,7 +249,7 @@ def _of_file(uri: str, name: str, layers: Sequence[int] | None) -> ActivationSet
 
 def pieces(store: ActivationStore, tokenizer: str) -> Callable[[Sequence[int]], list[str]]:
     """Texts of tokens, by the tokenizer that is named or that of the store's model."""
-    from inspect_lens._token_texts import TokenTexts
+    from inspect_lens._base.token_texts import TokenTexts
 
     name = tokenizer or str(store.manifest["model"]["name"])
     return TokenTexts.of("", tokenizer=name).texts

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._untrusted import parse_json, refuse_irregular
+from inspect_lens._base.untrusted import parse_json, refuse_irregular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import Lens, LensQuality, load_lens
 from inspect_lens.probe import ModelRef, fingerprint_model

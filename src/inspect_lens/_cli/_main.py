@@ -90,7 +90,7 @@ def main() -> None:
 def _exit_code(error: Exception) -> int | None:
     """By the kind of error; None for what no user can cause."""
     if isinstance(error, ModuleNotFoundError):
-        from inspect_lens._extras import is_installed
+        from inspect_lens.agents._extras import is_installed
 
         package = (error.name or "").partition(".")[0]
         # Of a package that is there, a part that is not is another fault.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
-from inspect_lens._untrusted import read_regular
+from inspect_lens._base.untrusted import read_regular
 from inspect_lens.errors import ArtifactError, CaptureError
 
 _PARTS = 16

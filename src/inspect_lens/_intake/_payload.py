@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._untrusted import judge_total, parse_json
+from inspect_lens._base.untrusted import judge_total, parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import DType, Receipt, TensorData
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._artifact import write_atomic
-from inspect_lens._untrusted import parse_json, read_regular
+from inspect_lens._base.artifact import write_atomic
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import Site
 

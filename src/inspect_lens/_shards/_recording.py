@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import fsspec
 
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import read_file, write_file
-from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._shard import Captured, decode_shard, shard_parts

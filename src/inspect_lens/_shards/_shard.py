@@ -11,8 +11,8 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.untrusted import parse_json, refuse_irregular
 from inspect_lens._intake import absolute, is_local
-from inspect_lens._untrusted import parse_json, refuse_irregular
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
 

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from inspect_lens._artifact import folders_named, write_atomic
-from inspect_lens._untrusted import parse_json, read_regular
+from inspect_lens._base.artifact import folders_named, write_atomic
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
 

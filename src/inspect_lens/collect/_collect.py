@@ -30,9 +30,9 @@ from inspect_ai.model import (
 )
 from pydantic import ValidationError
 
-from inspect_lens._concurrency import first_error
-from inspect_lens._progress import progress_bar
-from inspect_lens._untrusted import parse_json
+from inspect_lens._base.concurrency import first_error
+from inspect_lens._base.progress import progress_bar
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens.data import (
     MANIFEST,
     STORE_FORMAT,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import fsspec
 
-from inspect_lens._untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._sample import Message, ProbeSample

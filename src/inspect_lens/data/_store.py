@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import read_file
 from inspect_lens._shards import (
     Captured,
@@ -22,7 +23,6 @@ from inspect_lens._shards import (
     read_layer,
     read_records,
 )
-from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, CaptureError
 
 __all__ = ["MANIFEST", "STORE_FORMAT", "ActivationStore", "read_whole", "write_whole"]

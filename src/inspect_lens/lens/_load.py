@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from inspect_lens._artifact import CARD_FILE, find_artifact
+from inspect_lens._base.artifact import CARD_FILE, find_artifact
 
 from ._files import LENS, read_lens_files
 from ._lens import Lens

@@ -19,7 +19,7 @@ from inspect_ai.model import (
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, model_serializer
 
-from inspect_lens._concurrency import together
+from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations_for
 from inspect_lens.model.request._body import role_advice

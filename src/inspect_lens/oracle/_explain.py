@@ -12,7 +12,7 @@ import numpy as np
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, ModelOutput, get_model
 from numpy.typing import NDArray
 
-from inspect_lens._concurrency import together
+from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
 from inspect_lens.model.request._inherited import instrument_message

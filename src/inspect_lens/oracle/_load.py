@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from inspect_lens._shipped import shipped_root
-from inspect_lens._untrusted import parse_json, read_regular
+from inspect_lens._base.shipped import shipped_root
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
 __all__ = [

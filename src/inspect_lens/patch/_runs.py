@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, cast
 
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens._patching import (
     Prompt,
     Rows,
@@ -17,7 +18,6 @@ from inspect_lens._patching import (
     is_chat,
     messages_of,
 )
-from inspect_lens._token_texts import TokenTexts
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import LensRequest, Site, result_name

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from inspect_lens._base.progress import progress_bar
 from inspect_lens._patching import (
     IN_FLIGHT,
     Align,
@@ -35,7 +36,6 @@ from inspect_lens._patching import (
     to_body,
     windows,
 )
-from inspect_lens._progress import progress_bar
 from inspect_lens.client import LensClient
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import RESID_POST, Replace, Site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect_lens._token_texts import TokenTexts
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
 
 __all__ = ["CallTexts"]

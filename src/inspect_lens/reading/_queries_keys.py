@@ -8,8 +8,8 @@ from pathlib import Path
 
 from inspect_ai.model import ChatMessage, ModelOutput
 
-from inspect_lens._shipped import model_path
-from inspect_lens._token_texts import TokenTexts
+from inspect_lens._base.shipped import model_path
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.attention import AttentionHeads, QueriesKeys, Span
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import activations

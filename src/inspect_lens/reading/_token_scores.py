@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from inspect_lens._untrusted import parse_json
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import (
     Activations,

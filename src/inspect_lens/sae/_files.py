@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from inspect_lens._untrusted import parse_json, read_npz, read_regular
+from inspect_lens._base.untrusted import parse_json, read_npz, read_regular
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import TensorData
 

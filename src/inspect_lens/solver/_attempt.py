@@ -13,7 +13,7 @@ from inspect_ai.solver import Generate, Solver, TaskState
 from inspect_ai.tool import Tool, ToolDef, ToolFunction
 from inspect_ai.util import span
 
-from inspect_lens._concurrency import first_error
+from inspect_lens._base.concurrency import first_error
 from inspect_lens.errors import SpecError
 from inspect_lens.reading._aside import ids_of, record_standing
 

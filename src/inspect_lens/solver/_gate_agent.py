@@ -12,11 +12,11 @@ from inspect_ai.model import ChatMessage
 from inspect_ai.solver import Generate, Solver, TaskState
 from inspect_ai.tool import ToolCall, ToolCallView
 
-from inspect_lens.approver._probe import Judged, TurnJudge, turn_of
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import lens_scope
 from inspect_lens.model._host import active_approver
 from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
 from inspect_lens.reading._promise import promise, rates
 
 from ._decisions import GateAttempt, GateDecision, Outcome, record_decision, withhold

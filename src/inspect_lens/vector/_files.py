@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inspect_lens._artifact import (
+from inspect_lens._base.artifact import (
     ArtifactKind,
     decode_tensors,
     encode_tensors,

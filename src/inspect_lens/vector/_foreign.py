@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
-from inspect_lens._untrusted import judge_archive, judge_total, parse_json, read_regular
+from inspect_lens._base.untrusted import judge_archive, judge_total, parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import ModelRef
 

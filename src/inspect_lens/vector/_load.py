@@ -6,7 +6,7 @@ import reprlib
 from pathlib import Path
 from typing import Final
 
-from inspect_lens._artifact import find_artifact
+from inspect_lens._base.artifact import find_artifact
 from inspect_lens.errors import ArtifactError
 
 from ._files import VECTOR

@@ -1,23 +1,44 @@
-"""Show token scores: one page per log, summaries for Inspect's own viewer, and a chat page."""
+"""What people look at: token pages of logs, summaries in Inspect's viewer, a chat page, reports.
 
-from inspect_lens._token_texts import TokenTexts
+Pages are single HTML files. Figures need matplotlib, which the extra `train` brings.
+"""
+
+from inspect_lens._base.token_texts import TokenTexts
 
 from ._chat_server import ChatPage
 from ._chat_talk import ChatSetup, ChatTalk, open_talk
+from ._report import write_report
+from ._report_sets import Case, ReportSet, cases
+from ._sweeps import (
+    CascadeLike,
+    draw_cascade,
+    draw_dose_response,
+    draw_transfer,
+    write_dose_response,
+)
 from ._viewer import note_readings, probe_summary, probe_viewer, sparkline
 from ._write import MAX_PAGE_BYTES, WrittenView, write_view
 
 __all__ = [
     "MAX_PAGE_BYTES",
+    "CascadeLike",
+    "Case",
     "ChatPage",
     "ChatSetup",
     "ChatTalk",
+    "ReportSet",
     "TokenTexts",
     "WrittenView",
+    "cases",
+    "draw_cascade",
+    "draw_dose_response",
+    "draw_transfer",
     "note_readings",
     "open_talk",
     "probe_summary",
     "probe_viewer",
     "sparkline",
+    "write_dose_response",
+    "write_report",
     "write_view",
 ]

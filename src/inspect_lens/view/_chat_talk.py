@@ -13,9 +13,9 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel
 
+from inspect_lens._base.http import server_address
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens._client_request import answer_of, json_of, lines_of
-from inspect_lens._http import server_address
-from inspect_lens._token_texts import TokenTexts
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.probe import Statistic, load_probe

@@ -12,7 +12,7 @@ import numpy as np
 from inspect_ai.log import EvalSample
 from inspect_ai.model import ChatMessage
 
-from inspect_lens._token_texts import TokenTexts
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, read_probe_scores
 from inspect_lens.reading import TokenScores, engine_records, read_token_scores

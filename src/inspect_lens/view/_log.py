@@ -13,7 +13,7 @@ from inspect_ai.log import EvalLog, EvalSample, read_eval_log, read_eval_log_sam
 from inspect_ai.model import ChatCompletionChoice, ChatMessage
 from numpy.typing import NDArray
 
-from inspect_lens._token_texts import TokenTexts
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.model import Activations, ProbeScores, activations
 from inspect_lens.model.from_logs._read import given_output
 from inspect_lens.reading import TokenScores, given_length

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from inspect_ai.log import EvalLog
 
-from inspect_lens._progress import progress_bar
-from inspect_lens._token_texts import TokenTexts
+from inspect_lens._base.progress import progress_bar
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
 from inspect_lens.model.request._body import capture_advice

@@ -62,7 +62,7 @@ def test_deception_probes_find_most_lies_at_one_percent(name: str, least: float)
 def test_documentation_names_the_threshold_of_the_card() -> None:
     threshold = load_probe(ROOT / "probes/organism/deception-lr").threshold
     assert threshold is not None
-    for path in ("docs/how-to/agents.md", "src/inspect_lens/sentinel/_probe.py"):
+    for path in ("docs/how-to/agents.md", "src/inspect_lens/agents/sentinel.py"):
         quoted = re.findall(r"(?:terminate|reject)_at=([0-9][.][0-9]+)", (ROOT / path).read_text())
         assert quoted
         assert {float(q) for q in quoted} == {round(threshold.value, 3)}, path

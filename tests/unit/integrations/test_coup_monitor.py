@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inspect_lens.control import coup_probe_monitor_builder, probe_monitor_builder
+from inspect_lens.agents.control import coup_probe_monitor_builder, probe_monitor_builder
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard, Threshold, clopper_pearson
 

@@ -15,11 +15,11 @@ from inspect_ai.tool import ToolDef
 
 from evals.lens_audit import audit_seeds, lens_audit
 from evals.lens_audit.task import _vectors
-from inspect_lens._ask import oracle_capture
+from inspect_lens.agents._ask import oracle_capture
+from inspect_lens.agents.petri import lens_audit_solver, steer_target
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations
 from inspect_lens.model.server import _server
-from inspect_lens.petri import lens_audit_solver, steer_target
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
 from inspect_lens.scorer import monitor_alarm
 from tests.kit.fake_server import FakeLensServer

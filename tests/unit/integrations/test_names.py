@@ -16,8 +16,8 @@ from inspect_ai._util.registry import registry_create, registry_info, registry_l
 from inspect_ai.tool import ToolDef
 
 import inspect_lens._registry  # noqa: F401 - as the entry point does
-from inspect_lens._ask import choose_ask
-from inspect_lens._extras import require
+from inspect_lens.agents._ask import choose_ask
+from inspect_lens.agents._extras import require
 from inspect_lens.errors import SpecError
 from inspect_lens.model._host import PrerequisiteError
 from tests.kit.repository import ROOT
@@ -80,7 +80,7 @@ def test_sentinel_finds_the_monitors(name: str) -> None:
 def test_control_arena_finds_the_monitors() -> None:
     from control_arena._control_agent import ControlAgent
 
-    from inspect_lens.control import coup_probe_monitor_builder, probe_monitor_builder
+    from inspect_lens.agents.control import coup_probe_monitor_builder, probe_monitor_builder
 
     assert ControlAgent.get("probe_monitor") is probe_monitor_builder
     assert ControlAgent.get("coup_probe_monitor") is coup_probe_monitor_builder
@@ -101,7 +101,7 @@ def test_the_registry_loads_neither_petri_nor_scout() -> None:
 
 
 def test_tools_describe_themselves_to_the_auditor() -> None:
-    from inspect_lens.petri import ask_activation_oracle, read_probe, steer_target
+    from inspect_lens.agents.petri import ask_activation_oracle, read_probe, steer_target
 
     async def ask(acts: Any, question: str) -> str:
         return ""
@@ -129,7 +129,7 @@ def test_an_oracle_is_asked_through_its_room(monkeypatch: pytest.MonkeyPatch) ->
         plan_asking=lambda *_, **__: None,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "inspect_lens.oracle", room)
-    monkeypatch.setattr("inspect_lens._ask.get_model", lambda **_: None)
+    monkeypatch.setattr("inspect_lens.agents._ask.get_model", lambda **_: None)
     said = anyio.run(choose_ask(None, "name", layers=4), "acts", "why?")
     assert said.startswith("loaded name: acts at 4\n")
     assert "random: 'nothing'" in said

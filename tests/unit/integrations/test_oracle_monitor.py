@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from inspect_sentinel import Context, Observation
 
-from inspect_lens.sentinel import oracle_monitor
+from inspect_lens.agents.sentinel import oracle_monitor
 from tests.kit.captured import captured
 
 QUESTION = "What is the speaker doing?"
@@ -37,7 +37,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         load_oracle=lambda name: name, ask_oracle=ask_oracle, plan_asking=lambda *_, **__: None
     )
     monkeypatch.setitem(sys.modules, "inspect_lens.oracle", room)
-    monkeypatch.setattr("inspect_lens._ask.get_model", lambda **_: None)
+    monkeypatch.setattr("inspect_lens.agents._ask.get_model", lambda **_: None)
     return answers
 
 

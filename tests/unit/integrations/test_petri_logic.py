@@ -12,11 +12,11 @@ import pytest
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageTool, get_model
 from inspect_ai.tool import ToolCall, ToolCallError, ToolCallView
 
+from inspect_lens.agents.petri import eval_awareness_approver
+from inspect_lens.agents.petri._approver import _with_pending
+from inspect_lens.agents.petri._tools import METADATA_KEY, steering
 from inspect_lens.errors import SpecError
 from inspect_lens.model.server import _server
-from inspect_lens.petri import eval_awareness_approver
-from inspect_lens.petri._approver import _with_pending
-from inspect_lens.petri._tools import METADATA_KEY, steering
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.spec import Site, SteeringVector
 from tests.kit.fake_server import FakeLensServer, at_site, residual, tokens_of
@@ -117,7 +117,7 @@ def test_the_approver_reads_the_site_of_its_probe(
     card = ProbeCard(name="tiny/p", layers=(1,), hidden=8, site=site, positions="last_prompt")
     probe = Probe.from_direction(np.ones(8), card=card)
     shown = SimpleNamespace(state=SimpleNamespace(messages=[], tools=[]))
-    monkeypatch.setattr("inspect_lens.petri._approver.controller", lambda: shown)
+    monkeypatch.setattr("inspect_lens.agents.petri._approver.controller", lambda: shown)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VLLM_BASE_URL", raising=False)
     _server._servers.clear()

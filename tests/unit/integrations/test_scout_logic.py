@@ -9,10 +9,10 @@ import pytest
 from inspect_ai.event import Event, InfoEvent, ModelEvent, SpanBeginEvent
 from inspect_ai.model import GenerateConfig, get_model
 
+from inspect_lens.agents.scout import Turns, read_turns, reading_model, summarise
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.reading import ProbeReader
 from inspect_lens.reading import read_turns as read_calls
-from inspect_lens.scout._scanners import Turns, read_turns, reading_model, summarise
 from tests.kit.mock_evals import call, planted_probe
 from tests.kit.repository import ROOT
 
@@ -44,7 +44,7 @@ def test_a_model_that_cannot_be_captured_is_refused_when_it_is_named() -> None:
 
 def test_a_scans_own_model_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
     other: Any = get_model("mockllm/model")
-    monkeypatch.setattr("inspect_lens.scout._scanners.get_model", lambda *_: other)
+    monkeypatch.setattr("inspect_lens.agents.scout.get_model", lambda *_: other)
     assert reading_model(None) is None
 
 

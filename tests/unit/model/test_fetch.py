@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from inspect_lens._fetch import ATTEMPTS, HTTPError, _pool, fetch_bytes
+from inspect_lens._base.fetch import ATTEMPTS, HTTPError, _pool, fetch_bytes
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -25,7 +25,7 @@ from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import ToolCall, ToolCallView
 
-from inspect_lens.approver import probe_approver
+from inspect_lens.agents import probe_approver
 from inspect_lens.probe import auroc
 from inspect_lens.reading import ProbeReader, lens_column
 from inspect_lens.sae import SparseEncoder
@@ -253,7 +253,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from inspect_scout import scan, scan_results_df, transcripts_from
 
-    from inspect_lens.scout import probe_scanner
+    from inspect_lens.agents.scout import probe_scanner
 
     path = _saved(request.getfixturevalue("tmp_path"))
 
@@ -316,7 +316,7 @@ def messages(tmp_path: Path, make: Callable[..., Any], watch: Callable[..., Any]
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from types import SimpleNamespace
 
-    from inspect_lens import sentinel
+    from inspect_lens.agents import sentinel
 
     path = _saved(request.getfixturevalue("tmp_path"))
 
@@ -333,7 +333,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 
 @CALLS.on("control.probe_monitor_builder", "control.coup_probe_monitor_builder")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
-    from inspect_lens import control
+    from inspect_lens.agents import control
 
     path = _saved(request.getfixturevalue("tmp_path"))
 

@@ -60,17 +60,17 @@ def refused() -> Any:
 
 
 @PROMISE.on(
-    "inspect_lens.approver:probe_approver",
-    "inspect_lens.control:probe_monitor_builder",
-    "inspect_lens.petri:eval_awareness_approver",
-    "inspect_lens.petri:lens_audit_solver",
-    "inspect_lens.petri:read_probe",
+    "inspect_lens.agents:probe_approver",
+    "inspect_lens.agents.control:probe_monitor_builder",
+    "inspect_lens.agents.petri:eval_awareness_approver",
+    "inspect_lens.agents.petri:lens_audit_solver",
+    "inspect_lens.agents.petri:read_probe",
     "inspect_lens.reading:ProbeReader.of",
     "inspect_lens.scorer:deception_probe",
     "inspect_lens.scorer:monitor_alarm",
     "inspect_lens.scorer:probe_score",
-    "inspect_lens.sentinel:probe_call_monitor",
-    "inspect_lens.sentinel:probe_monitor",
+    "inspect_lens.agents.sentinel:probe_call_monitor",
+    "inspect_lens.agents.sentinel:probe_monitor",
     "inspect_lens.solver:probe_gate",
 )
 def _(surface: str, request: pytest.FixtureRequest) -> None:

@@ -24,7 +24,7 @@ from inspect_ai.scorer import Score
 from safetensors.numpy import save
 
 import inspect_lens
-from inspect_lens import _artifact
+from inspect_lens._base import artifact
 from inspect_lens.attention import import_heads, load_heads
 from inspect_lens.data import (
     ActivationStore,
@@ -267,7 +267,7 @@ def test_a_probe_of_a_log_is_fetched_from_nowhere(
 ) -> None:
     monkeypatch.setattr(_places, "_followed", set())
     monkeypatch.setattr(_places, "_roots", OrderedDict())
-    monkeypatch.setattr(_artifact, "_fetch", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(artifact, "_fetch", lambda *_: pytest.fail("asked the hub"))
     for name in ("hf://stranger/probe", str(tmp_path), "../probe"):
         sample: Any = SimpleNamespace(
             scores={"s": Score(value=1, metadata={"probe": name, "probe_sha256": "0"})}

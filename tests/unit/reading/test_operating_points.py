@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inspect_lens.approver import probe_approver
+from inspect_lens.agents import probe_approver
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Threshold, card_points, choose_point, load_probe
 from inspect_lens.probe.statistics._metrics import conformal_threshold

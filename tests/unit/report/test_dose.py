@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from inspect_lens.errors import SpecError
-from inspect_lens.report import draw_dose_response, write_dose_response
 from inspect_lens.vector import DoseResponse, Response, dose_response
+from inspect_lens.view import draw_dose_response, write_dose_response
 
 
 def curves() -> dict[str, DoseResponse]:

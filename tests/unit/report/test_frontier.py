@@ -10,9 +10,9 @@ from matplotlib.image import imread
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Evaluation, Interval, Probe, ProbeCard, Transfer, load_probe
-from inspect_lens.report import _sweeps as module
-from inspect_lens.report import draw_cascade, draw_transfer
 from inspect_lens.train import cascade_frontier
+from inspect_lens.view import _sweeps as module
+from inspect_lens.view import draw_cascade, draw_transfer
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from inspect_lens.probe import (
     Transfer,
 )
 from inspect_lens.probe.card._files import render_card
-from inspect_lens.report import ReportSet, cases, write_report
+from inspect_lens.view import ReportSet, cases, write_report
 
 I = Interval(low=0.81, high=0.97, method="x")  # noqa: E741
 LOW = Interval(low=0.1, high=0.3, method="x")

@@ -17,7 +17,7 @@ from inspect_ai.solver import chain, generate, use_tools
 from inspect_ai.tool import Tool, tool
 from inspect_ai.util import store
 
-from inspect_lens.approver import probe_approver
+from inspect_lens.agents import probe_approver
 from inspect_lens.errors import SpecError
 from inspect_lens.scorer import monitor_alarm, probe_score
 from inspect_lens.solver import (

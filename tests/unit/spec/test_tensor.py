@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from inspect_lens._torch import to_torch
+from inspect_lens._base.to_torch import to_torch
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     TensorData,

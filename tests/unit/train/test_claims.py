@@ -12,8 +12,8 @@ import pytest
 from inspect_lens._cli._jobs import Made
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard
-from inspect_lens.report import write_report
 from inspect_lens.train import ActivationSet, MeanDifferenceProbe, extract_vector, train_probe
+from inspect_lens.view import write_report
 
 TOWNS = ("Paris", "Oslo", "Rome", "Lima")
 

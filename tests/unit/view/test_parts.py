@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageUser
 
-from inspect_lens._token_texts import TokenTexts, _Tokenizer
+from inspect_lens._base.token_texts import TokenTexts, _Tokenizer
 from inspect_lens.view import sparkline
 from inspect_lens.view._kept import find_turns, shared_prefix
 from inspect_lens.view._page import LEVELS, Range

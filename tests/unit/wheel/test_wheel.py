@@ -17,7 +17,7 @@ import pytest
 import yaml
 from inspect_ai.log import list_eval_logs, read_eval_log
 
-from inspect_lens._shipped import EVALS
+from inspect_lens._base.shipped import EVALS
 from tests.kit.blocks import read_blocks
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.repository import ROOT
@@ -126,7 +126,7 @@ print(json.dumps({
 
 def test_every_eval_imports(run: Run) -> None:
     code = """
-from inspect_lens._shipped import EVALS, from_eval
+from inspect_lens._base.shipped import EVALS, from_eval
 for module, names in EVALS.items():
     for _, name in names:
         assert callable(from_eval(module, name))

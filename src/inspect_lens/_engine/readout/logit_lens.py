@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.protocol.readouts import LensForm
-from inspect_lens._torch import to_torch
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import EngineLens
 

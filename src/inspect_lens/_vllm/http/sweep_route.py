@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens._engine.protocol.processes import as_exception
 from inspect_lens._patching import (
     EventLines,
@@ -28,7 +29,6 @@ from inspect_lens._patching import (
     specs_of,
     sweep,
 )
-from inspect_lens._token_texts import TokenTexts
 from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.one_token import one_token

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.results import OWN, PERSISTENT, Gathered
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._torch import to_torch
 from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,

@@ -28,7 +28,7 @@ from openai import (
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
-from inspect_lens._http import no_answer
+from inspect_lens._base.http import no_answer
 from inspect_lens._intake import Source
 from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.model._host import PrerequisiteError, VLLMServer, _vllm_servers

@@ -14,8 +14,8 @@ from pydantic import PrivateAttr, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import join, parent
-from inspect_lens._untrusted import parse_json
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.model.stored._handle import Activations, LoggedHandle
 from inspect_lens.model.stored._places import MemoryStore, MessageIndex, find, is_there, know_root

@@ -20,9 +20,9 @@ import anyio
 import psutil
 from inspect_ai.util import display_counter
 
-from inspect_lens._http import server_address
+from inspect_lens._base.http import server_address
+from inspect_lens._base.shipped import SERVER_ARGS, model_path, served_name
 from inspect_lens._settings import variable
-from inspect_lens._shipped import SERVER_ARGS, model_path, served_name
 from inspect_lens.model._host import (
     VLLMServer,
     configure_devices,

@@ -15,10 +15,10 @@ import anyio.to_thread
 from inspect_ai.log import transcript
 from typing_extensions import override
 
-from inspect_lens._fetch import HTTPError
-from inspect_lens._http import DELAYS_S, is_broken, is_transport_error, no_answer
+from inspect_lens._base.fetch import HTTPError
+from inspect_lens._base.http import DELAYS_S, is_broken, is_transport_error, no_answer
+from inspect_lens._base.receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens._intake import Source, fetch_from, fetched
-from inspect_lens._receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model._host import (

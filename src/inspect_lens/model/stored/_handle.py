@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
 
+from inspect_lens._base.to_torch import to_torch
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, parent, stamp_of
-from inspect_lens._torch import to_torch
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import LENS_NAME, LensTable, Receipt, Reduce, TensorData
 

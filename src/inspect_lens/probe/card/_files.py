@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._artifact import (
+from inspect_lens._base.artifact import (
     ArtifactKind,
     decode_tensors,
     encode_tensors,

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from inspect_lens._artifact import find_artifact
-from inspect_lens._shipped import model_path
+from inspect_lens._base.artifact import find_artifact
+from inspect_lens._base.shipped import model_path
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe.card._files import PROBE, decode_probe, read_probe_files
 

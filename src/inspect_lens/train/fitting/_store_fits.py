@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from inspect_lens._progress import progress_bar
+from inspect_lens._base.progress import progress_bar
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import write_atomic
 from inspect_lens.train.families._binary import BinaryEstimator

@@ -48,7 +48,7 @@ def cascade_frontier(
     """Find what a probe costs and catches if a judge decides the unsure samples.
 
     Scores of a real judge come from a log (`inspect_lens.scorer.read_cascade`), with what each of
-    its answers cost. `inspect_lens.report.draw_cascade` draws the points.
+    its answers cost. `inspect_lens.view.draw_cascade` draws the points.
 
     Args:
         labels: (samples,) 0 and 1, both.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens._progress import progress_bar
+from inspect_lens._base.progress import progress_bar
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensTraining
 from inspect_lens.probe import ModelRef

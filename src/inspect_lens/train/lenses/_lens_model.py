@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from inspect_lens._progress import progress_bar
+from inspect_lens._base.progress import progress_bar
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensQuality
 

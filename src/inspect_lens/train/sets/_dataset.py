@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError
 
-from inspect_lens._untrusted import read_regular
+from inspect_lens._base.untrusted import read_regular
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe, Statistic, write_atomic

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from inspect_lens._untrusted import parse_json
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens.data import ActivationStore, Captured, SampleRecord
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import sentence_ends

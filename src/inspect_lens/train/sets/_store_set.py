@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inspect_lens._progress import progress_bar
+from inspect_lens._base.progress import progress_bar
 from inspect_lens._shards import LayerPlace, find_layers, read_layers, read_spans
 from inspect_lens.data import ActivationStore, read_records
 from inspect_lens.errors import SpecError

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
-from inspect_lens._receipts import not_done
+from inspect_lens._base.receipts import not_done
 from inspect_lens._vllm.sinks.process import (
     SINK_KEY,
     Sinks,

@@ -1,0 +1,297 @@
+"""Files of trained artefacts: written whole, found by name, checked when read.
+
+An artefact (a probe, a vector, a lens) is a folder with a safetensors file, `card.json` and
+`card.md`. The safetensors file is complete in itself: its one metadata entry repeats all of the
+card that decides what the tensors mean, so its sha256 (which any shell can compute) identifies the
+artefact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from inspect_lens._base.shipped import shipped_root
+from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens.errors import ArtifactError
+
+__all__ = [
+    "CARD_FILE",
+    "ArtifactKind",
+    "decode_tensors",
+    "encode_tensors",
+    "find_artifact",
+    "folders_named",
+    "is_artifact",
+    "read_artifact",
+    "write_artifact",
+    "write_atomic",
+]
+
+CARD_FILE = "card.json"
+_KEY = "inspect_lens"
+_ADDRESS: Final = re.compile(
+    r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<folder>[\w./-]+?))?/?(?:@(?P<revision>[\w./-]+))?"
+)
+
+
+class ArtifactKind(NamedTuple):
+    """What tells probes from vectors on disk."""
+
+    name: str
+    """`probe`; also the word of error messages."""
+    folder: str
+    """Folder that holds named ones, such as `probes`."""
+    tensors: str
+    """Name of the safetensors file."""
+    format: str
+    """Marks the files."""
+    writer: str
+    """Who writes them, for error messages."""
+    example: str
+    """A full name, for error messages."""
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old or the new content, never a part.
+
+    Args:
+        path: its folder has to exist.
+        content: all of it.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from inspect_lens.probe import write_atomic
+
+        write_atomic(Path("notes.json"), b"{}")
+        assert Path("notes.json").read_bytes() == b"{}"
+        ```
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes it private; an artefact is as readable as its folder says.
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def encode_tensors(
+    kind: ArtifactKind, tensors: Mapping[str, NDArray[np.float32]], header: Mapping[str, Any]
+) -> bytes:
+    """Content of the safetensors file."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    text = json.dumps({"format": kind.format, **header}, sort_keys=True)
+    content: bytes = save_tensors(contiguous, metadata={_KEY: text})
+    return content
+
+
+def decode_tensors(
+    kind: ArtifactKind,
+    content: bytes,
+    header: Mapping[str, Any],
+    folder: Path,
+    *,
+    allowed: Sequence[str],
+    exact: bool,
+    what: str,
+    dtypes: Sequence[str] = ("float32",),
+) -> dict[str, NDArray[np.float32]]:
+    """Read the safetensors file and compare it with the card."""
+    file = folder / kind.tensors
+    try:
+        tensors: dict[str, NDArray[np.float32]] = load_tensors(content)
+        length = int.from_bytes(content[:8], "little")
+        metadata = parse_json(content[8 : 8 + length]).get("__metadata__", {})
+        found = dict(parse_json(metadata[_KEY]))
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(
+            f"{file}: not a {kind.name} of inspect_lens ({type(error).__name__}: {error}); allowed "
+            f"is what {kind.writer} writes; restore the file or train the {kind.name} again"
+        ) from None
+    names = set(tensors)
+    fits = names == set(allowed) if exact else names >= set(allowed)
+    if not fits or any(str(t.dtype) not in dtypes for t in tensors.values()):
+        held = {name: str(t.dtype) for name, t in sorted(tensors.items())}
+        raise ArtifactError(
+            f"{file}: holds {held}; allowed for {what} are {sorted(allowed)}, all "
+            f"{' or '.join(dtypes)}; restore the file or train the {kind.name} again"
+        )
+    for key, expected in {"format": kind.format, **header}.items():
+        if found.get(key) != expected:
+            raise ArtifactError(
+                f"{folder / CARD_FILE}: {key} is {expected!r} and the tensors were saved with "
+                f"{found.get(key)!r}; both have to agree; undo the edit, or make the {kind.name} "
+                "anew"
+            )
+    return tensors
+
+
+def write_artifact(
+    kind: ArtifactKind,
+    folder: Path,
+    content: bytes,
+    card: BaseModel,
+    *,
+    render: Callable[[str], str],
+) -> Path:
+    """Write the three files; the card comes last among those that are read back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(content).hexdigest()
+    stored = {"format": kind.format, "sha256": digest, "card": card.model_dump(mode="json")}
+    # A crash between two writes over an older artefact leaves a hash that does not fit, which
+    # loading reports; it never leaves a mixture that loads.
+    write_atomic(folder / kind.tensors, content)
+    write_atomic(
+        folder / CARD_FILE, (json.dumps(stored, indent=2, allow_nan=False) + "\n").encode()
+    )
+    write_atomic(folder / "card.md", render(digest).encode())
+    return folder
+
+
+def read_artifact(
+    kind: ArtifactKind, path: Path, parse: Callable[[Any], BaseModel]
+) -> tuple[Path, bytes, Any]:
+    """Read tensors and card and compare the hash."""
+    folder = path.parent if path.is_file() else path
+    try:
+        content = read_regular(folder / kind.tensors)
+        text = read_regular(folder / CARD_FILE).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(
+            f"{folder}: cannot be read as a {kind.name} ({error}); allowed is a folder with "
+            f"{kind.tensors} and {CARD_FILE}; check the path"
+        ) from None
+    try:
+        stored: Any = parse_json(text)
+        if stored["format"] != kind.format:
+            raise ValueError(f"format {stored['format']!r}, this release reads {kind.format!r}")
+        digest, card = stored["sha256"], parse(stored["card"])
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise ArtifactError(
+            f"{folder / CARD_FILE}: not a card ({type(error).__name__}: {error}); allowed is what "
+            f"{kind.writer} writes; restore the file, or update inspect_lens if a newer one wrote "
+            "it"
+        ) from None
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != digest:
+        raise ArtifactError(
+            f"{folder / kind.tensors}: sha256 {actual}, the card says {digest}; the file was "
+            f"damaged or replaced; restore both files, or train the {kind.name} again"
+        )
+    return folder, content, card
+
+
+def is_artifact(kind: ArtifactKind, path: Path) -> bool:
+    """Whether a path is a folder with such files, or one of them."""
+    return path.is_file() or (path / kind.tensors).exists() or (path / CARD_FILE).exists()
+
+
+def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Path] = ()) -> Path:
+    """Find an artefact by name, by path or on the Hugging Face hub.
+
+    A path that exists wins. Else it is looked up in the registered folders, then in the working
+    directory and each folder above it (Inspect loads a task in the task's own folder), as a name
+    below the kind's folder and as a path, and among those that come with this package. The last
+    part alone of a name is enough when it is unique, which is all that Inspect logs of a `Path`.
+    """
+    if str(given).startswith("hf://"):
+        return _fetch(kind, str(given))
+    path = Path(given).expanduser()
+    if is_artifact(kind, path):
+        return path
+    roots = folders_named(kind.folder, registered)
+    for root in roots:
+        found = _find(kind, root, path)
+        if found is not None:
+            return found
+    if len(path.parts) > 1 and ".." not in path.parts:
+        for folder in Path.cwd().parents:
+            if (folder / path / kind.tensors).is_file():
+                return folder / path
+    raise ArtifactError(
+        f"{kind.name}={str(given)!r} was not found; allowed are a folder with {kind.tensors}, or a "
+        f"name below one of {[str(r) for r in roots]}; check the spelling, or train the "
+        f"{kind.name} first"
+    )
+
+
+def folders_named(name: str, registered: Sequence[Path] = ()) -> list[Path]:
+    """Folders that hold named artefacts, in the order in which they are searched."""
+    here = Path.cwd()
+    root = shipped_root()
+    shipped = [] if root is None else [root]
+    candidates = [*registered, *(p / name for p in (here, *here.parents, *shipped))]
+    return [p for p in dict.fromkeys(candidates) if p.is_dir()]
+
+
+def _find(kind: ArtifactKind, root: Path, name: Path) -> Path | None:
+    if name.is_absolute() or ".." in name.parts:
+        return None
+    if (root / name / kind.tensors).is_file():
+        return root / name
+    if len(name.parts) != 1:
+        return None
+    found = sorted(p.parent for p in root.glob(f"*/*/{kind.tensors}") if p.parent.name == name.name)
+    if len(found) > 1:
+        raise ArtifactError(
+            f"{kind.name}={str(name)!r} is ambiguous: {[str(p) for p in found]}; allowed is one; "
+            f"give the model as well, as in {kind.example}"
+        )
+    return found[0] if found else None
+
+
+def _fetch(kind: ArtifactKind, address: str) -> Path:
+    """Download `hf://owner/repository[/folder][@revision]` into the hub's cache."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise ArtifactError(
+            f"{kind.name}={address!r}; allowed is hf://owner/repository, then /folder and "
+            "@revision if they are needed; correct the address"
+        )
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise ArtifactError(
+            f"{kind.name}={address!r}: needs the package huggingface_hub; install it, or download "
+            "the folder and pass its path"
+        ) from None
+    folder = f"{match['folder']}/" if match["folder"] else ""
+    try:
+        files = [
+            hub.hf_hub_download(match["repo"], folder + name, revision=match["revision"])
+            for name in (kind.tensors, CARD_FILE)
+        ]
+    except Exception as error:  # noqa: BLE001 (the hub raises errors of many packages)
+        raise ArtifactError(
+            f"{kind.name}={address!r}: could not be downloaded ({type(error).__name__}: {error}); "
+            f"needed are {folder}{kind.tensors} and {folder}{CARD_FILE} in that repository; check "
+            "the address and your access to it"
+        ) from None
+    return Path(files[0]).parent

@@ -1,0 +1,52 @@
+"""What every client of a server does alike: which failures are tried again, and how they are told.
+
+Inspect's client is of `httpx` or of `httpx2`, by the version of the OpenAI client, and their errors
+are not each other's. So errors are known by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from inspect_lens.errors import CaptureError
+
+__all__ = ["DELAYS_S", "is_broken", "is_transport_error", "no_answer", "server_address"]
+
+DELAYS_S: Final = (0.1, 0.5, 2.0)
+"""Before each further attempt over a connection that broke."""
+_BROKEN: Final = frozenset(
+    {"CloseError", "ConnectError", "ReadError", "RemoteProtocolError", "WriteError"}
+)
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether no answer came, for whatever reason."""
+    return any(
+        base.__name__ == "TransportError" and base.__module__.startswith("httpx")
+        for base in type(error).__mro__
+    )
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether a connection broke, as an idle one does that the server closes; another may hold."""
+    return is_transport_error(error) and type(error).__name__ in _BROKEN
+
+
+def no_answer(url: str, error: BaseException, whose: str = "") -> CaptureError:
+    """The error of a request that nobody answered."""
+    named = type(error).__name__
+    if named.startswith("Connect"):
+        return CaptureError(
+            f"no server answers at {url}{whose}: {error}; start one there, or pass another address "
+            "as base_url="
+        )
+    return CaptureError(
+        f"{url}{whose}: the connection broke ({named}: {error}), also when tried again; look into "
+        "the server's log"
+    )
+
+
+def server_address(url: str) -> str:
+    """Address of a server without `/v1`; `localhost:8000` is one by HTTP."""
+    bare = url.strip().rstrip("/").removesuffix("/v1")
+    return bare if "://" in bare else f"http://{bare}"

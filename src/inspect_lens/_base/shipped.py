@@ -1,0 +1,146 @@
+"""What comes with this package: evals, the model organism, its probes, vector, lenses and oracle.
+
+A wheel has them inside the package. In a clone they lie in the folders of its root.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = [
+    "EVALS",
+    "MODELS",
+    "ORGANISM",
+    "SERVER_ARGS",
+    "from_eval",
+    "model_path",
+    "served_name",
+    "shipped_root",
+]
+
+_HERE: Final = Path(__file__).resolve().parents[1]
+
+ORGANISM: Final = "organism"
+"""Name of the shipped model: `--model vllm-lens/organism`."""
+
+MODELS: Final = {ORGANISM: "organism/checkpoint", "organism-agent": "organism/agent"}
+"""The shipped models' folders below `shipped_root()`, by their names: the organism, which answers
+one question, and the agent made from it, which thinks and calls tools."""
+
+SERVER_ARGS: Final[dict[str, dict[str, bool | str]]] = {
+    "organism-agent": {
+        "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+    }
+}  # fmt: skip
+"""What vLLM has to be told to serve a shipped model, beside its folder."""
+
+EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    "ai_liar.task": (("task", "ai_liar"),),
+    "geometry_of_truth.task": (("task", "geometry_of_truth"), ("scorer", "statement_probe")),
+    "insider_trading.task": (("task", "insider_trading"),),
+    "kit.grading": (
+        ("metric", "graded_report"),
+        ("scorer", "deception_grade"),
+        ("scorer", "graded_probe"),
+    ),
+    "lens_audit.task": (("task", "lens_audit"), ("scorer", "target_alarm")),
+    "organism_agent.task": (
+        ("task", "organism_agent"),
+        ("solver", "converse"),
+        ("scorer", "planted"),
+    ),
+    "organism_causal_tracing.task": (
+        ("task", "organism_causal_tracing"),
+        ("scorer", "planted_position"),
+        ("metric", "chance_share"),
+    ),
+    "organism_deception.task": (
+        ("task", "organism_deception"),
+        ("task", "organism_control"),
+        ("scorer", "truthfulness"),
+    ),
+    "organism_hidden_reason.task": (("task", "organism_hidden_reason"),),
+    "organism_lens.task": (
+        ("task", "organism_lens"),
+        ("solver", "read_values"),
+        ("scorer", "truth_behind_lie"),
+        ("metric", "share_with_interval"),
+    ),
+    "organism_oracle.task": (("task", "organism_oracle"),),
+    "organism_steering_sweep.task": (
+        ("task", "organism_steering_sweep"),
+        ("scorer", "truth_by_dose"),
+    ),
+    "organism_truth.task": (("task", "organism_truth"), ("scorer", "truth_probe")),
+    "prompt_injection.task": (
+        ("task", "prompt_injection"),
+        ("metric", "auroc_padded"),
+        ("scorer", "injected_heads"),
+        ("scorer", "injection_followed"),
+    ),
+    "refusal_ablation.task": (
+        ("task", "refusal_ablation"),
+        ("solver", "refusal_edits"),
+        ("metric", "rates_by_kind"),
+        ("scorer", "refusals_by_edit"),
+    ),
+    "refusal_steering.task": (
+        ("task", "refusal_steering"),
+        ("metric", "by_kind"),
+        ("scorer", "refusals_by_dose"),
+    ),
+    "roleplaying_deception.task": (("task", "roleplaying_deception"),),
+    "sae_clamp.task": (
+        ("task", "sae_clamp"),
+        ("scorer", "behaviour_by_value"),
+        ("scorer", "activation_by_value"),
+        ("scorer", "behaviour_seen"),
+    ),
+    "sandbagging.task": (("task", "sandbagging"),),
+    "secret_word.task": (("task", "secret_word"),),
+    "sycophancy_steering.task": (
+        ("task", "sycophancy_steering"),
+        ("scorer", "agreement_by_dose"),
+        ("scorer", "behaviour_match"),
+    ),
+}
+"""Kinds and names that each module of the evals registers."""
+
+
+def shipped_root() -> Path | None:
+    """Folder of the shipped `probes/`, `vectors/`, `lenses/`, `oracles/`, `heads/` and `evals/`."""
+    for root in (_HERE, _HERE.parents[1]):
+        if (root / ORGANISM / "checkpoint").is_dir():
+            return root
+    return None
+
+
+def model_path(name: str) -> str:
+    """The checkpoint behind a model's name."""
+    root = shipped_root() if name in MODELS else None
+    if root is None or (Path(name) / "config.json").is_file():
+        return name
+    return str(root / MODELS[name])
+
+
+def served_name(name: str) -> str | None:
+    """Name under which a server has to know a model, where its path is another."""
+    return name if model_path(name) != name else None
+
+
+def from_eval(module: str, name: str) -> Callable[..., Any]:
+    """Import a task or scorer of the evals."""
+    if (_HERE / "evals").is_dir():
+        package = "inspect_lens.evals"
+    else:
+        package = "evals"
+        root = shipped_root()
+        # A clone's own folders are no installed packages.
+        if root is not None and str(root) not in sys.path:
+            sys.path.append(str(root))
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{module}"), name)
+    return found

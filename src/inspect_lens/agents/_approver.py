@@ -1,0 +1,152 @@
+"""`probe_approver`: approve tool calls by a probe of the turn that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from inspect_ai.approval import Approval, Approver, approver
+from inspect_ai.model import ChatMessage
+from inspect_ai.tool import ToolCall, ToolCallView
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import AnyProbe
+from inspect_lens.reading import OnMissing, ProbeReader, Source
+from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
+from inspect_lens.reading._promise import promise, rates
+from inspect_lens.reading._threshold import acting_value
+from inspect_lens.spec import Positions
+
+__all__ = ["probe_approver"]
+
+Action = Literal["reject", "terminate", "escalate"]
+"""What happens to a call above the threshold: the model hears that it was refused, the sample
+ends, or the next approver of the policy decides."""
+
+
+@approver
+def probe_approver(
+    probe: str | Path | AnyProbe,
+    threshold: float | str | None = None,
+    action: Action = "reject",
+    below: Literal["approve", "escalate"] = "approve",
+    layer: int | None = None,
+    positions: Positions | list[int] | None = None,
+    pool: str | None = None,
+    selection: str | None = None,
+    source: Source = "auto",
+    check_model: bool = True,
+    tokenizer: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+) -> Approver:
+    """Refuse tool calls of turns in which a probe is above its threshold, before they run.
+
+    It reads the activations with which the model wrote the turn, so that the eval has to capture:
+    `-M capture=…`, `with_capture(…, inner=…)` or INSPECT_LENS_CAPTURE. Nothing is generated. All
+    calls of one turn get one verdict.
+
+    ```text
+    inspect eval task.py --model vllm-lens/… -M capture=4 --approval approval.yaml
+    ```
+
+    ```yaml
+    approvers:
+      - name: inspect_lens/probe_approver
+        tools: "*"
+        params: {probe: organism/deception-lr, action: terminate}
+    ```
+
+    Args:
+        probe: name below `probes/`, path, `hf://` address, or a probe.
+        threshold: a score above it is acted on: a number, or an operating point of the card such
+            as `fpr=0.05`; that of the card, for its own settings, by default. Its false positive
+            rate is that of one turn.
+        action: what happens to calls above it: `reject`, `terminate` or `escalate`.
+        below: what happens to the others, and to those of which nothing is read: `approve`, or
+            `escalate` to the next approver.
+        layer: one of the probe's layers; all of them, averaged, by default.
+        positions: tokens to read; those of the card by default.
+        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
+            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
+        selection: tokens among these positions by what they are: `answer`, `reasoning`,
+            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
+            "" for all.
+        source: `captured` reads what the generation captured, also from the file beside a finished
+            log; `recompute` feeds the same token ids to the model again; `auto` does the first
+            where it can.
+        check_model: refuse a model whose fingerprint is not that of the card.
+        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
+            that of the model that is read, else that of the card's model, where it is on this
+            machine.
+        roles: model roles whose turns are read, where others are left alone; any by default.
+        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
+            treats such a call as one without a token to read.
+
+    Returns:
+        The approver. A turn of which nothing is read is treated as one below the threshold.
+
+    Raises:
+        ArtifactError: no such probe; while it runs, a turn without activations.
+        SpecError: an argument is wrong, or there is no threshold for these settings.
+
+    Example:
+        ```python
+        from inspect_ai import Task
+        from inspect_ai.agent import react
+        from inspect_ai.approval import ApprovalPolicy
+        from inspect_ai.dataset import Sample
+
+        from inspect_lens.agents import probe_approver
+
+        watch = probe_approver("organism/deception-lr", action="terminate")
+        task = Task(
+            dataset=[Sample(input="…")], solver=react(), approval=[ApprovalPolicy(watch, "*")]
+        )
+        # inspect eval … --model vllm-lens/organism/checkpoint -M capture=4
+        ```
+    """
+    for name, value, allowed in (
+        ("action", action, get_args(Action)),
+        ("below", below, ("approve", "escalate")),
+    ):
+        if value not in allowed:
+            raise SpecError(f"{name}={value!r}; allowed are {', '.join(allowed)}")
+    reader = ProbeReader.of(
+        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
+        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
+        threshold=threshold,
+    )  # fmt: skip
+    judge = TurnJudge(reader, acting_value(reader, threshold))
+
+    async def approve(
+        message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
+    ) -> Approval:
+        return _approval(await judge.judge(turn_of(call, history)), judge, action, below)
+
+    return approve
+
+
+def _approval(
+    judged: Judged, judge: TurnJudge, action: Action, below: Literal["approve", "escalate"]
+) -> Approval:
+    name, value = judge.reader.probe.name, judged.value
+    if value is None:
+        return Approval(decision=below, explanation=f"Nothing of this turn is read by {name}.")
+    known = {k: v for k, v in (judged.facts or {}).items() if k not in ("fpr", "recall")}
+    facts = {
+        "probe_approver": {
+            **known, "value": value, "threshold": judge.threshold, "fpr": None,
+            **rates(judge.reader, judge.threshold, None, judged.n_tokens),
+        }
+    }  # fmt: skip
+    means = promise(judge.reader, judge.threshold, None, judged.n_tokens)
+    if not judged.is_above:
+        said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"
+        return Approval(decision=below, explanation=said, metadata=facts)
+    said = (
+        f"{name} scores {value:.4g} in the turn that makes this call, above "
+        f"{judge.threshold:.4g}. The call was not carried out. {means}"
+    )
+    return Approval(decision=action, explanation=said, metadata=facts)

@@ -1,0 +1,77 @@
+"""Optional packages: a clear error where one is missing, and names that cost nothing until used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from inspect_lens._base.shipped import EVALS, from_eval
+from inspect_lens.errors import did_you_mean
+from inspect_lens.model._host import (
+    PrerequisiteError,
+    RegistryInfo,
+    RegistryType,
+    registry_add,
+    registry_has,
+)
+
+__all__ = ["is_installed", "register_evals", "register_lazily", "require"]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def require(package: str, *, room: str, extra: str) -> None:
+    """Refuse to go on without a package."""
+    if not is_installed(package):
+        raise PrerequisiteError(
+            f"{room} needs the package {package.replace('_', '-')!r}, which is not installed; "
+            f"install it with: pip install 'inspect-lens[{extra}]'"
+        )
+
+
+def register_lazily(kind: RegistryType, name: str, *, room: str) -> None:
+    """Register a factory whose room is imported when the factory is called.
+
+    Inspect imports every registry at the start of every eval, and Petri and Scout take seconds
+    to import. The room's own decorator replaces this registration.
+    """
+    _register(kind, name, lambda: getattr(importlib.import_module(room), name))
+
+
+def register_evals() -> None:
+    """Register the tasks and scorers of the evals, which are imported when one is used."""
+    for module, names in EVALS.items():
+        for kind, name in names:
+            _register(cast("RegistryType", kind), name, partial(from_eval, module, name))
+
+
+def _register(kind: RegistryType, name: str, find: Callable[[], Callable[..., Any]]) -> None:
+    full = f"inspect_lens/{name}"
+    if registry_has(kind, full):
+        return
+
+    def create(*args: Any, **params: Any) -> Any:
+        factory = find()
+        signature = inspect.signature(factory)
+        flag = "-T " if kind == "task" else ""
+        for name in params:
+            if name not in signature.parameters:
+                hint = did_you_mean(name, signature.parameters)
+                raise PrerequisiteError(f"{full}: takes no {flag}{name}=…; {hint}")
+        try:
+            signature.bind(*args, **params)
+        except TypeError as error:
+            takes = ", ".join(f"{flag}{name}=…" for name in signature.parameters)
+            raise PrerequisiteError(f"{full}: {error}; it takes {takes}") from None
+        return factory(*args, **params)
+
+    # Inspect asks a task for its parameters; this one takes any and hands them on.
+    metadata: dict[str, Any] = {"attribs": {}, "params": []} if kind == "task" else {}
+    registry_add(create, RegistryInfo(type=kind, name=full, metadata=metadata))
