@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import (
     LENS_NAME,
+    REDUCTIONS,
     CaptureReceipt,
     CaptureSpec,
     LensRequest,
@@ -159,7 +160,8 @@ def _check_form(
 ) -> None:
     """See that a server which does not know a form did not pass over it in silence."""
     reduced = done.reduce if done else "none"
-    if reduced != capture.reduce or (reduced == "norm" and tensor.shape[2] != 1):
+    width = REDUCTIONS[reduced].width
+    if reduced != capture.reduce or (width is not None and tensor.shape[2] != width):
         raise CaptureError(
             f"activations.{name}: reduce={capture.reduce!r} was asked for, and shape "
             f"{tensor.shape} came with reduce={reduced!r}; this server does not reduce so"

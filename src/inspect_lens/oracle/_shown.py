@@ -14,7 +14,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations, recapture
 from inspect_lens.model.request._body import capture_advice
 from inspect_lens.reading._rows import call_adapter, was_steered
-from inspect_lens.spec import Positions, parse_positions, resolve_positions
+from inspect_lens.spec import REDUCTIONS, Positions, parse_positions, resolve_positions
 
 from ._load import OracleConfig
 
@@ -195,7 +195,7 @@ def select_rows(
 def _check(handle: Activations, layers: tuple[int, ...]) -> None:
     if _RESIDUAL not in handle:
         raise ArtifactError(f"resid_post was not captured, only {', '.join(handle)}")
-    if (reduced := handle.tensors[_RESIDUAL].reduce) not in ("none", "last"):
+    if not REDUCTIONS[reduced := handle.tensors[_RESIDUAL].reduce].has_rows:
         raise ArtifactError(f"of resid_post only the {reduced} was captured, and not the tokens")
     missing = [layer for layer in layers if layer not in handle.layers]
     if missing:

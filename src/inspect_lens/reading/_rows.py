@@ -15,6 +15,7 @@ from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, Unsu
 from inspect_lens.model import Activations, activations, receipt
 from inspect_lens.model.request._body import capture_advice
 from inspect_lens.spec import (
+    REDUCTIONS,
     RESID_POST,
     Positions,
     Site,
@@ -208,7 +209,7 @@ def pick_rows(
     name = result_name(site)
     if name not in handle:
         raise NotCapturedError(f"{site} was not captured, only {', '.join(handle)}")
-    if (reduced := handle.tensors[name].reduce) not in ("none", "last"):
+    if not REDUCTIONS[reduced := handle.tensors[name].reduce].has_rows:
         raise NotCapturedError(f"of {site} only the {reduced} was captured, and not the tokens")
     there = handle.tensors[name].layers
     missing = [layer for layer in layers if layer not in there]

@@ -42,8 +42,7 @@ def with_capture(
         layers: `all`, or layer numbers.
         positions: tokens to keep, such as `completion`.
         site: place in the block, or several; the server has to serve them.
-        reduce: `mean`, `last` or `max` over these tokens, or the `norm` of each, made in the
-            engine.
+        reduce: what the engine makes of these tokens, such as their `mean`; see `CaptureSpec`.
         dtype: of the result; `model` is that of the stream.
         phase: keep only tokens of the prompt (`prefill`) or sampled ones (`decode`).
         inner: what to run, such as `react()`; `generate()` by default.

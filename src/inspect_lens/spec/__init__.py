@@ -5,7 +5,7 @@ The Inspect process and the vLLM processes share them.
 
 from .answer._receipt import CaptureReceipt, EnginePath, GateReceipt, Receipt, SteerReceipt
 from .answer._saved import decode_saved, encode_saved
-from .asks._capture import CaptureSpec, Layers, QKReceipt, QKSpec, Reduce, RowDType, SiteChoice
+from .asks._capture import CaptureSpec, Layers, QKReceipt, QKSpec, RowDType, SiteChoice
 from .asks._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
 from .asks._lens import (
     LENS_NAME,
@@ -35,6 +35,7 @@ from .asks._positions import (
     resolve_positions,
 )
 from .asks._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
+from .asks._reductions import REDUCTIONS, Reduce, Reduction
 from .asks._sink import SinkReceipt, SinkStatus, SinkUse
 from .asks._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
 from .checks._check import (
@@ -150,6 +151,7 @@ __all__ = [
     "PLACES",
     "POOLS",
     "PROBE_REFERENCE",
+    "REDUCTIONS",
     "RESID_POST",
     "SAME_TOKEN",
     "SENTENCE_POOL",
@@ -205,6 +207,7 @@ __all__ = [
     "Receipt",
     "Reconstruct",
     "Reduce",
+    "Reduction",
     "Registrable",
     "Renormalise",
     "Replace",

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._engine.protocol.capture import CaptureEnvelope, Operation
+from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.readouts import LensEnvelope, ProbesEnvelope
-from inspect_lens.spec import DType, TensorData
+from inspect_lens.spec import DType, Reduction, TensorData
 
 from .result_memory import SHARE_BYTES, Slab, SlabPool
 
@@ -34,40 +34,42 @@ _SHARE = 1 << 20
 class Merge:
     """How the rows of a request become its result."""
 
-    operation: Operation
+    reduction: Reduction
     is_last: bool
     wire: DType
     dtype: DType
+    width: int
+    """Numbers of a row of the result."""
 
     @property
     def is_partial(self) -> bool:
         """Whether a row may stand for several tokens."""
-        return self.operation in ("mean", "max")
+        return not self.is_last
 
     def __call__(
         self,
         rows: NDArray[Any] | None,
         covered: NDArray[np.bool_] | None,
-        shape: tuple[int, int],
+        taps: int,
         threads: ThreadPoolExecutor,
     ) -> TensorData:
         """Merge."""
-        taps, width = shape
         if rows is None:
-            none = np.zeros((taps, 0, width), dtype=np.float32)
+            none = np.zeros((taps, 0, self.width), dtype=np.float32)
             return narrowed(none, self.dtype)
-        n_tokens = rows.shape[1]
+        reduction, n_tokens = self.reduction, rows.shape[1]
         if self.is_last:
-            return TensorData(np.ascontiguousarray(rows[:, -1:]), self.dtype)
-        out = np.empty((taps, 1, width), dtype=np.float32)
+            rows, covered, n_tokens = rows[:, -1:], None, 1
+        if reduction.combine is None:
+            return TensorData(np.ascontiguousarray(rows), self.dtype)
+        out = np.empty((taps, 1, self.width), dtype=np.float32)
 
         def merge(tap: int) -> None:
             own = rows[tap] if covered is None else rows[tap][~covered[tap]]
             wide = TensorData(own, self.wire).to_float32()
-            if self.operation == "mean":
-                out[tap, 0] = wide.sum(axis=0, dtype=np.float64) / n_tokens
-            else:
-                out[tap, 0] = wide.max(axis=0)
+            is_sum = reduction.combine == "sum"
+            found = wide.sum(axis=0, dtype=np.float64) if is_sum else wide.max(axis=0)
+            out[tap, 0] = reduction.finish(found, n_tokens)
 
         run: Callable[..., Any] = threads.map if rows.size > _SHARE else map
         list(run(merge, range(taps)))
@@ -76,10 +78,10 @@ class Merge:
 
 def merge_of(asked: CaptureEnvelope) -> Merge | None:
     """How the rows of a capture become its result; None where they are it."""
-    operation = asked.operation
-    if not asked.is_last and operation not in ("mean", "max"):
+    if not asked.is_last and asked.combine is None:
         return None
-    return Merge(operation, asked.is_last, asked.wire, asked.dtype)
+    width = asked.reduction.width or asked.hidden
+    return Merge(asked.reduction, asked.is_last, asked.wire, asked.dtype, width)
 
 
 def narrowed(values: Floats, dtype: DType) -> TensorData:
@@ -258,7 +260,7 @@ class Stream:
                 whole = self._whole(self.slab)[:, :count]
             if self.slab is not None and self.n_head:
                 covered = self._flags(self.slab.covered)[:, :count]
-            return self.merge(whole, covered, (self.taps, self.width), threads)
+            return self.merge(whole, covered, self.taps, threads)
         if self.slab is None:
             rows = np.zeros((self.taps, count, self.width), dtype=_DTYPES[self.dtype])
         else:

@@ -13,11 +13,13 @@ import numpy as np
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
+    REDUCTIONS,
     CaptureSpec,
     DType,
     EngineFacts,
     QKSpec,
     Reduce,
+    Reduction,
     Site,
     SiteWidth,
     TapPoint,
@@ -33,8 +35,8 @@ from .programs import written
 __all__ = [
     "LAG",
     "CaptureEnvelope",
+    "Combine",
     "Fold",
-    "Operation",
     "RowPart",
     "owners",
     "seal_capture",
@@ -42,10 +44,10 @@ __all__ = [
     "share_of",
 ]
 
-Operation = Literal["none", "mean", "max", "norm"]
-"""What a worker makes of rows. There is no `last`: it is a choice of positions."""
+Combine = Literal["sum", "max"]
+"""See `Reduction.combine`."""
 
-Fold = Literal["mean", "max", "last"]
+Fold = Literal["sum", "max", "last"]
 """What grows in a worker, of sampled tokens, until a request is over."""
 
 LAG = 2
@@ -125,28 +127,30 @@ class CaptureEnvelope:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows of a token, and width, of what workers send."""
-        return len(self.rows), 1 if self.operation == "norm" else self.hidden
+        return len(self.rows), self.reduction.columns(self.hidden)
 
     @property
-    def operation(self) -> Operation:
-        """What the worker makes of rows."""
-        if self.reduce == "norm":
-            return "norm"
-        # The mean and the largest of one row are that row.
-        one = self.reduce in ("none", "last") or self.is_last
-        return "none" if one else cast("Operation", self.reduce)
+    def reduction(self) -> Reduction:
+        """What is made of the rows."""
+        made = REDUCTIONS[self.reduce]
+        return REDUCTIONS["last"] if self.is_last and not made.makes_numbers else made
+
+    @property
+    def combine(self) -> Combine | None:
+        """How rows of several tokens become one; None where they do not."""
+        return None if self.is_last else self.reduction.combine
 
     @property
     def fold(self) -> Fold | None:
         """What is made of sampled tokens in the worker; None where their rows are sent."""
         if not self.is_folded:
             return None
-        return "last" if self.is_last else cast("Fold", self.operation)
+        return "last" if self.is_last else self.combine
 
     @property
     def wire(self) -> DType:
         """Dtype of what the worker sends: sums are rounded when they are complete."""
-        return "float32" if self.operation == "mean" else self.dtype
+        return "float32" if self.reduction.combine == "sum" else self.dtype
 
     def fed(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -157,11 +161,10 @@ class CaptureEnvelope:
     def n_bytes(self, n_fed: int) -> int:
         """Size of the results of a request that fed `n_fed` tokens to the model."""
         rows = len(self.fed(n_fed))
-        if self.is_last or self.operation in ("mean", "max"):
+        if self.is_last or self.combine is not None:
             rows = min(rows, 1)
         itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        is_norm = self.operation == "norm"
-        wide = sum(1 if is_norm else self.width_of(site).width for site in self.sites)
+        wide = sum(self.reduction.width or self.width_of(site).width for site in self.sites)
         return wide * len(self.layers) * rows * itemsize
 
     @cached_property
@@ -198,7 +201,7 @@ def seal_capture(
     """Resolve a judged capture against its prompt."""
     if capture is None:
         return None
-    is_last = capture.reduce == "last" or capture.positions == "last"
+    is_last = REDUCTIONS[capture.reduce].picks_last or capture.positions == "last"
     named = "all" if capture.positions == "last" else capture.positions
     where = resolve_positions(named, n_prompt=n_prompt, n_max=n_max, field="capture.positions")
     where = in_phase(where, capture.phase, n_prompt=n_prompt, n_max=n_max)
@@ -229,14 +232,14 @@ def seal_capture(
         widths=tuple([facts.width_of(site)[1:3] for site in capture.sites]) if facts.widths else (),
         ranks=facts.ranks,
     )
-    is_partial = sealed.operation in ("mean", "max")
+    is_partial = sealed.combine is not None
     sampled = (
         range(max(lo, n_prompt), hi) if listed is None else [p for p in listed if p >= n_prompt]
     )
     is_folded = (
         (is_partial or is_last)
-        # A norm is one number: there is little to keep.
-        and sealed.operation != "norm"
+        # What is kept is as wide as the stream.
+        and sealed.reduction.columns(facts.hidden) == facts.hidden
         and len(sampled) > LAG + 1
         # Which of their rows count is known too late.
         and not (may_overrun or facts.is_speculative)

@@ -21,9 +21,10 @@ from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.ids import Numbers
 from inspect_lens._engine.export.transport import Rows
 from inspect_lens._engine.plan.step_plan import Longs, grown
-from inspect_lens._engine.protocol.capture import LAG, CaptureEnvelope, Fold, Operation
+from inspect_lens._engine.protocol.capture import LAG, CaptureEnvelope, Combine, Fold
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens.spec import Reduction
 
 __all__ = [
     "Form",
@@ -41,14 +42,15 @@ Piece = tuple[int, int, int]
 class Form:
     """What a request wants of its rows."""
 
-    operation: Operation
+    reduction: Reduction
+    combine: Combine | None
     wire: torch.dtype
     """dtype of what is sent."""
 
     @classmethod
     def of(cls, capture: CaptureEnvelope) -> Form:
         """The form of a capture."""
-        return cls(capture.operation, getattr(torch, capture.wire))
+        return cls(capture.reduction, capture.combine, getattr(torch, capture.wire))
 
 
 @dataclass(slots=True)
@@ -187,12 +189,13 @@ class Reducer:
 
     def apply(self, form: Form, part: Part) -> Part | None:
         """Make of rows what was asked for."""
-        if form.operation == "norm":
-            return replace(part, tensor=self._copier.apply(_norm, part.tensor), dtype=form.wire)
-        if form.operation != "none":
+        if form.combine is not None:
             is_decode = (part.first >= self._n_prompt[part.slots]) | (part.counts == 0)
             if not is_decode.all():
                 return self._partial(form, part)
+        if form.reduction.makes_numbers:
+            make = partial(form.reduction.on_device, torch)
+            return replace(part, tensor=self._copier.apply(make, part.tensor), dtype=form.wire)
         return part if part.tensor.dtype == form.wire else replace(part, dtype=form.wire)
 
     def _partial(self, form: Form, part: Part) -> Part | None:
@@ -223,7 +226,7 @@ class Reducer:
             start += n
         if not covers:
             return None
-        reduce = partial(_reduce, form.operation, pieces, np.asarray(covers))
+        reduce = partial(_reduce, form, pieces, np.asarray(covers))
         made = self._copier.apply(reduce, part.tensor)
         return Part(made, part.slots, counts, first, listed, np.asarray(covers), form.wire)
 
@@ -236,29 +239,24 @@ class Reducer:
         return head, tail
 
 
-def _norm(rows: torch.Tensor) -> torch.Tensor:
-    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
-    return norms
-
-
-def _reduce(
-    operation: Operation, pieces: list[Piece], covers: Longs, rows: torch.Tensor
-) -> torch.Tensor:
-    """(taps, rows, width) out of a block; sums are float32, the largest keep their dtype."""
+def _reduce(form: Form, pieces: list[Piece], covers: Longs, rows: torch.Tensor) -> torch.Tensor:
+    """(taps, rows, columns) out of a block; sums are float32, the largest keep their dtype."""
     taps, _, width = rows.shape
-    dtype = torch.float32 if operation == "mean" else rows.dtype
-    out = torch.empty(taps, len(covers), width, dtype=dtype, device=rows.device)
+    is_sum, columns = form.combine == "sum", form.reduction.columns(width)
+    dtype = torch.float32 if is_sum else rows.dtype
+    out = torch.empty(taps, len(covers), columns, dtype=dtype, device=rows.device)
     for a, b, at in pieces:
+        part = form.reduction.on_device(torch, rows[:, a:b])
         if covers[at] == 1:
-            out[:, at : at + b - a] = rows[:, a:b]
-        elif operation == "mean":
-            torch.sum(rows[:, a:b], dim=1, dtype=torch.float32, out=out[:, at])
+            out[:, at : at + b - a] = part
+        elif is_sum:
+            torch.sum(part, dim=1, dtype=torch.float32, out=out[:, at])
         else:
-            torch.amax(rows[:, a:b], dim=1, out=out[:, at])
+            torch.amax(part, dim=1, out=out[:, at])
     return out
 
 
-_NEUTRAL: dict[Fold, float] = {"mean": 0.0, "max": float("-inf"), "last": 0.0}
+_NEUTRAL: dict[Fold, float] = {"sum": 0.0, "max": float("-inf"), "last": 0.0}
 _MOST: Final = 1024
 """Rows of one sum: rounding grows with them. The front-end adds sums in float64."""
 _SPREAD: Final = 64
@@ -373,7 +371,7 @@ class Tally:
         with torch.inference_mode():
             new = rows.reshape(-1, rows.shape[-1]).to(self._latest.dtype)
             old = self._latest.index_select(0, index[1]).to(self._sums.dtype)
-            if fold == "mean":
+            if fold == "sum":
                 self._sums.index_add_(0, index[0], old)
             else:
                 if fold == "max":

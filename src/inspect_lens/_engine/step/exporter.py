@@ -138,7 +138,7 @@ class Sender:
             if group.is_live or group.lens is not None:
                 return None
             if group.form is not None and group.rows is not None:
-                if group.form.operation not in ("none", "norm"):
+                if group.form.combine is not None:
                     return None
                 total += len(group.rows) * block.n_tokens * row_bytes
             total += len(group.qk or ()) * block.n_tokens * row_bytes

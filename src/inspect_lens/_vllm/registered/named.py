@@ -66,12 +66,12 @@ def _put(completion: Any, tensors: dict[str, TensorData], transport: str) -> Non
 def _of_site(
     rows: TensorData, capture: CaptureEnvelope, site: Site, rank: dict[RowPart, int]
 ) -> TensorData:
-    width = capture.width_of(site)
-    ranks, parts = owners(width, capture.ranks), range(rows_for(width, capture.hidden))
+    size, width = capture.width_of(site), capture.reduction.width
+    ranks, parts = owners(size, capture.ranks), range(rows_for(size, capture.hidden))
     taps = [tap_point(site, layer) for layer in capture.layers]
     at = np.asarray([[rank[RowPart(r, tap, p)] for r in ranks for p in parts] for tap in taps])
-    own = width.width // width.shards
-    if at.shape[1] == 1 and (own == capture.hidden or capture.operation != "norm"):
+    own = size.width // size.shards
+    if at.shape[1] == 1 and (own == capture.hidden or width is None):
         found = _taken(rows.storage, at[:, 0])[..., :own]
         is_held = own == capture.hidden or _has_whole_rows(capture)
         if not is_held or any(tap.site != site for tap in taps):
@@ -79,14 +79,14 @@ def _of_site(
             # would change in both where somebody changes one.
             found = found.copy()
         return TensorData(found, rows.dtype)
+    if width is not None:
+        wide = TensorData(np.ascontiguousarray(rows.storage[at]), rows.dtype).to_float32()
+        return narrowed(capture.reduction.join(wide), rows.dtype)
     # (layers, parts, tokens, hidden) to (layers, tokens, parts, hidden).
     found = rows.storage[at].swapaxes(1, 2)
-    if capture.operation == "norm":
-        norms = TensorData(np.ascontiguousarray(found), rows.dtype).to_float32()
-        return narrowed(np.linalg.norm(norms, axis=2), rows.dtype)
     layers, tokens = found.shape[:2]
-    shares = found.reshape(layers, tokens, width.shards, len(parts) * capture.hidden)
-    return TensorData(shares[..., :own].reshape(layers, tokens, width.width), rows.dtype)
+    shares = found.reshape(layers, tokens, size.shards, len(parts) * capture.hidden)
+    return TensorData(shares[..., :own].reshape(layers, tokens, size.width), rows.dtype)
 
 
 def _has_whole_rows(capture: CaptureEnvelope) -> bool:

@@ -88,7 +88,7 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     kind = (
         # What a tenant has captured, and that it has, is nobody else's to know.
         *(TENANT.get(), core.cache_salt, asked.sites, asked.layers, asked.widths, asked.ranks),
-        *(asked.hidden, asked.operation, asked.wire),
+        *(asked.hidden, asked.reduce, asked.wire),
     )
     prefix = Prefix(hashlib.blake2b(repr(kind).encode()).digest(), core.prompt_token_ids)
     epoch = cache.epoch
@@ -122,7 +122,7 @@ def _is_kept(envelope: Envelope, core: Any) -> bool:
     return (
         capture is not None
         and capture.positions is None
-        and capture.operation in ("none", "norm")
+        and capture.combine is None
         and not capture.is_last
         and all(part.lo >= last for part in others)
         # An adapter may be replaced under its name; images are no tokens; choices get copies.

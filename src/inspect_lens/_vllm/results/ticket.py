@@ -124,7 +124,7 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
     # Else the rows have to be the result, where they lie, and fill most of what they lie in.
     if expected.n_known:
         return False
-    is_plain = capture.reduce == "none" and not capture.is_last and capture.is_simple
+    is_plain = capture.combine is None and not capture.is_last and capture.is_simple
     most = len(expected.positions(expected.n_max))
     return is_plain and (count == most or (taps == 1 and 5 * count >= 4 * most))
 

@@ -6,10 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from inspect_lens.spec.asks._capture import QKReceipt, Reduce, SiteChoice
+from inspect_lens.spec.asks._capture import QKReceipt, SiteChoice
 from inspect_lens.spec.asks._hook import HookReceipt
 from inspect_lens.spec.asks._lens import LensReceipt
 from inspect_lens.spec.asks._probe import ProbeReceipt
+from inspect_lens.spec.asks._reductions import REDUCTIONS, Reduce
 from inspect_lens.spec.asks._sink import SinkReceipt
 from inspect_lens.spec.engine._facts import RESID_POST, Site
 
@@ -29,7 +30,7 @@ class CaptureReceipt(BaseModel):
     layers: tuple[int, ...]
     """Layers, ascending: the first axis of each tensor."""
     n_positions: int
-    """Tokens that the result is made of; without `mean` or `max` the second axis of the tensor."""
+    """Tokens that the result is made of; see `n_rows`."""
     first_position: int | None = None
     """Position of the first token when they are consecutive."""
     positions: tuple[int, ...] | None = None
@@ -47,8 +48,9 @@ class CaptureReceipt(BaseModel):
 
     @property
     def n_rows(self) -> int:
-        """The second axis of the tensor."""
-        return min(self.n_positions, 1) if self.reduce in ("mean", "max") else self.n_positions
+        """The second axis of the tensor: 1 where `reduce` makes one row of all tokens."""
+        is_one = REDUCTIONS[self.reduce].combine is not None
+        return min(self.n_positions, 1) if is_one else self.n_positions
 
 
 class GateReceipt(BaseModel):

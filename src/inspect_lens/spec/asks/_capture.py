@@ -10,13 +10,13 @@ from inspect_lens.spec.engine._facts import RESID_POST, SITES, Site, in_site_ord
 from inspect_lens.spec.values._strict import integers, shown
 
 from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
+from ._reductions import REDUCTIONS, Reduce
 
 __all__ = [
     "CaptureSpec",
     "Layers",
     "QKReceipt",
     "QKSpec",
-    "Reduce",
     "RowDType",
     "SiteChoice",
     "Transport",
@@ -27,9 +27,6 @@ Layers = Literal["all"] | tuple[int, ...]
 
 SiteChoice = Site | tuple[Site, ...]
 """One site, or several in the order of `SITES`."""
-
-Reduce = Literal["none", "mean", "last", "max", "norm"]
-"""How the engine reduces the rows of the selected tokens before it returns them."""
 
 RowDType = Literal["model", "float32", "bfloat16", "float16"]
 """dtype of a result; `model` is that of the residual stream in the engine."""
@@ -79,10 +76,12 @@ class CaptureSpec(BaseModel):
     """Keep only those of the positions that are `prefill` (prompt tokens) or `decode` (sampled
     tokens that are fed back)."""
 
-    reduce: Reduce = "none"
-    """What is made of the selected tokens' rows where they are. `mean` (summed in float32),
-    `max` (of each coordinate) and `last` give (layers, 1, hidden); `norm` gives the L2 norm of
-    each row, computed in float32, as (layers, tokens, 1). Of no token they give no row."""
+    reduce: Reduce = Field(
+        default="none",
+        description="What is made of the selected tokens' rows where they are: "
+        + "; ".join(f"`{one.name}`: {one.summary}" for one in REDUCTIONS.values())
+        + ". Of no token there is no row.",
+    )
 
     dtype: RowDType = "model"
     """dtype of the result; rounded to nearest even, behind the reduction. A value beyond the range

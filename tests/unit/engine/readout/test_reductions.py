@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import REDUCTIONS, Reduce
 from tests.kit.cases import DTYPES, KEYS, REJECTED, Case, checked, compare
 from tests.kit.steps import FACTS, LAYERS, Worker, begin
 
@@ -79,7 +81,7 @@ def crowd(worker: Worker) -> list[str]:
 SPECS = st.fixed_dictionaries(
     {},
     optional={
-        "reduce": st.sampled_from(["none", "mean", "last", "max", "norm"]),
+        "reduce": st.sampled_from(list(REDUCTIONS)),
         "dtype": st.sampled_from(["model", *DTYPES]),
         "phase": st.sampled_from(["prefill", "decode", "both"]),
         "positions": st.sampled_from(
@@ -186,3 +188,9 @@ def fed_positions(envelope: Envelope, n_fed: int) -> int:
     if capture.positions is not None:
         return sum(p < n_fed for p in capture.positions)
     return max(0, min(capture.hi, n_fed) - capture.lo)
+
+
+def test_the_table_of_reductions_is_what_requests_may_name() -> None:
+    assert tuple(REDUCTIONS) == get_args(Reduce)
+    described = str(CaptureSpec.model_fields["reduce"].description)
+    assert all(f"`{name}`: {one.summary}" in described for name, one in REDUCTIONS.items())

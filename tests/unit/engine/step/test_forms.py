@@ -20,7 +20,7 @@ from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import EngineProbe, ProbeUse
+from inspect_lens.spec import REDUCTIONS, EngineProbe, ProbeUse
 from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter, sealed
 
@@ -171,8 +171,8 @@ def test_a_long_sum_does_not_lose_its_small_terms() -> None:
     rows = np.full((1, 1 << 17, 1), 1e-3, dtype=np.float32)
     rows[0, 0] = 4096.0
     with ThreadPoolExecutor(1) as threads:
-        merge = Merge("mean", False, "float32", "float32")
-        found = merge(rows, None, (1, 1), threads).storage[0, 0, 0]
+        merge = Merge(REDUCTIONS["mean"], False, "float32", "float32", 1)
+        found = merge(rows, None, 1, threads).storage[0, 0, 0]
     exact = rows.astype(np.float64).mean()
     assert abs(found - exact) <= np.spacing(np.float32(exact))
 
