@@ -38,7 +38,8 @@ def components() -> tuple[Component, ...]:
     source = ROOT / "src" / PACKAGE
     for path in sorted(source.rglob("*.py")):
         inside = path.relative_to(source).parts
-        room = ".".join((PACKAGE, *inside[:-1]))
+        own = () if path.stem.startswith("_") else (path.stem,)
+        room = ".".join((PACKAGE, *inside[:-1], *own))
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue

@@ -34,7 +34,7 @@ def test_what_is_registered_has_to_have_one() -> None:
     wanted = set(required())
     names = {path.rpartition(".")[2] for path in wanted}
     assert set(_registry.__all__) <= names
-    lazily = {f"inspect_lens.{room}.{name}" for _, room, _, name in _registry._LAZY}
+    lazily = {f"inspect_lens.agents.{room}.{name}" for _, room, _, name in _registry._LAZY}
     assert lazily <= wanted
 
 

@@ -41,10 +41,10 @@ def test_without_the_package_the_error_names_the_extra(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == package else real(name, *a)
     )
-    for name in [n for n in sys.modules if n.startswith(f"inspect_lens.{room}")]:
+    for name in [n for n in sys.modules if n.startswith(f"inspect_lens.agents.{room}")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(PrerequisiteError, match=rf"inspect-lens\[{extra}\]"):
-        importlib.import_module(f"inspect_lens.{room}")
+        importlib.import_module(f"inspect_lens.agents.{room}")
 
 
 def test_require_is_silent_where_the_package_is_there() -> None:

@@ -42,15 +42,19 @@ from tests.contracts.test_vocabulary import written
 from tests.kit.mock_evals import WIDTH, answers, call, judge, planted_probe, run, scores
 from tests.kit.promises import Promise
 
-ROOMS = ("scorer", "solver", "reading", "approver", "control", "petri", "sentinel", "scout")
+ROOMS = (
+    "scorer", "solver", "reading", "agents", "agents.control", "agents.petri", "agents.sentinel",
+    "agents.scout",
+)  # fmt: skip
 SHARED = (
     "layer", "positions", "pool", "selection", "source", "check_model", "tokenizer", "over",
     "roles", "on_missing",
 )  # fmt: skip
 """What a user says of calls and tokens; `ProbeReader.of` has the meaning and the default."""
 WITHOUT_ROLES = {
-    "petri.read_probe", "petri.eval_awareness_approver", "petri.lens_audit_solver",
-    "scout.audit_probe_scanner",  # the target of an audit, and nobody else
+    "agents.petri.read_probe", "agents.petri.eval_awareness_approver",
+    "agents.petri.lens_audit_solver",
+    "agents.scout.audit_probe_scanner",  # the target of an audit, and nobody else
     "solver.probe_gate", "solver.probe_resample",  # what they generate themselves
 }  # fmt: skip
 OWN_DEFAULTS = {
@@ -58,7 +62,8 @@ OWN_DEFAULTS = {
     "positions": {"scorer.deception_probe", "scorer.trait_projection", "scorer.sae_feature"},
     "pool": {"scorer.trait_projection", "scorer.sae_feature"},
     "selection": {"scorer.trait_projection", "scorer.sae_feature"},  # they have no card
-    "over": {"scout.probe_scanner", "scout.audit_probe_scanner"},  # a scan watches every turn
+    # A scan watches every turn.
+    "over": {"agents.scout.probe_scanner", "agents.scout.audit_probe_scanner"},
 }
 
 
@@ -98,7 +103,7 @@ def test_what_is_shared_has_one_default_and_one_text(surface: str) -> None:
 
 def texts(name: str) -> set[str]:
     """What is said of a parameter: of samples, of single messages, and of scans."""
-    said = ("scorer.probe_score", "sentinel.probe_monitor", "scout.probe_scanner")
+    said = ("scorer.probe_score", "agents.sentinel.probe_monitor", "agents.scout.probe_scanner")
     found = [f for f in said if name in inspect.signature(SURFACES[f]).parameters]
     return {text_of(SURFACES[f], name).rstrip(".") for f in found}
 
@@ -249,7 +254,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     assert values(request.getfixturevalue("gap_log"), on_missing="skip")[1] == 8.0
 
 
-@CALLS.on("scout.probe_scanner")
+@CALLS.on("agents.scout.probe_scanner")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from inspect_scout import scan, scan_results_df, transcripts_from
 
@@ -312,7 +317,7 @@ def messages(tmp_path: Path, make: Callable[..., Any], watch: Callable[..., Any]
         watching(tmp_path, lambda *a: watch(strict, *a))
 
 
-@CALLS.on("sentinel.probe_monitor", "sentinel.probe_call_monitor")
+@CALLS.on("agents.sentinel.probe_monitor", "agents.sentinel.probe_call_monitor")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from types import SimpleNamespace
 
@@ -331,7 +336,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     )
 
 
-@CALLS.on("control.probe_monitor_builder", "control.coup_probe_monitor_builder")
+@CALLS.on("agents.control.probe_monitor_builder", "agents.control.coup_probe_monitor_builder")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from inspect_lens.agents import control
 
@@ -352,7 +357,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     )
 
 
-@CALLS.on("approver.probe_approver")
+@CALLS.on("agents.probe_approver")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     async def watch(approver: Any, state: TaskState, output: ModelOutput) -> Any:
         made = ToolCall(id=f"c{len(state.messages)}", function="send", arguments={})

@@ -47,7 +47,7 @@ ARGUMENTS = {"-M, server runs", "-M, server is started", "-M, no model"}
 def _open_ended() -> Iterator[str]:
     """Public functions and methods of ours that take any keyword."""
     for module in pkgutil.iter_modules(inspect_lens.__path__):
-        if module.name.startswith("_") or module.name in ("petri", "scout", "sentinel", "control"):
+        if module.name.startswith("_"):
             continue
         found = importlib.import_module(f"inspect_lens.{module.name}")
         seen: list[object] = []
