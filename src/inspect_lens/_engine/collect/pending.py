@@ -12,7 +12,7 @@ import numpy as np
 from inspect_lens._engine.export.transport import COLUMN, LATCHES
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Failure, Opening
+from inspect_lens._engine.protocol.messages import Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import N_LATCHES, TensorData
 
@@ -42,17 +42,8 @@ class Pending:
 
         Made when it is first asked for, which is no more in the way of the next request.
         """
-        made: dict[int, Stream] = {}
-        envelope = self._envelope
-        if envelope.capture is not None:
-            made[ROWS] = Stream(envelope.capture, envelope.n_prompt)
-        if envelope.probes is not None:
-            made[SCORES] = Stream(envelope.probes, envelope.n_prompt)
-        if envelope.qk is not None:
-            made[QK] = Stream(envelope.qk, envelope.n_prompt)
-        if envelope.lens is not None:
-            made[LENS] = Stream(envelope.lens, envelope.n_prompt)
-        return made
+        asked, n_prompt = self._envelope.results, self._envelope.n_prompt
+        return {i: Stream(one, n_prompt) for i, one in enumerate(asked) if one is not None}
 
     def fail(self, key: str, error: Exception) -> None:
         """Take note that it has failed, for the first reason; the collector's lock is held."""

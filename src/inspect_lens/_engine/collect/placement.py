@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.messages import PATHS, Block, Opening, unpacked
+from inspect_lens._engine.protocol.readouts import READOUTS
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 
 from .stream import Stream
 
 __all__ = ["Worker", "paths_of"]
 
-_STREAMS = 4
+_STREAMS = len(READOUTS)
 
 
 class Worker:

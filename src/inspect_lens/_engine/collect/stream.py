@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
-from inspect_lens._engine.protocol.readouts import LensEnvelope, ProbesEnvelope
+from inspect_lens._engine.protocol.capture import CaptureEnvelope, Readout
+from inspect_lens._engine.protocol.readouts import ProbesEnvelope
 from inspect_lens.spec import DType, Reduction, TensorData
 
 from .result_memory import SHARE_BYTES, Slab, SlabPool
@@ -104,9 +104,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in STOR
 class Stream:
     """One result of a request: rows at some taps, for some positions."""
 
-    def __init__(
-        self, asked: CaptureEnvelope | ProbesEnvelope | LensEnvelope, n_prompt: int
-    ) -> None:
+    def __init__(self, asked: Readout, n_prompt: int) -> None:
         self.taps, self.width = asked.shape
         self.dtype, self.lo = asked.wire, asked.lo
         self.listed = None

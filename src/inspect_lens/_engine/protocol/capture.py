@@ -1,4 +1,4 @@
-"""What a worker and a front-end have to know of one request's capture."""
+"""What a request wants of rows, and what a worker and a front-end have to know of a capture."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from functools import cache, cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -37,11 +37,13 @@ __all__ = [
     "CaptureEnvelope",
     "Combine",
     "Fold",
+    "Readout",
     "RowPart",
     "owners",
     "seal_capture",
     "seal_qk",
     "share_of",
+    "span_of",
 ]
 
 Combine = Literal["sum", "max"]
@@ -68,20 +70,79 @@ class RowPart(NamedTuple):
     """Of that rank's share."""
 
 
-@dataclass(frozen=True)
-class CaptureEnvelope:
+@dataclass(frozen=True, kw_only=True)
+class Readout:
+    """One kind of result of a request; see `READOUTS`."""
+
+    lo: int
+    """First position of the range; with `positions`, the smallest of them."""
+    hi: int
+    """End of the range, exclusive; with `positions`, one past the largest."""
+    positions: tuple[int, ...] | None = None
+    """Sorted explicit positions, or None for the whole range."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """The taps whose rows are read, in tap order."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of a token, and their width, of what workers send."""
+        raise NotImplementedError
+
+    @property
+    def wire(self) -> DType:
+        """Dtype of what workers send; ids and ranks of a lens are exact in float32."""
+        return "float32"
+
+    @property
+    def alike(self) -> bytes:
+        """What the requests of a batch have in common."""
+        raise NotImplementedError
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether two ends say which tokens it has, and each row stands for one of them."""
+        return self.positions is None
+
+    def fed(self, n_fed: int) -> Sequence[int]:
+        """Positions read, ascending, of a request that fed `n_fed` tokens to the model."""
+        if self.positions is not None:
+            return self.positions[: bisect_left(self.positions, n_fed)]
+        return range(self.lo, max(self.lo, min(self.hi, n_fed)))
+
+    def pack(self) -> tuple[Any, ...]:
+        """As msgpack-able data."""
+        return tuple([getattr(self, name) for name in _names(type(self))])
+
+    @classmethod
+    def unpack(cls, values: Sequence[Any]) -> Self:
+        """Read what `pack` made, with tuples in the place of lists."""
+        return cls(**dict(zip(_names(cls), values, strict=True)))
+
+
+@cache
+def _names(kind: type[Readout]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def span_of(where: Sequence[int]) -> tuple[int, int, tuple[int, ...] | None]:
+    """`lo`, `hi` and `positions` of a readout."""
+    if isinstance(where, range):
+        return where.start, max(where.start, where.stop), None
+    listed = tuple(sorted(where))
+    return (listed[0], listed[-1] + 1, listed) if listed else (0, 0, listed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureEnvelope(Readout):
     """Rows to send back."""
 
     sites: tuple[Site, ...]
     """Sites asked for."""
     layers: tuple[int, ...]
     """Global layer numbers asked for at each site, ascending."""
-    lo: int
-    """First position of the range; with `positions`, the smallest of them."""
-    hi: int
-    """End of the range, exclusive; with `positions`, one past the largest."""
-    positions: tuple[int, ...] | None
-    """Sorted explicit positions, or None for the whole range."""
     hidden: int
     """Width of the stream."""
     dtype: DType
@@ -121,12 +182,10 @@ class CaptureEnvelope:
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
-        """The taps that serve the sites and layers, in tap order."""
         return _taps_of(self.sites, self.layers)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of a token, and width, of what workers send."""
         return len(self.rows), self.reduction.columns(self.hidden)
 
     @property
@@ -149,14 +208,12 @@ class CaptureEnvelope:
 
     @property
     def wire(self) -> DType:
-        """Dtype of what the worker sends: sums are rounded when they are complete."""
+        # Sums are rounded when they are complete.
         return "float32" if self.reduction.combine == "sum" else self.dtype
 
-    def fed(self, n_fed: int) -> Sequence[int]:
-        """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
-        if self.positions is not None:
-            return self.positions[: bisect_left(self.positions, n_fed)]
-        return range(self.lo, max(self.lo, min(self.hi, n_fed)))
+    @property
+    def is_plain(self) -> bool:
+        return super().is_plain and not self.token
 
     def n_bytes(self, n_fed: int) -> int:
         """Size of the results of a request that fed `n_fed` tokens to the model."""
@@ -169,17 +226,7 @@ class CaptureEnvelope:
 
     @cached_property
     def alike(self) -> bytes:
-        """What the requests of a batch have in common."""
         return written(tuple([getattr(self, name) for name in _ALIKE]))
-
-    def pack(self) -> tuple[Any, ...]:
-        """As msgpack-able data."""
-        return tuple([getattr(self, field.name) for field in fields(self)])
-
-    @classmethod
-    def unpack(cls, values: Sequence[Any]) -> CaptureEnvelope:
-        """Read what `pack` made, with tuples in the place of lists."""
-        return cls(*values)
 
 
 _ALIKE = tuple(
@@ -212,12 +259,7 @@ def seal_capture(
         )
     if is_last:
         where = _possible_last(where, n_prompt)
-    listed: tuple[int, ...] | None = None
-    if isinstance(where, range):
-        lo, hi = where.start, max(where.start, where.stop)
-    else:
-        listed = tuple(sorted(where))
-        lo, hi = listed[0], listed[-1] + 1
+    lo, hi, listed = span_of(where)
     sealed = CaptureEnvelope(
         sites=capture.sites,
         layers=tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers,

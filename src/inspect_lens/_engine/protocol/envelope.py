@@ -22,11 +22,19 @@ from inspect_lens.spec import (
     LensRequest,
 )
 
-from .capture import CaptureEnvelope, seal_capture, seal_qk
+from .capture import CaptureEnvelope, Readout, seal_capture, seal_qk
 from .edits import EditEnvelope
 from .kept import Kept
 from .programs import read
-from .readouts import LENS_KEY, AskedProbes, LensEnvelope, ProbesEnvelope, seal_lens, seal_probes
+from .readouts import (
+    LENS_KEY,
+    READOUTS,
+    AskedProbes,
+    LensEnvelope,
+    ProbesEnvelope,
+    seal_lens,
+    seal_probes,
+)
 from .sealed_edits import NO_EDITS, SealedEdits, SteerEnvelope, seal_request_edits
 
 __all__ = [
@@ -40,7 +48,7 @@ __all__ = [
     "uses_of",
 ]
 
-VERSION = 15
+VERSION = 16
 
 
 USES_KEY = "uses"
@@ -125,10 +133,10 @@ class Envelope:
         """What the requests of a batch have in common, of each result."""
         return tuple([None if part is None else part.alike for part in self.results])
 
-    @property
-    def results(self) -> tuple[CaptureEnvelope | ProbesEnvelope | LensEnvelope | None, ...]:
-        """What is asked for of each result, in the order of `ROWS`, `SCORES`, `QK` and `LENS`."""
-        return self.capture, self.probes, self.qk, self.lens
+    @cached_property
+    def results(self) -> tuple[Readout | None, ...]:
+        """What is asked for of each kind, in the order of `READOUTS`."""
+        return tuple([getattr(self, name) for name in READOUTS])
 
     @property
     def is_edited_alone(self) -> bool:
@@ -137,19 +145,16 @@ class Envelope:
         return (
             bool(edited.all)
             and not (edited.has_latches or self.is_speculative)
-            and self.results == (None, None, None, None)
+            and not any(self.results)
         )
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether all that a worker has to know of the request are two ends and its kind."""
-        capture, probes, lens = self.capture, self.probes, self.lens
         return not (
             self.edited.all
             or self.is_speculative
-            or (capture is not None and (capture.token or capture.positions is not None))
-            or (probes is not None and probes.positions is not None)
-            or (lens is not None and lens.positions is not None)
+            or any(part is not None and not part.is_plain for part in self.results)
         )
 
     @property
@@ -226,18 +231,19 @@ _SHARED_MOST = 2048
 
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
     """An unsteered request."""
-    n_prompt, is_speculative, capture, probes, qk, lens = read(rows)
+    n_prompt, is_speculative, *packed = read(rows)
+    results: dict[str, Any] = {
+        name: None if values is None else READOUTS[name].unpack(values)
+        for name, values in zip(READOUTS, packed, strict=True)
+    }
     return Envelope(
         reply=reply,
         pid=pid,
-        capture=None if capture is None else CaptureEnvelope.unpack(capture),
         edited=NO_EDITS,
-        probes=None if probes is None else ProbesEnvelope.unpack(probes),
         n_prompt=n_prompt,
         is_speculative=is_speculative,
         steer_hash=None,
-        qk=None if qk is None else CaptureEnvelope.unpack(qk),
-        lens=None if lens is None else LensEnvelope.unpack(lens),
+        **results,
     )
 
 

@@ -1,17 +1,15 @@
-"""What a worker and a front-end have to know of one request's probes and of its lens."""
+"""The kinds of results that a request may have, and what is known of its probes and its lens."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
-    DType,
     EngineFacts,
     EngineProbe,
     LogitLens,
@@ -25,10 +23,12 @@ from inspect_lens.spec import (
     tap_points,
 )
 
+from .capture import CaptureEnvelope, Readout, span_of
 from .programs import written
 
 __all__ = [
     "LENS_KEY",
+    "READOUTS",
     "AskedProbes",
     "LensEnvelope",
     "LensForm",
@@ -38,44 +38,36 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class ProbesEnvelope:
+@dataclass(frozen=True, kw_only=True)
+class ProbesEnvelope(Readout):
     """Probes to apply to the rows of a request."""
 
     names: tuple[str, ...]
     """sha256 of each registered probe."""
-    taps: tuple[TapPoint, ...]
+    points: tuple[TapPoint, ...]
     """What they read together, in tap order."""
     columns: int
     """Numbers per token that come back."""
-    lo: int
-    hi: int
-    """Positions that any of them reads lie in [lo, hi)."""
     is_live: bool = False
     """Whether scores are looked at while the request runs, so that none may wait for the next."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Taps and width of the result's rows; each worker sends one row for all its taps."""
-        return len(self.taps), self.columns
+    def taps(self) -> tuple[TapPoint, ...]:
+        return self.points
 
-    wire: DType = "float32"
-    positions: tuple[int, ...] | None = None
+    @property
+    def shape(self) -> tuple[int, int]:
+        # Each worker sends one row for all its taps.
+        return len(self.points), self.columns
 
     @cached_property
     def alike(self) -> bytes:
-        """What the requests of a batch have in common."""
-        return written((self.names, self.taps, self.columns, self.is_live))
-
-    def pack(self) -> tuple[Any, ...]:
-        """As msgpack-able data."""
-        return self.names, self.taps, self.columns, self.lo, self.hi, self.is_live
+        return written((self.names, self.points, self.columns, self.is_live))
 
     @classmethod
-    def unpack(cls, values: Sequence[Any]) -> ProbesEnvelope:
-        """Read what `pack` made, with tuples in the place of lists."""
-        names, taps, *others = values
-        return cls(names, tuple(TapPoint(site, n) for site, n in taps), *others)
+    def unpack(cls, values: Sequence[Any]) -> Self:
+        made = super().unpack(values)
+        return replace(made, points=tuple([TapPoint(*point) for point in made.points]))
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,14 @@ def seal_probes(
             is_range = isinstance(where, range)
             lo = min(lo, where[0] if is_range else min(where))
             hi = max(hi, (where[-1] if is_range else max(where)) + 1)
-    return ProbesEnvelope(asked.names, asked.taps, asked.columns, lo, max(lo, hi), is_live)
+    return ProbesEnvelope(
+        lo=lo,
+        hi=max(lo, hi),
+        names=asked.names,
+        points=asked.taps,
+        columns=asked.columns,
+        is_live=is_live,
+    )
 
 
 LENS_KEY = "lens"
@@ -160,19 +159,13 @@ class LensForm(NamedTuple):
         return tap_points((RESID_POST,), self.layers)
 
 
-@dataclass(frozen=True)
-class LensEnvelope:
+@dataclass(frozen=True, kw_only=True)
+class LensEnvelope(Readout):
     """Rows to read."""
 
     layers: tuple[int, ...]
     top_k: int
     tokens: tuple[int, ...]
-    lo: int
-    """First position of the range; with `positions`, the smallest of them."""
-    hi: int
-    """End of the range, exclusive; with `positions`, one past the largest."""
-    positions: tuple[int, ...] | None
-    """Sorted explicit positions, or None for the whole range."""
     transport: str
     """How the response carries the result; the worker does not care."""
     lens: str = ""
@@ -189,38 +182,24 @@ class LensEnvelope:
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
-        """The taps that are read, in tap order."""
         return self.form.taps
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of a token, and their width, of what a worker sends."""
         return len(self.layers), self.form.columns
-
-    @property
-    def wire(self) -> DType:
-        """Type of these numbers; ids and ranks are exact, as vocabularies are below 2^24."""
-        return "float32"
-
-    def fed(self, n_fed: int) -> Sequence[int]:
-        """Positions read, ascending, of a request that fed `n_fed` tokens to the model."""
-        if self.positions is not None:
-            return self.positions[: bisect_left(self.positions, n_fed)]
-        return range(self.lo, max(self.lo, min(self.hi, n_fed)))
 
     @cached_property
     def alike(self) -> bytes:
-        """What the requests of a batch have in common."""
         return written(tuple(self.form))
 
-    def pack(self) -> tuple[Any, ...]:
-        """As msgpack-able data."""
-        return tuple([getattr(self, field.name) for field in fields(self)])
 
-    @classmethod
-    def unpack(cls, values: Sequence[Any]) -> LensEnvelope:
-        """Read what `pack` made, with tuples in the place of lists."""
-        return cls(*values)
+READOUTS: Final = {
+    "capture": CaptureEnvelope,
+    "probes": ProbesEnvelope,
+    "qk": CaptureEnvelope,
+    "lens": LensEnvelope,
+}
+"""Kinds of results by name, in the order of `ROWS`, `SCORES`, `QK` and `LENS`."""
 
 
 def seal_lens(
@@ -232,12 +211,7 @@ def seal_lens(
     where = resolve_positions(
         lens.positions, n_prompt=n_prompt, n_max=n_max, field="lens.positions"
     )
-    listed: tuple[int, ...] | None = None
-    if isinstance(where, range):
-        lo, hi = where.start, max(where.start, where.stop)
-    else:
-        listed = tuple(sorted(where))
-        lo, hi = (listed[0], listed[-1] + 1) if listed else (0, 0)
+    lo, hi, listed = span_of(where)
     entry = lens.entry if isinstance(lens, ResolvedLens) else None
     if entry is None and lens.name is not None:
         raise SpecError(f"lens.name: {lens.name!r} has not been looked up")

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import inspect_lens
-from inspect_lens._engine.collect.collector import ROWS, SCORES, Collected
+from inspect_lens._engine.collect.collector import Collected
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._engine.protocol.programs import open_among
 from inspect_lens._engine.protocol.readouts import LensEnvelope
 from inspect_lens._vllm.compat.seams import vllm_version
@@ -121,12 +120,8 @@ class Expected:
 
     def counts(self, n_fed: int) -> dict[int, int]:
         """Positions that come, by kind of result, of a request that fed `n_fed` tokens."""
-        return {
-            ROWS: len(self.positions(n_fed)),
-            SCORES: self.n_read(n_fed),
-            QK: 0 if self.envelope.qk is None else n_fed,
-            LENS: 0 if self.envelope.lens is None else len(self.envelope.lens.fed(n_fed)),
-        }
+        asked = enumerate(self.envelope.results)
+        return {i: 0 if one is None else len(one.fed(n_fed)) for i, one in asked}
 
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -136,7 +131,7 @@ class Expected:
     def n_read(self, n_fed: int) -> int:
         """Positions that probes read of a request that fed `n_fed` tokens to the model."""
         probes = self.envelope.probes
-        return 0 if probes is None else max(0, min(probes.hi, n_fed) - probes.lo)
+        return 0 if probes is None else len(probes.fed(n_fed))
 
 
 def receipt_of(expected: Expected, n_completion: int) -> Receipt:

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import PrivateAttr, ValidationError
+from pydantic import PrivateAttr
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from inspect_lens._base.untrusted import parse_json
-from inspect_lens._intake import join, parent
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.model.stored._handle import Activations, LoggedHandle
-from inspect_lens.model.stored._places import MemoryStore, MessageIndex, find, is_there, know_root
+from inspect_lens.model.stored._places import MemoryStore, MessageIndex
 from inspect_lens.spec import ProbeUse, Site, resolve_positions
 
 from ._engine_probes import KNOWN, Role
@@ -214,22 +213,18 @@ class ProbeScores(LoggedHandle):
     n_completion: int
     """Sampled tokens; the last one is never read."""
 
+    KIND = SCORES_REFERENCE
+    KINDS = (SCORES_REFERENCE,)
+    METADATA = "probe_scores"
+    MEMORY = SCORES
+
     _activations: Activations | None = PrivateAttr(default=None)
 
     @classmethod
     def keep(
         cls, data: ScoreData, *, uri: str | None, root: str | None
     ) -> tuple[ProbeScores, bytes]:
-        """Make a handle, whose scores are in memory; the caller writes the file.
-
-        Args:
-            data: of one call.
-            uri: of its file, relative to `root`; None for no file.
-            root: folder of the log.
-
-        Returns:
-            The handle, and the contents of its file.
-        """
+        """Make a handle, whose scores are in memory, and the contents of its file to be written."""
         content = data.encode()
         handle = cls.model_construct(
             _fields_set=_FIELDS,
@@ -240,26 +235,8 @@ class ProbeScores(LoggedHandle):
             uri=uri,
             root=root,
         )
-        SCORES.put(handle._key, data)  # noqa: SLF001 - its own
+        handle.remember(data)
         return handle, content
-
-    @classmethod
-    def from_reference(cls, reference: Mapping[str, Any]) -> ProbeScores:
-        """Make a handle from its logged form; nothing is read yet.
-
-        Raises:
-            ArtifactError: the mapping is not such a reference.
-        """
-        fields = {name: value for name, value in reference.items() if name != "$lens"}
-        try:
-            if reference.get("$lens") != SCORES_REFERENCE:
-                raise ValueError(f"$lens is {reference.get('$lens')!r}")
-            return cls.model_validate(fields)
-        except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
-            raise ArtifactError(
-                f"not a logged reference to probe scores ({error}); wanted is the mapping with "
-                f'"$lens": "{SCORES_REFERENCE}" from output.metadata["probe_scores"]'
-            ) from None
 
     def of(self, probe: str) -> Column:
         """The token scores of a probe.
@@ -283,84 +260,34 @@ class ProbeScores(LoggedHandle):
     @property
     def columns(self) -> tuple[Column, ...]:
         """All scores."""
-        return self._load().columns
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the scores are in memory, or their file is where it is looked for."""
-        return self.in_memory or (self.uri is not None and is_there(self.uri, self.root))
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether no file has to be read."""
-        return SCORES.get(self._key) is not None
+        columns: tuple[Column, ...] = self._load().columns
+        return columns
 
     @property
     def activations(self) -> Activations | None:
         """What the same call captured, where this process made it."""
         return self._activations
 
-    @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        """Token ids of the prompt as the engine saw it."""
-        return self._load().prompt_token_ids
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Token ids that were sampled."""
-        return self._load().token_ids
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Model, sample, epoch and message that these belong to, as far as known."""
-        return self._load().origin
-
     def beside(self, activations: Activations | None) -> None:
         """Attach the activations that the same call captured."""
         self._activations = activations
 
-    def _load(self) -> ScoreData:
-        data = SCORES.get(self._key)
-        if data is None:
-            data = self._read()
-            SCORES.put(self._key, data)
-        return data
+    def _contents(self) -> dict[str, Any]:
+        return {"probes": list(self.probes)}
 
-    def _read(self) -> ScoreData:
-        if self.uri is None:
-            raise ArtifactError(
-                "probe scores: they are not in memory any more, and there is no file; raise "
-                "INSPECT_LENS_MEMORY_BYTES, or write files with -M activations_dir= or "
-                "INSPECT_LENS_DIR"
-            )
-        # A number and a position for each token, and facts of each probe.
-        tokens = self.n_prompt + self.n_completion
-        most = 16 * tokens * max(len(self.probes), 1) + (64 << 20)
-        where, content = find(self.uri, self.root, most=most)
+    def _most(self) -> int:
+        # A number and a position for each token.
+        return 16 * (self.n_prompt + self.n_completion) * max(len(self.probes), 1)
+
+    def _decoded(self, content: bytes, where: str) -> ScoreData:
         digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
         if digest != self.sha256:
-            raise ArtifactError(
-                f"{where}: has sha256 {digest}…, the log refers to {self.sha256}…; restore the "
-                "file that was written with this log"
-            )
+            self._refuse(where, digest)
         return ScoreData.decode(content, where=where)
 
-    def _contents(self) -> tuple[str, dict[str, Any]]:
-        return SCORES_REFERENCE, {"probes": list(self.probes)}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
-        if self.uri is not None:
-            moved = {"uri": join(self.root or "", self.uri), "root": None}
-            return _unpickle, (self.model_dump() | moved, None)
-        return _unpickle, (self.model_dump(), self._load().encode())
-
-
-def _unpickle(reference: dict[str, Any], data: bytes | None) -> ProbeScores:
-    if data is None:
-        know_root(parent(str(reference["uri"])))  # pickled by Inspect's cache, not out of a log
-        return ProbeScores.from_reference(reference)
-    return ProbeScores.keep(ScoreData.decode(data, where="cached scores"), uri=None, root=None)[0]
+    def _encoded(self) -> bytes:
+        data: ScoreData = self._load()
+        return data.encode()
 
 
 _FIELDS = set(ProbeScores.model_fields)

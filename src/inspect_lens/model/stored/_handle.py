@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,11 +55,129 @@ class LoggedHandle(BaseModel):
     root: str | None = None
     """That folder when the file was written."""
 
+    KIND: ClassVar[str]
+    """`$lens` of the logged form."""
+    KINDS: ClassVar[tuple[str, ...]]
+    """Those that are read."""
+    METADATA: ClassVar[str]
+    """Where the handle stands in the metadata of an output."""
+    MEMORY: ClassVar[MemoryStore[Any]]
+    """Data that this process holds."""
+
     _key: str = PrivateAttr(default_factory=lambda: str(next(_numbers)))
 
-    def _contents(self) -> tuple[str, dict[str, Any]]:
-        """`$lens` of the logged form, and the fields of this kind of handle."""
+    def _contents(self) -> dict[str, Any]:
+        """The fields of this kind of handle, as they are logged."""
         raise NotImplementedError
+
+    @classmethod
+    def _fields_of(cls, logged: dict[str, Any]) -> dict[str, Any]:
+        """All fields, from what is logged of them."""
+        return logged
+
+    def _most(self) -> int:
+        """Bytes that the data may have in a file, beside header and ids."""
+        raise NotImplementedError
+
+    def _decoded(self, content: bytes, where: str) -> Any:
+        """The data, from its file."""
+        raise NotImplementedError
+
+    def _encoded(self) -> bytes:
+        """The data, as it is in a file."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_reference(cls, reference: Mapping[str, Any]) -> Self:
+        """Make a handle from its logged form.
+
+        Args:
+            reference: the mapping that stands in the log.
+
+        Returns:
+            The handle; nothing is read yet.
+
+        Raises:
+            ArtifactError: the mapping is not such a reference.
+        """
+        try:
+            fields = {name: value for name, value in reference.items() if name != "$lens"}
+            if reference.get("$lens") not in cls.KINDS:
+                raise ValueError(f"$lens is {reference.get('$lens')!r}")
+            return cls.model_validate(cls._fields_of(fields))
+        except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
+            what = cls.METADATA.replace("_", " ")
+            raise ArtifactError(
+                f"not a logged reference to {what} ({error}); wanted is the mapping with "
+                f'"$lens": "{cls.KIND}" from output.metadata["{cls.METADATA}"]'
+            ) from None
+
+    def remember(self, data: Any) -> None:
+        """Hold the data of this handle in memory."""
+        self.MEMORY.put(self._key, data)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no file has to be read."""
+        return self.MEMORY.get(self._key) is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the data is in memory, or its file is where it is looked for.
+
+        False for a log that came without the `.lens` folder beside it.
+        """
+        return self.in_memory or (self.uri is not None and is_there(self.uri, self.root))
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Token ids of the prompt as the engine saw it."""
+        ids: Sequence[int] = self._load().prompt_token_ids
+        return ids
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Token ids that were sampled."""
+        ids: Sequence[int] = self._load().token_ids
+        return ids
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Model, sample, epoch and message that these belong to, as far as known."""
+        origin: Mapping[str, Any] = self._load().origin
+        return origin
+
+    def _load(self) -> Any:
+        data = self.MEMORY.get(self._key)
+        if data is None:
+            data = self._read()
+            self.remember(data)
+        return data
+
+    def _read(self) -> Any:
+        if self.uri is None:
+            raise ArtifactError(
+                f"{self.METADATA}: not in memory any more (or never kept, as with -M "
+                "activations=drop), and there is no file; raise INSPECT_LENS_MEMORY_BYTES, or "
+                "write files with -M activations_dir= or INSPECT_LENS_DIR"
+            )
+        most = self._most() + 8 * (self.n_prompt + self.n_completion) + _HEADER
+        where, content = find(self.uri, self.root, most=most)
+        return self._decoded(content, where)
+
+    def _refuse(self, where: str, digest: str) -> None:
+        """Say that a file is not the one that was written."""
+        raise ArtifactError(
+            f"{where}: has sha256 {digest}…, the log refers to {self.sha256}…; restore the file "
+            "that was written with this log"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
+        if self.uri is not None:
+            moved = {"uri": join(self.root or "", self.uri), "root": None}
+            return _unpickle, (type(self), self.model_dump() | moved, None)
+        return _unpickle, (type(self), self.model_dump(), self._encoded())
 
     @model_serializer(mode="plain")
     def _serialise(self) -> dict[str, Any]:
@@ -68,12 +186,11 @@ class LoggedHandle(BaseModel):
 
     @cached_property
     def _reference(self) -> dict[str, Any]:
-        kind, contents = self._contents()
         where = {} if self.uri is None else {"uri": self.uri, "root": self.root}
         return {
-            "$lens": kind,
+            "$lens": self.KIND,
             **where,
-            **contents,
+            **self._contents(),
             "sha256": self.sha256,
             "n_prompt": self.n_prompt,
             "n_completion": self.n_completion,
@@ -93,6 +210,19 @@ class LoggedHandle(BaseModel):
         return hash(self.sha256)
 
 
+def _unpickle(
+    kind: type[LoggedHandle], reference: dict[str, Any], data: bytes | None
+) -> LoggedHandle:
+    handle = kind.from_reference(reference)
+    if handle.uri is not None:
+        know_root(parent(handle.uri))  # pickled by Inspect's cache, and not out of a log
+    if data is not None:
+        handle.remember(handle._decoded(data, "Inspect's cache"))  # noqa: SLF001 - of this module
+    return handle
+
+
+_HEADER = 64 << 20
+"""Bytes that receipt and names of a file may take beside its data."""
 _LONGEST = 90
 """Letters of a tensor's facts: where Inspect walks a value, more than 100 become an attachment."""
 _FACTS = re.compile(r"(\w+) (\d+(?:x\d+)*) layers ([\d,-]+)(?: (\w+))?")
@@ -204,6 +334,11 @@ class Activations(LoggedHandle):
     sha256: str
     """Hash over names, dtypes, shapes and contents of the tensors, 16 hex digits."""
 
+    KIND = REFERENCE
+    KINDS = REFERENCES
+    METADATA = "activations"
+    MEMORY = MEMORY
+
     _steered: bool | None = PrivateAttr(default=None)
     _stamp: str | None = PrivateAttr(default=None)
 
@@ -249,33 +384,9 @@ class Activations(LoggedHandle):
         return handle
 
     @classmethod
-    def from_reference(cls, reference: Mapping[str, Any]) -> Activations:
-        """Make a handle from its logged form.
-
-        Args:
-            reference: the mapping that stands in the log.
-
-        Returns:
-            The handle; nothing is read yet.
-
-        Raises:
-            ArtifactError: the mapping is not such a reference.
-        """
-        fields = {name: value for name, value in reference.items() if name != "$lens"}
-        try:
-            if reference.get("$lens") not in REFERENCES:
-                raise ValueError(f"$lens is {reference.get('$lens')!r}")
-            fields["tensors"] = {name: read_info(info) for name, info in fields["tensors"].items()}
-            return cls.model_validate(fields)
-        except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
-            raise ArtifactError(
-                f"not a logged reference to activations ({error}); wanted is the mapping with "
-                f'"$lens": "{REFERENCE}" from output.metadata["activations"]'
-            ) from None
-
-    def remember(self, payload: Payload) -> None:
-        """Hold the payload of this handle in memory."""
-        MEMORY.put(self._key, payload)
+    def _fields_of(cls, logged: dict[str, Any]) -> dict[str, Any]:
+        infos = {name: read_info(info) for name, info in logged["tensors"].items()}
+        return logged | {"tensors": infos}
 
     # -- tensors ---------------------------------------------------------------
 
@@ -331,16 +442,6 @@ class Activations(LoggedHandle):
         return info.layers
 
     @property
-    def is_here(self) -> bool:
-        """Whether the tensors are in memory, or their file is where it is looked for.
-
-        False for a log that came without the `.lens` folder beside it.
-        """
-        if MEMORY.get(self._key) is not None:
-            return True
-        return self.uri is not None and is_there(self.uri, self.root)
-
-    @property
     def receipt(self) -> Receipt | None:
         """What the engine says it did; None from a server that gives no receipts."""
         return self._load().receipt
@@ -378,62 +479,27 @@ class Activations(LoggedHandle):
         done = receipt.lens if receipt else None
         return None if done is None else done.result(self)
 
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """Token ids of the prompt as the engine saw it."""
-        return self._load().prompt_token_ids
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Token ids that were sampled."""
-        return self._load().token_ids
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Model, sample, epoch and message that these belong to, as far as known."""
-        return self._load().origin
-
     def _load(self) -> Payload:
-        payload = MEMORY.get(self._key)
-        if payload is None:
-            payload = self._read()
-            MEMORY.put(self._key, payload)
+        payload: Payload = super()._load()
         return payload
 
-    def _read(self) -> Payload:
-        if self.uri is None:
-            raise ArtifactError(
-                "activations: the tensors are not in memory any more (or -M activations=drop "
-                "never kept them) and there is no file; raise INSPECT_LENS_MEMORY_BYTES, or write "
-                "files with -M activations_dir= or INSPECT_LENS_DIR"
-            )
-        path = join(self.root or "", self.uri)
-        untouched = self._stamp is not None and stamp_of(path) == self._stamp
-        rows = sum(math.prod(i.shape) * _ITEMSIZE.get(i.dtype, 8) for i in self.tensors.values())
-        ids = 4 * (self.n_prompt + self.n_completion)
-        where, data = find(self.uri, self.root, most=rows + ids + _HEADER)
-        payload = decode_file(data, where=where)
-        if untouched and where == path:
-            return payload  # hashing takes longer than reading, and it was hashed when written
-        if payload.sha256 != self.sha256:
-            raise ArtifactError(
-                f"{where}: holds other activations than the log refers to (sha256 "
-                f"{payload.sha256}…, wanted {self.sha256}…); restore the file that was "
-                "written with this log"
-            )
+    def _most(self) -> int:
+        return sum(math.prod(i.shape) * _ITEMSIZE.get(i.dtype, 8) for i in self.tensors.values())
+
+    def _decoded(self, content: bytes, where: str) -> Payload:
+        payload = decode_file(content, where=where)
+        path = join(self.root or "", self.uri or "")
+        # Hashing takes longer than reading, and what this process wrote was hashed then.
+        is_untouched = where == path and self._stamp is not None and stamp_of(path) == self._stamp
+        if not is_untouched and payload.sha256 != self.sha256:
+            self._refuse(where, payload.sha256)
         return payload
 
-    # -- copies, logs, caches --------------------------------------------------
+    def _encoded(self) -> bytes:
+        return b"".join(encode_file(self._load()))
 
-    def _contents(self) -> tuple[str, dict[str, Any]]:
-        return REFERENCE, {"tensors": {n: write_info(info) for n, info in self.tensors.items()}}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
-        if self.uri is not None:
-            moved = {"uri": join(self.root or "", self.uri), "root": None}
-            return _unpickle, (self.model_dump() | moved, None)
-        return _unpickle, (self.model_dump(), b"".join(encode_file(self._load())))
+    def _contents(self) -> dict[str, Any]:
+        return {"tensors": {name: write_info(info) for name, info in self.tensors.items()}}
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{n}: {i.shape} {i.dtype}" for n, i in self.tensors.items())
@@ -442,18 +508,7 @@ class Activations(LoggedHandle):
     __str__ = __repr__
 
 
-def _unpickle(reference: dict[str, Any], data: bytes | None) -> Activations:
-    handle = Activations.from_reference(reference)
-    if handle.uri is not None:
-        know_root(parent(handle.uri))  # pickled by Inspect's cache, and not out of a log
-    if data is not None:
-        handle.remember(decode_file(data, where="cached activations"))
-    return handle
-
-
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_HEADER = 64 << 20
-"""Bytes that receipt and names of a file may take beside its tensors."""
 _FIELDS = set(Activations.model_fields)
 """What every handle is made with; nothing changes it, as handles are frozen."""
 

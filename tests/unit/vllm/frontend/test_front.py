@@ -153,7 +153,7 @@ def test_reads_are_those_of_the_names_as_they_stand() -> None:
     assert registry.reads(request.probes) is reads
 
     def packed(item: EngineProbe) -> dict[str, Any]:
-        probes = ProbesEnvelope((item.sha256,), item.taps, 1, 3, 9)
+        probes = ProbesEnvelope(names=(item.sha256,), points=item.taps, columns=1, lo=3, hi=9)
         return dict(Envelope("", 1, None, NO_EDITS, probes, 4, False, None).pack())
 
     sealed = packed(first) | {"uses": reads.wire}
