@@ -6,7 +6,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
@@ -122,9 +122,8 @@ class Readout:
         return cls(**dict(zip(_names(cls), values, strict=True)))
 
 
-@cache
-def _names(kind: type[Readout]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _names(kind: type[Readout]) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
 def span_of(where: Sequence[int]) -> tuple[int, int, tuple[int, ...] | None]:

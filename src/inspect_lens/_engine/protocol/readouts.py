@@ -193,7 +193,7 @@ class LensEnvelope(Readout):
         return written(tuple(self.form))
 
 
-READOUTS: Final = {
+READOUTS: Final[Mapping[str, type[Readout]]] = {
     "capture": CaptureEnvelope,
     "probes": ProbesEnvelope,
     "qk": CaptureEnvelope,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from inspect_lens._engine.plan.step_plan import StepPlan
 
 from .buffers import HEAD, TapState
 
-__all__ = ["CAPTURE", "STEER", "CpuMaps", "CudaMaps", "Maps", "maps_for"]
+__all__ = ["CAPTURE", "STEER", "CudaMaps", "Maps", "maps_for"]
 
 _EVENT: Any = torch.cuda.Event  # its constructor has no types
 
@@ -19,24 +19,8 @@ STEER, CAPTURE = 1, 2
 """Bits of a tap's flag."""
 
 
-class Maps(Protocol):
-    """Fills the maps before a step and leaves the taps idle when told to."""
-
-    def write(self, plan: StepPlan, first_row: int) -> None:
-        """Make the next forward pass carry the plan out."""
-        ...
-
-    def repeat(self, first_row: int, done: int = 0) -> None:
-        """Make the next forward pass carry out the plan that was written last."""
-        ...
-
-    def clear(self) -> None:
-        """Make the following forward passes do nothing."""
-        ...
-
-
-class CpuMaps:
-    """Writes straight into the buffers: on a CPU nothing runs behind our back."""
+class Maps:
+    """Fills the maps before a step, straight into the buffers: on a CPU nothing runs meanwhile."""
 
     def __init__(self, state: TapState) -> None:
         self._state = state
@@ -44,22 +28,22 @@ class CpuMaps:
         self._base = state.base.numpy()
 
     def write(self, plan: StepPlan, first_row: int) -> None:
-        """See `Maps.write`."""
+        """Make the next forward pass carry the plan out."""
         _fill(self._header, plan, first_row)
         self._base[: len(plan.base)] = plan.base
         _tell_host(self._state, plan)
 
     def repeat(self, first_row: int, done: int = 0) -> None:
-        """See `Maps.repeat`."""
+        """Make the next forward pass carry out the plan that was written last."""
         self._header[1], self._header[2] = first_row, done
 
     def clear(self) -> None:
-        """See `Maps.clear`."""
+        """Make the following forward passes do nothing."""
         _forget(self._state)
         self._header[: HEAD + len(self._state.taps)] = 0
 
 
-class CudaMaps:
+class CudaMaps(Maps):
     """Writes through rotating pinned staging on the stream that runs the model.
 
     The CPU prepares the next step while the GPU still runs the last one, so a staging buffer
@@ -86,7 +70,6 @@ class CudaMaps:
         """What stands in `_elapsed`."""
 
     def write(self, plan: StepPlan, first_row: int) -> None:
-        """See `Maps.write`."""
         i = self._turn
         self._turn = (i + 1) % self.DEPTH
         self._copied[i].synchronize()
@@ -102,7 +85,7 @@ class CudaMaps:
         _tell_host(self._state, plan)
 
     def repeat(self, first_row: int, done: int = 0) -> None:
-        """See `Maps.repeat`: a number for the GPU, and nothing at all where rows are not kept."""
+        # A number for the GPU, and nothing at all where rows are not kept.
         if first_row != self._at:
             # The value travels with the launch: there is no buffer to keep.
             self._origin.fill_(first_row)
@@ -112,7 +95,7 @@ class CudaMaps:
             self._done = done
 
     def clear(self) -> None:
-        """See `Maps.clear`; the flags gate everything else, which may keep old numbers."""
+        # The flags gate everything else, which may keep old numbers.
         _forget(self._state)
         self._flags.zero_()
 
@@ -140,4 +123,4 @@ def _forget(state: TapState) -> None:
 
 def maps_for(state: TapState) -> Maps:
     """The writer for the device that a state lives on."""
-    return CudaMaps(state) if state.ring.is_cuda else CpuMaps(state)
+    return CudaMaps(state) if state.ring.is_cuda else Maps(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -130,16 +130,14 @@ class LoggedHandle(BaseModel):
         return self.in_memory or (self.uri is not None and is_there(self.uri, self.root))
 
     @property
-    def prompt_token_ids(self) -> Sequence[int]:
+    def prompt_token_ids(self) -> tuple[int, ...]:
         """Token ids of the prompt as the engine saw it."""
-        ids: Sequence[int] = self._load().prompt_token_ids
-        return ids
+        return tuple(self._load().prompt_token_ids)
 
     @property
-    def token_ids(self) -> Sequence[int]:
+    def token_ids(self) -> tuple[int, ...]:
         """Token ids that were sampled."""
-        ids: Sequence[int] = self._load().token_ids
-        return ids
+        return tuple(self._load().token_ids)
 
     @property
     def origin(self) -> Mapping[str, Any]:
