@@ -32,7 +32,7 @@ class HookedStepper(LensStepper):
             return
         self.take_up()
         if self.hooks is None:
-            if key in self._roster.by_key:
+            if key in self._live.by_key:
                 self._fail(key, UnsupportedError("hooks are off: see the log"))
             return
         try:
@@ -41,9 +41,9 @@ class HookedStepper(LensStepper):
         except BaseException as error:  # the boundary: a fault fails its own request
             if ends_process(error, in_user_code=True):
                 raise
-            if key in self._roster.by_key:
+            if key in self._live.by_key:
                 self._fail(key, as_exception(error))
-        if key not in self._roster.by_key:
+        if key not in self._live.by_key:
             self.hooks.drop(key)
 
     def remove(self, key: str) -> None:

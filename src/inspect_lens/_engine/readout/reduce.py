@@ -2,7 +2,7 @@
 
 A prompt's rows of one step become one row per tap. A request that is pre-empted computes its
 prompt a second time, so what has been reduced is remembered by position, under the number that the
-request keeps, and is not reduced again. Rows of sampled tokens stay on the device in a `Tally`.
+request keeps, and is not reduced again. Rows of sampled tokens stay on the device in a `SumTable`.
 They are sent as they are where it has no room, and where the engine cannot tell which of them the
 request will have: rejected drafts are written again, and a stop string is found by the front-end.
 """
@@ -28,10 +28,10 @@ from inspect_lens.spec import Reduction
 
 __all__ = [
     "Form",
-    "Held",
     "Part",
     "Reducer",
-    "Tally",
+    "SumRows",
+    "SumTable",
 ]
 
 Piece = tuple[int, int, int]
@@ -265,7 +265,7 @@ _INDICES: Final = 16
 
 
 @dataclass(frozen=True)
-class Held:
+class SumRows:
     """What requests have on the device: those whose rows lie alike."""
 
     slots: Longs
@@ -280,7 +280,7 @@ class Held:
     """By request: one past the last position of the sum; 0 where there is none."""
 
 
-class Tally:
+class SumTable:
     """The tables, and who has which rows of them."""
 
     def __init__(
@@ -381,7 +381,7 @@ class Tally:
         self._where[slots, n % (self._lag + 1)] = positions
         self._count[slots] = n + 1
 
-    def take(self, slots: Longs) -> list[Held]:
+    def take(self, slots: Longs) -> list[SumRows]:
         """Take what requests have, which then begin anew.
 
         All at once, as requests that started together end together.
@@ -396,7 +396,7 @@ class Tally:
         self._clear(slots)
         return made
 
-    def _take(self, slots: Longs, taps: int, parts: int) -> Held:
+    def _take(self, slots: Longs, taps: int, parts: int) -> SumRows:
         n, start, lag = self._count[slots][:, None], self._start[slots][:, None], self._lag
         last = min(parts, lag)
         kept = n - last + np.arange(last)
@@ -417,7 +417,7 @@ class Tally:
                 made[:, :, 0] = sums.view(taps, len(slots), width)
         where = self._where[slots[:, None], turns]
         folded = where[:, 0] + 1 if parts > lag else np.zeros(len(slots), dtype=np.int64)
-        return Held(slots, made.flatten(1, 2), where, covers.reshape(-1), folded)
+        return SumRows(slots, made.flatten(1, 2), where, covers.reshape(-1), folded)
 
     def _clear(self, slots: Longs) -> None:
         of_fold: dict[Fold, list[int]] = {}

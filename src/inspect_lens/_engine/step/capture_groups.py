@@ -11,8 +11,8 @@ import numpy as np
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable, grown
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS
-from inspect_lens._engine.protocol.readouts import LensForm
+from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES
+from inspect_lens._engine.protocol.readouts import READOUTS, LensForm
 from inspect_lens._engine.readout.readers import ProbeStore, Readout
 from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint
@@ -40,6 +40,20 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
+class Result:
+    """One kind of result of a group."""
+
+    ranks: tuple[int, ...]
+    """Of the ring rows of a token those that it reads."""
+    form: Form | None = None
+    """What is made of captured rows."""
+    readout: Readout | None = None
+    """What probes make of rows."""
+    lens: LensForm | None = None
+    """What a logit lens makes of rows."""
+
+
+@dataclass(frozen=True)
 class Group:
     """Requests that want the same of the same taps."""
 
@@ -47,27 +61,10 @@ class Group:
     """Whose rows go to the ring, ascending."""
     n_rows: int
     """Ring rows of a token there."""
-    rows: tuple[int, ...] | None
-    """Ranks of those of them that are sent as they are, or None."""
-    readout: Readout | None
-    """What is made of rows where probes are asked for."""
-    read: tuple[int, ...]
-    """Ranks of those that it reads."""
-    qk: tuple[int, ...] | None
-    """Ranks of those that have queries and keys, or None."""
-    form: Form | None
-    """What is made of captured rows."""
     is_live: bool
     """Whether scores are looked at as they come."""
-    lens: LensForm | None = None
-    """What a logit lens makes of rows."""
-    seen: tuple[int, ...] = ()
-    """Ranks of those that it reads."""
-
-    @property
-    def n_results(self) -> int:
-        """Kinds of results that its requests have."""
-        return sum(part is not None for part in (self.rows, self.readout, self.qk, self.lens))
+    results: dict[int, Result]
+    """By kind; see `READOUTS`."""
 
 
 class Window:
@@ -142,7 +139,7 @@ class Groups:
         self.taps: list[Longs] = []
         """Taps of each group, by number."""
         self._known: dict[tuple[bytes | None, ...], _Wanted] = {}
-        self._windows = (Window(), Window(), Window(), Window())
+        self._windows = tuple(Window() for _ in READOUTS)
         """Of each result."""
 
     def __getitem__(self, group: int) -> Group:
@@ -159,7 +156,7 @@ class Groups:
         But for a lens: other ranks hold rows of what the first rank alone sends.
         """
         group = self._groups[block.group]
-        if group.n_results == 1 and stream != LENS:
+        if len(group.results) == 1 and stream != LENS:
             return None
         return self._windows[stream].select(block)
 
@@ -195,26 +192,21 @@ class Groups:
         number = self._number.get(key)
         if number is None:
             taps, rows, names, qk, form, is_live, lens = key
-            readout = self._probes.readout(names, probe_taps) if names is not None else None
             here = np.asarray(taps, dtype=np.int64)
             counts, starts = self._tap_rows[here], self._starts[here]
             of_each = [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
             rank = {row: i for i, row in enumerate(chain.from_iterable(of_each))}
-            number = self._place(
-                key,
-                Group(
-                    here,
-                    int(counts.sum()),
-                    tuple(rank[row] for row in rows) if rows else None,
-                    readout,
-                    tuple(rank[self._start(t)] for t in probe_taps),
-                    tuple(rank[row] for row in qk) if qk else None,
-                    form,
-                    is_live,
-                    lens,
-                    tuple(rank[self._start(t)] for t in lens.taps) if lens else (),
-                ),
-            )
+            results: dict[int, Result] = {}
+            if rows:
+                results[ROWS] = Result(tuple(rank[row] for row in rows), form=form)
+            if names is not None:
+                read = tuple(rank[self._start(t)] for t in probe_taps)
+                results[SCORES] = Result(read, readout=self._probes.readout(names, probe_taps))
+            if qk:
+                results[QK] = Result(tuple(rank[row] for row in qk))
+            if lens:
+                results[LENS] = Result(tuple(rank[self._start(t)] for t in lens.taps), lens=lens)
+            number = self._place(key, Group(here, int(counts.sum()), is_live, results))
         self._users[number] += n
         return number
 

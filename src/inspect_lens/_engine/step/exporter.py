@@ -14,8 +14,8 @@ from inspect_lens._engine.export.send_queue import Outbox
 from inspect_lens._engine.export.transport import Exporter, Rows
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES, Opening, packed
-from inspect_lens._engine.readout.reduce import Form, Part, Reducer, Tally
+from inspect_lens._engine.protocol.messages import LENS, ROWS, Opening, packed
+from inspect_lens._engine.readout.reduce import Form, Part, Reducer, SumTable
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EnginePath
 
@@ -33,7 +33,7 @@ class Sender:
         exporter: Exporter,
         groups: Groups,
         numbers: Numbers,
-        tally: Tally,
+        sum_table: SumTable,
         owners: Owners,
         *,
         drop: Callable[[str], None],
@@ -47,7 +47,7 @@ class Sender:
         self._numbers = numbers
         self._owners = owners
         self._drop, self._fail = drop, fail
-        self.tally = tally
+        self.sum_table = sum_table
         self.outbox = Outbox(exporter, ring, is_wanted=numbers.has_live, drop=drop, fail=fail)
         self.reducer = Reducer(exporter.copier, numbers)
         self.seen: list[Part] = []
@@ -86,10 +86,10 @@ class Sender:
         What is made of its sampled tokens is kept here until it is over, where there is room.
         """
         self.reducer.watch(slot, envelope)
-        capture, ranks = envelope.capture, self._groups[group].rows
-        if capture is None or capture.fold is None or ranks is None:
+        capture, rows = envelope.capture, self._groups[group].results.get(ROWS)
+        if capture is None or capture.fold is None or rows is None:
             return
-        if self.tally.open(slot, capture.fold, len(ranks)):
+        if self.sum_table.open(slot, capture.fold, len(rows.ranks)):
             self._forms[slot] = Form.of(capture)
 
     def flush(self, slots: Longs) -> None:
@@ -99,14 +99,14 @@ class Sender:
 
     def _flush(self, slots: Longs) -> None:
         alike: dict[tuple[str | None, torch.dtype, EnginePath], list[int]] = {}
-        for slot in slots[self.tally.known(slots)].tolist():
-            if self.tally.count(slot):
+        for slot in slots[self.sum_table.known(slots)].tolist():
+            if self.sum_table.count(slot):
                 # The ways of its steps stand on the board.
                 way = self._numbers.a_path(slot)
                 key = self._owners.reply_of(slot), self._forms[slot].wire, way
                 alike.setdefault(key, []).append(slot)
         for (reply, wire, path), of in alike.items():
-            for held in self.tally.take(np.asarray(of, dtype=np.int64)):
+            for held in self.sum_table.take(np.asarray(of, dtype=np.int64)):
                 for slot, folded in zip(held.slots.tolist(), held.folded.tolist(), strict=True):
                     self.reducer.skip_until(slot, folded)
                 n, each = held.positions.shape
@@ -124,24 +124,25 @@ class Sender:
 
     def forget(self, slot: int) -> None:
         """Give back what is kept of a request; nothing is sent."""
-        self.tally.close(slot)
+        self.sum_table.close(slot)
         self._forms.pop(slot, None)
         self.reducer.forget(slot)
 
     def bytes_that_wait(self, blocks: Iterable[GroupBlock]) -> int | None:
         """Bytes of rows of a step that may be sent with those of the next ones."""
-        if self.tally.rows_in_use or self.reducer.resumed:
+        if self.sum_table.rows_in_use or self.reducer.resumed:
             return None
         total, row_bytes = 0, self._ring.shape[1] * self._ring.element_size()
         for block in blocks:
             group = self._groups[block.group]
-            if group.is_live or group.lens is not None:
+            if group.is_live:
                 return None
-            if group.form is not None and group.rows is not None:
-                if group.form.combine is not None:
+            for result in group.results.values():
+                is_combined = result.form is not None and result.form.combine is not None
+                if is_combined or result.lens is not None:
                     return None
-                total += len(group.rows) * block.n_tokens * row_bytes
-            total += len(group.qk or ()) * block.n_tokens * row_bytes
+                if result.readout is None:
+                    total += len(result.ranks) * block.n_tokens * row_bytes
         return total
 
     def send(
@@ -173,17 +174,24 @@ class Sender:
             (tokens * width, apart * width, width, 1),
             first * width,
         )
-        if group.rows is not None:
-            taps = self._copier.taps(rows, group.rows)
-            self._send(ROWS, block, taps.flatten(1, 2), path)
-        if group.qk is not None:
-            taps = self._copier.taps(rows, group.qk)
-            self._send(QK, block, taps.flatten(1, 2), path)
-        if group.readout is not None:
-            scores = self._copier.apply(partial(group.readout, ranks=group.read), rows)
-            self._send(SCORES, block, scores, path)
+        for stream, result in group.results.items():
+            if result.readout is not None:
+                read = partial(result.readout, ranks=result.ranks)
+                made = self._copier.apply(read, rows)
+            elif result.lens is None:
+                made = self._copier.taps(rows, result.ranks).flatten(1, 2)
+            else:
+                continue  # all ranks have read these together
+            self._send(stream, result.form, block, made, path)
 
-    def _send(self, stream: int, block: GroupBlock, rows: torch.Tensor, path: EnginePath) -> None:
+    def _send(
+        self,
+        stream: int,
+        form: Form | None,
+        block: GroupBlock,
+        rows: torch.Tensor,
+        path: EnginePath,
+    ) -> None:
         """Send one kind of result of a block, (taps, tokens, width), to front-ends by slot."""
         part = Part(rows, block.slots, block.counts, block.first, block.listed)
         cut = self._groups.cut(block, stream)
@@ -192,9 +200,8 @@ class Sender:
             if not len(index):
                 return
             part = Part(self._copier.select(rows, index), block.slots, counts, first, listed)
-        form = self._groups[block.group].form if stream == ROWS else None
         # Whoever comes back may find no room in the table, and has sent a sum all the same.
-        if form is not None and (self.tally.rows_in_use or self.reducer.resumed):
+        if form is not None and (self.sum_table.rows_in_use or self.reducer.resumed):
             kept = self._kept(part, path)
             if kept is None:
                 return
@@ -239,9 +246,9 @@ class Sender:
 
     def _kept(self, part: Part, path: EnginePath) -> Part | None:
         """Keep what is kept of a step's rows, and give back the others; None where none is left."""
-        tally, first = self.tally, part.starts()
-        at = np.flatnonzero(tally.known(part.slots) & (part.counts > 0))
-        before = tally.last(part.slots[at])
+        sum_table, first = self.sum_table, part.starts()
+        at = np.flatnonzero(sum_table.known(part.slots) & (part.counts > 0))
+        before = sum_table.last(part.slots[at])
         is_next = (part.counts[at] == 1) & (first[at] > before)
         # These are computed again from their start.
         self._flush(part.slots[at[(before >= 0) & ~is_next]])
@@ -249,15 +256,15 @@ class Sender:
         if rest is None:
             return None
         first = rest.starts()
-        own = tally.known(rest.slots) & (rest.counts == 1) & self.reducer.is_sampled(rest)
+        own = sum_table.known(rest.slots) & (rest.counts == 1) & self.reducer.is_sampled(rest)
         if not own.any():
             return rest
         is_all = bool(own.all())
         mine = rest if is_all else rest.only(own, self._copier)
         assert mine is not None
         self._numbers.note_path(mine.slots, path)
-        tally.add(mine.tensor, mine.slots, first[own])
-        self._flush(tally.full(mine.slots))
+        sum_table.add(mine.tensor, mine.slots, first[own])
+        self._flush(sum_table.full(mine.slots))
         return None if is_all else rest.only(~own, self._copier)
 
     def settle(self, running: Mapping[int, int]) -> None:

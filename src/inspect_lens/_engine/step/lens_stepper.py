@@ -114,7 +114,7 @@ class LensStepper(Stepper):
                 problem = error
         if problem is not None:
             self.take_up()
-            if key in self._roster.by_key:
+            if key in self._live.by_key:
                 self._fail(key, problem)
 
     def remove(self, key: str) -> None:
@@ -136,7 +136,7 @@ class LensStepper(Stepper):
                 self._read()
             except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
                 self._sender.seen = []
-                for key in asks & self._roster.by_key.keys():
+                for key in asks & self._live.by_key.keys():
                     self._fail(key, error)
         super().end_step(path)
 
@@ -169,18 +169,17 @@ class LensStepper(Stepper):
             return []
         blocks, first_row = self._rounds.current()
         found: dict[LensForm, list[_Request]] = {}
-        live = self._roster.by_slot
+        live = self._live.by_slot
         for block in blocks:
             if not any(slot in live for slot in block.slots.tolist()):
                 continue
-            group = self._groups[block.group]
-            if group.lens is None:
+            if (lens := self._groups[block.group].results.get(LENS)) is None:
                 continue
             cut = self._groups.cut(block, LENS)
             if cut is None:
                 cut = np.arange(block.n_tokens), block.counts, block.first, block.listed
             index, counts, first, listed = cut
-            starts = first_row + block.base + block.n_tokens * np.asarray(group.seen)
+            starts = first_row + block.base + block.n_tokens * np.asarray(lens.ranks)
             at = starts[:, None] + index
             ends = np.cumsum(counts)
             for i, slot in enumerate(block.slots.tolist()):
@@ -188,7 +187,8 @@ class LensStepper(Stepper):
                     mine = at[:, ends[i] - counts[i] : ends[i]]
                     where = listed.get(i)
                     request = _Request(live[slot].key, slot, mine, int(first[i]), where)
-                    found.setdefault(group.lens, []).append(request)
+                    assert lens.lens is not None
+                    found.setdefault(lens.lens, []).append(request)
         return [(form, sorted(found[form], key=lambda one: one.key)) for form in sorted(found)]
 
     def _parts(self, head: Unembedding, work: _Work) -> Iterator[Part]:

@@ -23,7 +23,7 @@ from inspect_lens.spec import TapPoint
 from .capture_groups import Groups
 from .exporter import Sender
 
-__all__ = ["Request", "Roster"]
+__all__ = ["LiveRequests", "Request"]
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Request:
     """Whether it will not come back; else it may have been pre-empted."""
 
 
-class Roster:
+class LiveRequests:
     """Takes requests up and forgets them."""
 
     def __init__(

@@ -20,7 +20,7 @@ from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.messages import Failure, unpacked
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens._engine.readout.readers import ProbeStore
-from inspect_lens._engine.readout.reduce import Tally
+from inspect_lens._engine.readout.reduce import SumTable
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank
@@ -31,7 +31,7 @@ from inspect_lens.spec import EnginePath
 from .batched_steps import Rounds
 from .capture_groups import Groups
 from .exporter import Sender
-from .live_requests import Roster
+from .live_requests import LiveRequests
 
 __all__ = ["Stepper"]
 
@@ -65,14 +65,14 @@ class Stepper:
             exporter,
             self._groups,
             self._numbers,
-            Tally(state.sums, state.latest, lag),
+            SumTable(state.sums, state.latest, lag),
             owners,
             drop=self._drop,
             fail=self._fail_numbers,
         )
         self._coming: dict[str, Mapping[str, Any]] = {}
         """Requests that are taken up before the next step, as they came."""
-        self._roster = Roster(
+        self._live = LiveRequests(
             tap_index,
             self._bank,
             self._groups,
@@ -98,7 +98,7 @@ class Stepper:
     @property
     def is_watching(self) -> bool:
         """Whether any request uses the lens, those that may come back among them."""
-        return bool(self._roster.by_key or self._coming or self._numbers.n_away)
+        return bool(self._live.by_key or self._coming or self._numbers.n_away)
 
     @property
     def is_armed(self) -> bool:
@@ -114,13 +114,13 @@ class Stepper:
     @property
     def sum_rows_in_use(self) -> int:
         """Sums of live requests that grow, one for each tap."""
-        return self._sender.tally.rows_in_use
+        return self._sender.sum_table.rows_in_use
 
     @property
     def n_requests(self) -> int:
         """Live requests that use the lens."""
         self.take_up()
-        return len(self._roster.by_key)
+        return len(self._live.by_key)
 
     @property
     def arena(self) -> ArenaWriter:
@@ -130,7 +130,7 @@ class Stepper:
     def batch(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> Batch:
         """Pick the requests that use the lens out of a step's layout."""
         self.take_up()
-        known = self._roster.by_key
+        known = self._live.by_key
         found = [(i, r.slot) for i, key in enumerate(keys) if (r := known.get(key)) is not None]
         if not found:
             return _EMPTY
@@ -154,20 +154,20 @@ class Stepper:
         if not self._coming:
             return
         coming, self._coming = self._coming, {}
-        for key, error in self._roster.take_up(coming).items():
+        for key, error in self._live.take_up(coming).items():
             packed = coming[key]
             self._fail(key, error, str(packed.get("reply", "")), packed.get("hash"))
 
     def remove(self, key: str) -> None:
         """Forget a request; one that is not known is fine, and most are not: see `RunnerV2`."""
-        if key in self._roster.by_key:
+        if key in self._live.by_key:
             self.leave((key,))
             self._forget(key)
         self._coming.pop(key, None)
 
     def leave(self, keys: Collection[str]) -> None:
         """Send what is kept of requests that are about to be removed: of all of them together."""
-        known = self._roster.by_key
+        known = self._live.by_key
         try:
             if slots := [r.slot for key in keys if (r := known.get(key)) is not None]:
                 self._end_repetition()
@@ -185,7 +185,7 @@ class Stepper:
         as they stood.
         """
         self.leave(keys)
-        self._roster.finish(keys)
+        self._live.finish(keys)
 
     def flush(self, keys: Sequence[str]) -> None:
         """Send what is kept, for a front-end that takes no further step meanwhile."""
@@ -193,48 +193,48 @@ class Stepper:
 
     def _forget(self, key: str) -> None:
         self._end_repetition()
-        if (request := self._roster.by_key.get(key)) is not None:
-            self._roster.forget(request)
+        if (request := self._live.by_key.get(key)) is not None:
+            self._live.forget(request)
 
     def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
         """Make the step that is about to run do what its requests ask for."""
         self._outbox.begin_step()
         self.take_up()
-        self._roster.note_fed()
+        self._live.note_fed()
         n_tokens, position = n_tokens[: len(keys)], position[: len(keys)]
         repeat = self._repeat
         if repeat is not None and repeat.continues(keys, n_tokens, position):
             self._steered, self._plan, self._begun = repeat.advance(), repeat.plan, _EMPTY
-            done = repeat.done if self._roster.table.latched else 0
+            done = repeat.done if self._live.table.latched else 0
             self._maps.repeat(self._rounds.again(repeat.done, repeat.left), done)
             return
         batch = self.batch(keys, offset, n_tokens, position)
         self.begin_step(batch)
         # Drafts are told of one step at a time.
-        if (plan := self._plan) is not None and not self._roster.drafts.running:
+        if (plan := self._plan) is not None and not self._live.drafts.running:
             self._repeat = Repeat.of(
-                plan, batch, self._roster.table, keys=keys, n_tokens=n_tokens, position=position
+                plan, batch, self._live.table, keys=keys, n_tokens=n_tokens, position=position
             )
 
     def begin_step(self, batch: Batch) -> None:
         """Fill the maps for a step of whatever kind, by the layout of its lens requests."""
         self._end_repetition()
         try:
-            new = self._roster.new
+            new = self._live.new
             self._begun = batch.take(
                 np.flatnonzero(np.isin(batch.slots, list(new))) if new else _NONE
             )
             batch = self._without_poisoned(batch)
             plan = plan_step(
                 batch,
-                self._roster.table,
+                self._live.table,
                 self._groups.taps,
                 self._bank.config_taps,
                 ring_rows=self.state.step_rows,
                 tap_rows=self.state.tap_rows,
             )
             first_row = self._rounds.begin(plan)
-            self._roster.drafts.begin(batch)
+            self._live.drafts.begin(batch)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
             self._plan, self._steered = plan, plan.steered
             if plan.is_active:
@@ -254,8 +254,8 @@ class Stepper:
             if self._is_exporting:
                 self._sender.announce()
                 self._numbers.note_fed(self._steered, path)
-                self._numbers.note_fed(self._roster.behind_their_last(self._begun), path)
-                repeat, drafts = self._repeat, self._roster.drafts.running
+                self._numbers.note_fed(self._live.behind_their_last(self._begun), path)
+                repeat, drafts = self._repeat, self._live.drafts.running
                 self._rounds.end(path, is_last=repeat is None or not repeat.left)
                 # Somebody is about to end; or rows are written again, which must come later.
                 if drafts or (repeat is not None and not repeat.left):
@@ -263,7 +263,7 @@ class Stepper:
                 self._sender.settle(drafts)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             steered = plan.steered.slots.tolist()
-            self._fail_slots({*plan.captured, *steered, *self._roster.drafts.running}, error)
+            self._fail_slots({*plan.captured, *steered, *self._live.drafts.running}, error)
         else:
             self._fail_overflown()
         finally:
@@ -293,7 +293,7 @@ class Stepper:
             self._clear()
         finally:
             self.take_up()
-            for key in list(self._roster.by_key):
+            for key in list(self._live.by_key):
                 self._fail(key, error)
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class Stepper:
 
     def _without_poisoned(self, batch: Batch) -> Batch:
         """Fail steered requests that begin behind blocks which a failed twin wrote unsteered."""
-        kept, poisoned = self._roster.apart(batch, self._poisoned)
+        kept, poisoned = self._live.apart(batch, self._poisoned)
         for key in poisoned:
             self._fail(
                 key,
@@ -316,7 +316,7 @@ class Stepper:
 
     def _drop(self, reply: str) -> None:
         self._end_repetition()
-        gone = [k for k, r in self._roster.by_key.items() if r.reply == reply]
+        gone = [k for k, r in self._live.by_key.items() if r.reply == reply]
         if not gone:
             return
         logger.error("inspect_lens: front-end %s takes no rows; dropping %s", reply, gone)
@@ -339,13 +339,13 @@ class Stepper:
 
     def _fail_numbers(self, numbers: bytes, error: Exception) -> None:
         failed = set(unpacked(numbers).tolist())
-        for request in list(self._roster.by_key.values()):
+        for request in list(self._live.by_key.values()):
             if request.number in failed:
                 self._fail(request.key, error)
 
     def _fail_slots(self, slots: Iterable[int], error: Exception) -> None:
         for slot in slots:
-            if (request := self._roster.by_slot.get(slot)) is not None:
+            if (request := self._live.by_slot.get(slot)) is not None:
                 self._fail(request.key, error)
 
     def _clear(self) -> None:
@@ -354,7 +354,7 @@ class Stepper:
 
     def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
         """Fail a request; `reply` and `salt` are those of one that was never taken up."""
-        request = self._roster.by_key.get(key)
+        request = self._live.by_key.get(key)
         if request is not None:
             reply, salt = request.reply, request.salt
             request.is_over = True

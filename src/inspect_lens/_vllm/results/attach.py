@@ -173,10 +173,6 @@ class Results:
         """What is known of a request that uses the lens, or is recorded."""
         return self._expected.get(key)
 
-    def is_expected(self, key: str) -> bool:
-        """Whether a request uses the lens."""
-        return key in self._expected
-
     def abandon(self, ids: Iterable[str]) -> None:
         """Forget aborted requests with all their choices, also those that have finished.
 

@@ -8,11 +8,9 @@ that something has come, looks which outputs have everything, and sees to them t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from inspect_lens._engine.protocol.processes import ends_process
@@ -97,19 +95,11 @@ class Arrivals:
         try:
             self._look_at_all()
         except BaseException as error:
+            _fail([*self._waiting, *self._looked_at, *self._ready], error)
+            self._waiting, self._looked_at = [], []
+            self._ready.clear()
             if ends_process(error):
                 raise
-            self._fail_all(error)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """Tell all who wait of a fault: it would end the loop of all, or be nobody's."""
-        logger.error("inspect_lens: a fault in the event loop", exc_info=error)
-        waiting, self._waiting = [*self._waiting, *self._looked_at, *self._ready], []
-        self._looked_at = []
-        self._ready.clear()
-        for one in waiting:
-            if not one.done.done():
-                one.done.set_exception(failed(fault_of(error)))
 
     def _look_at_all(self) -> None:
         self._is_called = False
@@ -154,22 +144,18 @@ class Arrivals:
 
     def _attach_some(self) -> None:
         """See to some of those that have everything, and to more when others had their turn."""
-        try:
-            self._attach_next()
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            self._fail_all(error)
-
-    def _attach_next(self) -> None:
         self._is_attaching = False
         some = self._next()
-        with _told(some):
+        try:
             self._attach_soon()
             errors = self.results.attach_each([one.output for one in some], may_wait=False)
             # Frames in an error's traceback lead back to this one, which must not hold the error.
             while some:
                 _settle(some.pop(0).done, errors.pop(0))
+        except BaseException as error:
+            _fail(some, error)
+            if ends_process(error):
+                raise
 
     def _next(self) -> list[_Waiting]:
         """Some of those that have everything; nobody waits for one that was cancelled."""
@@ -180,18 +166,12 @@ class Arrivals:
         return some
 
 
-@contextlib.contextmanager
-def _told(waiting: list[_Waiting]) -> Iterator[None]:
-    """Tell those who wait of a fault: it would be nobody's, and a `SystemExit` ends the loop."""
-    try:
-        yield
-    except BaseException as error:
-        logger.exception("inspect_lens: a fault in the event loop")
-        for one in waiting:
-            if not one.done.done():
-                one.done.set_exception(failed(fault_of(error)))
-        if ends_process(error):
-            raise
+def _fail(waiting: list[_Waiting], error: BaseException) -> None:
+    """Tell those who wait of a fault: it would end the loop of all, or be nobody's."""
+    logger.error("inspect_lens: a fault in the event loop", exc_info=error)
+    for one in waiting:
+        if not one.done.done():
+            one.done.set_exception(failed(fault_of(error)))
 
 
 def _settle(done: asyncio.Future[None], error: Exception | None) -> None:

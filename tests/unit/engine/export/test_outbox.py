@@ -173,7 +173,7 @@ def test_a_front_end_that_dies_while_its_rows_wait_takes_its_own_requests_only(
 
         monkeypatch.setattr(Exporter, "_send", send)
         worker.stepper.leave(["r1"])
-        assert list(worker.stepper._roster.by_key) == ["r1"]
+        assert list(worker.stepper._live.by_key) == ["r1"]
         check(collector, "r1", N_PROMPT)
     finally:
         other.close()

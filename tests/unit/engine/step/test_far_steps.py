@@ -93,7 +93,7 @@ def test_a_row_that_was_left_as_it_was_fails_its_request_however_late_it_is_note
     begin(far_worker, far, "o", sealed(far, LensRequest(capture=CAPTURE, steer=STEER), N, 2))
     far_worker.step([("o", 3, 0, N)])
     stepper = far_worker.stepper
-    number = stepper._roster.by_key["o"].number
+    number = stepper._live.by_key["o"].number
     time.sleep(0.3)
     stepper.arena.view.board[number % BOARD_SIZE, COLUMN] = 1
     with pytest.raises(SpecError, match="too large"):

@@ -242,7 +242,7 @@ def test_ranks_meet_or_none_of_them_does(collector: Collector, case: str) -> Non
         else:
             with pytest.raises(LensError):
                 take(collector, "a", 7, 7)
-            assert all(not w.stepper._roster.by_key for w in workers)
+            assert all(not w.stepper._live.by_key for w in workers)
         assert heads[0].sizes == heads[1].sizes or case == "memory"
         assert not sent, "the first rank sends for all"
     finally:

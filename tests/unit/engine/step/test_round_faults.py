@@ -97,7 +97,7 @@ def test_a_front_end_that_dies_in_the_middle_of_a_step_takes_nobody_with_it(
         else:
             monkeypatch.setattr(stepper, "end_step", lambda _: end("graph"))
             decode(worker, ["r1", "r2"], fed)
-        assert list(stepper._roster.by_key) == ["r1"]
+        assert list(stepper._live.by_key) == ["r1"]
         stepper.leave(["r1"])
         check(collector, "r1", CAPTURES[0], (), fed["r1"])
     finally:

@@ -340,7 +340,7 @@ def test_a_rank_that_sends_nothing_runs_the_same_passes(
 ) -> None:
     worker.check()
     silent = Worker()
-    silent.stepper._is_exporting = silent.stepper._roster._is_exporting = False
+    silent.stepper._is_exporting = silent.stepper._live._is_exporting = False
     silent.check(rank=1)
     assert silent.runner.ran == worker.runner.ran
     assert silent.is_clean()

@@ -16,7 +16,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, unpacked
-from inspect_lens._engine.readout.reduce import Tally
+from inspect_lens._engine.readout.reduce import SumTable
 from inspect_lens.errors import CaptureError
 from tests.kit.cases import KEYS, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter
@@ -123,7 +123,7 @@ def test_requests_that_end_together_leave_together(
 def test_a_long_sum_leaves_in_parts(
     roomy: Worker, collector: Collector, sent: list[tuple[int, int]], reduce: str
 ) -> None:
-    roomy.stepper._sender.tally._most = 9
+    roomy.stepper._sender.sum_table._most = 9
     key = start(roomy, collector, {"reduce": reduce, "phase": "decode"})
     run(roomy, key)
     roomy.stepper.remove(key)
@@ -245,7 +245,7 @@ def test_any_order_of_calls_keeps_requests_apart(
     actions: list[Action], fold: Any, lag: int, dtype: torch.dtype
 ) -> None:
     table = torch.full((7, HIDDEN), torch.nan)
-    tally = Tally(table, torch.full((7 * lag, HIDDEN), torch.nan, dtype=dtype), lag)
+    sum_table = SumTable(table, torch.full((7 * lag, HIDDEN), torch.nan, dtype=dtype), lag)
     taps = 2
     live: dict[int, list[torch.Tensor]] = {}
     tallied: dict[int, int] = {}
@@ -253,8 +253,8 @@ def test_any_order_of_calls_keeps_requests_apart(
     for action, slot in actions:
         clock += 1
         if action == "open" and slot not in live:
-            room = len(table) - tally.rows_in_use
-            if tally.open(slot, fold, taps):
+            room = len(table) - sum_table.rows_in_use
+            if sum_table.open(slot, fold, taps):
                 live[slot] = []
             else:
                 assert room < taps, "there was room"
@@ -263,16 +263,16 @@ def test_any_order_of_calls_keeps_requests_apart(
             if not len(slots):
                 continue
             rows = torch.randn(taps, len(slots), HIDDEN).to(dtype)
-            tally.add(rows, slots, np.full(len(slots), clock))
+            sum_table.add(rows, slots, np.full(len(slots), clock))
             for i, s in enumerate(slots.tolist()):
                 live[s].append(rows[:, i].float())
                 tallied[s] = clock
-            assert (tally.last(slots) == clock).all()
+            assert (sum_table.last(slots) == clock).all()
         elif action == "take":
             # All those from this slot on, and one that nobody has.
             asked = np.asarray([s for s in (0, 1, 2, 3, 4, 99) if s >= slot], dtype=np.int64)
             seen = set()
-            for held in tally.take(asked):
+            for held in sum_table.take(asked):
                 parts = held.positions.shape[1]
                 assert held.tensor.shape == (taps, parts * len(held.slots), HIDDEN)
                 assert held.tensor.dtype == torch.float32
@@ -286,6 +286,6 @@ def test_any_order_of_calls_keeps_requests_apart(
                     live[s] = []
             assert not any(live[s] for s in live if s >= slot)
         elif action == "close":
-            tally.close(slot)
+            sum_table.close(slot)
             live.pop(slot, None)
-        assert tally.rows_in_use == len(live) * taps
+        assert sum_table.rows_in_use == len(live) * taps
