@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,10 +11,7 @@ import numpy as np
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 from inspect_ai.scorer import Score
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
-from inspect_lens._base.untrusted import parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import (
     Activations,
@@ -23,6 +19,11 @@ from inspect_lens.model import (
     read_activations,
     read_sidecar,
     write_sidecar,
+)
+from inspect_lens.model.scores._probe_scores import (
+    SCORES_REFERENCE,
+    decoded_scores,
+    encode_scores,
 )
 
 __all__ = [
@@ -33,11 +34,9 @@ __all__ = [
     "save_token_scores",
 ]
 
-REFERENCE = "scores/1"
-"""`$lens` of the reference in `Score.metadata["token_scores"]`."""
-
-IN_ENGINE = "scores-of-engine/1"
-"""`$lens` of a reference into the file that the provider wrote, with what a reader made of it."""
+REFERENCE = SCORES_REFERENCE
+"""`$lens` of the reference in `Score.metadata["token_scores"]`. With `records` it is one into the
+file that the provider wrote, and these are what a reader made of the scores there."""
 
 KEY = "token_scores"
 
@@ -125,8 +124,7 @@ def save_token_scores(
         return _reference_to(first, records)
     arrays = {f"{i}.{name}": getattr(r, name) for i, r in enumerate(records) for name in _ARRAYS}
     facts = [{name: getattr(record, name) for name in _FACTS} for record in records]
-    text = json.dumps({"format": REFERENCE, "records": facts})
-    data = save(arrays, metadata={"inspect_lens": text})
+    data = encode_scores(facts, arrays)
     return write_sidecar(data, kind=REFERENCE, name="scores", beside=beside)
 
 
@@ -169,9 +167,10 @@ def read_token_scores(
     found: Any = source.metadata if isinstance(source, Score) else source
     if isinstance(found, Mapping) and "$lens" not in found:
         found = found.get(KEY)
-    if found is not None and found.get("$lens") == IN_ENGINE:
-        return _read_in_engine(found)
-    return [] if found is None else _read(found)
+    if found is None:
+        return []
+    is_in_engine = found.get("$lens") == REFERENCE and "records" in found
+    return _read_in_engine(found) if is_in_engine else _read(found)
 
 
 def engine_records(
@@ -242,7 +241,7 @@ def _reference_to(handle: ProbeScores, records: Sequence[TokenScores]) -> dict[s
         facts = {name: getattr(record, name) for name in _FACTS if name not in _OF_FILE}
         made.append({**facts, **span})
     return {
-        "$lens": IN_ENGINE,
+        "$lens": REFERENCE,
         "uri": handle.uri,
         "root": handle.root,
         "sha256": handle.sha256,
@@ -289,19 +288,8 @@ def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
 
 def _read(reference: Mapping[str, Any]) -> list[TokenScores]:
     data = read_sidecar(reference, kind=REFERENCE)
-    try:
-        length = int.from_bytes(data[:8], "little")
-        header = parse_json(data[8 : 8 + length])
-        meta = parse_json(header["__metadata__"]["inspect_lens"])
-        if meta["format"] != REFERENCE:
-            raise ValueError(f"format {meta['format']!r}")
-        arrays = load(data)
-        return list(_records(meta["records"], arrays))
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ArtifactError(
-            f"{reference.get('uri')}: not a file of token scores of this release "
-            f"({type(error).__name__}: {error}); wanted is {REFERENCE}"
-        ) from None
+    with decoded_scores(data, where=str(reference.get("uri"))) as (facts, arrays):
+        return list(_records(facts["records"], arrays))
 
 
 def _records(

@@ -11,12 +11,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Protocol
-
-from inspect_lens._engine.collect.collector import Collector
+from typing import TYPE_CHECKING
 
 from .expected import Expected
 from .ticket import Choice, Ticket, is_ready
+
+if TYPE_CHECKING:
+    from .attach import Results
 
 __all__ = ["Recorded"]
 
@@ -25,20 +26,6 @@ logger = logging.getLogger("vllm.inspect_lens")
 _EVERY_S = 0.005
 _MOST = 4096
 """Choices whose rows are on their way."""
-
-
-class Owner(Protocol):
-    """What is asked of `Results`."""
-
-    timeout_s: float
-
-    def take_over(self, key: str) -> Expected | None:
-        """Expect nothing more for a choice."""
-        ...
-
-    def the_collector(self) -> Collector:
-        """The collector of its rows."""
-        ...
 
 
 @dataclass
@@ -51,7 +38,7 @@ class _Coming:
 class Recorded:
     """Choices that have ended, and whose rows are on their way to a sink."""
 
-    def __init__(self, results: Owner) -> None:
+    def __init__(self, results: Results) -> None:
         self._results = results
         self._new: deque[_Coming] = deque()
         self._changed = threading.Condition()

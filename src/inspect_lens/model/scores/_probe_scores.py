@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -30,10 +31,39 @@ __all__ = [
     "ScoreData",
     "ScoredBy",
     "columns_of",
+    "decoded_scores",
+    "encode_scores",
 ]
 
-SCORES_REFERENCE = "probe-scores/1"
-"""`$lens` of the logged form, and the format of the file."""
+SCORES_REFERENCE = "scores/1"
+"""The format of every file of token scores, and `$lens` of what refers to one."""
+
+
+def encode_scores(
+    records: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]], **facts: Any
+) -> bytes:
+    """A file of token scores: facts of each record, and its arrays, such as `0.scores`."""
+    text = json.dumps({"format": SCORES_REFERENCE, "records": records, **facts})
+    content: bytes = save(dict(arrays), metadata={"inspect_lens": text})
+    return content
+
+
+@contextmanager
+def decoded_scores(
+    data: bytes, *, where: str
+) -> Iterator[tuple[dict[str, Any], dict[str, NDArray[Any]]]]:
+    """Facts and arrays of such a file; what does not fit, here or in the block, is an error."""
+    try:
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        facts = parse_json(header["__metadata__"]["inspect_lens"])
+        if facts["format"] != SCORES_REFERENCE:
+            raise ValueError(f"format {facts['format']!r}")
+        yield facts, load(data)
+    except (KeyError, TypeError, ValueError, IndexError, SafetensorError) as error:
+        raise ArtifactError(
+            f"{where}: not a file of token scores of this release ({type(error).__name__}: "
+            f"{error}); wanted is {SCORES_REFERENCE}"
+        ) from None
 
 
 class ScoredBy(NamedTuple):
@@ -81,49 +111,33 @@ class ScoreData:
         """The file, a safetensors file."""
         ids = (*self.prompt_token_ids, *self.token_ids)
         arrays: dict[str, NDArray[Any]] = {"token_ids": np.asarray(ids, dtype=np.int32)}
-        columns = []
         for i, column in enumerate(self.columns):
             arrays[f"{i}.scores"] = column.scores
-            where = column.positions
-            spans: Any = None
-            if isinstance(where, range):
-                spans = [where.start, where.stop]
-            else:
-                arrays[f"{i}.positions"] = np.asarray(where, dtype=np.int64)
-            columns.append({"range": spans, **column.by._asdict()})
-        facts = {
-            "format": SCORES_REFERENCE,
-            "n_prompt": len(self.prompt_token_ids),
-            "columns": columns,
-            "origin": dict(self.origin),
-        }
-        content: bytes = save(arrays, metadata={"inspect_lens": json.dumps(facts)})
-        return content
+            arrays[f"{i}.positions"] = np.asarray(column.positions, dtype=np.int64)
+        records = [column.by._asdict() for column in self.columns]
+        n_prompt = len(self.prompt_token_ids)
+        return encode_scores(records, arrays, n_prompt=n_prompt, origin=dict(self.origin))
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> ScoreData:
         """Read what `encode` wrote."""
-        try:
-            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            facts = parse_json(header["__metadata__"]["inspect_lens"])
-            if facts["format"] != SCORES_REFERENCE:
-                raise ValueError(f"format {facts['format']!r}")
-            arrays = load(data)
+        with decoded_scores(data, where=where) as (facts, arrays):
             ids, n_prompt = arrays["token_ids"].tolist(), facts["n_prompt"]
-            columns = []
-            for i, column in enumerate(facts["columns"]):
-                spans = column.pop("range")
-                read = tuple(arrays[f"{i}.positions"].tolist()) if spans is None else range(*spans)
-                columns.append(Column(_scored_by(column), read, arrays[f"{i}.scores"]))
+            columns = tuple(
+                Column(_scored_by(record), _run(arrays[f"{i}.positions"]), arrays[f"{i}.scores"])
+                for i, record in enumerate(facts["records"])
+            )
             return cls(
-                columns=tuple(columns), prompt_token_ids=tuple(ids[:n_prompt]),
+                columns=columns, prompt_token_ids=tuple(ids[:n_prompt]),
                 token_ids=tuple(ids[n_prompt:]), origin=facts["origin"],
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise ArtifactError(
-                f"{where}: not a file of probe scores of this release ({type(error).__name__}: "
-                f"{error}); wanted is {SCORES_REFERENCE}"
-            ) from None
+
+
+def _run(positions: NDArray[np.int64]) -> range | tuple[int, ...]:
+    """Positions as a range, if they are one."""
+    if len(positions) and (np.diff(positions) == 1).all():
+        return range(int(positions[0]), int(positions[-1]) + 1)
+    return tuple(positions.tolist())
 
 
 def _scored_by(facts: Mapping[str, Any]) -> ScoredBy:
