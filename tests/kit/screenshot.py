@@ -55,7 +55,9 @@ def page_numbers() -> list[str]:
 
 def box_numbers() -> list[str]:
     """The cells of the box on top of the report, line by line."""
-    found = re.search(r'<div class="box">(.*?)</div>', REPORT.read_text(encoding="utf-8"))
+    found = re.search(
+        r'<div class="box">(.*?)</div>', REPORT.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None
     return [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", found[1])]
 

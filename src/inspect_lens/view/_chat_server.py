@@ -9,7 +9,6 @@ import secrets
 import threading
 from collections.abc import Generator
 from dataclasses import asdict
-from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -19,15 +18,13 @@ from urllib.parse import parse_qs, urlsplit
 from inspect_lens.errors import LensError, SpecError
 
 from ._chat_talk import ChatTalk
-from ._page import fill, json_of, script_of, style_of
+from ._templates import render
 
 __all__ = ["ChatPage"]
 
 HOST: Final = "127.0.0.1"
 MOST_BYTES: Final = 4 << 20
 """Of a request: a chat of a million words."""
-_SCRIPTS: Final = ("parts.js", "scale.js", "chat.js")
-_STYLES: Final = ("page.css", "chat.css")
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
     "'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors "
@@ -113,15 +110,7 @@ class ChatPage:
         """The chat page as HTML."""
         setup = self._talk.setup
         facts = {**asdict(setup), "key": self._key, "server": self._talk.server}
-        return fill(
-            "chat.html",
-            {
-                "title": escape(setup.model),
-                "style": style_of(_STYLES),
-                "facts": json_of(facts),
-                "script": script_of(_SCRIPTS),
-            },
-        )
+        return render("chat.html", title=setup.model, facts=facts)
 
     def answer(self, body: Any) -> Generator[dict[str, Any]]:
         """Events of an answer; an error of the server is the last of them."""

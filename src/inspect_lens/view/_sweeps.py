@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -16,7 +14,8 @@ from inspect_lens.probe import AnyProbe, Evaluation, Interval
 from inspect_lens.vector import DoseResponse
 
 from ._figures import empty_figure, to_png
-from ._report_sets import COLOURS, STYLE
+from ._report_sets import COLOURS
+from ._templates import render
 
 __all__ = [
     "CascadeLike",
@@ -148,11 +147,9 @@ def write_dose_response(
 
 
 def _page(curves: Mapping[str, DoseResponse], png: bytes, value: str, title: str) -> str:
-    name = title or "Dose and response"
-    head = ["vector", "prompts", "Spearman", "effect", "flip rate"]
     rows = [
         [
-            kind, str(c.n_prompts), _with(c.spearman, c.spearman_interval),
+            kind, c.n_prompts, _with(c.spearman, c.spearman_interval),
             _with(c.effect, c.effect_interval), _with(c.flip_rate, c.flip_rate_interval),
         ]
         for kind, c in curves.items()
@@ -163,32 +160,10 @@ def _page(curves: Mapping[str, DoseResponse], png: bytes, value: str, title: str
         for kind, curve in curves.items()
         if [p.scale for p in curve.points] == scales
     ]
-    image = base64.b64encode(png).decode()
-    parts = [
-        f"<h1>{escape(name)}</h1>",
-        f'<p class="lead">{escape(value)} by scale of the vector. Intervals are 95%, from a '
-        "bootstrap of prompts.</p>",
-        f'<figure><img alt="{escape(value)} over scale" '
-        f'src="data:image/png;base64,{image}"></figure>',
-        _table(head, rows),
-        "<h2>Means</h2>",
-        _table(["vector", *(f"{s:g}" for s in scales)], means),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    def line(tag: str, cells: list[str]) -> str:
-        numbers = [f"<{tag} class=n>{escape(c)}</{tag}>" for c in cells[1:]]
-        return f"<tr><{tag}>{escape(cells[0])}</{tag}>{''.join(numbers)}</tr>"
-
-    return "<table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table>"
+    return render(
+        "dose.html", title=title or "Dose and response", value=value, png=png, curves=rows,
+        scales=[f"{s:g}" for s in scales], means=means,
+    )  # fmt: skip
 
 
 def _with(value: float, interval: Interval) -> str:

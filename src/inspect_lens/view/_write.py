@@ -20,8 +20,9 @@ from inspect_lens.probe import AnyProbe, write_atomic
 
 from ._kept import origin_notes, read_kept
 from ._log import OpenLog, open_log, read_sample
-from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges, render_page
+from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges
 from ._series import Source, choose_probes, kept_sources, make_sources
+from ._templates import render
 
 __all__ = ["MAX_PAGE_BYTES", "WrittenView", "write_view"]
 
@@ -226,11 +227,12 @@ def _write(
     if without and not any(call.origin == "none" for s in shown for call in s.calls):
         notes.append(f"{without} of {len(shown)} samples captured nothing that these probes read.")
     facts = _facts(opened, shown, sources, spread, notes) | {"tokens": table.columns()}
-    page = render_page(facts, blocks).encode()
+    page = render("page.html", title=str(opened.header.eval.task), facts=facts, blocks=blocks)
+    content = page.encode()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, page)
+    write_atomic(target, content)
     return WrittenView(
-        path=target, nbytes=len(page), n_samples=len(shown), n_left_out=left_out,
+        path=target, nbytes=len(content), n_samples=len(shown), n_left_out=left_out,
         n_without=without, n_calls=sum(len(s.calls) for s in shown),
         n_tokens=sum(int((s.token_ids >= 0).sum()) for s in shown),
         n_scored=sum(int(np.isfinite(s.token_scores[0]).sum()) for s in shown),
