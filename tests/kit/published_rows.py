@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.kit.repository import ROOT
 
-__all__ = ["FILES", "LONGER", "STEPS", "TURNS", "WORDS", "rollout", "rollouts"]
+__all__ = ["FILES", "LONGER", "STEPS", "TURNS", "WORDS", "rollout", "rollouts", "transcript"]
 
 STATEMENTS = "statement,label\nThe sky is blue.,1\nThe sun is cold.,0\n"
 LONGER = (

@@ -1,35 +1,32 @@
-"""What the commands do, between stores on disk and probes on disk."""
+"""What the commands of probes do, between stores on disk and probes on disk."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from inspect_lens.data import ActivationStore
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     RECALL_FLOOR,
     SENTENCE_POOL,
     AnyProbe,
-    Baseline,
     Evaluation,
     ModelRef,
     ProbeCard,
     Transfer,
     auroc,
-    format_p_value,
     load_probe,
 )
 from inspect_lens.spec import parse_positions
 from inspect_lens.train import (
     ActivationSet,
-    StoreSet,
     calibrate,
     calibrate_threshold,
     evaluate_probe,
@@ -44,286 +41,24 @@ from inspect_lens.train.sets._behaviour import FOLLOWED_FLOOR
 from inspect_lens.train.sets._splits import near_copies
 from inspect_lens.view import ReportSet, write_report
 
+from ._made import CHOSEN_HERE, Made
+from ._stores import (
+    MEMORY,
+    judged_set,
+    manifest_of,
+    pieces,
+    read_set,
+    refuse_shared_texts,
+    unverified,
+)
+
 __all__ = [
-    "CHOSEN_HERE",
-    "MEMORY",
-    "Made",
     "calibrate_job",
     "evaluate_job",
-    "judged_set",
-    "manifest_of",
-    "pieces",
-    "read_set",
-    "refuse_shared_texts",
     "report_job",
     "sweep_job",
     "train_job",
-    "unverified",
 ]
-
-CHOSEN_HERE: Final = (
-    "* was chosen on the samples that its row is measured on, so its figures are too high: measure "
-    "it on held-out ones."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """A probe, and what a command has to say of it."""
-
-    probe: AnyProbe
-    folder: str
-    evaluations: tuple[Evaluation, ...]
-    transfers: tuple[Transfer, ...] = ()
-    """Whether what was learned on the training set holds on each of the others."""
-    report: str = ""
-
-    @property
-    def baselines(self) -> tuple[Baseline, ...]:
-        """On the samples of `evaluations`; those of the card may be of other sets."""
-        return tuple(b for e in self.evaluations for b in e.baselines)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Those of the card, with `evaluations` in the place of its own."""
-        shown = self.probe.card
-        if self.evaluations:
-            shown = shown.model_copy(update={"evaluations": self.evaluations})
-        copies = shown.training.near_duplicates if shown.training else ()
-        return (*shown.warnings, *copies, *self._unmeasured())
-
-    def _unmeasured(self) -> Iterator[str]:
-        if not self.evaluations and not self.probe.card.evaluations:
-            yield (
-                "Nothing was measured: there is no held-out set, so what the probe finds in new "
-                "samples is not known; name one with --heldout, or run probe evaluate."
-            )
-
-    def result(self) -> dict[str, Any]:
-        """The facts as a dict for JSON."""
-        card = self.probe.card
-        return {
-            "probe": self.probe.name,
-            "folder": self.folder,
-            "sha256": self.probe.sha256,
-            "layers": list(card.layers),
-            "thresholds": [t.model_dump(mode="json") for t in card.thresholds],
-            "calibration": card.calibration.model_dump(mode="json") if card.calibration else None,
-            "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
-            "baselines": [b.model_dump(mode="json") for b in self.baselines],
-            "transfers": [t.model_dump(mode="json") for t in self.transfers],
-            "warnings": list(self.warnings),
-            "report": self.report,
-        }
-
-    def lines(self) -> Iterator[str]:
-        """For people."""
-        yield f"{self.probe.name}: layer {', '.join(map(str, self.probe.layers))}, {self.folder}"
-        for text in self.warnings:
-            yield f"  WARNING: {text}"
-        for t in self.probe.card.thresholds:
-            few = f", {t.few_groups}" if t.few_groups else ""
-            rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
-            above = f"{t.n_above} of {t.n_control} {t.control}{rest} above it"
-            yield f"  threshold {t.value:.5g} for {t.holds_for}: {above}{few}"
-        for e in self.evaluations:
-            yield from self._of_set(e)
-        for b in self.baselines:
-            area = "n/a" if b.auroc is None else f"{b.auroc:.4f}"
-            test = f", {b.test}" if b.test and b.p_value is None else ""
-            if b.p_value is not None:
-                test = f", p {format_p_value(b.p_value)} that the probe is no better"
-            yield f"    {b.set} / {b.name}: {area}{test}"
-        for verdict in self.transfers:
-            yield f"  {verdict.statement}"
-        if self.report:
-            yield f"  report: {self.report}"
-
-    def _of_set(self, e: Evaluation) -> Iterator[str]:
-        """What was measured on one set."""
-        area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"
-        if e.interval is not None:
-            area += f" [{e.interval.low:.4f}, {e.interval.high:.4f}]"
-        recall = "" if e.recall is None else f", recall {e.recall:.3f}"
-        if e.recall_interval is not None:
-            recall += f" [{e.recall_interval.low:.3f}, {e.recall_interval.high:.3f}]"
-        rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
-        if e.fpr_interval is not None:
-            rate += f" [{e.fpr_interval.low:.3f}, {e.fpr_interval.high:.3f}]"
-        yield f"  {e.name}: {area}{recall}{rate}"
-        for r in e.rates:
-            if r.rate is not None and r.interval is not None:
-                share = f"{r.rate:.3f} [{r.interval.low:.3f}, {r.interval.high:.3f}]"
-                yield f"    for {r.statistic}, set for {r.nominal:g}: {share} of honest answers"
-        if e.recalls:
-            at = ", ".join(f"{r.recall:.3f} at {r.fpr:g}" for r in e.recalls)
-            yield f"    recall {at} of {e.recalls[0].control}"
-        if e.control_shift is not None and e.control_shift.statement:
-            yield f"    {e.control_shift.statement}"
-        if e.not_judged:
-            yield f"    {e.not_judged}: no verdict can rest on it"
-        if e.n_seen is None:
-            yield "    whether the probe has seen these samples cannot be told: " + (
-                "its card does not list its own"
-                if self.probe.card.seen is None
-                else "the store does not say what they are; collect it anew"
-            )
-        elif e.n_seen:
-            yield f"    {e.n_seen} of them took part in making the probe"
-
-
-MEMORY: Final = 4.0
-"""GB that a command may hold: a fit, or the stores that it reads whole with the copies of a fit."""
-_COPIES: Final = 4
-"""How often a fit in memory holds the rows of its stores, about."""
-
-
-def read_set(
-    uri: str,
-    what: str,
-    *,
-    layers: Sequence[int] | None = None,
-    pool: str = "",
-    tokenizer: str = "",
-    memory: float = MEMORY,
-    work: str = "",
-    beside: Sequence[str] = (),
-) -> ActivationSet:
-    """A store, with the sentence ends where the pool needs them, or a file of `ActivationSet.save`.
-
-    It is held in memory, as float32, where it takes at most a quarter of `memory` GB together with
-    the stores `beside` it; else it stays on disk, fits of it hold at most `memory`, and they are
-    kept in `work`.
-    """
-    if not uri:
-        raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
-    name = Path(uri.rstrip("/")).name
-    if _is_file(uri):
-        return _of_file(uri, name, layers)
-    store = ActivationStore.open(uri)
-    texts = pieces(store, tokenizer) if pool == SENTENCE_POOL else None
-    others = [ActivationStore.open(o) for o in beside if o != uri and not _is_file(o)]
-    every = [store, *others]
-    n_layers = len(store.layers if layers is None else layers)
-    size = 4e-9 * n_layers * store.hidden * sum(one.n_rows for one in every)
-    if _COPIES * size > memory:
-        return StoreSet(
-            store, name=name, layers=layers, pieces=texts, work=work or None, memory=memory
-        )
-    return ActivationSet.from_store(store, name=name, layers=layers, pieces=texts)
-
-
-def manifest_of(uri: str) -> dict[str, Any]:
-    """What is known of a store, or of a file that `ActivationSet.save` wrote."""
-    if not _is_file(uri):
-        return dict(ActivationStore.open(uri).manifest)
-    data = ActivationSet.load(uri)
-    return {
-        "model": {"name": data.model, "sha256": data.model_sha256},
-        "layers": data.layers,
-        "n_samples": len(data),
-        "request": {"positions": data.positions or "completion"},
-        # Whose texts these are, and who wrote them, is not in the file.
-        "dataset": {"on_policy": False, "label_meaning": "", "text_overlap_group": ""},
-    }
-
-
-def _is_file(uri: str) -> bool:
-    return Path(uri).is_file()
-
-
-def _of_file(uri: str, name: str, layers: Sequence[int] | None) -> ActivationSet:
-    data = ActivationSet.load(uri)
-    kept = data.layers if layers is None else tuple(sorted(layers))
-    if missing := sorted(set(kept) - set(data.layers)):
-        raise SpecError(
-            f"{uri}: layer {missing[0]} is not in it; allowed are {list(data.layers)}; save that "
-            "layer, too"
-        )
-    rows = [data.layers.index(layer) for layer in kept]
-    return replace(
-        data, name=name.removesuffix(".safetensors"), layers=kept,
-        acts=tuple(a[rows] for a in data.acts),
-    )  # fmt: skip
-
-
-def pieces(store: ActivationStore, tokenizer: str) -> Callable[[Sequence[int]], list[str]]:
-    """Texts of tokens, by the tokenizer that is named or that of the store's model."""
-    from inspect_lens._base.token_texts import TokenTexts
-
-    name = tokenizer or str(store.manifest["model"]["name"])
-    return TokenTexts.of("", tokenizer=name).texts
-
-
-def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "") -> ActivationSet:
-    """A store that a probe may be judged on: its model, its layers and its tokens."""
-    ours, theirs = probe.card.model, manifest_of(uri)["model"]
-    known = ours is not None and ours.sha256 and theirs["sha256"]
-    other = ours is not None and (
-        ours.sha256 != theirs["sha256"] if known else ours.name != theirs["name"]
-    )
-    if other and not any_model:
-        assert ours is not None
-        raise ArtifactError(
-            f"{uri}: activations of {theirs['name']!r}; probe {probe.name!r} belongs to "
-            f"{ours.name!r}; allowed is that model; collect there, or pass --any-model"
-        )
-    captured = manifest_of(uri)["layers"]
-    missing = [layer for layer in probe.layers if layer not in captured]
-    if missing:
-        raise ArtifactError(
-            f"{uri}: layer {missing[0]} was not captured, only {list(captured)}; probe "
-            f"{probe.name!r} reads {list(probe.layers)}; collect these layers"
-        )
-    data = read_set(uri, "store", layers=probe.layers, pool=probe.pool, tokenizer=tokenizer)
-    if not data.reads(probe.card.positions):
-        raise ArtifactError(
-            f"{uri}: tokens at positions {data.positions!r}; probe {probe.name!r} reads "
-            f"{probe.card.positions!r}; allowed are these; collect them"
-        )
-    return data
-
-
-def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> None:
-    """Sets that are known to share texts need a column, named, that keeps them apart.
-
-    `group`, `id` and `content` are not enough: these always differ where a text is told in other
-    words, and the first is what every set is kept apart by.
-    """
-    groups = [manifest_of(u)["dataset"]["text_overlap_group"] for u in (train, uri)]
-    name = Path(uri.rstrip("/")).name
-    if (
-        groups[0]
-        and groups[0] == groups[1]
-        and disjoint.get(name, "group") in ("group", "id", "content")
-    ):
-        apart = _columns_apart(*(ActivationStore.open(u) for u in (train, uri)))
-        advice = f"as in --disjoint {name}={apart[0]}" if apart else "and these sets have none"
-        more = f" (or {', '.join(apart[1:])})" if apart[1:] else ""
-        raise SpecError(
-            f"{name}: shares its text-overlap group {groups[1]!r} with the training set, so texts "
-            f"may be in both; allowed is a set of another group, or a column that keeps them "
-            f"apart, {advice}{more}"
-        )
-
-
-def _columns_apart(one: ActivationStore, other: ActivationStore) -> list[str]:
-    """Columns in which two sets share no value; those with most values first."""
-    values: list[dict[str, set[str]]] = [{}, {}]
-    for found, store in zip(values, (one, other), strict=True):
-        for record in store.records():
-            for key, value in record.columns.items():
-                found.setdefault(key, set()).add(value)
-    ours, theirs = values
-    apart = [key for key in ours if key in theirs and not ours[key] & theirs[key]]
-    return sorted(apart, key=lambda key: -len(theirs[key]))
-
-
-def unverified(stores: Sequence[str]) -> tuple[str, ...]:
-    """What nobody could check about the data sets of stores, one note for each set."""
-    facts = [manifest_of(uri)["dataset"] for uri in stores]
-    notes = {f"{f['name']}, not verified: {f['unverified']}" for f in facts if f.get("unverified")}
-    return tuple(sorted(notes))
 
 
 def train_job(

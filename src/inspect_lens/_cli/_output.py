@@ -29,15 +29,7 @@ _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
 
 
 def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
-    """Refuse options that would be ignored: a recipe says what is made, and needs its own.
-
-    Args:
-        context: of the command.
-        with_recipe: whether a recipe was given.
-
-    Raises:
-        SpecError: an option that has no effect was typed.
-    """
+    """Refuse options that would be ignored: a recipe says what is made, and needs its own."""
     typed = {
         parameter.name: parameter.opts[0]
         for parameter in context.command.params
@@ -54,13 +46,7 @@ def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
 
 
 def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
-    """Write a result to standard output.
-
-    Args:
-        result: for programs.
-        lines: for people.
-        as_json: which of the two.
-    """
+    """Write a result to standard output."""
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
     else:
@@ -68,12 +54,7 @@ def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> N
 
 
 def in_shell_words(message: str, app: typer.Typer) -> str:
-    """A message of the library with the flags of the command that runs, not Python's arguments.
-
-    Args:
-        message: such as `pass tokenizer= with the folder`.
-        app: the program.
-    """
+    """A message of the library with the flags of the command that runs, not Python's arguments."""
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
@@ -93,13 +74,7 @@ def in_shell_words(message: str, app: typer.Typer) -> str:
 
 
 def fail(error: Exception, code: int, message: str) -> NoReturn:
-    """Write an error to standard error, as JSON where JSON was asked for, and end.
-
-    Args:
-        error: what happened.
-        code: exit code.
-        message: of the error, in the shell's words.
-    """
+    """Write an error to standard error, as JSON where JSON was asked for, and end."""
     message = " ".join(message.split())
     if "--json" in sys.argv:
         sys.stderr.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
@@ -109,17 +84,7 @@ def fail(error: Exception, code: int, message: str) -> NoReturn:
 
 
 def parse_layers(value: str) -> Any:
-    """`all`, or layer numbers and ranges such as `8,10-14`.
-
-    Args:
-        value: as typed.
-
-    Returns:
-        `all`, or a list of ints.
-
-    Raises:
-        SpecError: neither.
-    """
+    """`all`, or layer numbers and ranges such as `8,10-14`."""
     if value == "all":
         return value
     layers: list[int] = []
@@ -132,17 +97,7 @@ def parse_layers(value: str) -> Any:
 
 
 def parse_settings(values: Iterable[str]) -> dict[str, Any]:
-    """`key=value` pairs; values that are JSON are read as such.
-
-    Args:
-        values: as typed.
-
-    Returns:
-        The settings.
-
-    Raises:
-        SpecError: a pair has no `=`.
-    """
+    """`key=value` pairs; values that are JSON are read as such."""
     made: dict[str, Any] = {}
     for pair in values:
         key, equals, text = pair.partition("=")
@@ -156,13 +111,5 @@ def parse_settings(values: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_model_args(values: Iterable[str] | None, base_url: str) -> dict[str, Any]:
-    """Arguments of the provider, as `-M` and `--base-url` give them.
-
-    Args:
-        values: `key=value` pairs.
-        base_url: of a running server, or nothing.
-
-    Raises:
-        SpecError: as `parse_settings`.
-    """
+    """Arguments of the provider, as `-M` and `--base-url` give them."""
     return parse_settings(values or ()) | ({"base_url": base_url} if base_url else {})

@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import Positions
 
-from ._jobs import MEMORY, Made, train_job
+from ._jobs import train_job
+from ._made import Made
 from ._output import parse_layers
+from ._stores import MEMORY
 
 __all__ = ["Recipe", "load_recipe", "run_recipe"]
 

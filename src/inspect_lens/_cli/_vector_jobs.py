@@ -19,7 +19,8 @@ from inspect_lens.train import (
 )
 from inspect_lens.vector import Vector, export_vector, import_vector, load_vector
 
-from ._jobs import CHOSEN_HERE, manifest_of, read_set
+from ._made import CHOSEN_HERE
+from ._stores import manifest_of, read_set
 
 __all__ = ["evaluate_job", "export_job", "extract_job", "import_job", "sweep_job"]
 

@@ -151,7 +151,7 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert made["evaluations"] == probe["evaluations"]
     page = (tmp_path / made["report"]).read_text()
     # Once in the box on top, and once in the table.
-    assert page.count("<td>hidden_reason</td><td class=n>") == 2
+    assert page.count('<td>hidden_reason</td><td class="n">') == 2
     assert {p.name for p in (tmp_path / "r/figures").iterdir()} >= {"roc.png", "scores.png"}
 
 
@@ -180,11 +180,11 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     html = (tmp_path / "r/report.html").read_text()
     assert "probe_train: 80 of 80 samples took part in making the probe" in html
     assert "<h2>Held-out sets</h2>" not in html
-    assert "<td>probe_train</td><td class=n>40</td>" in html
+    assert '<td>probe_train</td><td class="n">40</td>' in html
     run("probe", "report", "p", "acts/hidden_reason", "--out", "r", "--resamples", 20)
     html = (tmp_path / "r/report.html").read_text()
     assert "<h2>Held-out sets</h2>" in html
-    assert "<td>hidden_reason</td><td class=n>20</td>" in html
+    assert '<td>hidden_reason</td><td class="n">20</td>' in html
     # The same control set may set another threshold; the training set gives no probabilities.
     again = ("probe", "calibrate", "p", "--control", "acts/control", "--fpr", 0.1, "--out", "q")
     run(*again)

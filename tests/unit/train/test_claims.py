@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._cli._jobs import Made
+from inspect_lens._cli._made import Made
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard
 from inspect_lens.train import ActivationSet, MeanDifferenceProbe, extract_vector, train_probe
