@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
-from ._output import emit, parse_layers
+from inspect_lens._base.untrusted import parse_json, refuse_irregular
+from inspect_lens.errors import ArtifactError, SpecError
+
+from ._output import Json, emit, parse_layers
+
+if TYPE_CHECKING:
+    from inspect_lens.lens import LensQuality
 
 __all__ = ["lens_app"]
 
@@ -15,7 +27,6 @@ lens_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[str, typer.Option(help="Model for transformers: folder or hub name.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, and so on.")]
 Dtype = Annotated[str, typer.Option(help="Precision of the model: float32 or bfloat16.")]
@@ -50,15 +61,40 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit a lens, judge it on held-out texts next to the logit lens, and write it."""
-    from ._lens_jobs import fit_job
+    from inspect_lens.lens import Lens
+    from inspect_lens.probe import ModelRef, fingerprint_model
+    from inspect_lens.train import fit_jacobian_lens, fit_tuned_lens
 
-    result, lines = fit_job(
-        kind, model=model, texts=texts, held_out=held_out, out=out, name=name,
-        layers=parse_layers(layers), steps=steps, lr=lr, batch=batch, block=block,
-        max_tokens=max_tokens or None, skip_first=None if skip_first < 0 else skip_first,
-        seed=seed, half=half, device=device, dtype=dtype,
-    )  # fmt: skip
-    emit(result, lines, as_json=as_json)
+    if kind not in ("tuned", "jacobian"):
+        raise SpecError(f"kind={kind!r}; allowed are tuned and jacobian")
+    picked = parse_layers(layers)
+    refuse_irregular(texts)
+    refuse_irregular(held_out)
+    loaded, tokenizer = _model(model, device, dtype)
+    prompts = _read(texts, tokenizer)
+    is_folder = Path(model).is_dir()
+    about: dict[str, Any] = {
+        "held_out": _read(held_out, tokenizer),
+        "name": name or f"{Path(model).name}/{kind}",
+        "layers": None if picked == "all" else picked,
+        "dataset": Path(texts).name,
+        "model_ref": ModelRef(name=model, sha256=fingerprint_model(model) if is_folder else None),
+        "command": shlex.join(["inspect-lens", *sys.argv[1:]]),
+    }
+    about |= {"max_tokens": max_tokens} if max_tokens else {}
+    about |= {} if skip_first < 0 else {"skip_first": skip_first}
+    if kind == "tuned":
+        lens = fit_tuned_lens(
+            loaded, prompts, steps=steps, lr=lr, batch=batch, random_state=seed, **about
+        )
+    else:
+        lens = fit_jacobian_lens(loaded, prompts, block=block, **about)
+    if half:
+        lens = Lens(matrix=lens.matrix.astype(np.float16), bias=lens.bias, card=lens.card)
+    folder = lens.save(out)
+    facts, lines = _judged(lens.card.quality)
+    result = {"lens": str(folder), "name": lens.card.name, "kind": kind, **facts}
+    emit(result, [f"{lens.card.name}: {kind}, {folder}", *lines], as_json=as_json)
 
 
 @lens_app.command()
@@ -71,7 +107,64 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare a lens with the model's own predictions, and with the logit lens."""
-    from ._lens_jobs import evaluate_job
+    from inspect_lens.lens import load_lens
+    from inspect_lens.train import evaluate_lens
 
-    result, lines = evaluate_job(lens, model=model, texts=texts, device=device, dtype=dtype)
-    emit(result, lines, as_json=as_json)
+    found = load_lens(lens)
+    loaded, tokenizer = _model(model, device, dtype)
+    facts, lines = _judged(evaluate_lens(loaded, found, _read(texts, tokenizer)))
+    result = {"name": found.card.name, "kind": found.card.kind, **facts}
+    emit(result, [f"{found.card.name}: {found.card.kind}, {texts}", *lines], as_json=as_json)
+
+
+def _judged(quality: Sequence[LensQuality]) -> tuple[dict[str, Any], list[str]]:
+    lines = [
+        f"  layer {q.layer}: KL {q.kl:.3f} nats (logit lens {q.logit_kl:.3f}), same best token "
+        f"{q.agreement:.3f} ({q.logit_agreement:.3f})"
+        for q in quality
+    ]
+    return {"quality": [one.model_dump() for one in quality]}, lines
+
+
+def _model(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """A model and its tokenizer."""
+    if dtype not in ("float32", "bfloat16"):
+        raise SpecError(f"dtype={dtype!r}; allowed are float32 and bfloat16")
+    try:
+        torch: Any = importlib.import_module("torch")
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise SpecError(
+            f"fitting a lens needs torch and transformers ({error}); install both"
+        ) from None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(device)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"model={name!r} cannot be loaded: {error}") from None
+    return model, tokenizer
+
+
+def _read(file: str, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the texts of a file."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{file}: cannot be read ({error})") from None
+    found: list[list[int]] = []
+    for i, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+            given = sorted({"text", "messages"} & set(row))
+        except (ValueError, TypeError):
+            given = []
+        if len(given) != 1:
+            raise ArtifactError(f"{file}:{i}: a line is JSON with 'text' or 'messages'")
+        if given == ["text"]:
+            ids = tokenizer(row["text"])["input_ids"]
+        else:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found.append([int(token) for token in ids])
+    return found

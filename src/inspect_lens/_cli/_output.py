@@ -6,13 +6,15 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
 from inspect_lens.errors import SpecError
 
 __all__ = [
+    "Json",
+    "Layers",
     "check_recipe_options",
     "emit",
     "fail",
@@ -21,6 +23,9 @@ __all__ = [
     "parse_model_args",
     "parse_settings",
 ]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 
 _BOTH: Final = frozenset({"out", "recipe", "resamples", "memory", "as_json"})
 _RENAMED: Final = (("any_model", "check_model"), ("probe", "probes"), ("max_mib", "max_bytes"))

@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ._output import check_recipe_options, emit, parse_layers, parse_model_args, parse_settings
+from ._output import (
+    Json,
+    Layers,
+    check_recipe_options,
+    emit,
+    parse_layers,
+    parse_model_args,
+    parse_settings,
+)
 
 __all__ = ["probe_app"]
 
@@ -15,8 +23,6 @@ probe_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 Resamples = Annotated[int, typer.Option(help="Bootstrap draws; 0 leaves the bootstrap out.")]
 AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")

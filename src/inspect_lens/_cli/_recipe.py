@@ -77,17 +77,7 @@ class Recipe(_Part):
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe.
-
-    Args:
-        path: of the YAML file.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        ArtifactError: missing, no YAML, or with wrong fields.
-    """
+    """Read a recipe."""
     try:
         return Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError, RecursionError) as error:
@@ -104,24 +94,7 @@ def run_recipe(
     n_resamples: int,
     memory: float = MEMORY,
 ) -> Made:
-    """Collect every set of a recipe, then train.
-
-    Args:
-        path: of the recipe.
-        out: folder of the probe.
-        work: folder of the stores; what is there already is used.
-        model: instead of the recipe's.
-        model_args: for the provider, over the recipe's.
-        n_resamples: bootstrap draws.
-        memory: GB that a store may take; fits of larger ones are kept in `work`.
-
-    Returns:
-        The probe.
-
-    Raises:
-        SpecError: no folder to work in, or a setting is wrong.
-        ArtifactError: the recipe or a data set cannot be read.
-    """
+    """Collect every set of a recipe in `work`, where what is there already is used; then train."""
     recipe = load_recipe(path)
     if not work:
         raise SpecError("--work: is missing; a recipe needs a folder for its activations")

@@ -12,7 +12,7 @@ import typer
 
 from inspect_lens.errors import ArtifactError, SpecError
 
-from ._output import emit
+from ._output import Json, emit
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalScore
@@ -57,7 +57,7 @@ def score(
             "Repeatable."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Score a finished log with probes, and write the scored log.
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from ._output import emit, parse_layers
+from inspect_lens.errors import SpecError
+
+from ._output import Json, Layers, emit, parse_layers
+
+if TYPE_CHECKING:
+    from inspect_lens.train import ActivationSet, VectorMethod
+    from inspect_lens.vector import Vector
 
 __all__ = ["vector_app"]
 
@@ -15,8 +25,6 @@ vector_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 Rows = Annotated[
     str, typer.Option(help="Rows of a sample: tokens, mean, last, or an index such as -2.")
 ]
@@ -47,13 +55,33 @@ def extract(
 
     Without --selection, a part of the store with whole groups is split off to choose the layer.
     """
-    from ._vector_jobs import extract_job
+    from inspect_lens.probe import ModelRef
+    from inspect_lens.train import extract_vector
 
-    result, lines = extract_job(
-        store, out=out, selection=selection, name=name, method=method, rows=rows,
-        layers=parse_layers(layers), layer=None if layer < 0 else layer, description=description,
+    from ._stores import manifest_of
+
+    data, chosen = _sets(store, selection, layers=layers, seed=seed)
+    facts = manifest_of(store)
+    made = extract_vector(
+        data,
+        name=name or f"{Path(data.model).name}/{method}",
+        method=cast("VectorMethod", method),
+        rows=_rows(rows),
+        selection=chosen,
+        layer=None if layer < 0 else layer,
         seed=seed,
-    )  # fmt: skip
+        model=ModelRef(name=facts["model"]["name"], sha256=facts["model"]["sha256"]),
+        on_policy=bool(facts["dataset"]["on_policy"]),
+        description=description or str(facts["dataset"]["label_meaning"]),
+        command=shlex.join(["inspect-lens", *sys.argv[1:]]),
+    )
+    folder, card = made.save(out), made.card
+    lines = [f"{made.name}: layers {_list(made.layers)}, steers at {card.layer}, {folder}"]
+    for n, norm, area in zip(card.layers, made.norm.tolist(), card.separation, strict=True):
+        mark = " *" if n == card.layer else ""
+        lines.append(f"  layer {n}: length {norm:.4g}, AUROC {area:.4f} on {chosen.name}{mark}")
+    lines += [f"  {note}" for note in card.notes]
+    result = _facts(made, str(folder)) | {"auroc": list(card.separation)}
     emit(result, lines, as_json=as_json)
 
 
@@ -69,9 +97,24 @@ def evaluate(
 
     A direction that separates need not steer; `steering_sweep` measures what it does.
     """
-    from ._vector_jobs import evaluate_job
+    from inspect_lens.train import evaluate_vector
+    from inspect_lens.vector import load_vector
 
-    result, lines = evaluate_job(vector, store, rows=rows, seed=seed)
+    from ._stores import read_set
+
+    loaded, table, lines = load_vector(vector), [], []
+    for uri in store:
+        found = evaluate_vector(
+            loaded, read_set(uri, "store"), rows=_rows(rows) or "mean", seed=seed
+        )
+        for score in found:
+            table.append({"store": uri, **score._asdict()})
+            lines.append(
+                f"{uri}, layer {score.layer}: AUROC {score.auroc:.4f} (random directions up to "
+                f"{score.random_auroc:.4f}), separation {score.separation:.2f}, length "
+                f"{score.length:.4g}"
+            )
+    result = {"vector": loaded.name, "sha256": loaded.sha256, "scores": table}
     emit(result, lines, as_json=as_json)
 
 
@@ -89,11 +132,25 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Compare methods and layers on a selection set."""
-    from ._vector_jobs import sweep_job
+    from inspect_lens.train import VectorMethod, extract_vector
 
-    result, lines = sweep_job(
-        train_store, selection, method or [], rows=rows, layers=parse_layers(layers), seed=seed
-    )
+    from ._made import CHOSEN_HERE
+
+    data, chosen = _sets(train_store, selection, layers=layers, seed=seed)
+    table: list[dict[str, Any]] = []
+    lines = [f"{'method':16s} {'layer':>5s} {'AUROC':>7s} {'length':>9s}"]
+    for one in method or get_args(VectorMethod):
+        made = extract_vector(
+            data, name="sweep/any", method=cast("VectorMethod", one), rows=_rows(rows),
+            selection=chosen, seed=seed,
+        )  # fmt: skip
+        card = made.card
+        for n, norm, area in zip(card.layers, made.norm.tolist(), card.separation, strict=True):
+            best = n == card.layer
+            table.append({"method": one, "layer": n, "auroc": area, "length": norm, "chosen": best})
+            lines.append(f"{one:16s} {n:5d} {area:7.4f} {norm:9.4g}{' *' if best else ''}")
+    lines.append(CHOSEN_HERE)
+    result = {"selection": chosen.name, "n": len(chosen), "sweep": table}
     emit(result, lines, as_json=as_json)
 
 
@@ -113,12 +170,16 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Read a vector of another tool: repeng, steering-vectors, persona, CAST, IBM, AxBench."""
-    from ._vector_jobs import import_job
+    from inspect_lens.vector import import_vector
 
-    how: dict[str, Any] = {"format": format or None, "layer": None if layer < 0 else layer}
-    how["concept"] = None if concept < 0 else concept
-    result, lines = import_job(file, out=out, name=name, description=description, **how)
-    emit(result, lines, as_json=as_json)
+    vector = import_vector(
+        file, name=name, description=description, format=cast("Any", format or None),
+        layer=None if layer < 0 else layer, concept=None if concept < 0 else concept,
+    )  # fmt: skip
+    folder = str(vector.save(out))
+    notes = [f"  {note}" for note in vector.card.notes]
+    line = f"{vector.name}: {vector.card.method}, layers {_list(vector.layers)}, {folder}"
+    emit(_facts(vector, folder), [line, *notes], as_json=as_json)
 
 
 @vector_app.command()
@@ -137,10 +198,56 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a vector as a file of another tool."""
-    from ._vector_jobs import export_job
+    from inspect_lens.vector import export_vector, load_vector
 
-    result, lines = export_job(
-        vector, file, format=format, layers=parse_layers(layers), model_hint=model_hint,
+    loaded = load_vector(vector)
+    picked = _picked(layers)
+    made = export_vector(
+        loaded, file, format=cast("Any", format), layers=picked, model_hint=model_hint,
         n_layers=n_layers or None, avg_proj=avg_proj,
     )  # fmt: skip
-    emit(result, lines, as_json=as_json)
+    written = list(loaded.layers if picked is None else picked)
+    line = f"{made}: {format}, layers {_list(written)} of {loaded.name}"
+    emit({"file": str(made), "format": format, "layers": written}, [line], as_json=as_json)
+
+
+def _picked(layers: str) -> list[int] | None:
+    found = parse_layers(layers)
+    return None if found == "all" else found
+
+
+def _sets(
+    store: str, selection: str, *, layers: str, seed: int
+) -> tuple[ActivationSet, ActivationSet]:
+    """What is trained on, and what chooses: a store of its own, or groups split off."""
+    from inspect_lens.train import split_by_group
+
+    from ._stores import read_set
+
+    picked = _picked(layers)
+    data = read_set(store, "store", layers=picked)
+    if selection:
+        return data, read_set(selection, "selection", layers=picked)
+    return split_by_group(data, seed=seed)
+
+
+def _rows(value: str) -> Any:
+    if value in ("", "tokens", "mean", "last"):
+        return value or None
+    try:
+        return int(value)
+    except ValueError:
+        raise SpecError(
+            f"--rows={value!r}; allowed are tokens, mean, last and an index such as -2"
+        ) from None
+
+
+def _facts(vector: Vector, folder: str) -> dict[str, Any]:
+    return {
+        "vector": vector.name, "folder": folder, "sha256": vector.sha256,
+        "layers": list(vector.layers), "layer": vector.card.layer,
+    }  # fmt: skip
+
+
+def _list(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

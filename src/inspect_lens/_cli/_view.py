@@ -47,7 +47,7 @@ def view(
             "Repeatable."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write one HTML page of a log, with the probe score of every token.
 
