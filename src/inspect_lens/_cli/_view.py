@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ._output import emit, parse_layers
+from ._output import Json, emit, parse_layers
 
 __all__ = [
     "chat",
