@@ -166,8 +166,9 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     )  # fmt: skip
     known = ("probe", "evaluate", "p", "acts/probe_train", "--resamples", 0)
     _, error = run(*known, code=3)
-    assert "of 80 samples were in training" in error
-    assert "of 80 samples chose the layer" in error
+    # The limit draws by a seed, and so does the split: 14 groups of unlike sizes, a quarter aside.
+    assert "probe_train: 62 of 80 samples were in training" in error
+    assert "18 of 80 samples chose the layer" in error
     text, _ = run(*known, "--allow-seen")
     assert "80 of them took part in making the probe" in text
     _, error = run("probe", "evaluate", "p", "acts/control", "--resamples", 0, code=3)
