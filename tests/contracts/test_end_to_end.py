@@ -7,14 +7,25 @@ import functools
 from pathlib import Path
 
 import yaml
+from inspect_ai._util.registry import registry_find, registry_info
 
 from inspect_lens import _registry, agents, scorer, solver
+from inspect_lens._base.shipped import EVALS
 from inspect_lens.agents import control, petri, scout, sentinel
 from tests.kit.components import Component, components, uses
 from tests.kit.repository import ROOT
 
 ROOMS = (agents, scorer, solver, petri, control, sentinel, scout)
-REGISTERED = {*_registry.__all__, *(name for _, _, _, name in _registry._LAZY)}
+# `lens_target` is what logs call `lens_target_agent`.
+OTHERS = {"lens_target", *(name for names in EVALS.values() for _, name in names)}
+REGISTERED = {
+    *_registry.__all__,
+    *(
+        name
+        for found in registry_find(lambda info: info.name.startswith("inspect_lens/"))
+        if (name := registry_info(found).name.partition("/")[2]) not in OTHERS
+    ),
+}
 FUNCTIONS = {
     Component(name, "function", room.__name__)
     for room in ROOMS
