@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import matplotlib.figure
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -11,7 +12,6 @@ from matplotlib.image import imread
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Evaluation, Interval, Probe, ProbeCard, Transfer, load_probe
 from inspect_lens.train import cascade_frontier
-from inspect_lens.view import _sweeps as module
 from inspect_lens.view import draw_cascade, draw_transfer
 
 
@@ -25,7 +25,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
             super().__init__(*given, **options)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(module, "Figure", Kept)
+    monkeypatch.setattr(matplotlib.figure, "Figure", Kept)
     return made
 
 
