@@ -33,6 +33,7 @@ __all__ = [
     "CARD_FILE",
     "ArtifactKind",
     "decode_tensors",
+    "download",
     "encode_tensors",
     "find_artifact",
     "folders_named",
@@ -222,7 +223,7 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
     part alone of a name is enough when it is unique, which is all that Inspect logs of a `Path`.
     """
     if str(given).startswith("hf://"):
-        return _fetch(kind, str(given))
+        return download(kind.name, str(given), (kind.tensors, CARD_FILE))
     path = Path(given).expanduser()
     if is_artifact(kind, path):
         return path
@@ -267,31 +268,30 @@ def _find(kind: ArtifactKind, root: Path, name: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _fetch(kind: ArtifactKind, address: str) -> Path:
-    """Download `hf://owner/repository[/folder][@revision]` into the hub's cache."""
+def download(what: str, address: str, files: Sequence[str]) -> Path:
+    """Fetch files of `hf://owner/repository[/folder][@revision]`; the folder that has them."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise ArtifactError(
-            f"{kind.name}={address!r}; allowed is hf://owner/repository, then /folder and "
-            "@revision if they are needed; correct the address"
+            f"{what}={address!r}; allowed is hf://owner/repository, then /folder and @revision if "
+            "they are needed; correct the address"
         )
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError:
         raise ArtifactError(
-            f"{kind.name}={address!r}: needs the package huggingface_hub; install it, or download "
-            "the folder and pass its path"
+            f"{what}={address!r}: needs the package huggingface_hub; install it, or download the "
+            "folder and pass its path"
         ) from None
-    folder = f"{match['folder']}/" if match["folder"] else ""
+    names = [f"{match['folder']}/{name}" if match["folder"] else name for name in files]
     try:
-        files = [
-            hub.hf_hub_download(match["repo"], folder + name, revision=match["revision"])
-            for name in (kind.tensors, CARD_FILE)
+        found = [
+            hub.hf_hub_download(match["repo"], name, revision=match["revision"]) for name in names
         ]
     except Exception as error:  # noqa: BLE001 (the hub raises errors of many packages)
         raise ArtifactError(
-            f"{kind.name}={address!r}: could not be downloaded ({type(error).__name__}: {error}); "
-            f"needed are {folder}{kind.tensors} and {folder}{CARD_FILE} in that repository; check "
-            "the address and your access to it"
+            f"{what}={address!r}: could not be downloaded ({type(error).__name__}: {error}); "
+            f"needed are {', '.join(names)} in that repository; check the address and your access "
+            "to it"
         ) from None
-    return Path(files[0]).parent
+    return Path(found[0]).parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import re
 import string
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from inspect_lens._base.artifact import download, folders_named
 from inspect_lens._base.shipped import shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
@@ -187,7 +187,6 @@ def _explain(error: ValidationError) -> str:
 
 WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER: Final = "adapter_config.json"
-_ADDRESS: Final = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +254,10 @@ def load_oracle(oracle: str | Path | Oracle, *, served_as: str | None = None) ->
             f"oracle={oracle!r}: a {type(oracle).__name__}; allowed are a name, a path, an hf:// "
             "address or an Oracle"
         )
-    folder = _fetch(str(oracle)) if str(oracle).startswith("hf://") else _find(Path(oracle))
+    if str(oracle).startswith("hf://"):
+        folder = download("oracle", str(oracle), (CONFIG_FILE, ADAPTER, WEIGHTS))
+    else:
+        folder = _find(Path(oracle))
     weights, adapter = folder / WEIGHTS, _read_adapter(folder / ADAPTER)
     if not weights.is_file():
         raise ArtifactError(f"{weights}: is missing; an oracle is a folder as PEFT saves it")
@@ -273,15 +275,14 @@ def _find(path: Path) -> Path:
     path = path.expanduser()
     if (path / CONFIG_FILE).is_file() or path.is_absolute():
         return path
-    here, root = Path.cwd(), shipped_root()
+    roots, root = folders_named("oracles"), shipped_root()
     shipped = [] if root is None else [root]
-    roots = [p / "oracles" for p in (here, *here.parents, *shipped)]
     # A task is loaded in its own folder, so a path may also start at a folder above.
-    above = list(here.parents) if len(path.parts) > 1 else []
+    above = list(Path.cwd().parents) if len(path.parts) > 1 else []
     for root in (*roots, *above, *shipped):
         if ".." not in path.parts and (root / path / CONFIG_FILE).is_file():
             return root / path
-    known = sorted({c.parent.name for r in roots if r.is_dir() for c in r.glob(f"*/{CONFIG_FILE}")})
+    known = sorted({c.parent.name for r in roots for c in r.glob(f"*/{CONFIG_FILE}")})
     raise ArtifactError(
         f"oracle={str(path)!r} was not found; allowed are a folder with {CONFIG_FILE}, an hf:// "
         f"address, or a name below oracles/ (there: {', '.join(known) or 'none'})"
@@ -306,29 +307,3 @@ def _digest(path: Path, changed_ns: int, size: int) -> str:
     """Hash of a file, computed once as long as its time and size stay."""
     del changed_ns, size
     return hashlib.sha256(read_regular(path)).hexdigest()
-
-
-def _fetch(address: str) -> Path:
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise ArtifactError(
-            f"oracle={address!r}; allowed is hf://owner/repository, then @revision if it is needed"
-        )
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError:
-        raise ArtifactError(
-            f"oracle={address!r}: needs the package huggingface_hub; install it, or download the "
-            "folder and pass its path"
-        ) from None
-    try:
-        files = [
-            hub.hf_hub_download(match["repo"], name, revision=match["revision"])
-            for name in (CONFIG_FILE, ADAPTER, WEIGHTS)
-        ]
-    except Exception as error:  # noqa: BLE001 (the hub raises errors of many packages)
-        raise ArtifactError(
-            f"oracle={address!r}: could not be downloaded ({type(error).__name__}: {error}); "
-            f"needed are {CONFIG_FILE}, {ADAPTER} and {WEIGHTS} in that repository"
-        ) from None
-    return Path(files[0]).parent

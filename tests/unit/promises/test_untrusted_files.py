@@ -267,7 +267,7 @@ def test_a_probe_of_a_log_is_fetched_from_nowhere(
 ) -> None:
     monkeypatch.setattr(_places, "_followed", set())
     monkeypatch.setattr(_places, "_roots", OrderedDict())
-    monkeypatch.setattr(artifact, "_fetch", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(artifact, "download", lambda *_: pytest.fail("asked the hub"))
     for name in ("hf://stranger/probe", str(tmp_path), "../probe"):
         sample: Any = SimpleNamespace(
             scores={"s": Score(value=1, metadata={"probe": name, "probe_sha256": "0"})}
