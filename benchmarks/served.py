@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from inspect_lens.spec import SteeringVector, to_wire_args
+from inspect_lens.spec import Add, SteeringVector, to_wire_args
 from tests.kit.api_server import api_server, preemptions
 from tests.kit.process_tree import usage
 from tests.kit.tiny_models import write_words
@@ -142,7 +142,7 @@ def body(
     return made | {"vllm_xargs": to_wire_args(asked)}
 
 
-def _steering(vector: Vector) -> SteeringVector:
+def _steering(vector: Vector) -> Add:
     return SteeringVector(
         activations=vector.values[None], layer_indices=[vector.layer], scale=vector.scale
     )

@@ -13,13 +13,13 @@ from .errors import LensError, SpecError
 from .spec import (
     LENS_KEYS,
     NATIVE_KEY,
+    Add,
     CaptureSpec,
     Edit,
     Hook,
     LensRequest,
     LogitLens,
     SinkUse,
-    SteeringVector,
     parse_extra_args,
     refuse_misspelled,
     split_body,
@@ -38,7 +38,7 @@ _ARGUMENTS = (
 
 def request_of(
     capture_layers: Sequence[int] | bool | None,
-    steering_vectors: Sequence[SteeringVector | Mapping[str, Any]] | None,
+    steering_vectors: Sequence[Add | Mapping[str, Any]] | None,
     transport: str | None,
     capture: CaptureSpec | Mapping[str, Any] | None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None,
@@ -70,7 +70,7 @@ def request_of(
         named = lens if isinstance(lens, LogitLens | Mapping) else {"layers": lens}
         native["lens"] = _fields(named, transport)
     if edits is not None:
-        native["edits"] = list(edits)
+        native["edits"] = [*(() if request is None else request.edits), *edits]
     if sink is not None:
         native["sink"] = sink.model_dump() if isinstance(sink, SinkUse) else sink
     if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:

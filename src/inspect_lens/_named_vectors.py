@@ -9,22 +9,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import SteeringVector
+from inspect_lens.spec import Add, SteeringVector
 
 __all__ = ["NamedVector", "as_steering"]
 
-NamedVector = SteeringVector | Mapping[str, Any] | str
+NamedVector = Add | Mapping[str, Any] | str
 """A vector, its JSON form, a name or path to load it from, or such a name with options, as
 `{"vector": name, "layer": …, "scale": …}`."""
 
 
-def as_steering(vector: NamedVector, scale: float) -> tuple[SteeringVector, ...]:
+def as_steering(vector: NamedVector, scale: float) -> tuple[Add, ...]:
     """Make what a request takes."""
-    if isinstance(vector, str) or (isinstance(vector, Mapping) and "vector" in vector):
+    if isinstance(vector, str) or (
+        isinstance(vector, Mapping) and "vector" in vector and "op" not in vector
+    ):
         # Imported by name: most who import this load no vector.
-        room = importlib.import_module("inspect_lens.vector")
-        found: SteeringVector = room.steering_vector(vector)
-    elif isinstance(vector, SteeringVector):
+        vectors = importlib.import_module("inspect_lens.vector")
+        found: Add = vectors.steering_vector(vector)
+    elif isinstance(vector, Add):
         found = vector
     else:
         try:

@@ -20,6 +20,7 @@ from ._client_request import answer_of, json_of, lines_of, request_of, with_requ
 from ._hook_results import SavedValues, read_results
 from .errors import CaptureError, SpecError
 from .spec import (
+    Add,
     CaptureSpec,
     Edit,
     Hook,
@@ -27,7 +28,6 @@ from .spec import (
     LogitLens,
     Receipt,
     SinkUse,
-    SteeringVector,
     TensorData,
     decode_saved,
     decode_tensor,
@@ -153,7 +153,7 @@ class LensClient:
         max_tokens: int = 16,
         temperature: float = 0.0,
         capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[SteeringVector | Mapping[str, Any]] | None = None,
+        steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
         activations_transport: str | None = None,
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
@@ -218,7 +218,7 @@ class LensClient:
         max_tokens: int = 16,
         temperature: float = 0.0,
         capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[SteeringVector | Mapping[str, Any]] | None = None,
+        steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
         activations_transport: str | None = None,
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,

@@ -34,8 +34,7 @@ def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -
     Args:
         llm: a `vllm.LLM` of this process.
         name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe,
-            `{"inspect_lens": {"steer_named": [name]}}` for a vector,
-            `{"inspect_lens": {"edits_named": [name]}}` for edits, and
+            `{"inspect_lens": {"edits_named": [name]}}` for a vector or other edits, and
             `{"inspect_lens": {"lens": {"name": name}}}` for a lens.
         item: what to register; the same content twice is fine.
         replace: whether the name may stand for something else so far.

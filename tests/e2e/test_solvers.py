@@ -177,7 +177,7 @@ def test_a_liar_tells_the_truth_when_steered_and_the_receipt_says_by_what(
         assert done.steer is not None
         assert done.steer.layers == (vector.default_layer(),)
         assert done.steer.sites == ("attn_out",)
-        assert done.steer.vectors == (vector.to_steering().activations.sha256,)
+        assert done.steer.vectors == (vector.to_steering().vector.sha256,)
 
 
 def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_logged(
@@ -189,7 +189,7 @@ def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_lo
         lens_server_url, tmp_path / "steered", with_steering("organism/truth", scale=0.6), liars
     )
     at = vector.to_steering(scale=0.6)
-    place: dict[str, Any] = {"layers": at.layer_indices, "site": at.site}
+    place: dict[str, Any] = {"layers": at.layers, "site": at.site}
     add = Add(vector=at.activations.to_float32()[0], scale=0.6, **place)
     edited = run(lens_server_url, tmp_path / "edited", with_edits(add), liars)
     said = [[s.output.completion for s in log.samples or ()] for log in (steered, edited)]
@@ -200,7 +200,7 @@ def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_lo
         done = receipt(sample.output)
         assert done is not None
         assert done.steer is not None
-        assert (done.steer.layers, done.steer.sites) == (at.layer_indices, ("attn_out",))
+        assert (done.steer.layers, done.steer.sites) == (at.layers, ("attn_out",))
     (file,) = (tmp_path / "ablated").rglob("lens-vectors/*.safetensors")
     assert file.stem == ablate.direction.sha256[:16]
 

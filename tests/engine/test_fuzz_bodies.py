@@ -53,7 +53,7 @@ def client(lens_server_url: str) -> Iterator[httpx.Client]:
             item = {"name": name, "probe": probe.model_dump(mode="json")}
             assert made.post(REGISTRY, json=item).status_code == 200
         vector = SteeringVector(activations=np.ones((1, 256)), layer_indices=[1])
-        item = {"name": "v", "vector": vector.model_dump(mode="json")}
+        item = {"name": "v", "edits": [vector.model_dump(mode="json")]}
         assert made.post(REGISTRY, json=item).status_code == 200
         yield made
         for name in ("p", "q", "v"):

@@ -96,7 +96,7 @@ def vector() -> dict[str, Any]:
 def body(kind: str, prompt: str, **more: Any) -> dict[str, Any]:
     lens: dict[str, Any] = {"capture": {"layers": "all", "site": SITES.split(",")}}
     if kind in ("steered", "streamed"):
-        lens["steer"] = [vector()]
+        lens["edits"] = [vector()]
     if kind in ("probed", "streamed"):
         lens["probes"] = [{"name": "deception", "positions": "all", "tokens": True}]
     if kind == "alarm":

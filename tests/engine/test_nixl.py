@@ -44,7 +44,7 @@ Answer = dict[str, Any]
 def vector(seed: int = 0) -> dict[str, Any]:
     rows = np.random.default_rng(seed).standard_normal((1, HIDDEN)).astype(np.float32)
     steer = SteeringVector(activations=rows, layer_indices=[1], scale=2.0)
-    return {"steer": [steer.model_dump(mode="json")]}
+    return {"edits": [steer.model_dump(mode="json")]}
 
 
 class Pair:

@@ -118,9 +118,9 @@ def test_a_named_vector_steers_as_its_content_does(engine: Engine) -> None:
     v = SteeringVector(activations=RNG.normal(size=(1, HIDDEN)), layer_indices=[1], scale=2.0)
     register(engine.llm, "v", v)
     prompt = tokens(30)
-    by_name = {"inspect_lens": {"steer_named": [{"name": "v"}]}}
-    doubled = {"inspect_lens": {"steer_named": [{"name": "v", "scale": 4.0}]}}
-    twice = SteeringVector(activations=v.activations, layer_indices=[1], scale=4.0)
+    by_name = {"inspect_lens": {"edits_named": [{"name": "v"}]}}
+    doubled = {"inspect_lens": {"edits_named": [{"name": "v", "scale": 4.0}]}}
+    twice = SteeringVector(activations=v.vector, layer_indices=[1], scale=4.0)
     found = engine.run([prompt, prompt], [by_name, doubled], max_tokens=12)
     content = engine.run(
         [prompt, prompt], [{"apply_steering_vectors": [s]} for s in (v, twice)], max_tokens=12

@@ -149,7 +149,7 @@ def test_one_phase_is_steered_as_hugging_face_would(
         out[slice(None, n) if phase == "prefill" else slice(n, None)] += 3.0 * v[0]
         return out
 
-    lens = {"inspect_lens": {"capture": {}, "steer": [vector]}}
+    lens = {"inspect_lens": {"capture": {}, "edits": [vector]}}
     output = engine.run([prompt], lens, max_tokens=12)[0]
     found = output.activations["residual_stream"]
     expected = hugging_face.residual_stream(fed(output), {1: edit})
@@ -162,7 +162,7 @@ def test_one_phase_is_steered_as_hugging_face_would(
     n = len(longer)
     expected = hugging_face.residual_stream(fed(again), {1: edit})
     assert max_relative_error(again.activations["residual_stream"], expected) <= TOLERANCE
-    alone = engine.run([longer], {"inspect_lens": {"steer": [vector]}}, max_tokens=2)[0]
+    alone = engine.run([longer], {"inspect_lens": {"edits": [vector]}}, max_tokens=2)[0]
     assert alone.outputs[0].token_ids == again.outputs[0].token_ids
 
 

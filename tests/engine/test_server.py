@@ -128,9 +128,9 @@ def test_a_misspelled_key_of_the_body_gets_400_and_another_unknown_one_is_vllms(
         ({"capture": {}, "skip_reading_prefix_cache": False}, {}, "cached tokens have no rows"),
         ({"capture": {"positions": [999]}}, {}, "outside this request"),
         (
-            {"steer": [{"activations": np.ones((1, 400, 256)).tolist(), "layer_indices": [1]}]},
+            {"edits": [{"op": "add", "vector": [1.0] * 256, "layers": [1], "positions": [400]}]},
             {},
-            "steer[0].position_indices",
+            "edits[0].positions",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_reduction_knows_where_an_answer_ends(client: Any, n: int, has_stop: b
 
 
 def test_steering_while_decoding_leaves_the_prompt_alone(client: Any) -> None:
-    lens = {"steer": json.loads(wire(phase="decode")), "capture": {"layers": [1]}}
+    lens = {"edits": json.loads(wire(phase="decode")), "capture": {"layers": [1]}}
     plain = chat(client, inspect_lens={"capture": {"layers": [1]}}).json()
     answer = chat(client, inspect_lens=lens).json()
     n, done = answer["inspect_lens"]["n_prompt"], answer["inspect_lens"]["n_completion"]

@@ -22,7 +22,7 @@ MODEL = "organism/checkpoint"
 REGISTRY = "/v1/inspect_lens/registry"
 WEIGHT = {"weight": np.ones((1, 256), np.float32)}
 VECTOR = SteeringVector(activations=np.ones((1, 256)), layer_indices=[1]).model_dump(mode="json")
-TENSOR = VECTOR["activations"]
+TENSOR = VECTOR["vector"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_bad_pool_kills_nobody(
         ({"inspect_lens": {"probes": ["nobody"]}}, "registered"),
         ({"inspect_lens": {"probes": ["a/b"]}}, "letters"),
         ({"capture": {"layers": [1]}}, "nobody reads it there"),
-        ({"steer": [VECTOR]}, "nobody reads it there"),
+        ({"edits_named": ["v"]}, "nobody reads it there"),
         ({"probes": ["p"]}, "nobody reads it there"),
         ({"capture_layers": [1]}, "the key is 'output_residual_stream'"),
         ({"steering_vectors": [VECTOR]}, "the key is 'apply_steering_vectors'"),
@@ -98,10 +98,10 @@ def test_a_bad_pool_kills_nobody(
         ({"extra_args": 3}, "has to be a mapping"),
         ({"extra_args": {"_inspect_lens": {}}}, "reserved"),
         ({"_inspect_lens": {}}, "reserved"),
-        ({"inspect_lens": {"steer": [VECTOR | {"scale": True}]}}, "valid number"),
+        ({"inspect_lens": {"edits": [VECTOR | {"scale": True}]}}, "valid number"),
         (
-            {"inspect_lens": {"steer": [VECTOR | {"position_indices": [False, True]}]}},
-            "mask is read in capture.positions only",
+            {"inspect_lens": {"edits": [VECTOR | {"positions": [False, False]}]}},
+            "selects none of them",
         ),
         (
             {"inspect_lens": {}, "extra_args": {"inspect_lens": {"capture": {}}}},
@@ -155,15 +155,15 @@ def test_a_small_body_that_declares_much_is_refused(
     client: httpx.Client, shape: tuple[int, ...]
 ) -> None:
     tensor = zeros(1, 1 << 14, 256) | {"shape": list(shape)}
-    vector = {"activations": tensor, "layer_indices": [0]}
-    assert complete(client, inspect_lens={"steer": [vector]}).status_code == 400
-    assert client.post(REGISTRY, json={"name": "x", "vector": vector}).status_code == 400
+    vector = {"op": "add", "vector": tensor, "layers": [0]}
+    assert complete(client, inspect_lens={"edits": [vector]}).status_code == 400
+    assert client.post(REGISTRY, json={"name": "x", "edits": [vector]}).status_code == 400
 
 
 def test_bytes_behind_a_frame_are_a_400(client: httpx.Client) -> None:
     data = base64.b64encode(base64.b64decode(TENSOR["data"]) + b"x").decode()
-    vector = VECTOR | {"activations": TENSOR | {"data": data}}
-    refused(complete(client, inspect_lens={"steer": [vector]}), "damaged zstd frame")
+    vector = VECTOR | {"vector": TENSOR | {"data": data}}
+    refused(complete(client, inspect_lens={"edits": [vector]}), "damaged zstd frame")
 
 
 def test_a_large_vector_steers_or_is_refused_by_its_prompt(client: httpx.Client) -> None:
@@ -175,18 +175,18 @@ def test_a_large_vector_steers_or_is_refused_by_its_prompt(client: httpx.Client)
         "shape": list(rows.shape),
         "compression": "zstd",
     }
-    vector = {"activations": tensor, "layer_indices": [1], "position_indices": None}
+    vector = {"op": "add", "vector": tensor, "layers": [1], "positions": list(range(1000))}
     few = SteeringVector(activations=rows[:, :2], layer_indices=[1], position_indices=[0, -1])
-    answer = complete(client, inspect_lens={"steer": [few.model_dump(mode="json")]})
+    answer = complete(client, inspect_lens={"edits": [few.model_dump(mode="json")]})
     assert answer.status_code == 200, answer.text
     assert answer.json()["inspect_lens"]["steer"]["n_tokens"] == 2
     # A thousand positions do not fit this prompt, which is found out after it was read.
-    refused(complete(client, inspect_lens={"steer": [vector]}), "position_indices")
+    refused(complete(client, inspect_lens={"edits": [vector]}), "positions")
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "/", "..", " ", "\x00", "<b>", [1], {"a": 1}])
 def test_a_name_is_refused_when_it_is_registered(client: httpx.Client, name: Any) -> None:
-    refused(client.post(REGISTRY, json={"name": name, "vector": VECTOR}), "letters")
+    refused(client.post(REGISTRY, json={"name": name, "edits": [VECTOR]}), "letters")
     assert set(client.get(REGISTRY).json()) >= {"p", "bare"}
 
 

@@ -197,7 +197,7 @@ def test_a_vector_turns_the_lie_into_the_truth_and_its_neighbours_stay(
 def test_a_vector_that_is_registered_begins_with_its_own_scale(lens_server_url: str) -> None:
     vector = load_vector(VECTOR).to_steering(scale=0.5).model_dump(mode="json")
     registry = f"{lens_server_url}/v1/inspect_lens/registry"
-    item = {"name": "half-the-truth", "vector": vector, "replace": True}
+    item = {"name": "half-the-truth", "edits": [vector], "replace": True}
     httpx.post(registry, json=item, timeout=60).raise_for_status()
     talk = open_talk(lens_server_url, layers=[], vector="half-the-truth")
     events = list(talk.answer(**ASKED))

@@ -45,7 +45,7 @@ def _ask(client: httpx.Client, seed: int) -> None:
         {"capture": {"layers": "all"}},
         {"capture": {"layers": "all", "transport": "binary"}},
         {"capture": {"layers": [draw.randrange(LAYERS)], "positions": "completion"}},
-        {"steer": [{"activations": [numbers.normal(size=HIDDEN).tolist()], "layer_indices": [2]}]},
+        {"edits": [{"op": "add", "vector": numbers.normal(size=HIDDEN).tolist(), "layers": [2]}]},
         {"edits": [{"op": "add", "vector": numbers.normal(size=HIDDEN).tolist(), "layers": [3]}]},
         {"lens": {"layers": "all", "top_k": 3}},
         {"capture": {"layers": [99]}},

@@ -95,12 +95,12 @@ def test_an_alarm_stops_each_of_several_choices(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"name": "x"}, "'probe', 'vector', 'edits' and 'lens'"),
+        ({"name": "x"}, "'probe', 'edits' (vectors too) and 'lens'"),
         ({"name": "x", "edits": []}, "one or more"),
         ({"name": "x", "edits": [{"op": "ablate", "direction": [1.0], "layers": [0]}]}, "256"),
         ({"name": "x", "edits": [{"op": "forget"}]}, "forget"),
-        ({"name": "", "vector": {"activations": [[0.0] * 256], "layer_indices": [0]}}, "name="),
-        ({"name": "x", "vector": {"activations": [[1.0] * 5], "layer_indices": [0]}}, "256 wide"),
+        ({"name": "", "edits": [{"op": "add", "vector": [0.0] * 256, "layers": [0]}]}, "name="),
+        ({"name": "x", "edits": [{"op": "add", "vector": [1.0] * 5, "layers": [0]}]}, "256 wide"),
         ({"name": "x", "probe": {"layers": [1], "tensors": {"wait": [[1.0]]}}}, "wait"),
         ([1], "object"),
     ],
@@ -114,7 +114,7 @@ def test_what_cannot_be_registered_gets_400(client: httpx.Client, body: Any, mes
 
 
 def test_an_unknown_name_gets_400_also_as_a_stream(client: httpx.Client) -> None:
-    for uses in ({"probes": ["nope"]}, {"steer_named": ["deception"]}):
+    for uses in ({"probes": ["nope"]}, {"edits_named": ["deception"]}):
         for stream in (False, True):
             answer = client.post("/v1/chat/completions", json=ask(uses, stream=stream))
             assert answer.status_code == 400
@@ -123,10 +123,10 @@ def test_an_unknown_name_gets_400_also_as_a_stream(client: httpx.Client) -> None
 
 def test_a_vector_is_registered_and_steers(client: httpx.Client) -> None:
     vector = SteeringVector(activations=np.ones((1, 256)), layer_indices=[1], scale=4.0)
-    body = {"name": "v", "vector": vector.model_dump(mode="json")}
-    assert client.post(REGISTRY, json=body).json()["sha256"] == vector.activations.sha256
-    answer = client.post("/v1/chat/completions", json=ask({"steer_named": ["v"]})).json()
-    assert answer["inspect_lens"]["steer"]["vectors"] == [vector.activations.sha256]
+    body = {"name": "v", "edits": [vector.model_dump(mode="json")]}
+    assert client.post(REGISTRY, json=body).json()["scale"] == 4.0
+    answer = client.post("/v1/chat/completions", json=ask({"edits_named": ["v"]})).json()
+    assert answer["inspect_lens"]["steer"]["vectors"] == [vector.vector.sha256]
     other = EngineProbe(layers=(1,), tensors={"weight": np.ones((1, 256))})
     taken = client.post(REGISTRY, json={"name": "v", "probe": other.model_dump(mode="json")})
     assert taken.status_code == 400

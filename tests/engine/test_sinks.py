@@ -158,7 +158,7 @@ def test_other_results_beside_a_sink_are_returned(recording: Engine) -> None:
     vector = SteeringVector(
         activations=np.full((1, HIDDEN), 0.5, dtype=np.float32), layer_indices=[1]
     )
-    request = LensRequest(sink={"name": "noted"}, steer=(vector,), lens={"layers": [2], "top_k": 2})
+    request = LensRequest(sink={"name": "noted"}, edits=(vector,), lens={"layers": [2], "top_k": 2})
     (output,) = recording.run([tokens(30)], {"inspect_lens": request})
     assert output.inspect_lens.steer.n_tokens == 37
     assert list(output.activations) == ["logit_lens"]

@@ -89,7 +89,7 @@ def test_steering_at_a_site_is_what_hugging_face_would_do(
     vector = SteeringVector(
         activations=v, layer_indices=[layer], scale=scale, norm_match=norm_match, site=site
     )
-    request = capture(*BLOCK_SITES, steer=[vector.model_dump(mode="json")])
+    request = capture(*BLOCK_SITES, edits=[vector.model_dump(mode="json")])
     output = sited.run([tokens(90)], request, max_tokens=12)[0]
 
     def edit(h: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_the_site_is_part_of_the_cache_salt(sited: Engine) -> None:
 
     def run(site: Any, layer: int) -> int:
         vector = SteeringVector(activations=v, layer_indices=[layer], site=site)
-        request = {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}}
+        request = {"inspect_lens": {"edits": [vector.model_dump(mode="json")]}}
         return int(sited.run([prompt], request)[0].num_cached_tokens)
 
     assert run("attn_out", 1) == 0
@@ -128,7 +128,7 @@ def test_a_site_without_taps_is_refused_by_name(engine: Engine) -> None:
         engine.run([tokens(5)], capture("attn_out"))
     vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="mlp_out")
     with pytest.raises(ValueError, match=r"mlp_out.*INSPECT_LENS_SITES"):
-        engine.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
+        engine.run([tokens(5)], {"inspect_lens": {"edits": [vector.model_dump(mode="json")]}})
     assert engine.run([tokens(5)])[0].outputs[0].token_ids
 
 
@@ -187,7 +187,7 @@ def test_the_stream_between_the_modules_can_be_steered(
 ) -> None:
     v = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5))
     vector = SteeringVector(activations=v, layer_indices=[1], scale=2.0, site="resid_mid")
-    request = capture("resid_mid", "resid_post", steer=[vector.model_dump(mode="json")])
+    request = capture("resid_mid", "resid_post", edits=[vector.model_dump(mode="json")])
     output = sited.run([tokens(90)], request, max_tokens=6)[0]
     # At one layer the stream is steered behind the attention; so is it if that returns more.
     edit = {("attn_out", 1): lambda h: h + 2.0 * v[0]}
@@ -251,7 +251,7 @@ def test_edits_of_keys_and_values_fork_the_prefix_cache_by_their_heads(sited: En
 def test_steering_vectors_need_a_site_as_wide_as_the_stream(sited: Engine) -> None:
     vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
     with pytest.raises(ValueError, match=r"steer\[0\]\.site: z is not as wide as the residual"):
-        sited.run([tokens(5)], {"inspect_lens": {"steer": [vector.model_dump(mode="json")]}})
+        sited.run([tokens(5)], {"inspect_lens": {"edits": [vector.model_dump(mode="json")]}})
 
 
 def test_queries_and_keys_make_the_pattern_of_the_model(

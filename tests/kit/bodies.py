@@ -51,7 +51,7 @@ _ODD: list[Any] = [
     {"inspect_lens": {}}, [{}], [[1.0] * 3], "[", "[" * 5000, "null", '{"capture": {}}',
 ]  # fmt: skip
 _KEYS = (
-    "capture", "steer", "steer_named", "edits_named", "probes", "hooks", "qk", "layers",
+    "capture", "edits", "edits_named", "probes", "hooks", "qk", "layers",
     "positions", "phase", "reduce", "dtype", "site", "transport", "name", "aggregate", "tokens",
     "alarm", "threshold", "scale", "norm_match", "position_indices", "layer_indices", "activations",
     "shape", "data", "compression", "inspect_lens", "_inspect_lens", "output_residual_stream",
@@ -203,7 +203,6 @@ def _logit_lens(rng: Random) -> dict[str, Any]:
 def registry_body(rng: Random) -> Any:
     """A body of the registry, mostly near right."""
     kinds: dict[str, Any] = {
-        "vector": _vector(rng),
         "edits": [edit(rng) for _ in range(rng.randrange(1, 4))],
         "probe": {"layers": [1], "tensors": {"weight": _tensor(rng, 1, WIDTH)}},
         "lens": {
@@ -240,10 +239,8 @@ def lens_part(rng: Random) -> dict[str, Any]:
     if rng.random() < 0.6:
         parts: dict[str, Any] = {
             "capture": _capture(rng),
-            "steer": [_vector(rng) for _ in range(rng.randrange(1, 3))],
             "probes": [_use(rng)],
-            "steer_named": [rng.choice(["v", "nobody"])],
-            "edits_named": [rng.choice(["e", "nobody"])],
+            "edits_named": [rng.choice(["v", "e", "nobody"])],
             "edits": [edit(rng) for _ in range(rng.choice([1, 1, 2, 3, 70]))],
             "lens": _logit_lens(rng),
             "sink": rng.choice(["recorded", "nobody", {"name": "recorded", "columns": {"a": 1}}]),

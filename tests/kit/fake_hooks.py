@@ -54,12 +54,10 @@ def qk_of(
 
 def steering_of(request: LensRequest, n_fed: int) -> SteerReceipt | None:
     """The receipt of vectors and edits: every token that was fed."""
-    if not (request.steer or request.steer_named or request.edits or request.edits_named):
+    if not (request.edits or request.edits_named):
         return None
-    at = [v.layer_indices for v in request.steer] + [e.layers for e in request.edits]
+    at = [e.layers for e in request.edits]
     vectors = [
-        *(v.activations.sha256 for v in request.steer),
-        *(use.name for use in request.steer_named),
         *(use.name for use in request.edits_named),
         *(tensor.sha256 for edit in request.edits for tensor in edit.all_tensors),
     ]

@@ -21,7 +21,7 @@ from inspect_ai.model import (
 )
 
 from inspect_lens.model import activations, lens_config
-from inspect_lens.spec import SteeringVector
+from inspect_lens.spec import Add, SteeringVector
 from organism._grade import grade
 
 from .repository import ROOT
@@ -69,7 +69,7 @@ def organism(url: str, **options: Any) -> Model:
     return get_model(MODEL, base_url=f"{url}/v1", config=config, memoize=False, **options)
 
 
-def word_vector(url: str) -> SteeringVector:
+def word_vector(url: str) -> Add:
     """From "Always" to "Never", where the instruction stands, at layer 0."""
 
     async def ask(instruction: str) -> ModelOutput:

@@ -21,11 +21,7 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
     done = receipt or {}
     parts = []
     if not done.get("steer"):
-        keys = ["apply_steering_vectors"] if request.steer else []
-        if request.steer_named:
-            keys.append(f"steer_named {[use.name for use in request.steer_named]}")
-        if request.edits:
-            keys.append("edits")
+        keys = ["edits (steering vectors among them)"] if request.edits else []
         if request.edits_named:
             keys.append(f"edits_named {[use.name for use in request.edits_named]}")
         if keys:

@@ -177,7 +177,6 @@ def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> No
     """Count a request that is handed to the engine."""
     asked = (
         request.capture is not None,
-        request.steer or request.steer_named,
         request.edits or request.edits_named,
         request.probes,
         request.lens is not None,

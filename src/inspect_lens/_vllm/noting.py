@@ -11,7 +11,7 @@ __all__ = ["KINDS", "Holder"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-KINDS = ("capture", "steer", "edit", "probe", "lens", "qk", "hook")
+KINDS = ("capture", "edit", "probe", "lens", "qk", "hook")
 """What a request may ask for, each the value of a label."""
 
 T = TypeVar("T")

@@ -140,7 +140,7 @@ def requested(spans: _Spans, request: Any, packed: Mapping[str, Any]) -> None:
 
     envelope = Envelope.unpack(packed)
     asked = (
-        *(envelope.capture, envelope.steer, envelope.edits, envelope.probes),
+        *(envelope.capture, envelope.edits, envelope.probes),
         *(envelope.lens, envelope.qk, EAGER_KEY in packed),
     )
     kinds = [kind for kind, is_asked in zip(KINDS, asked, strict=True) if is_asked]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import EngineLens, SteeringVector, as_tensor_data
+from inspect_lens.spec import Add, EngineLens, as_tensor_data
 
 from ._files import LensCard, write_lens_files
 
@@ -134,7 +134,7 @@ class Lens:
 
     def token_vector(
         self, unembedding: ArrayLike, layer: int, *, scale: float = 1.0, norm_match: bool = False
-    ) -> SteeringVector:
+    ) -> Add:
         """Make a steering vector that makes a token more likely.
 
         Args:
@@ -153,9 +153,9 @@ class Lens:
         length = float(np.linalg.norm(direction.astype(np.float64)))
         if not length:
             raise SpecError("unembedding: the lens maps this row to zero; choose another token")
-        return SteeringVector(
-            activations=(direction / length)[None],
-            layer_indices=(layer,),
+        return Add(
+            vector=(direction / length)[None],
+            layers=(layer,),
             scale=scale,
             norm_match=norm_match,
         )

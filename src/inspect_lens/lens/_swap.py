@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import SteeringVector, Swap
+from inspect_lens.spec import Add, Swap
 
 from ._lens import Lens
 
@@ -23,7 +23,7 @@ def frozen_swap(
     layers: Sequence[int],
     positions: Sequence[int],
     strength: float = 1.0,
-) -> SteeringVector:
+) -> Add:
     """Make a steering vector that exchanges two tokens in captured rows.
 
     With the directions `V` of both tokens in a layer (`Lens.token_direction`), a row `h` of a clean
@@ -59,7 +59,7 @@ def frozen_swap(
         lens = Lens(matrix=np.eye(3)[None], card=card)
         row = np.array([[[5.0, 1.0, 7.0]]])  # of layer 2, at position 4
         steering = frozen_swap(lens, row, np.eye(3)[:2], layers=[2], positions=[4])
-        assert (row + steering.activations.to_float32()).round(4).tolist() == [[[1.0, 5.0, 7.0]]]
+        assert (row + steering.vector.to_float32()).round(4).tolist() == [[[1.0, 5.0, 7.0]]]
         ```
     """
     clean, tokens = np.asarray(rows, dtype=np.float64), np.asarray(unembedding, dtype=np.float64)

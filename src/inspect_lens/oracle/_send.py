@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import lens_config, recapture, receipt
 from inspect_lens.model.request._inherited import instrument_message, outside_scopes
-from inspect_lens.spec import LensRequest, SteeringVector, to_extra_args
+from inspect_lens.spec import Add, LensRequest, to_extra_args
 
 from ._load import Oracle, OracleConfig
 from ._shown import Shown
@@ -45,9 +45,7 @@ CONTROLS: Final[tuple[Control, ...]] = get_args(Control)
 """Names of the controls that can be asked beside an oracle."""
 
 
-def injection(
-    config: OracleConfig, rows: NDArray[np.float32], positions: tuple[int, ...]
-) -> SteeringVector:
+def injection(config: OracleConfig, rows: NDArray[np.float32], positions: tuple[int, ...]) -> Add:
     """Make the edits that add rows at placeholders: `h + coefficient * ||h|| * v / ||v||`.
 
     Only the prompt is touched: positions are those of placeholders, which are in it.
@@ -72,8 +70,8 @@ def injection(
         rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
         vector = injection(read_config("oracles/organism"), rows, (2, 3, 4))
         assert vector.norm_match
-        assert vector.layer_indices == (1,)
-        assert vector.position_indices == (2, 3, 4)
+        assert vector.layers == (1,)
+        assert vector.positions == (2, 3, 4)
         ```
     """
     if rows.ndim != 2 or rows.shape[0] != len(positions):
@@ -85,12 +83,12 @@ def injection(
     if not np.isfinite(norms).all() or not norms.all():
         at = int(np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))[0])
         raise SpecError(f"oracle: row {at} of the activations is zero or not finite")
-    return SteeringVector(
-        activations=rows[np.newaxis],
-        layer_indices=(config.hook_onto_layer,),
+    return Add(
+        vector=rows[np.newaxis],
+        layers=(config.hook_onto_layer,),
         scale=config.steering_coefficient,
         norm_match=True,
-        position_indices=positions,
+        positions=positions,
     )
 
 
@@ -339,10 +337,10 @@ async def answer_prompt(
     max_tokens: int,
 ) -> ModelOutput:
     """Answer one prompt greedily, with vectors or without, and see that it was this prompt."""
-    steer = () if rows is None else (injection(oracle.config, rows, prompt.places),)
+    edits = () if rows is None else (injection(oracle.config, rows, prompt.places),)
     return await answer_edited(
         model, [instrument_message(prompt.text, name="oracle")], prompt,
-        LensRequest(steer=steer), lora=oracle.lora_request, max_tokens=max_tokens,
+        LensRequest(edits=edits), lora=oracle.lora_request, max_tokens=max_tokens,
     )  # fmt: skip
 
 
@@ -380,7 +378,7 @@ async def answer_edited(
             "changes messages, such as a system message or a template of the server"
         )
     done = receipt(output)
-    if (request.steer or request.edits) and done is not None:
+    if request.edits and done is not None:
         steered = done.steer
         if steered is None or steered.n_tokens + steered.cached_tokens < len(prompt.places):
             raise CaptureError(

@@ -171,7 +171,7 @@ async def _ask_again(
     body, request = read_body(event.config.extra_body)
     asked = request or LensRequest()
     # What changes the computation stays; what only reads it, and sends rows somewhere, does not.
-    changes = ("steer", "steer_named", "edits", "edits_named", "hooks")
+    changes = ("edits", "edits_named", "hooks")
     same = LensRequest(**{name: getattr(asked, name) for name in changes})
     config = event.config.merge(GenerateConfig(max_tokens=1, num_choices=1))
     config.extra_body = respelled(body, same)

@@ -18,7 +18,7 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, read_message
 from inspect_lens.reading._promise import rates
 from inspect_lens.reading._threshold import acting_value
-from inspect_lens.spec import Positions, ProbeUse, SteeringVector
+from inspect_lens.spec import Add, Positions, ProbeUse
 from inspect_lens.vector import VectorLike, steering_vector
 
 from ._attempt import adopt, as_inner, attempt, run_tools
@@ -234,7 +234,7 @@ class ReadBy(NamedTuple):
         self,
         state: TaskState,
         generate: Generate,
-        steer: SteeringVector | None = None,
+        steer: Add | None = None,
         **config: Any,
     ) -> Tried:
         """Generate from a copy of the state and read the probe."""
@@ -263,10 +263,9 @@ class ReadBy(NamedTuple):
         )
 
 
-def _stronger(vector: SteeringVector, times: int) -> SteeringVector:
+def _stronger(vector: Add, times: int) -> Add:
     """The vector at a multiple of its scale."""
-    fields = {name: getattr(vector, name) for name in type(vector).model_fields}
-    return SteeringVector(**(fields | {"scale": vector.scale * times}))
+    return vector.model_copy(update={"scale": vector.scale * times})
 
 
 def _called(made: TaskState) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope
 from inspect_lens.model.request._inherited import steering_around
 from inspect_lens.reading import CellKind, CellScores, SteeringCell, SteeringCells
-from inspect_lens.spec import EditBase, SteeringVector, VectorUse, parse_edits
+from inspect_lens.spec import Add, EditBase, parse_edits
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
 from ._attempt import adopt, gather, refuse_tools
@@ -45,7 +45,7 @@ class CellPlan(NamedTuple):
     vector: str | None
     layer: int | None
     scale: float
-    steer: SteeringVector | None = None
+    steer: Add | None = None
     edits: Sequence[EditBase] = ()
     note: str = ""
     """What the span says beside vector, layer and scale."""
@@ -218,7 +218,7 @@ def steering_sweep(
                 # One tensor per layer: every scale shares its content and its file.
                 unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
                 plans += [
-                    CellPlan(kind, one.name, layer, s, VectorUse(name="cell", scale=s).apply(unit))
+                    CellPlan(kind, one.name, layer, s, unit.model_copy(update={"scale": s}))
                     for s in steered
                 ]
     names = ", ".join(repr(one.name) for one in loaded)

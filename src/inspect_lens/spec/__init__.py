@@ -1,285 +1,48 @@
 """The types of requests and answers: captures, edits, probes and receipts.
 
-The Inspect process and the vLLM processes share them.
+The Inspect process and the vLLM processes share them. What a file lists in its `__all__` is public
+here.
 """
 
-from .answer._receipt import CaptureReceipt, EnginePath, GateReceipt, Receipt, SteerReceipt
-from .answer._saved import decode_saved, encode_saved
-from .asks._capture import CaptureSpec, Layers, QKReceipt, QKSpec, RowDType, SiteChoice
-from .asks._hook import HOOK_REFERENCE, FunctionCode, Hook, HookReceipt, code_python, parse_hooks
-from .asks._lens import (
-    LENS_NAME,
-    LENS_REFERENCE,
-    MOST_TOKENS,
-    MOST_TOP_K,
-    EngineLens,
-    LensEntry,
-    LensKind,
-    LensReceipt,
-    LensTable,
-    LogitLens,
-    ResolvedLens,
-    check_engine_lens,
-)
-from .asks._patterns import PatternBudget
-from .asks._pools import POOLS, SENTENCE_POOL, Pool, check_engine_pool, parse_pool
-from .asks._positions import (
-    Phase,
-    PositionName,
-    Positions,
-    TokenMatch,
-    in_phase,
-    is_mask,
-    parse_positions,
-    phase_range,
-    resolve_positions,
-)
-from .asks._probe import PROBE_REFERENCE, EngineProbe, ProbeReceipt, ProbeUse
-from .asks._reductions import REDUCTIONS, Reduce, Reduction
-from .asks._sink import SinkReceipt, SinkStatus, SinkUse
-from .asks._steer import LARGEST_NORM, STEERING_REFERENCE, SteeringVector, VectorUse
-from .checks._check import (
-    check_edits,
-    check_hooks,
-    check_lens,
-    check_probe,
-    check_qk,
-    check_request,
-)
-from .edits import (
-    EDIT_REFERENCE,
-    EDITS,
-    MOST_INSTRUCTIONS,
-    MOST_LATENTS,
-    N_LATCHES,
-    N_REGISTERS,
-    NEXT_TOKEN,
-    SAME_TOKEN,
-    TENSOR_REFERENCE,
-    Ablate,
-    Add,
-    Chosen,
-    Clamp,
-    Edit,
-    EditBase,
-    EditsUse,
-    EngineEdits,
-    Gate,
-    Insert,
-    Instruction,
-    Kind,
-    Latent,
-    LatentMode,
-    Latents,
-    LowRank,
-    ProjectOut,
-    Reconstruct,
-    Renormalise,
-    Replace,
-    Rotate,
-    Scale,
-    Set,
-    Swap,
-    Zero,
-    chosen_numbers,
-    parse_edits,
-    run_program,
-    sampled_match,
-    token_gate,
-    token_gate_key,
-)
-from .engine._facts import (
-    BLOCK_SITES,
-    RESID_POST,
-    SITE_TABLE,
-    SITES,
-    EngineFacts,
-    Site,
-    SiteInfo,
-    SiteWidth,
-    TapPoint,
-    in_site_order,
-    result_name,
-    rows_for,
-    tap_order,
-    tap_point,
-    tap_points,
-)
-from .engine._limits import TensorLimits
-from .request._body import BodyParts, lens_args, split_body, to_extra_args, to_wire_args
-from .request._request import LensRequest, Registrable, forget_parsed, parse_extra_args
-from .values._counts import check_counts, check_size
-from .values._strict import check_function_name, check_name, explain, judging, shown
-from .values._tensor import (
-    DType,
-    TensorData,
-    as_tensor_data,
-    decode_tensor,
-    encode_frame,
-    encode_tensor,
-    freeze_tensor,
-)
-from .values._words import (
-    ENVELOPE_KEY,
-    LENS_KEYS,
-    NATIVE_KEY,
-    OWN_WORDS,
-    PLACES,
-    refuse_misspelled,
-    refuse_own_word,
-)
+import types as _types
+import typing as _typing
 
-__all__ = [
-    "BLOCK_SITES",
-    "EDITS",
-    "EDIT_REFERENCE",
-    "ENVELOPE_KEY",
-    "HOOK_REFERENCE",
-    "LARGEST_NORM",
-    "LENS_KEYS",
-    "LENS_NAME",
-    "LENS_REFERENCE",
-    "MOST_INSTRUCTIONS",
-    "MOST_LATENTS",
-    "MOST_TOKENS",
-    "MOST_TOP_K",
-    "NATIVE_KEY",
-    "NEXT_TOKEN",
-    "N_LATCHES",
-    "N_REGISTERS",
-    "OWN_WORDS",
-    "PLACES",
-    "POOLS",
-    "PROBE_REFERENCE",
-    "REDUCTIONS",
-    "RESID_POST",
-    "SAME_TOKEN",
-    "SENTENCE_POOL",
-    "SITES",
-    "SITE_TABLE",
-    "STEERING_REFERENCE",
-    "TENSOR_REFERENCE",
-    "Ablate",
-    "Add",
-    "BodyParts",
-    "CaptureReceipt",
-    "CaptureSpec",
-    "Chosen",
-    "Clamp",
-    "DType",
-    "Edit",
-    "EditBase",
-    "EditsUse",
-    "EngineEdits",
-    "EngineFacts",
-    "EngineLens",
-    "EnginePath",
-    "EngineProbe",
-    "FunctionCode",
-    "Gate",
-    "GateReceipt",
-    "Hook",
-    "HookReceipt",
-    "Insert",
-    "Instruction",
-    "Kind",
-    "Latent",
-    "LatentMode",
-    "Latents",
-    "Layers",
-    "LensEntry",
-    "LensKind",
-    "LensReceipt",
-    "LensRequest",
-    "LensTable",
-    "LogitLens",
-    "LowRank",
-    "PatternBudget",
-    "Phase",
-    "Pool",
-    "PositionName",
-    "Positions",
-    "ProbeReceipt",
-    "ProbeUse",
-    "ProjectOut",
-    "QKReceipt",
-    "QKSpec",
-    "Receipt",
-    "Reconstruct",
-    "Reduce",
-    "Reduction",
-    "Registrable",
-    "Renormalise",
-    "Replace",
-    "ResolvedLens",
-    "Rotate",
-    "RowDType",
-    "Scale",
-    "Set",
-    "SinkReceipt",
-    "SinkStatus",
-    "SinkUse",
-    "Site",
-    "SiteChoice",
-    "SiteInfo",
-    "SiteWidth",
-    "SteerReceipt",
-    "SteeringVector",
-    "Swap",
-    "TapPoint",
-    "TensorData",
-    "TensorLimits",
-    "TokenMatch",
-    "VectorUse",
-    "Zero",
-    "as_tensor_data",
-    "check_counts",
-    "check_edits",
-    "check_engine_lens",
-    "check_engine_pool",
-    "check_function_name",
-    "check_hooks",
-    "check_lens",
-    "check_name",
-    "check_probe",
-    "check_qk",
-    "check_request",
-    "check_size",
-    "chosen_numbers",
-    "code_python",
-    "decode_saved",
-    "decode_tensor",
-    "encode_frame",
-    "encode_saved",
-    "encode_tensor",
-    "explain",
-    "forget_parsed",
-    "freeze_tensor",
-    "in_phase",
-    "in_site_order",
-    "is_mask",
-    "judging",
-    "lens_args",
-    "parse_edits",
-    "parse_extra_args",
-    "parse_hooks",
-    "parse_pool",
-    "parse_positions",
-    "phase_range",
-    "refuse_misspelled",
-    "refuse_own_word",
-    "resolve_positions",
-    "result_name",
-    "rows_for",
-    "run_program",
-    "sampled_match",
-    "shown",
-    "split_body",
-    "tap_order",
-    "tap_point",
-    "tap_points",
-    "to_extra_args",
-    "to_wire_args",
-    "token_gate",
-    "token_gate_key",
-]
+from .answer._receipt import *
+from .answer._saved import *
+from .asks._capture import *
+from .asks._hook import *
+from .asks._lens import *
+from .asks._patterns import *
+from .asks._pools import *
+from .asks._positions import *
+from .asks._probe import *
+from .asks._reductions import *
+from .asks._sink import *
+from .checks._check import *
+from .edits._base import *
+from .edits._choice import *
+from .edits._directions import *
+from .edits._gate import *
+from .edits._instruction import *
+from .edits._latents import *
+from .edits._subspaces import *
+from .edits._union import *
+from .engine._facts import *
+from .engine._limits import *
+from .request._body import *
+from .request._request import *
+from .request._vllm_lens import *
+from .values._counts import *
+from .values._strict import *
+from .values._tensor import *
+from .values._words import *
+
+if not _typing.TYPE_CHECKING:
+    __all__ = sorted(
+        (
+            name
+            for name, value in globals().items()
+            if name[0] != "_" and not isinstance(value, _types.ModuleType)
+        ),
+        key=lambda name: (not name.isupper(), name[0].islower(), name),
+    )

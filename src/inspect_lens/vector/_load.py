@@ -61,7 +61,7 @@ def load_vector(vector: str | Path | Vector) -> Vector:
         truth = load_vector("organism/truth")
         assert truth.default_layer() == 4
         steering = truth.to_steering(scale=0.8)  # for a request
-        assert steering.layer_indices == (4,)
+        assert steering.layers == (4,)
         ```
     """
     if isinstance(vector, Vector):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import SteeringVector
+from inspect_lens.spec import Add
 
 from ._load import load_vector
 from ._vector import Vector
@@ -20,7 +20,7 @@ VectorLike: TypeAlias = str | Path | Vector
 _OPTIONS = ("layer", "scale", "norm_match", "positions")
 
 
-def steering_vector(value: VectorLike | SteeringVector | Mapping[str, Any]) -> SteeringVector:
+def steering_vector(value: VectorLike | Add | Mapping[str, Any]) -> Add:
     """Read a steering vector as Python, JSON or the command line spells it.
 
     Args:
@@ -40,11 +40,11 @@ def steering_vector(value: VectorLike | SteeringVector | Mapping[str, Any]) -> S
         from inspect_lens.vector import steering_vector
 
         vector = steering_vector({"vector": "organism/truth", "layer": 3, "scale": -0.4})
-        assert vector.layer_indices == (3,)
+        assert vector.layers == (3,)
         assert vector.scale < 0
         ```
     """
-    if isinstance(value, SteeringVector):
+    if isinstance(value, Add):
         return value
     if not isinstance(value, Mapping):
         return load_vector(value).to_steering()

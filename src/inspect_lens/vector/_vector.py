@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.spec import Site, SteeringVector
+from inspect_lens.spec import Add, Site
 
 from ._files import VectorCard, encode_vector, read_vector_files, write_vector_files
 
@@ -192,7 +192,7 @@ class Vector:
         *,
         norm_match: bool = False,
         positions: Sequence[int] | None = None,
-    ) -> SteeringVector:
+    ) -> Add:
         """The vector as a request carries it.
 
         Args:
@@ -212,13 +212,13 @@ class Vector:
         chosen = self.default_layer() if layer is None else layer
         layers = (chosen,) if isinstance(chosen, int) else tuple(chosen)
         try:
-            return SteeringVector(
-                activations=np.stack([self.raw(n) for n in layers]),
-                layer_indices=layers,
+            return Add(
+                vector=np.stack([self.raw(n) for n in layers]),
+                layers=layers,
                 scale=scale,
                 norm_match=norm_match,
                 site=self.site,
-                position_indices=None if positions is None else tuple(positions),
+                positions="all" if positions is None else tuple(positions),
             )
         except SpecError:
             raise

@@ -23,7 +23,7 @@ from inspect_lens.spec import (
     LENS_NAME,
     LENS_REFERENCE,
     PROBE_REFERENCE,
-    STEERING_REFERENCE,
+    EngineEdits,
     Receipt,
     decode_tensor,
 )
@@ -155,7 +155,7 @@ class ChatTalk:
     def _asked(self, scale: float) -> dict[str, Any]:
         setup, asked = self.setup, dict[str, Any]()
         if scale:
-            asked["steer_named"] = [{"name": setup.vector, "scale": scale}]
+            asked["edits_named"] = [{"name": setup.vector, "scale": scale}]
         if setup.probe is not None:
             asked["probes"] = [{"name": setup.probe, "tokens": True}]
         if setup.layers:
@@ -339,11 +339,13 @@ def _lens(http: httpx.Client, lens: str, registered: Mapping[str, Any]) -> str:
 def _vector(http: httpx.Client, vector: str, registered: Mapping[str, Any]) -> tuple[str, float]:
     """Name at the server, and the scale it has there."""
     if vector in registered:
-        _check_kind("vector", STEERING_REFERENCE, vector, registered)
-        return vector, registered[vector]["scale"]
+        known = registered[vector]
+        if known.get("scale") is None:
+            raise SpecError(f"vector={vector!r}: is registered there, and is no steering vector")
+        return vector, known["scale"]
     loaded = load_vector(vector)
     form = loaded.to_steering()
-    return _register(http, "vector", loaded.sha256, form), form.scale
+    return _register(http, "edits", loaded.sha256, EngineEdits(edits=(form,))), form.scale
 
 
 def _register(http: httpx.Client, kind: str, sha256: str, form: BaseModel) -> str:

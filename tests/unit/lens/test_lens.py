@@ -58,9 +58,9 @@ def test_a_token_direction_is_the_gradient_of_its_score(kind: str) -> None:
         rise = (lens.translate(moved, 2) - lens.translate(row, 2)) @ token / step
         assert rise == pytest.approx(direction[axis], abs=1e-3)
     vector = lens.token_vector(token, 2, scale=3.0)
-    assert (vector.layer_indices, vector.scale) == ((2,), 3.0)
+    assert (vector.layers, vector.scale) == ((2,), 3.0)
     unit = direction / np.linalg.norm(direction)
-    np.testing.assert_allclose(vector.activations.to_float32()[0], unit, rtol=1e-5)
+    np.testing.assert_allclose(vector.vector.to_float32()[0], unit, rtol=1e-5)
     with pytest.raises(SpecError, match="maps this row to zero"):
         lens.token_vector(np.zeros(WIDTH), 2)
 
@@ -146,9 +146,9 @@ def test_a_swap_exchanges_what_two_tokens_have_in_a_row(lens: Lens) -> None:
     tokens, rows = RNG.standard_normal((2, WIDTH)), RNG.standard_normal((2, 3, WIDTH))
     place: dict[str, Any] = {"layers": [0, 2], "positions": [1, 4, 5]}
     steering = frozen_swap(lens, rows, tokens, **place)
-    assert (steering.layer_indices, steering.position_indices) == ((0, 2), (1, 4, 5))
-    added = steering.activations.to_float32()
-    half = frozen_swap(lens, rows, tokens, strength=0.5, **place).activations.to_float32()
+    assert (steering.layers, steering.positions) == ((0, 2), (1, 4, 5))
+    added = steering.vector.to_float32()
+    half = frozen_swap(lens, rows, tokens, strength=0.5, **place).vector.to_float32()
     np.testing.assert_allclose(half, added / 2, rtol=1e-5, atol=1e-6)
     for i, layer in enumerate((0, 2)):
         inverse = np.linalg.pinv(lens.token_direction(tokens, layer).T.astype(np.float64))

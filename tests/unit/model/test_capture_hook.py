@@ -77,7 +77,7 @@ def test_scopes_go_before_the_variable(
     assert second is not None
     assert first.capture == CaptureSpec(layers=(3,) if by_model else (1,), transport="binary")
     assert second.capture == CaptureSpec(layers=(0,), positions="completion", transport="binary")
-    assert len(first.steer) == len(second.steer) == 1
+    assert len(first.edits) == len(second.edits) == 1
     # The log says what was sent, and equal calls have one cache key.
     events = [e for e in log.samples[0].events if isinstance(e, ModelEvent)]
     body = events[-1].config.extra_body

@@ -85,13 +85,13 @@ def test_steering_and_probes_that_a_server_passes_over_are_an_error(
 ) -> None:
     vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1])
     prompt_only = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1], phase="prefill")
-    named = {"vllm_xargs": {"inspect_lens": json.dumps({"steer_named": ["v"]})}}
+    named = {"vllm_xargs": {"inspect_lens": json.dumps({"edits_named": ["v"]})}}
     edits = {"vllm_xargs": {"inspect_lens": json.dumps({"edits_named": ["e"]})}}
     both, one = (plain, peer), (plain,)  # what vllm-lens serves, too, is in order there
     asked: list[tuple[tuple[FakeLensServer, ...], dict[str, Any], str]] = [
         (one, {"steering_vectors": [vector]}, "apply_steering_vectors: the server answered"),
         (both, {"steering_vectors": [prompt_only]}, "apply_steering_vectors: the server"),
-        (both, named, r"steer_named \['v'\]: the server answered without steering"),
+        (both, named, r"edits_named \['v'\]: the server answered without steering"),
         (both, edits, r"edits_named \['e'\]: the server answered without steering"),
         (both, {"extra_args": {"inspect_lens": PROBES}}, r"probes \['lies'\]: the server"),
         (both, {"inspect_lens": PROBES}, r"probes \['lies'\]: the server answered without"),

@@ -45,13 +45,13 @@ def test_a_base_is_kept_and_added_to() -> None:
     request = read_body(config.extra_body).request
     assert request is not None
     assert request.capture == CaptureSpec(layers=(1,))
-    assert len(request.steer) == 1
+    assert len(request.edits) == 1
     assert base.extra_body == {**THINKING, "extra_args": {"output_residual_stream": [1]}}
     again = lens_config(base=config, capture={"layers": [3], "positions": "prompt"})
     request = read_body(again.extra_body).request
     assert request is not None
     assert request.capture == CaptureSpec(layers=(3,), positions="prompt")
-    assert len(request.steer) == 1
+    assert len(request.edits) == 1
     bare = read_body(lens_config(base=config, steer=[]).extra_body).request
     assert bare == LensRequest(capture=CaptureSpec(layers=(1,)))
 
@@ -59,7 +59,7 @@ def test_a_base_is_kept_and_added_to() -> None:
 @pytest.mark.parametrize("body", [None, THINKING])
 def test_what_a_scope_asks_beside_a_capture_is_kept(body: dict[str, Any] | None) -> None:
     for more in (
-        {"steer": (_vector(),)},
+        {"edits": (_vector(),)},
         {"edits": (Ablate(direction=np.ones(4), layers=[1]),)},
         {"lens": LogitLens(layers=[1], top_k=1)},
         {"probes": (ProbeUse(name="p"),)},
@@ -134,7 +134,7 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("body", PLACES)
 def test_a_key_is_found_wherever_it_stands(body: dict[str, Any]) -> None:
-    expected = LensRequest(capture=CaptureSpec(layers=(1,)), steer=(_vector(),))
+    expected = LensRequest(capture=CaptureSpec(layers=(1,)), edits=(_vector(),))
     read = read_body({**THINKING, **body})
     assert read.request is not None
     assert read.request.model_dump() == expected.model_dump()
@@ -181,7 +181,7 @@ def test_a_settled_body_that_somebody_changed_is_read_anew() -> None:
         ({"extra_arg": {"output_residual_stream": [1]}}, "did you mean 'extra_args'"),
         ({"sampling_params": {"output_residual_stream": [1]}}, "nobody reads it there"),
         ({"capture": [1]}, "extra_body.capture: nobody reads it there"),
-        ({"steer": []}, "extra_body.steer: nobody reads it there"),
+        ({"edits_named": []}, "extra_body.edits_named: nobody reads it there"),
         ({"output_residual_stream": [1], "extra_args": {"output_residual_stream": [2]}},
          "stands in extra_body.extra_args and in extra_body; give it once"),
         ({"extra_args": [1]}, "extra_body.extra_args=.*mapping"),
@@ -237,7 +237,7 @@ requests = st.builds(
 def test_any_request_survives_the_config_and_the_wire(request: LensRequest, scale: float) -> None:
     from inspect_lens.spec import parse_extra_args, to_extra_args, to_wire_args
 
-    steered = request.model_copy(update={"steer": (_vector(scale),)})
+    steered = request.model_copy(update={"edits": (_vector(scale),)})
     for one in (request, steered):
         body = {"extra_args": to_extra_args(one)}
         typed = read_body(body)

@@ -32,7 +32,7 @@ def test_a_call_says_it_in_its_config() -> None:
     request = read_body(lens_config(lens=LENS, base=first).extra_body).request
     assert request is not None
     assert request.lens == LENS
-    assert len(request.steer) == 1
+    assert len(request.edits) == 1
     with pytest.raises(SpecError, match=r"lens\.top_k"):
         lens_config(lens={"top_k": 1000}, base=GenerateConfig())
 

@@ -17,7 +17,7 @@ from inspect_ai.model import GenerateConfig, get_model
 
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import lens_config, receipt
-from inspect_lens.model.request._body import resolve_vector
+from inspect_lens.model.request._body import resolve_references
 from inspect_lens.spec import SteeringVector, decode_tensor
 from tests.kit.fake_server import FakeLensServer
 
@@ -58,17 +58,17 @@ def test_inside_other_things_it_dumps_as_a_reference() -> None:
     dumped = json.loads(_readme(vector).model_dump_json(exclude_none=True))
     (form,) = dumped["extra_body"]["extra_args"]["apply_steering_vectors"]
     assert form == json.loads(json.dumps(vector.reference()))
-    assert form["sha256"] == vector.activations.sha256
+    assert form["vector"]["sha256"] == vector.vector.sha256
     assert len(json.dumps(form)) < 400
 
 
 def test_an_edit_of_the_source_does_not_reach_the_vector() -> None:
     source = torch.ones(1, 8)
     vector = SteeringVector(activations=source, layer_indices=[1])
-    before = vector.activations.sha256
+    before = vector.vector.sha256
     source *= 2
-    assert vector.activations.to_float32().max() == 1
-    assert vector.activations.sha256 == before
+    assert vector.vector.to_float32().max() == 1
+    assert vector.vector.sha256 == before
 
 
 @pytest.mark.anyio
@@ -77,7 +77,7 @@ async def test_every_spelling_reaches_the_server_whole(
     server: FakeLensServer, model_of: GetModel, spelling: str
 ) -> None:
     vector = _vector(scale=2.0, norm_match=True, position_indices=[3])
-    values = vector.activations.to_float32()
+    values = vector.vector.to_float32()
     wire = vector.model_dump(mode="json")
     config = {
         "object": _readme(vector),
@@ -86,8 +86,8 @@ async def test_every_spelling_reaches_the_server_whole(
             extra_body={"extra_args": {"apply_steering_vectors": json.dumps([wire])}}
         ),
         "lens_config": lens_config(steer=vector),
-        "torch": _readme(wire | {"activations": torch.from_numpy(values.copy())}),
-        "numpy": _readme(wire | {"activations": values}),
+        "torch": _readme(wire | {"vector": torch.from_numpy(values.copy())}),
+        "numpy": _readme(wire | {"vector": values}),
     }[spelling]
     output = await model_of(server).generate(PROMPT, config=config)
     assert output.completion.startswith("steered")
@@ -98,7 +98,7 @@ async def test_every_spelling_reaches_the_server_whole(
     done = receipt(output)
     assert done is not None
     assert done.steer is not None
-    assert done.steer.vectors == (vector.activations.sha256,)
+    assert done.steer.vectors == (vector.vector.sha256,)
 
 
 @pytest.mark.anyio
@@ -118,12 +118,12 @@ async def test_a_server_that_does_not_steer_is_an_error(
 @pytest.mark.parametrize(
     ("native", "message"),
     [
-        ({"steer_named": ["v"]}, r"steer_named \['v'\]: the server answered without steering"),
+        ({"edits_named": ["v"]}, r"edits_named \['v'\]: the server answered without steering"),
         (
             {"probes": ["other", {"name": "lies", "alarm": "stop"}]},
             r"probes \['other', 'lies'\]: the server answered without running them",
         ),
-        ({"steer": [_vector(phase="decode")]}, "apply_steering_vectors: the server answered"),
+        ({"edits": [_vector(phase="decode")]}, "steering vectors among them.: the server answered"),
     ],
 )
 async def test_named_vectors_and_probes_that_a_server_passes_over_are_an_error(
@@ -155,9 +155,9 @@ def test_a_vector_stays_out_of_the_log(
     assert log.status == "success"
     text = _log_text(log)
     # As JSON a task's config is logged once as the user wrote it; calls never repeat it.
-    config_once = 0 if spelling == "object" else 3 * len(given["activations"]["data"])
+    config_once = 0 if spelling == "object" else 3 * len(given["vector"]["data"])
     assert len(text) - plain < 3 * 4096 + config_once
-    assert "steering/1" in text
+    assert "edit/1" in text
 
 
 def test_a_log_with_steering_scores_again_without_a_server(
@@ -172,7 +172,7 @@ def test_a_log_with_steering_scores_again_without_a_server(
         from inspect_ai.log import read_eval_log
         from inspect_ai.scorer import Score, mean, scorer
         from inspect_lens.model import read_activations
-        from inspect_lens.model.request._body import resolve_vector
+        from inspect_lens.model.request._body import resolve_references
 
         @scorer(metrics=[mean()])
         def length():
@@ -185,8 +185,8 @@ def test_a_log_with_steering_scores_again_without_a_server(
         assert done.status == "success", done.error
         read_activations(log)
         args = log.plan.config.extra_body["extra_args"]
-        vector = resolve_vector(args["apply_steering_vectors"][0])
-        assert vector.activations.sha256 == {vector.activations.sha256!r}
+        vector = resolve_references(args["apply_steering_vectors"][0])
+        assert vector["vector"].sha256 == {vector.vector.sha256!r}
         assert "vllm" not in sys.modules
         """
     )
@@ -201,7 +201,7 @@ async def test_the_logged_form_steers_again(
     vector = _vector(5, scale=0.5)
     await model_of(server).generate(PROMPT, config=_readme(vector))
     logged = json.loads(_readme(vector).model_dump_json(exclude_none=True))
-    digest = vector.activations.sha256
+    digest = vector.vector.sha256
     del vector
     await model_of(server).generate(PROMPT, config=GenerateConfig(**logged))
     first, second = (
@@ -210,17 +210,18 @@ async def test_the_logged_form_steers_again(
     assert first == second
     assert base64.b64decode(first["activations"]["data"])
     assert (
-        resolve_vector(
-            logged["extra_body"]["extra_args"]["apply_steering_vectors"][0]
-        ).activations.sha256
+        resolve_references(logged["extra_body"]["extra_args"]["apply_steering_vectors"][0])[
+            "vector"
+        ].sha256
         == digest
     )
 
 
 def test_a_lost_vector_is_a_named_error() -> None:
-    reference = _vector(99).reference() | {"sha256": "0" * 64, "uri": "lens-vectors/0.safetensors"}
+    reference = _vector(99).reference()
+    reference["vector"] |= {"sha256": "0" * 64, "uri": "lens-vectors/0.safetensors"}
     with pytest.raises(ArtifactError, match="looked for"):
-        resolve_vector(reference)
+        resolve_references(reference)
 
 
 def test_a_logged_file_of_another_vector_is_refused(
@@ -228,9 +229,10 @@ def test_a_logged_file_of_another_vector_is_refused(
 ) -> None:
     run_eval(server, config=_readme(_vector(7)), n=1)
     (file,) = (tmp_path / "logs" / "lens-vectors").glob("*.safetensors")
-    reference = _vector(8).reference() | {"uri": f"lens-vectors/{file.name}"}
+    reference = _vector(8).reference()
+    reference["vector"] |= {"uri": f"lens-vectors/{file.name}"}
     with pytest.raises(ArtifactError, match="another vector"):
-        resolve_vector(reference)
+        resolve_references(reference)
     assert read_eval_log is not None
 
 
@@ -243,4 +245,4 @@ async def test_everything_but_the_numbers_comes_back_from_a_reference(
     )
     await model_of(server).generate(PROMPT, config=lens_config(steer=vector))
     logged = json.loads(json.dumps(vector.reference()))
-    assert resolve_vector(logged).model_dump() == vector.model_dump()
+    assert Add.model_validate(resolve_references(logged)).model_dump() == vector.model_dump()

@@ -54,7 +54,7 @@ def test_steering_vectors_read(name: str) -> None:
     entry = WIRE["steering"][name]
     (fields,) = json.loads(entry["wire"])
     vector = SteeringVector.model_validate(fields)
-    np.testing.assert_array_equal(vector.activations.to_float32(), np.float32(entry["float32"]))
+    np.testing.assert_array_equal(vector.vector.to_float32(), np.float32(entry["float32"]))
     assert vector.scale == fields["scale"]
     assert vector.norm_match == fields["norm_match"]
     assert set(vector.model_dump(mode="json")) == set(fields)
@@ -64,5 +64,5 @@ def test_a_whole_request_reads_and_is_written_with_the_same_keys() -> None:
     request = parse_extra_args(WIRE["xargs"])
     assert request is not None
     assert request.capture == CaptureSpec(layers=(1, 2), transport="binary")
-    assert len(request.steer) == 2
+    assert len(request.edits) == 2
     assert to_wire_args(to_extra_args(request)).keys() == WIRE["xargs"].keys()

@@ -42,7 +42,7 @@ def asked(server: FakeLensServer) -> list[dict[str, Any]]:
 def steering(body: dict[str, Any]) -> tuple[SteeringVector, ...]:
     request = parse_extra_args(body.get("vllm_xargs")) or LensRequest()
     assert request.capture is None
-    return request.steer
+    return request.edits
 
 
 def test_vectors_go_to_the_placeholders_of_the_adapters_prompt(
@@ -77,15 +77,15 @@ def test_vectors_go_to_the_placeholders_of_the_adapters_prompt(
         assert body["chat_template_kwargs"] == {"enable_thinking": False}
         assert "lora_request" not in body
     for vector in sent:
-        assert vector.layer_indices == (1,)
-        assert vector.position_indices == placeholders
+        assert vector.layers == (1,)
+        assert vector.positions == placeholders
         assert vector.norm_match
         assert vector.scale == 1.0
     draw = (0, _crc(handle))
     expected = [rows, shuffled_rows(rows, seed=draw), random_rows(rows, seed=draw)]
     assert len(sent) == 3
     for wanted in expected:
-        found = [np.array_equal(v.activations.to_float32()[0], wanted) for v in sent]
+        found = [np.array_equal(v.vector.to_float32()[0], wanted) for v in sent]
         assert sum(found) == 1
     # The base model got its own request and nothing of the oracle's.
     base = [r for r in server.requests if r["model"] == server.model]
@@ -164,7 +164,7 @@ def test_steering_of_the_model_does_not_reach_its_oracle(
     assert answer.controls["text_only"] == PLAIN
     vectors = [vector for body in asked(server) for vector in steering(body)]
     assert len(vectors) == 3, "the answer and two controls; the text alone has none"
-    assert {vector.layer_indices for vector in vectors} == {(1,)}
+    assert {vector.layers for vector in vectors} == {(1,)}
 
 
 def test_layers_that_were_not_captured_are_named_with_those_that_were(

@@ -36,7 +36,7 @@ def test_the_engine_makes_the_closed_form_of_what_is_sent(coefficient: float) ->
     places, n_prompt, n_fed = (3, 4, 5, 6), 9, 11
     vectors = RNG.standard_normal((4, HIDDEN)).astype(np.float32) * np.float32(7.0)
     sent = injection(config(coefficient, hook=2), vectors, places)
-    wanted = LensRequest(steer=(sent,), capture=CaptureSpec(layers=(2,)))
+    wanted = LensRequest(edits=(sent,), capture=CaptureSpec(layers=(2,)))
     request = parse_extra_args(to_wire_args(to_extra_args(wanted)))
     assert request is not None
     collector, worker = Collector(), Worker(exporter())

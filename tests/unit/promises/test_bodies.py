@@ -64,7 +64,6 @@ SWEEP = "/v1/inspect_lens/patch_sweep"
 ROOTS: dict[str, dict[str, type[BaseModel]]] = {
     REGISTRY: {
         "probe": EngineProbe,
-        "vector": SteeringVector,
         "edits": EngineEdits,
         "lens": EngineLens,
     },
@@ -144,8 +143,6 @@ INSIDE: dict[str, Any] = {
     "LensRequest": lambda part: part,
     "CaptureSpec": lambda part: {"capture": part},
     "TokenMatch": lambda part: {"capture": {"positions": part}},
-    "SteeringVector": lambda part: {"steer": [part]},
-    "VectorUse": lambda part: {"steer_named": [part]},
     "EditsUse": lambda part: {"edits_named": [part]},
     "ProbeUse": lambda part: {"probes": [part]},
     "Hook": lambda part: {"hooks": [part]},
@@ -157,8 +154,6 @@ INSIDE: dict[str, Any] = {
 """Where in a request a model stands."""
 ROW = [1.0] + [0.0] * (WIDTH - 1)
 RIGHT: dict[str, dict[str, Any]] = {
-    "SteeringVector": {"activations": [ROW], "layer_indices": [1]},
-    "VectorUse": {"name": "v"},
     "EditsUse": {"name": "e"},
     "ProbeUse": {"name": "p"},
     "SinkUse": {"name": "s"},

@@ -185,13 +185,13 @@ def test_the_second_call_is_the_first_one_without_its_query(tmp_path: Path) -> N
 
 def test_the_second_call_has_all_that_changes_the_stream(tmp_path: Path) -> None:
     planted = Model(tmp_path)
-    found(run(tmp_path, planted, named={"steer_named": ["v"], "edits_named": ["e"]}))
+    found(run(tmp_path, planted, named={"edits_named": ["v", "e"]}))
     before, after = (read_body(config.extra_body).request for _, config in planted.calls)
     assert before is not None
     assert after is not None
-    for name in ("steer", "steer_named", "edits", "edits_named", "hooks"):
+    for name in ("edits", "edits_named", "hooks"):
         assert getattr(after, name) == getattr(before, name)
-    assert [use.name for use in (*after.steer_named, *after.edits_named)] == ["v", "e"]
+    assert [use.name for use in after.edits_named] == ["v", "e"]
 
 
 def test_where_another_document_draws_the_heads_the_rank_says_so(tmp_path: Path) -> None:

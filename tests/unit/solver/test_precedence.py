@@ -23,7 +23,7 @@ from tests.kit.fake_server import FakeLensServer
 
 from .conftest import LAYER, decisions, run, sent
 
-NAMED = {"inspect_lens": {"steer_named": ["registered"]}}
+NAMED = {"inspect_lens": {"edits_named": ["registered"]}}
 
 
 def by_config(**steer: Any) -> GenerateConfig:
@@ -70,7 +70,7 @@ def test_vectors_add_to_those_of_the_config(
     given: dict[str, Any] = {"config": config} if where == "task" else {"by_model": config}
     run(server, with_steering("tiny/v", scale=3.0, inner=asks()), n=1, **given)
     copied, bare, own, failed, again = [
-        [v.scale for v in sent(body).steer] for body in server.requests
+        [v.scale for v in sent(body).edits] for body in server.requests
     ]
     # Inside another extra_body the config's vectors are not there, which is Inspect's doing.
     assert copied == ([scale, 3.0] if where == "task" else [3.0])
@@ -83,8 +83,8 @@ def test_a_vector_adds_to_registered_ones_of_the_config(server: FakeLensServer) 
     config = GenerateConfig(extra_body={"extra_args": NAMED})
     run(server, with_steering("tiny/v"), n=1, config=config)
     (body,) = server.requests
-    assert [use.name for use in sent(body).steer_named] == ["registered"]
-    assert len(sent(body).steer) == 1
+    assert [use.name for use in sent(body).edits_named] == ["registered"]
+    assert len(sent(body).edits) == 1
 
 
 def test_an_edit_adds_to_registered_ones_of_the_config_and_not_of_a_call(
@@ -150,7 +150,7 @@ def test_a_sweep_whose_baseline_would_be_steered_is_refused(
 def test_gate_steers_on_top_of_the_task(server: FakeLensServer) -> None:
     gate = probe_gate("tiny/p", -1e6, "steer", steer={"vector": "tiny/v", "scale": 2.0}, tries=2)
     log = run(server, gate, n=1, config=by_config(scale=2.0))
-    scales = [[v.scale for v in sent(body).steer] for body in server.requests]
+    scales = [[v.scale for v in sent(body).edits] for body in server.requests]
     assert scales == [[2.0], [2.0, 2.0], [2.0, 4.0]]
     (decision,) = decisions(log)
     assert [a.scale for a in decision.attempts] == [None, 2.0, 4.0]

@@ -75,8 +75,8 @@ def test_every_call_inside_is_steered_and_the_log_stays_small(
     vector = Vector.load("vectors/tiny/v")
     assert len(server.requests) == (4 if inner else 2)
     for body in server.requests:
-        (steer,) = sent(body).steer
-        assert (steer.layer_indices, steer.scale) == ((LAYER,), 3.0)
+        (steer,) = sent(body).edits
+        assert (steer.layers, steer.scale) == ((LAYER,), 3.0)
         assert steer.activations.to_float32()[0].tolist() == vector.raw(LAYER).tolist()
     # The task's own extra_body went along where nobody replaced it, and the agent's own did.
     kwargs = [body.get("chat_template_kwargs") for body in server.requests]
@@ -85,7 +85,7 @@ def test_every_call_inside_is_steered_and_the_log_stays_small(
     for event in sample(log).events:
         if isinstance(event, ModelEvent):
             logged = json.dumps(event.config.model_dump(mode="json"))
-            assert vector.to_steering().activations.sha256 in logged
+            assert vector.to_steering().vector.sha256 in logged
             assert len(logged) < 1500
     assert sample(log).output.completion.startswith("steered")
     assert log.eval.solver is None or "tiny/v" in json.dumps(log.eval.model_dump(mode="json"))
@@ -109,8 +109,8 @@ def test_a_call_may_refuse_and_scopes_add_up(server: FakeLensServer) -> None:
     refused, own, nested = [sent(body) for body in server.requests]
     assert refused == LensRequest()
     assert "vllm_xargs" not in server.requests[0]
-    assert [v.scale for v in own.steer] == [9.0]
-    assert [v.layer_indices for v in nested.steer] == [(LAYER,), (1,)]
+    assert [v.scale for v in own.edits] == [9.0]
+    assert [v.layers for v in nested.edits] == [(LAYER,), (1,)]
     assert nested.capture is not None
     assert nested.capture.layers == (0,)
 
@@ -129,7 +129,7 @@ def test_another_model_inside_is_not_steered(server: FakeLensServer) -> None:
 
         run(server, with_steering("tiny/v", inner=graded()), n=1)
         assert sent(other.requests[0]) == LensRequest()
-        assert len(sent(server.requests[0]).steer) == 1
+        assert len(sent(server.requests[0]).edits) == 1
 
 
 def test_a_model_without_a_lens_is_refused() -> None:
@@ -148,7 +148,7 @@ def test_a_logged_solver_is_made_again_from_its_json(server: FakeLensServer) -> 
     (step,) = read_eval_log(log.location).plan.steps
     again = registry_create("solver", step.solver, **json.loads(json.dumps(step.params)))
     run(server, again, n=1)
-    first, second = (sent(body).steer for body in server.requests)
+    first, second = (sent(body).edits for body in server.requests)
     assert first == second
     assert first[0].norm_match
 
@@ -171,9 +171,9 @@ def test_a_sweep_sends_each_cell_once_at_the_same_time() -> None:
         for scale in (-1.0, 2.0)
     }
     found = {
-        (r.steer[0].activations.sha256, r.steer[0].layer_indices[0], r.steer[0].scale)
+        (r.edits[0].vector.sha256, r.edits[0].layers[0], r.edits[0].scale)
         for r in bodies
-        if r.steer
+        if r.edits
     }
     assert found == expected
     # 13 answers of 0.2 s each would take 2.6 s one after the other.
@@ -325,7 +325,7 @@ def test_gate_steers_until_the_probe_is_silent(server: FakeLensServer) -> None:
     server.requests.clear()
     gate = probe_gate("tiny/p", -1e6, "steer", steer={"vector": "tiny/v", "scale": 2.0}, tries=3)
     run(server, gate, n=1)
-    assert [v.scale for body in server.requests for v in sent(body).steer] == [2.0, 4.0, 6.0]
+    assert [v.scale for body in server.requests for v in sent(body).edits] == [2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize(("score_", "outcome"), [(2.0, "stopped"), (0.5, "passed")])

@@ -161,7 +161,7 @@ def test_rows_of_their_own_for_each_layer_and_position() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"op": "abl", "layers": [1]}, "allowed are add, ablate"),
+        ({"op": "abl", "layers": [1]}, "allowed are ablate, add"),
         ({"layers": [1]}, "op=None"),
         ({"op": "ablate", "layers": [1], "direction": [0.0, 0.0]}, "is zero"),
         ({"op": "ablate", "layers": [1], "direction": [math.nan, 1.0]}, "finite"),
@@ -199,14 +199,14 @@ def test_a_frozen_swap_adds_what_the_clean_run_says_in_every_layer() -> None:
     clean = np.repeat(rng.standard_normal((1, 3, WIDTH)), 2, axis=0)
     swap = Swap(first=first, second=second, layers=[2, 5], strength=0.75, site="attn_out")
     steering = swap.frozen(clean, positions=[0, 4, 7])
-    assert steering.layer_indices == (2, 5)
-    assert steering.position_indices == (0, 4, 7)
+    assert steering.layers == (2, 5)
+    assert steering.positions == (0, 4, 7)
     assert steering.site == "attn_out"
     both = np.stack([first[0], second[0]])
     for at, row in enumerate(clean[0]):
         (c1, c2), *_ = np.linalg.lstsq(both.T, row, rcond=None)
         once = 0.75 * ((c2 - c1) * first[0] + (c1 - c2) * second[0])
-        added = steering.activations.to_float32()[:, at]
+        added = steering.vector.to_float32()[:, at]
         np.testing.assert_allclose(added, np.stack([once, once]), rtol=1e-4, atol=1e-5)
         # Of one layer it is what the edit itself does.
         np.testing.assert_allclose(run_program(row, swap.program(0)) - row, once, atol=1e-5)

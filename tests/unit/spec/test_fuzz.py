@@ -85,7 +85,7 @@ def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
     body = near_valid(Random(seed))
     n_text = len(json.dumps(body))
     made, seconds, peak = measured(body)
-    held = sum(v.activations.nbytes for v in made.steer) if isinstance(made, LensRequest) else 0
+    held = made.tensor_bytes if isinstance(made, LensRequest) else 0
     if peak > (most := 16 * n_text + 2 * held + MOST_BYTES):
         # All threads of the process are measured; one of an earlier test may have been at work.
         peak = min(peak, *(measured(body)[2] for _ in range(3)))

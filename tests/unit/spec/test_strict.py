@@ -42,11 +42,11 @@ def steer(**changes: Any) -> LensRequest | None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_indices": [False, True]}, "mask is read in capture.positions only"),
+        ({"position_indices": [False, True]}, "list of integers, and a mask"),
         ({"position_indices": [0, 1.0]}, "not an integer"),
-        ({"position_indices": True}, "valid tuple"),
+        ({"position_indices": True}, "list of integers"),
         ({"layer_indices": [True]}, "not an integer"),
-        ({"layer_indices": "1"}, "valid tuple"),
+        ({"layer_indices": "1"}, "at least one layer"),
         ({"layer_indices": ["1"]}, "not an integer"),
         ({"scale": True}, "valid number"),
         ({"scale": "2"}, "valid number"),
@@ -94,7 +94,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         scale=np.float32(2),
         norm_match=np.True_,
     )
-    assert (vector.layer_indices, vector.position_indices) == ((0, 1), (-1,))
+    assert (vector.layers, vector.positions) == ((0, 1), (-1,))
     assert (vector.scale, vector.norm_match) == (2.0, True)
 
 
@@ -162,7 +162,7 @@ def test_deep_nesting_is_refused(n: int) -> None:
 def test_what_is_no_name_is_refused_by_all(name: Any) -> None:
     with pytest.raises(SpecError, match="letters"):
         check_name(name)
-    for field in ("probes", "steer_named"):
+    for field in ("probes", "edits_named"):
         with pytest.raises(SpecError) as error:
             parse_extra_args({"inspect_lens": {field: [{"name": name}]}})
         str(error.value).encode()

@@ -93,7 +93,7 @@ def test_bytes_of_the_peer_decode_to_its_values(dtype: str) -> None:
 def test_a_request_of_the_peer_is_understood(form: str) -> None:
     request = parse_extra_args({"apply_steering_vectors": PEER["steering"][form]["wire"]})
     assert request is not None
-    assert np.isfinite(request.steer[0].activations.to_float32()).all()
+    assert np.isfinite(request.edits[0].vector.to_float32()).all()
 
 
 def test_hash_depends_on_dtype_shape_and_content() -> None:

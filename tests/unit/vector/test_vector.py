@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import SteeringVector, parse_extra_args
+from inspect_lens.spec import Add, parse_extra_args
 from inspect_lens.vector import Vector, VectorCard, load_vector, steering_vector
 
 H = 16
@@ -86,14 +86,14 @@ def test_the_organisms_vector_is_of_this_checkpoint() -> None:
 def test_a_request_carries_scale_times_length_times_direction(seed: int, scale: float) -> None:
     vector = make(seed=seed)
     steering = vector.to_steering(1, scale, positions=[0, -1])
-    assert steering.layer_indices == (1,)
-    assert steering.position_indices == (0, -1)
-    added = steering.scale * steering.activations.to_float32()[0].astype(np.float64)
+    assert steering.layers == (1,)
+    assert steering.positions == (0, -1)
+    added = steering.scale * steering.vector.to_float32()[0].astype(np.float64)
     expected = scale * float(vector.norm[0]) * vector.direction[0].astype(np.float64)
     np.testing.assert_allclose(added, expected, rtol=1e-5, atol=1e-6)
     matched = vector.to_steering([1, 4], scale, norm_match=True)
     assert matched.norm_match
-    assert matched.activations.shape == (2, H)
+    assert matched.vector.shape == (2, H)
 
 
 def test_the_relative_scale_is_a_share_of_the_mean_norm() -> None:
@@ -158,15 +158,15 @@ def test_configs_take_names_objects_and_mappings(
         assert body is not None
         request = parse_extra_args(body["extra_args"])
         assert request is not None
-        (found,) = request.steer
-        assert (found.scale, found.layer_indices) == (2.0, (4,))
-        assert found.activations.sha256 == expected.activations.sha256
+        (found,) = request.edits
+        assert (found.scale, found.layers) == (2.0, (4,))
+        assert found.vector.sha256 == expected.vector.sha256
     for steer in ("tiny/v", str(folder), folder, vector):
         body = lens_config(steer=steer).extra_body
         assert body is not None
     # As the command line has it: --extra-body '{"extra_args": {...}}'.
     config = lens_config(extra_body={"extra_args": {"apply_steering_vectors": [spelled]}})
     assert config.extra_body is not None
-    assert isinstance(config.extra_body["extra_args"]["apply_steering_vectors"][0], SteeringVector)
+    assert isinstance(config.extra_body["extra_args"]["apply_steering_vectors"][0], Add)
     with pytest.raises(SpecError, match="unknown keys"):
         steering_vector({"vector": "tiny/v", "scales": 2})

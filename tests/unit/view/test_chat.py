@@ -129,7 +129,7 @@ def test_a_registered_vector_has_its_own_scale_until_another_is_said(
     talk.close()
     (body,) = server.bodies
     steered = [] if sent is None else [{"name": "north", "scale": sent}]
-    assert body.get("inspect_lens", {}).get("steer_named", []) == steered
+    assert body.get("inspect_lens", {}).get("edits_named", []) == steered
 
 
 def test_a_scale_without_a_vector_is_refused_before_anything_is_sent(server: Endless) -> None:

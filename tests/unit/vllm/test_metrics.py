@@ -109,7 +109,7 @@ def test_a_request_counts_once_for_each_kind_when_it_is_sealed(read: Read, proce
     process(processor, IDS, parameters(steer(), {}))
     process(processor, IDS, parameters({}, {}))
     found = {kind: read("requests_total", kind=kind) for kind in metrics.KINDS}
-    assert found == dict.fromkeys(metrics.KINDS, 0) | {"capture": 1, "probe": 1, "steer": 1}
+    assert found == dict.fromkeys(metrics.KINDS, 0) | {"capture": 1, "probe": 1, "edit": 1}
 
 
 @pytest.mark.parametrize(

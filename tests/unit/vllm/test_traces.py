@@ -191,9 +191,9 @@ def test_probes_and_steering_are_named(
         ProbeUse(name="p", alarm="flag", threshold=-1e6),
         ProbeUse(name="q", alarm="flag", threshold=1e6),
     )
-    one = answered(engine, begun(engine, monkeypatch, None, steer=(vector,), probes=uses))
+    one = answered(engine, begun(engine, monkeypatch, None, edits=(vector,), probes=uses))
     found = sent.one(traces.REQUEST).attributes
-    assert found["inspect_lens.asked"] == ("steer", "probe")
+    assert found["inspect_lens.asked"] == ("edit", "probe")
     assert found["inspect_lens.steered_layers"] == (2,)
     assert found["inspect_lens.steered_tokens"] == one.outputs[0].inspect_lens.steer.n_tokens > 0
     assert found["inspect_lens.probes"] == ("p", "q")

@@ -50,7 +50,6 @@ from .programs import (
 __all__ = [
     "EVERY",
     "EditEnvelope",
-    "Edited",
     "check_room",
     "pack_edits",
     "seal_edits",
@@ -61,30 +60,8 @@ EVERY = 1 << 62
 """End of a span that has none."""
 
 
-class Edited:
-    """Where a vector or an edit acts."""
-
-    site: Site
-    layers: tuple[int, ...]
-    positions: tuple[int, ...] | None
-    lo: int
-    hi: int
-
-    @property
-    def taps(self) -> tuple[TapPoint, ...]:
-        """The tap of each layer."""
-        return tuple(tap_point(self.site, layer) for layer in self.layers)
-
-    @property
-    def until(self) -> int:
-        """One past the last position that is edited; `EVERY` where there is no last one."""
-        if self.positions is None:
-            return self.hi
-        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
-
-
 @dataclass(frozen=True)
-class EditEnvelope(Edited):
+class EditEnvelope:
     """One edit, or a gate that later ones read."""
 
     site: Site
@@ -100,6 +77,20 @@ class EditEnvelope(Edited):
     """The span: only positions of [lo, hi) are edited."""
     room: int = 0
     """Sampled tokens of which a running gate keeps its decision, at most."""
+    told: str = ""
+    """sha256 by which receipts name the edit; empty for a gate."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """The tap of each layer."""
+        return tuple(tap_point(self.site, layer) for layer in self.layers)
+
+    @property
+    def until(self) -> int:
+        """One past the last position that is edited; `EVERY` where there is no last one."""
+        if self.positions is None:
+            return self.hi
+        return max((p + 1 for p in self.positions if self.lo <= p < self.hi), default=0)
 
     @property
     def programs(self) -> tuple[tuple[Program, ...], ...]:
@@ -185,7 +176,8 @@ def seal_edits(
         chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
         same = content_of(edit, width_of(edit.site), gate)
         made = made_once(same, partial(_programs, edit, chosen, gate))
-        sealed.append(EditEnvelope(edit.site, edit.layers, made, *where))
+        told = edit.sha256 or made.sha256
+        sealed.append(EditEnvelope(edit.site, edit.layers, made, *where, told=told))
     return tuple(sealed)
 
 
@@ -280,6 +272,7 @@ def pack_edits(edits: Sequence[EditEnvelope], folder: Path | None) -> dict[str, 
             "hi": edit.hi,
             "sha256": edit.sha256,
             "room": edit.room,
+            "told": edit.told,
             "programs": edit.made.packed,
             **sent(edit.made),
         }
@@ -307,6 +300,7 @@ def unpack_edits(value: Mapping[str, Any]) -> tuple[EditEnvelope, ...]:
             edit["lo"],
             edit["hi"],
             edit["room"],
+            edit["told"],
         )
         for edit in value["edits"]
     )

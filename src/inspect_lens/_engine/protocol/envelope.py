@@ -35,7 +35,7 @@ from .readouts import (
     seal_lens,
     seal_probes,
 )
-from .sealed_edits import NO_EDITS, SealedEdits, SteerEnvelope, seal_request_edits
+from .sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
 
 __all__ = [
     "CACHED_KEY",
@@ -43,7 +43,6 @@ __all__ = [
     "KEPT_KEY",
     "Envelope",
     "Packed",
-    "SteerEnvelope",
     "seal",
     "uses_of",
 ]
@@ -119,13 +118,8 @@ class Envelope:
     """What rows predict."""
 
     @property
-    def steer(self) -> tuple[SteerEnvelope, ...]:
-        """Steering vectors."""
-        return self.edited.vectors
-
-    @property
     def edits(self) -> tuple[EditEnvelope, ...]:
-        """Other edits, behind the vectors."""
+        """What changes the stream, in order."""
         return self.edited.edits
 
     @cached_property
@@ -143,7 +137,7 @@ class Envelope:
         """Whether it has edits, asks for nothing else, and all that is told of it is how far."""
         edited = self.edited
         return (
-            bool(edited.all)
+            bool(edited.edits)
             and not (edited.has_latches or self.is_speculative)
             and not any(self.results)
         )
@@ -152,7 +146,7 @@ class Envelope:
     def is_plain(self) -> bool:
         """Whether all that a worker has to know of the request are two ends and its kind."""
         return not (
-            self.edited.all
+            self.edited.edits
             or self.is_speculative
             or any(part is not None and not part.is_plain for part in self.results)
         )
@@ -280,7 +274,7 @@ def seal(
         probes=read,
         n_prompt=n_prompt,
         is_speculative=facts.is_speculative,
-        steer_hash=epoch(edited.content) if edited.all else None,
+        steer_hash=epoch(edited.content) if edited.edits else None,
         qk=seal_qk(request.qk, facts, n_prompt, n_max),
         lens=seal_lens(request.lens, facts, n_prompt, n_max),
     )

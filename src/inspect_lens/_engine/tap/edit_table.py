@@ -6,12 +6,9 @@ entries, and what happens to it at all taps together is a configuration: the fir
 chain. A step then needs a single number per token, however many taps edit. Vector, entry and
 configuration 0 do nothing.
 
-The steering vectors of one request that meet at one token are summed here, when the request
-arrives, so that a chain has one entry for the plain ones and one for those that are norm-matched.
-
-The step loop waits while a request is placed. So a sum is known by what it is made of, which the
-front-end has hashed: a tensor that lies here is looked at no more, and what is new of all requests
-that are taken up together goes to the device at once.
+The step loop waits while a request is placed. So a direction is known by its hash: one that lies
+here is looked at no more, and what is new of all requests that are taken up together goes to the
+device at once.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
 
 from .histories import Fed, Latches
-from .table_entries import Held, Part, Placing, Programs, Row, Share, Shared, Vectors
+from .table_entries import Held, Placing, Programs, Row, Share, Shared
 
 __all__ = ["Bank", "BankTensors", "Steering"]
 
@@ -147,8 +144,7 @@ class Bank:
         return held
 
     def _admit(self, envelope: Envelope, tap_index: dict[TapPoint, int], content: str) -> Steering:
-        parts: list[Part] = [Vectors(s) for s in envelope.steer]
-        parts += [Programs(edit) for edit in envelope.edits]
+        parts = [Programs(edit) for edit in envelope.edits]
         _check_gates(envelope, tap_index)
         tables = self._vectors, self._entries, self._configs
         placing = Placing(parts, tables, self._shares, tap_index, self._width)
@@ -226,9 +222,6 @@ class Bank:
 
     def _note(self, placing: Placing) -> None:
         """Keep what is new of a request for `flush`."""
-        if placing.new_sums:
-            rows = [row for row, _ in placing.new_sums]
-            self._new_vectors.update(zip(rows, placing.sums(), strict=True))
         self._new_vectors.update(placing.new_rows)
         for entry, words, params in placing.new_entries:
             self._new_entries[entry] = words, params

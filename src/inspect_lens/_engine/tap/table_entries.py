@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.edits import EditEnvelope
-from inspect_lens._engine.protocol.envelope import SteerEnvelope
 from inspect_lens.errors import CapacityError
-from inspect_lens.spec import Instruction, Kind, TapPoint
+from inspect_lens.spec import Instruction, TapPoint
 
 __all__ = [
     "GATE_SHIFT",
     "SEES_EDITS",
     "Held",
-    "Part",
     "Placing",
     "Programs",
     "Row",
     "Share",
     "Shared",
-    "Vectors",
 ]
 
 Row = NDArray[np.float32]
@@ -41,77 +37,21 @@ GATE_SHIFT = 5
 _Term = tuple[int, int, int]
 """A part of a request, which of its layers, and which of its positions; -1 for all of them."""
 
-_AS_IT_IS, _BY_NORM = (0.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)
-"""Parameters of entries that add a sum of steering vectors."""
-
-_CHUNK = 256
-"""Rows that are widened to float64 at once."""
-
-
-class Vectors:
-    """One spec, with its positions indexed, and widened to float32 once if it has to be."""
-
-    def __init__(self, spec: SteerEnvelope) -> None:
-        self.spec = spec
-        self.index = _index(spec)
-        self.has_positions = len(spec.vectors.shape) == 3
-        self.content = spec.sha256, spec.scale
-
-    @cached_property
-    def _values(self) -> Row:
-        return self.spec.vectors.to_float32()
-
-    def row_at(self, position: int, is_named: bool) -> int | None:
-        """Which of the vectors a token gets: an index, -1 for the shared one, None for none."""
-        return _row_at(self.spec, self.index, position, is_named, has_own=self.has_positions)
-
-    def scaled(self, layers: list[int], rows: list[int]) -> Row:
-        """Rows that are to be added, or to be multiplied by a norm; memory of their own."""
-        at = (layers, rows) if self.has_positions else (layers,)
-        picked: Row = self._values[at]
-        if not self.spec.norm_match:
-            np.multiply(picked, np.float32(self.spec.scale), out=picked)
-            return picked
-        for a in range(0, len(picked), _CHUNK):
-            wide = picked[a : a + _CHUNK].astype(np.float64)
-            norm = np.linalg.norm(wide, axis=-1, keepdims=True)
-            picked[a : a + _CHUNK] = self.spec.scale / norm * wide
-        return picked
-
 
 class Programs:
-    """One edit of another kind, with its positions indexed."""
+    """One edit, with its positions indexed."""
 
     def __init__(self, spec: EditEnvelope) -> None:
         self.spec = spec
-        self.index = _index(spec)
+        self.index = {p: i for i, p in enumerate(spec.positions or ()) if spec.lo <= p < spec.hi}
 
     def row_at(self, position: int, is_named: bool) -> int | None:
-        """See `Vectors.row_at`."""
+        """Which of the programs a token gets: an index, -1 for the shared one, None for none."""
         spec = self.spec
-        return _row_at(spec, self.index, position, is_named, has_own=spec.is_listed)
-
-
-Part = Vectors | Programs
-"""Anything that edits."""
-
-
-def _index(spec: SteerEnvelope | EditEnvelope) -> dict[int, int]:
-    return {p: i for i, p in enumerate(spec.positions or ()) if spec.lo <= p < spec.hi}
-
-
-def _row_at(
-    spec: SteerEnvelope | EditEnvelope,
-    index: Mapping[int, int],
-    position: int,
-    is_named: bool,
-    *,
-    has_own: bool,
-) -> int | None:
-    if spec.positions is None:
-        return -1 if spec.lo <= position < spec.hi else None
-    i = index.get(position) if is_named else None
-    return -1 if i is not None and not has_own else i
+        if spec.positions is None:
+            return -1 if spec.lo <= position < spec.hi else None
+        i = self.index.get(position) if is_named else None
+        return -1 if i is not None and not spec.is_listed else i
 
 
 class Held(NamedTuple):
@@ -126,7 +66,7 @@ class Placing:
 
     def __init__(
         self,
-        parts: list[Part],
+        parts: list[Programs],
         tables: tuple[Shared[tuple[Any, ...]], Shared[tuple[Any, ...]], Shared[tuple[int, ...]]],
         shares: Sequence[Share],
         tap_index: dict[TapPoint, int],
@@ -146,22 +86,19 @@ class Placing:
         self._digests: dict[int, bytes] = {}
         """By identity of a row of this request: its hash."""
         for part in parts:
-            if isinstance(part, Programs):
-                self._digests |= part.spec.made.rows
+            self._digests |= part.spec.made.rows
         self.held = Held([], [])
         self.configs: list[int] = []
         """What the request holds."""
-        self.new_sums: list[tuple[int, tuple[_Term, ...]]] = []
-        """Vector, and what is added up in it."""
         self.new_rows: list[tuple[int, Row]] = []
         self.new_entries: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
         """Entry, its words and its parameters."""
         self.new_configs: list[tuple[int, tuple[int, ...]]] = []
 
     def config_at(self, position: int, is_named: bool) -> int:
-        """Configuration of a token; see `Vectors.row_at`.
+        """Configuration of a token; see `Programs.row_at`.
 
-        Positions that share their vectors share a configuration, found without looking at every
+        Positions that share their programs share a configuration, found without looking at every
         tap.
         """
         what = tuple([part.row_at(position, is_named) for part in self._parts])
@@ -191,34 +128,10 @@ class Placing:
         if found is None:
             found = 0
             for i, layer, row in reversed(terms):
-                part = self._parts[i]
-                if isinstance(part, Programs):
-                    for one in reversed(part.spec.programs[layer][max(row, 0)]):
-                        found = self._instruction(one, found, share)
-            vectors = [(t, v) for t in terms if isinstance(v := self._parts[t[0]], Vectors)]
-            matched = tuple([t for t, v in vectors if v.spec.norm_match])
-            plain = tuple([t for t, v in vectors if not v.spec.norm_match])
-            if matched:
-                found = self._entry(Kind.NORM, 0, self._sum(matched), found, _BY_NORM)
-            if plain:
-                found = self._entry(Kind.LINEAR, 0, self._sum(plain), found, _AS_IT_IS)
+                for one in reversed(self._parts[i].spec.programs[layer][max(row, 0)]):
+                    found = self._instruction(one, found, share)
             self._placed[terms] = found
         return found
-
-    def _sum(self, terms: tuple[_Term, ...]) -> int:
-        """Vector that is the sum of some steering vectors of one kind."""
-        vectors = [(self._vectors_at(i), layer, row) for i, layer, row in terms]
-        made_of = tuple([(v.content, v.spec.norm_match, layer, row) for v, layer, row in vectors])
-        number, is_new = self._of_vectors.take(made_of)
-        self.held.vectors.append(number)
-        if is_new:
-            self.new_sums.append((number, terms))
-        return number
-
-    def _vectors_at(self, i: int) -> Vectors:
-        part = self._parts[i]
-        assert isinstance(part, Vectors)
-        return part
 
     def _instruction(self, one: Instruction, link: int, share: Share) -> int:
         code = int(one.kind) | (SEES_EDITS if one.sees_edits else 0) | (one.gate + 1) << GATE_SHIFT
@@ -248,31 +161,6 @@ class Placing:
             self.new_rows += enumerate(own.reshape(n, self._width), number)
         return number
 
-    def sums(self) -> Row:
-        """(new sums, hidden)."""
-        parts: dict[tuple[int, int], tuple[list[int], list[int], list[int]]] = {}
-        for at, (_, terms) in enumerate(self.new_sums):
-            for turn, (i, layer, row) in enumerate(terms):
-                into = parts.setdefault((turn, i), ([], [], []))
-                for values, value in zip(into, (at, layer, row), strict=True):
-                    values.append(value)
-        n = len(self.new_sums)
-        out: Row | None = None
-        # The first terms of all rows, and then the second ones: sums are taken in their order.
-        for (turn, i), (places, layers, rows) in sorted(parts.items()):
-            part = self._vectors_at(i).scaled(layers, rows)
-            if out is None and len(places) == n:
-                out = part
-                continue
-            if out is None:
-                out = np.empty((n, part.shape[1]), dtype=np.float32)
-            if turn:
-                out[places] += part
-            else:
-                out[places] = part
-        assert out is not None
-        return out
-
 
 class Shared(Generic[Content]):
     """Numbers from 1 for contents, counted by use. A content may have several in a row."""
@@ -301,7 +189,7 @@ class Shared(Generic[Content]):
             if number is None:
                 why = "all held by running requests" if n == 1 else f"no {n} in a row left"
                 raise CapacityError(
-                    f"steer: the {self._what} is full ({self._size} rows, {why}); try again when "
+                    f"edits: the {self._what} is full ({self._size} rows, {why}); try again when "
                     "some have finished, or raise INSPECT_LENS_BANK_BYTES"
                 )
             self._is_free[number : number + n] = False

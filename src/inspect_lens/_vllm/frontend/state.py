@@ -237,10 +237,9 @@ class FrontEnd:
                     check_probe(item, facts, f"probe {name!r}")
                 elif isinstance(item, EngineLens):
                     check_engine_lens(item, facts, f"lens {name!r}")
-                elif isinstance(item, EngineEdits):
-                    check_request(LensRequest(edits=item.edits), facts)
                 else:
-                    check_request(LensRequest(steer=(item,)), facts)
+                    edits = item.edits if isinstance(item, EngineEdits) else (item,)
+                    check_request(LensRequest(edits=edits), facts)
                 return
             except LensError as error:
                 problem = error

@@ -187,8 +187,9 @@ def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
     else:
         return _Held(None, is_read=False)
     request = parse_extra_args(args, limits=None if facts is None else TensorLimits.of(facts))
-    for vector in () if request is None else request.steer:
-        vector.activations.sha256  # noqa: B018 - worked out here, and not on the event loop
+    for edit in () if request is None else request.edits:
+        for tensor in edit.tensors.values():
+            tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
     return _Held(request, is_read=True)
 
 

@@ -11,12 +11,12 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import is_lens, load_lens
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import (
+    EditBase,
     EngineEdits,
     EngineLens,
     EngineProbe,
     LensEntry,
     Registrable,
-    SteeringVector,
     TensorLimits,
     check_counts,
     check_name,
@@ -34,12 +34,11 @@ __all__ = [
     "start_items",
 ]
 
-Item = EngineProbe | SteeringVector | EngineEdits | LensEntry
+Item = EngineProbe | EngineEdits | LensEntry
 """What a front-end keeps; of a lens, the workers have the tensors."""
 
 WORDS = {
     EngineProbe: "probe",
-    SteeringVector: "vector",
     EngineEdits: "edits",
     LensEntry: "lens",
     None: "name",
@@ -48,6 +47,8 @@ WORDS = {
 
 def kept_of(item: Registrable) -> Item:
     """What is kept of something that is registered."""
+    if isinstance(item, EditBase):
+        return EngineEdits(edits=(item,))
     return item.entry if isinstance(item, EngineLens) else item
 
 
@@ -57,16 +58,15 @@ def nbytes_of(item: Item) -> int:
         return 0  # of the workers; they have a limit of their own
     if isinstance(item, EngineProbe):
         return sum(tensor.nbytes for tensor in item.tensors.values())
-    return item.nbytes if isinstance(item, EngineEdits) else item.activations.nbytes
+    return item.nbytes
 
 
 def parse_item(
     body: Mapping[str, Any], limits: TensorLimits | None = None
 ) -> tuple[str, Registrable]:
-    """Read `{"name": …, "probe": {…}}`, or `vector`, `edits` or `lens` in the place of `probe`."""
+    """Read `{"name": …, "probe": {…}}`, or `edits` or `lens` in the place of `probe`."""
     kinds: dict[str, type[Registrable]] = {
         "probe": EngineProbe,
-        "vector": SteeringVector,
         "edits": EngineEdits,
         "lens": EngineLens,
     }
@@ -74,7 +74,7 @@ def parse_item(
     if len(given) != 1 or set(body) - {"name", *kinds}:
         raise SpecError(
             f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
-            "of 'probe', 'vector', 'edits' and 'lens'"
+            "of 'probe', 'edits' (vectors too) and 'lens'"
         )
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context

@@ -1,4 +1,4 @@
-"""Probes, steering vectors, edits and lenses that requests refer to by name."""
+"""Probes, edits and lenses that requests refer to by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from inspect_lens.spec import (
     LensRequest,
     ProbeUse,
     Registrable,
-    SteeringVector,
     check_name,
 )
 
@@ -214,7 +213,7 @@ class Registry:
         return {name: item.reference() for name, item in sorted(self._items.items())}
 
     def resolve(self, request: LensRequest) -> LensRequest:
-        """Put vectors, edits and lenses in the place of their names, and check the names of probes.
+        """Put edits and lenses in the place of their names, and check the names of probes.
 
         Raises:
             SpecError: a name is not registered, or stands for another kind; or a lens does not
@@ -226,23 +225,10 @@ class Registry:
                 raise SpecError(f"lens.name: {self._unknown(name, LensEntry)}")
             request = request.model_copy(update={"lens": entry.resolve(request.lens)})
         request = self._with_edits(request)
-        if not request.steer_named and not request.probes:
-            return request
         for use in request.probes:
             if not isinstance(self._items.get(use.name), EngineProbe):
                 raise SpecError(f"probes: {self._unknown(use.name, EngineProbe)}")
-        vectors = []
-        for named in request.steer_named:
-            vector = self._items.get(named.name)
-            if not isinstance(vector, SteeringVector):
-                raise SpecError(f"steer_named: {self._unknown(named.name, SteeringVector)}")
-            try:
-                vectors.append(named.apply(vector))
-            except ValueError as error:
-                raise SpecError(f"steer_named: {named.name!r}: {error}") from None
-        if not vectors:
-            return request
-        return request.model_copy(update={"steer": (*request.steer, *vectors), "steer_named": ()})
+        return request
 
     def _with_edits(self, request: LensRequest) -> LensRequest:
         if not request.edits_named:
@@ -252,7 +238,10 @@ class Registry:
             item = self._items.get(named.name)
             if not isinstance(item, EngineEdits):
                 raise SpecError(f"edits_named: {self._unknown(named.name, EngineEdits)}")
-            found += item.edits
+            try:
+                found += named.apply(item.edits)
+            except SpecError as error:
+                raise SpecError(f"edits_named: {error}") from None
         changes = {"edits": (*found, *request.edits), "edits_named": ()}
         return request.model_copy(update=changes)
 

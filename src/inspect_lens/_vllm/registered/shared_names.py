@@ -24,7 +24,7 @@ import numpy as np
 from inspect_lens._engine.collect.temp_dirs import PREFIX, held, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
-from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry, SteeringVector
+from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry
 
 from .contents import N_COUNTS, Uses
 from .items import Item
@@ -33,7 +33,6 @@ __all__ = ["SharedNames", "folder_of_siblings"]
 
 _KINDS: Final[Mapping[type, str]] = {
     EngineProbe: "probe",
-    SteeringVector: "vector",
     EngineEdits: "edits",
     LensEntry: "entry",
 }

@@ -264,7 +264,7 @@ class Results:
     def tells_all(self, output: Any) -> bool:
         """Whether `News` tells when `is_ready` becomes true; else it has to be asked again."""
         envelopes = [expected.envelope for _, expected in self._open_choices(output)]
-        return not any(envelope.edited.all or envelope.is_speculative for envelope in envelopes)
+        return not any(envelope.edited.edits or envelope.is_speculative for envelope in envelopes)
 
     @property
     def news(self) -> News:

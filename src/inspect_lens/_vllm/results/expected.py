@@ -170,7 +170,7 @@ def fill(
     values = receipt.__dict__
     values["paths"] = collected.paths
     edited = expected.envelope.edited
-    if edited.all:
+    if edited.edits:
         n_fed = expected.n_fed(receipt.n_completion)
         values["steer"] = SteerReceipt(
             layers=edited.layers,

@@ -69,7 +69,7 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     if envelope.is_edited_alone:
         expected.prepared = Prepared(receipt_of(expected, n_fed - expected.n_prompt + 1))
         return True
-    if envelope.edited.all or envelope.qk is not None:
+    if envelope.edited.edits or envelope.qk is not None:
         return True  # receipts of these are of what was done
     if expected.n_known or envelope.lens is not None:
         return True  # a part of the rows is known already, or more is made of them

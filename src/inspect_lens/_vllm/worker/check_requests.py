@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import COLUMN, Exporter, overflow
 from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart
+from inspect_lens._engine.protocol.edits import EditEnvelope, seal_edits
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
-from inspect_lens._engine.protocol.sealed_edits import SealedEdits, SteerEnvelope
+from inspect_lens._engine.protocol.sealed_edits import SealedEdits
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import HEAD, TapState, install
 from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens.errors import CompatError, UnsupportedError
-from inspect_lens.spec import SITE_TABLE, DType, EngineFacts, TensorData
+from inspect_lens.spec import SITE_TABLE, Add, DType, EngineFacts
 
 __all__ = [
     "KEYS",
@@ -110,22 +111,26 @@ def envelope(
     reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
 ) -> Mapping[str, Any]:
     """A request for the rows of all taps."""
-    steer: tuple[SteerEnvelope, ...] = ()
+    edits: tuple[EditEnvelope, ...] = ()
     if vectors is not None:
-        shared = vectors.shape[0] == 1
-        data = TensorData(vectors.numpy() if shared else vectors.numpy()[None], "float32")
+        values = vectors.numpy()
         site, layer = state.taps[steered_tap(state)]
-        every = tuple(range(n))
-        steer = (SteerEnvelope(site, (layer,), 1.0, False, every, data.sha256, data),)
+        add = Add(
+            vector=values[0] if len(values) == 1 else values[None],
+            layers=(layer,),
+            site=site,
+            positions=tuple(range(n)),
+        )
+        edits = seal_edits((add,), n, n, facts.width_of)
     return Envelope(
         reply=reply,
         pid=os.getpid(),
         capture=capture(facts, state, n),
-        edited=SealedEdits(steer),
+        edited=SealedEdits(edits),
         probes=None,
         n_prompt=n,
         is_speculative=False,
-        steer_hash=f"inspect_lens start-up check {n} {steer[0].sha256}" if steer else None,
+        steer_hash=f"inspect_lens start-up check {n} {edits[0].sha256}" if edits else None,
     ).pack()
 
 

@@ -27,7 +27,7 @@ from inspect_lens.model.scores._engine_probes import (
     including,
     note_refused,
 )
-from inspect_lens.spec import CaptureSpec, SteeringVector
+from inspect_lens.spec import Add, CaptureSpec
 
 from ._tools import STEER
 
@@ -156,7 +156,7 @@ def _turn_config(
     target: Model,
     given: GenerateConfig,
     capture: Any,
-    vectors: tuple[SteeringVector, ...],
+    vectors: tuple[Add, ...],
 ) -> GenerateConfig:
     """What a turn is generated with; Inspect itself would let one `extra_body` replace another."""
     fields = {name: getattr(given, name) for name in given.model_fields_set}

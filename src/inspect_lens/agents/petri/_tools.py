@@ -20,7 +20,7 @@ from inspect_lens.model import activations_for
 from inspect_lens.model.request._body import role_advice
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Reading, Source, read_message
-from inspect_lens.spec import Positions, SteeringVector
+from inspect_lens.spec import Add, Positions
 
 __all__ = [
     "METADATA_KEY",
@@ -44,7 +44,7 @@ class Steering:
     """Name of the vector; None stops steering."""
     scale: float
     """Times the vector as it is registered."""
-    vectors: tuple[SteeringVector, ...]
+    vectors: tuple[Add, ...]
     """What every call of the target gets; empty when steering stops."""
     id: str = field(default_factory=lambda: uuid4().hex)
     """Anchor of Petri: the auditor can roll the conversation back to here."""

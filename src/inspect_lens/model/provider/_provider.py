@@ -271,7 +271,7 @@ class LensAPI(ServerCalls):
             config = config.model_copy(update={"extra_body": body})
         await self.load_adapter(body.get("lora_request"))
         place = place_for(self._directory)
-        if request is not None and (request.steer or request.edits):
+        if request is not None and request.edits:
             kept = place if self._mode in (None, "sidecar") else None
             await anyio.to_thread.run_sync(save_vectors, request, kept)
         call = _Call(request, Keep(self._mode, place))
@@ -320,7 +320,7 @@ class LensAPI(ServerCalls):
                 expect(call.keep)
             if args:
                 asked = call.request if call is not None else None
-                if asked is not None and not (asked.steer or asked.edits or asked.hooks):
+                if asked is not None and not (asked.edits or asked.hooks):
                     body["vllm_xargs"] = to_wire_args(args)
                 else:
                     # Compressing megabytes of vectors is not for the event loop.

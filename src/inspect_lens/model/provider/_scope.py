@@ -19,12 +19,12 @@ from inspect_lens.model.request._config import lens_config
 from inspect_lens.model.request._inherited import SCOPES, Scope, steering_around
 from inspect_lens.model.scores._engine_probes import ProbeLike, ask_probes, including
 from inspect_lens.spec import (
+    Add,
     CaptureSpec,
     EditBase,
     LensRequest,
     LogitLens,
     ProbeUse,
-    SteeringVector,
 )
 from inspect_lens.vector import VectorLike
 
@@ -35,7 +35,7 @@ __all__ = ["lens_scope", "require_lens"]
 def lens_scope(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
-    steer: SteeringVector | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
+    steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     probes: Sequence[ProbeUse | ProbeLike] | ProbeLike = (),
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
@@ -98,10 +98,10 @@ def lens_scope(
     if asked.capture is not None:
         spec_capture = including(spec_capture, asked.capture)
     request = request.model_copy(update={"capture": spec_capture, "probes": (*uses, *asked.uses)})
-    if request.steer and (around := steering_around(target)) is not None and around.declined:
+    if request.edits and (around := steering_around(target)) is not None and around.declined:
         raise SpecError(
             "lens_scope: the config of the task or of the model says apply_steering_vectors: [], "
-            "which declines these vectors for every call that carries it; take that out of it, or "
+            "which declines these edits for every call that carries it; take that out of it, or "
             "say it in the calls that are not to be steered"
         )
     token = SCOPES.set((*SCOPES.get(), Scope(target, request)))

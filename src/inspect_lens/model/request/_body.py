@@ -26,14 +26,12 @@ from inspect_lens.model.stored._places import Place, find
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
-    STEERING_REFERENCE,
     TENSOR_REFERENCE,
     CaptureSpec,
     LensRequest,
     LogitLens,
     ProbeUse,
     QKSpec,
-    SteeringVector,
     TensorData,
     parse_extra_args,
     split_body,
@@ -49,12 +47,10 @@ __all__ = [
     "environment_capture",
     "explain_none",
     "is_lens_call",
-    "is_reference",
     "over_binary",
     "parse_capture",
     "read_body",
     "resolve_references",
-    "resolve_vector",
     "respelled",
     "role_advice",
     "save_vectors",
@@ -68,26 +64,13 @@ _saved: set[tuple[str, str]] = set()
 
 def save_vectors(request: LensRequest, place: Place | None) -> None:
     """Write the tensors that the log will refer to, those that are not written yet."""
-    edited = [tensor for edit in request.edits for tensor in edit.all_tensors]
-    for tensor in (*(vector.activations for vector in request.steer), *edited):
+    for tensor in (tensor for edit in request.edits for tensor in edit.all_tensors):
         _live[tensor.sha256] = tensor
         if place is not None and (place.root, tensor.sha256) not in _saved:
             payload = Payload(tensors={"activations": tensor}, layers={})
             uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
             write_file(join(place.root, uri), encode_file(payload))
             _saved.add((place.root, tensor.sha256))
-
-
-def is_reference(value: object) -> bool:
-    """Whether this is a steering vector as a log holds it."""
-    return isinstance(value, Mapping) and value.get("$lens") == STEERING_REFERENCE
-
-
-def resolve_vector(reference: Mapping[str, Any]) -> SteeringVector:
-    """Get the vector behind the reference that stands in a log."""
-    names = ("layer_indices", "site", "scale", "norm_match", "position_indices", "phase")
-    fields = {name: reference[name] for name in names if reference.get(name) is not None}
-    return SteeringVector(activations=_tensor(reference), **fields)
 
 
 def _tensor(reference: Mapping[str, Any]) -> TensorData:
@@ -108,9 +91,7 @@ def _tensor(reference: Mapping[str, Any]) -> TensorData:
 
 
 def resolve_references(value: Any) -> Any:
-    """Replace every steering reference and named vector inside lists and mappings."""
-    if is_reference(value):
-        return resolve_vector(value)
+    """Replace every reference to a tensor and every named vector inside lists and mappings."""
     if isinstance(value, Mapping) and value.get("$lens") == TENSOR_REFERENCE:
         return _tensor(value)
     if isinstance(value, Mapping) and "vector" in value and "op" not in value:
@@ -182,7 +163,7 @@ def read_body(
     typed |= to_extra_args(request)
     if declined:
         typed[CAPTURE_KEY] = False
-    if plain and scope is not None and scope.steer:
+    if plain and scope is not None and scope.edits:
         typed[STEER_KEY] = []
     if typed:
         body["extra_args"] = typed
@@ -200,7 +181,7 @@ def _unsaid(
 ) -> tuple[LensRequest, dict[str, Any]] | None:
     """The request of a call that says nothing itself; None without one, or where it steers."""
     if scope is not None:
-        if scope.steer or scope.edits or scope.lens is not None:
+        if scope.edits or scope.lens is not None:
             return None
         default = scope.capture or default
         if scope.probes:
@@ -228,15 +209,10 @@ def _under(
     """A request with what a scope adds to it."""
     made = request or LensRequest()
     changes: dict[str, Any] = {}
-    steers = bool(made.steer or made.steer_named)
-    if steers:
-        steers = _steering(made) not in [_steering(config) for config in inherited]
-    if scope.steer and not steers and not plain:
-        changes["steer"] = (*made.steer, *scope.steer)
     if scope.lens is not None and made.lens is None:
         changes["lens"] = scope.lens
     edits = bool(made.edits or made.edits_named)
-    if scope.edits and (not edits or _edits(made) in map(_edits, inherited)):
+    if scope.edits and not plain and (not edits or _edits(made) in map(_edits, inherited)):
         changes["edits"] = (*made.edits, *scope.edits)
     theirs = [use for config in inherited for use in config.probes]
     names = {use.name for use in scope.probes}
@@ -245,11 +221,6 @@ def _under(
     if more := tuple(use for use in scope.probes if use.name not in own):
         changes["probes"] = (*kept, *more)
     return made.model_copy(update=changes) if changes else request
-
-
-def _steering(request: LensRequest) -> object:
-    """What a request steers with, to be compared: tensors by their hash."""
-    return [vector.reference() for vector in request.steer], request.steer_named
 
 
 def _edits(request: LensRequest) -> object:

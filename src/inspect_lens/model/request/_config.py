@@ -13,13 +13,13 @@ from inspect_lens.model._host import active_generate_config
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
+    Add,
     CaptureSpec,
     EditBase,
     Hook,
     LensRequest,
     LogitLens,
     SinkUse,
-    SteeringVector,
     parse_edits,
     parse_extra_args,
     parse_hooks,
@@ -35,7 +35,7 @@ __all__ = ["lens_config"]
 def lens_config(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
-    steer: SteeringVector | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
+    steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
     qk: Sequence[int] | bool | None = None,
@@ -53,12 +53,12 @@ def lens_config(
 
     Args:
         capture: `all`, layers, or a `CaptureSpec`; None keeps what `base` asks for.
-        steer: vectors, which replace those of `base`; an empty list removes them. Each is a
-            `SteeringVector`; a `Vector`, its name below `vectors/`, a path or an `hf://` address,
-            which steers with scale 1 at the layer of its card; or a mapping
+        steer: vectors, which with `edits` replace all edits of `base`; an empty list removes them.
+            Each is a `SteeringVector`; a `Vector`, its name below `vectors/`, a path or an
+            `hf://` address, which steers with scale 1 at the layer of its card; or a mapping
             `{"vector": name, "layer": 4, "scale": 0.5, "norm_match": false, "positions": null}`.
         edits: other edits of the stream, such as `Ablate(direction=v, layers=[4])`, in order and
-            behind the vectors; they replace those of `base`, and an empty list removes them.
+            behind the vectors.
         hooks: functions to run inside the server, which has to allow it, instead of those of
             `base`; an empty list removes them. What they save comes as
             `output.metadata["hook_results"]` and goes into the log, so it has to be small.
@@ -100,10 +100,9 @@ def lens_config(
     changes: dict[str, Any] = {}
     if capture is not None:
         changes["capture"] = parse_capture(capture)
-    if steer is not None:
-        changes["steer"] = _vectors(steer)
-    if edits is not None:
-        changes["edits"] = parse_edits(resolve_references(edits))
+    if steer is not None or edits is not None:
+        others = () if edits is None else parse_edits(resolve_references(edits))
+        changes["edits"] = (*_vectors(() if steer is None else steer), *others)
     if hooks is not None:
         changes["hooks"] = parse_hooks(list(hooks))
     if qk is not None:
@@ -140,8 +139,8 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _vectors(steer: Any) -> tuple[SteeringVector, ...]:
-    single = isinstance(steer, SteeringVector | Vector | Mapping | str | Path)
+def _vectors(steer: Any) -> tuple[EditBase, ...]:
+    single = isinstance(steer, Add | Vector | Mapping | str | Path)
     vectors = [steer] if single else list(steer)
     if not vectors:
         return ()
@@ -150,7 +149,7 @@ def _vectors(steer: Any) -> tuple[SteeringVector, ...]:
         for v in vectors
     ]
     request = parse_extra_args({"apply_steering_vectors": resolved})
-    return request.steer if request else ()
+    return request.edits if request else ()
 
 
 def _lora(lora: str | Mapping[str, Any]) -> dict[str, Any]:

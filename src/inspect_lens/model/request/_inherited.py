@@ -15,7 +15,7 @@ from inspect_ai.model import ChatMessage, ChatMessageUser, Model, ModelAPI
 
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import active_generate_config, active_model
-from inspect_lens.spec import LensRequest
+from inspect_lens.spec import Add, EditBase, LensRequest
 
 from ._body import declines_steering, read_body
 
@@ -56,7 +56,6 @@ def scope_of(api: ModelAPI) -> LensRequest | None:
         names = {use.name for use in scope.request.probes}
         found = LensRequest(
             capture=scope.request.capture or outer.capture,
-            steer=(*outer.steer, *scope.request.steer),
             edits=(*outer.edits, *scope.request.edits),
             lens=scope.request.lens or outer.lens,
             probes=(*(u for u in outer.probes if u.name not in names), *scope.request.probes),
@@ -102,19 +101,19 @@ class Around(NamedTuple):
         parts = []
         for source, where in ((self.config, "the config of the task or the model"),
                               (self.scope, "with_steering or lens_scope around it")):  # fmt: skip
-            words = [
-                f"layers {list(v.layer_indices)}, scale {v.scale:g}, "
-                f"sha256 {v.activations.sha256[:12]}"
-                for v in source.steer
-            ]
-            words += [f"registered vector {use.name!r}" for use in source.steer_named]
-            words += [f"registered edits {use.name!r}" for use in source.edits_named]
-            words += [f"edit {edit.op!r}, layers {list(edit.layers)}" for edit in source.edits]
+            words = [f"registered edits {use.name!r}" for use in source.edits_named]
+            words += map(_described, source.edits)
             if words:
                 parts.append(f"{where} steers ({'; '.join(words)})")
         if self.declined:
             parts.append("the config of the task or the model says apply_steering_vectors: []")
         return " and ".join(parts)
+
+
+def _described(edit: EditBase) -> str:
+    if not isinstance(edit, Add):
+        return f"edit {edit.op!r}, layers {list(edit.layers)}"
+    return f"layers {list(edit.layers)}, scale {edit.scale:g}, sha256 {edit.vector.sha256[:12]}"
 
 
 def steering_around(model: Model) -> Around | None:

@@ -14,7 +14,13 @@ from inspect_lens.spec.asks._reductions import REDUCTIONS, Reduce
 from inspect_lens.spec.asks._sink import SinkReceipt
 from inspect_lens.spec.engine._facts import RESID_POST, Site
 
-__all__ = ["CaptureReceipt", "EnginePath", "GateReceipt", "Receipt", "SteerReceipt"]
+__all__ = [
+    "CaptureReceipt",
+    "EnginePath",
+    "GateReceipt",
+    "Receipt",
+    "SteerReceipt",
+]
 
 EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
 """How the forward passes of a request ran."""

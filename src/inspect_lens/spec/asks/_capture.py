@@ -19,7 +19,6 @@ __all__ = [
     "QKSpec",
     "RowDType",
     "SiteChoice",
-    "Transport",
 ]
 
 Layers = Literal["all"] | tuple[int, ...]

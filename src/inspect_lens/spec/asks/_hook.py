@@ -38,7 +38,14 @@ from inspect_lens.spec.values._strict import (
 )
 from inspect_lens.spec.values._tensor import WireModel, is_wire
 
-__all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
+__all__ = [
+    "HOOK_REFERENCE",
+    "FunctionCode",
+    "Hook",
+    "HookReceipt",
+    "code_python",
+    "parse_hooks",
+]
 
 HOOK_REFERENCE = "hook/1"
 """`$lens` of the short form in which a hook stands in logs."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.values._strict import shown
 
-__all__ = ["MOST_PATTERN", "MOST_PATTERNS", "PatternBudget", "check_pattern", "check_patterns"]
+__all__ = ["PatternBudget"]
 
 MOST_PATTERN: Final = 1000
 """Characters of a pattern."""

@@ -8,7 +8,13 @@ from typing import Final, NamedTuple
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.values._strict import shown
 
-__all__ = ["POOLS", "SENTENCE_POOL", "Pool", "check_engine_pool", "parse_pool"]
+__all__ = [
+    "POOLS",
+    "SENTENCE_POOL",
+    "Pool",
+    "check_engine_pool",
+    "parse_pool",
+]
 
 SENTENCE_POOL: Final = "sentence_mean_max"
 """Name of the pooling rule that needs the ends of sentences."""

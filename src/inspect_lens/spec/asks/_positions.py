@@ -28,7 +28,6 @@ __all__ = [
     "TokenMatch",
     "in_phase",
     "is_mask",
-    "parse_match",
     "parse_positions",
     "phase_range",
     "resolve_positions",

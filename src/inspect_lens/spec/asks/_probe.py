@@ -40,7 +40,12 @@ from inspect_lens.spec.values._tensor import (
 from ._pools import check_engine_pool, parse_pool
 from ._positions import Positions, parse_positions
 
-__all__ = ["PROBE_REFERENCE", "EngineProbe", "ProbeReceipt", "ProbeUse"]
+__all__ = [
+    "PROBE_REFERENCE",
+    "EngineProbe",
+    "ProbeReceipt",
+    "ProbeUse",
+]
 
 PROBE_REFERENCE = "probe/1"
 """`$lens` of the short form in which a probe stands in logs."""

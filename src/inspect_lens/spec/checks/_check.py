@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -13,19 +12,20 @@ from inspect_lens.spec.asks._capture import QKSpec
 from inspect_lens.spec.asks._hook import Hook, code_python
 from inspect_lens.spec.asks._lens import LogitLens
 from inspect_lens.spec.asks._probe import EngineProbe
-from inspect_lens.spec.asks._steer import check_scales
-from inspect_lens.spec.edits import (
-    MOST_INSTRUCTIONS,
-    N_LATCHES,
-    N_REGISTERS,
+from inspect_lens.spec.edits._base import EditBase
+from inspect_lens.spec.edits._choice import (
     Chosen,
-    EditBase,
-    Instruction,
-    Kind,
     check_token_ids,
     chosen_numbers,
     sampled_match,
     token_gate_key,
+)
+from inspect_lens.spec.edits._instruction import (
+    MOST_INSTRUCTIONS,
+    N_LATCHES,
+    N_REGISTERS,
+    Instruction,
+    Kind,
 )
 from inspect_lens.spec.engine._facts import (
     RESID_POST,
@@ -42,15 +42,12 @@ from inspect_lens.spec.engine._facts import (
 from inspect_lens.spec.request._request import LensRequest
 
 __all__ = [
-    "check_eager",
     "check_edits",
     "check_hooks",
-    "check_layers",
     "check_lens",
     "check_probe",
     "check_qk",
     "check_request",
-    "check_writable",
 ]
 
 
@@ -89,6 +86,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         width = facts.width_of(edit.site)
         chosen = chosen_numbers(edit.choice, width, field)
         _check_width(edit, chosen, facts, field)
+        edit.check_strength(facts.dtype, field)
         if (match := sampled_match(edit.positions)) is not None:
             check_token_ids(match, width, facts.vocab, field)
             gates.add(token_gate_key(match))
@@ -407,13 +405,8 @@ def check_request(
             print(error)  # what was asked, and what is possible
         ```
     """
-    rows = 0
     if facts.no_steering:
-        for name, asked in (
-            ("steer", request.steer),
-            ("edits", request.edits),
-            ("hooks", request.hooks),
-        ):
+        for name, asked in (("edits", request.edits), ("hooks", request.hooks)):
             if asked:
                 raise UnsupportedError(f"{name}: {facts.no_steering}")
     check_eager(request.hooks, request.skip_reading_prefix_cache, facts)
@@ -442,27 +435,11 @@ def check_request(
             f"fewer layers, sites or probes, or start the engine with {smaller}"
             "INSPECT_LENS_RING_BYTES" + (f"={enough}" if enough else " raised")
         )
-    for i, vector in enumerate(request.steer):
-        field = f"steer[{i}]"
-        check_writable(vector.site, f"{field}.site")
-        check_layers(vector.layer_indices, vector.site, facts, f"{field}.layer_indices")
-        shape = vector.activations.shape
-        if shape[-1] != facts.hidden:
-            raise SpecError(
-                f"{field}.activations: width {shape[-1]} in shape {shape}; the residual "
-                f"stream of {facts.model} is {facts.hidden} wide"
-            )
-        rows += math.prod(shape[:-1])
-    check_scales(request.steer, facts.dtype)
-    if len({vector.norm_match for vector in request.steer}) == 2:
-        # Where plain and norm-matched vectors meet at a token, it needs a row of each.
-        rows *= 2
-    rows += check_edits(request.edits, facts)
+    rows = check_edits(request.edits, facts)
     if rows > facts.bank_rows:
         raise UnsupportedError(
-            f"{'edits' if request.edits else 'steer'}: {rows} vectors and the steering table has "
-            f"{facts.bank_rows} rows; "
-            "steer fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
+            f"edits: {rows} vectors and the steering table has {facts.bank_rows} rows; edit fewer "
+            "positions or layers, or raise INSPECT_LENS_BANK_BYTES"
         )
 
 

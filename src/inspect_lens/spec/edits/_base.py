@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 from pydantic import (
@@ -35,10 +35,19 @@ from ._choice import CHOICES, Choice, Chosen, choice_sites, sampled_match
 from ._gate import TENSOR_REFERENCE, Gate, tensor_reference
 from ._instruction import Instruction, Row
 
-__all__ = ["EDIT_REFERENCE", "TENSOR_REFERENCE", "EditBase", "unit"]
+__all__ = [
+    "EDITS",
+    "EDIT_REFERENCE",
+    "TENSOR_REFERENCE",
+    "EditBase",
+]
 
 EDIT_REFERENCE = "edit/1"
 """`$lens` of the short form in which an edit stands in logs."""
+
+
+EDITS: dict[str, type[EditBase]] = {}
+"""Every operation by its name."""
 
 
 class EditBase(WireModel):
@@ -49,6 +58,9 @@ class EditBase(WireModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    if TYPE_CHECKING:
+        op: str
 
     layers: tuple[int, ...]
     """Decoder layers at which it acts, 0-based."""
@@ -74,6 +86,15 @@ class EditBase(WireModel):
     """Fields that hold tensors, and the number of dimensions that each has for one layer."""
     number_fields: ClassVar[frozenset[str]] = frozenset({"bias"})
     """Those of them that hold a number for each direction, and are not as wide as the stream."""
+    listed_fields: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that may be (layers, positions, width), a row for each listed position."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Make an operation known by its name."""
+        super().__pydantic_init_subclass__(**options)
+        if "op" in cls.model_fields:
+            EDITS.setdefault(cls.model_fields["op"].default, cls)
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -164,17 +185,8 @@ class EditBase(WireModel):
         width = None
         for name, tensor in self.tensors.items():
             n, shape = self.tensor_fields[name], tensor.shape
-            if len(shape) not in (n, n + 1) or 0 in shape:
-                raise ValueError(
-                    f"{name} has shape {shape}; allowed are {n} dimensions for all layers alike, "
-                    f"or one more for {len(self.layers)} layers"
-                )
-            if len(shape) == n + 1 and shape[0] != len(self.layers):
-                raise ValueError(
-                    f"{name} has {shape[0]} entries and layers names {len(self.layers)}; give "
-                    "one entry per layer"
-                )
-            if not np.isfinite(tensor.to_float32()).all():
+            self._check_shape(name, shape)
+            if not all(np.isfinite(values).all() for values in tensor.blocks()):
                 raise ValueError(f"{name} holds NaN or infinity; every value has to be finite")
             if n and name not in self.number_fields:
                 if width not in (None, shape[-1]):
@@ -186,6 +198,26 @@ class EditBase(WireModel):
         if self.when is not None:
             self._check_gate(self.when)
         return self
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        n, may_list = self.tensor_fields[name], name in self.listed_fields
+        if not n <= len(shape) <= n + 1 + may_list or 0 in shape:
+            more = ", or two more for a row at each of the listed positions" if may_list else ""
+            raise ValueError(
+                f"{name} has shape {shape}; allowed are {n} dimensions for all layers alike, "
+                f"or one more for {len(self.layers)} layers{more}"
+            )
+        if len(shape) > n and shape[0] != len(self.layers):
+            raise ValueError(
+                f"{name} has {shape[0]} entries and layers names {len(self.layers)}; give "
+                "one entry per layer"
+            )
+        listed = len(self.positions) if isinstance(self.positions, tuple) else 0
+        if len(shape) == n + 2 and (is_mask(self.positions) or shape[1] != listed):
+            raise ValueError(
+                f"{name} has {shape[1]} positions and positions lists {listed}; list as many "
+                "numbers in positions, one for each row"
+            )
 
     def _check_gate(self, gate: Gate) -> None:
         is_sampled = self.positions == "completion" or self.phase == "decode"
@@ -235,6 +267,12 @@ class EditBase(WireModel):
         return (*self.tensors.values(), *gate)
 
     @property
+    def sha256(self) -> str | None:
+        """Hash of its tensor, by which receipts name it; None where it has none or several."""
+        found = tuple(self.tensors.values())
+        return found[0].sha256 if len(found) == 1 else None
+
+    @property
     def width(self) -> int | None:
         """Width of its tensors; None where it has none."""
         for name, tensor in self.tensors.items():
@@ -256,6 +294,9 @@ class EditBase(WireModel):
     @property
     def n_listed(self) -> int | None:
         """Positions of which each has rows of its own; None where all tokens are edited alike."""
+        for name, tensor in self.tensors.items():
+            if len(tensor.shape) == self.tensor_fields[name] + 2:
+                return tensor.shape[1]
         return None
 
     def program(
@@ -278,18 +319,31 @@ class EditBase(WireModel):
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         raise NotImplementedError
 
-    def at(self, name: str, index: int) -> Row:
+    def check_strength(self, dtype: str, field: str) -> None:
+        """Refuse what is too large for a stream of some dtype whatever the model computes.
+
+        Raises:
+            SpecError: the edit is too strong.
+        """
+
+    def at(self, name: str, index: int, listed: int | None = None) -> Row:
         """A tensor at one of the layers.
 
         Args:
             name: of the field.
             index: of the layer in `layers`.
+            listed: index of the token in `positions`, where each has rows of its own.
 
         Returns:
             float32, with the number of dimensions that `tensor_fields` says.
         """
-        values = cast("TensorData", getattr(self, name)).to_float32()
-        return values if values.ndim == self.tensor_fields[name] else cast("Row", values[index])
+        tensor = cast("TensorData", getattr(self, name))
+        storage, n = tensor.storage, self.tensor_fields[name]
+        if storage.ndim > n:
+            storage = storage[index]
+        if storage.ndim > n and listed is not None:
+            storage = storage[listed]
+        return TensorData(storage, tensor.dtype).to_float32()
 
     def check_directions(self, name: str) -> None:
         """Refuse a zero vector where a direction is needed.
@@ -300,10 +354,6 @@ class EditBase(WireModel):
         values = cast("TensorData", getattr(self, name)).to_float32()
         if not np.linalg.norm(values.astype(np.float64), axis=-1).all():
             raise ValueError(f"{name} needs a direction, and one of its vectors is zero")
-
-    def is_listed(self) -> bool:
-        """Whether positions are numbers."""
-        return isinstance(self.positions, tuple) and not is_mask(self.positions)
 
 
 def unit(row: Row) -> Row:

@@ -15,11 +15,7 @@ from inspect_lens.spec.engine._facts import SITE_TABLE, Site, SiteWidth
 from ._instruction import Instruction, Kind, Row
 
 __all__ = [
-    "CHOICES",
-    "Choice",
     "Chosen",
-    "check_token_ids",
-    "choice_sites",
     "chosen_numbers",
     "sampled_match",
     "token_gate",

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
+from functools import cached_property
+from typing import ClassVar, Final, Literal, Self
 
+import numpy as np
 from pydantic import Field, InstanceOf, model_validator
 
+from inspect_lens.errors import SpecError
 from inspect_lens.spec.values._strict import Flag, Number
 from inspect_lens.spec.values._tensor import TensorData
 
 from ._base import EditBase, unit
 from ._instruction import Instruction, Kind
 
-__all__ = ["Ablate", "Add", "Clamp", "Scale", "Set"]
+__all__ = ["LARGEST_NORM", "Ablate", "Add", "Clamp", "Scale", "Set"]
+
+LARGEST_NORM: Final[dict[str, float]] = {
+    "float32": 2.0**63,
+    "bfloat16": 2.0**63,
+    "float16": 2.0**15,
+}
+"""By dtype of the stream: the norm up to which a row is written, as models sum its squares in
+float32. float16 itself ends at 65504, and later layers add to the row."""
 
 
 class Add(EditBase):
     """Add a vector: `h + scale * v`, or norm-matched `h + scale * |h| * v/|v|`.
 
-    Other than `SteeringVector`, whose sum is taken first, it keeps its place in the order of a
-    request's edits.
+    This is a steering vector; `SteeringVector` makes one with the names of vllm-lens. Several act
+    in their order, and each norm-matched one measures the stream as those before it left it.
 
     Source:
         Activation addition, arXiv:2308.10248; norm matching arXiv:2512.15674.
@@ -38,13 +49,15 @@ class Add(EditBase):
 
     op: Literal["add"] = "add"
     vector: InstanceOf[TensorData]
-    """(width,)."""
+    """(width,) for all layers alike, (layers, width), or (layers, positions, width) with a vector
+    for each of the listed `positions`."""
     scale: Number = Field(default=1.0, allow_inf_nan=False)
     """Factor on the vector."""
     norm_match: Flag = False
-    """Whether the vector is scaled to the norm of the stream."""
+    """Whether the vector is scaled to the norm of the stream of the token it is added to."""
 
     tensor_fields: ClassVar[dict[str, int]] = {"vector": 1}
+    listed_fields: ClassVar[frozenset[str]] = frozenset({"vector"})
 
     @property
     def uses_norm(self) -> bool:
@@ -57,8 +70,26 @@ class Add(EditBase):
             self.check_directions("vector")
         return self
 
+    @cached_property
+    def _norm(self) -> float:
+        """The largest norm of its vectors."""
+        norms = (np.linalg.norm(v.astype(np.float64), axis=-1).max() for v in self.vector.blocks())
+        return float(max(norms))
+
+    def check_strength(self, dtype: str, field: str) -> None:
+        """Refuse a vector that would overflow the stream; see `EditBase.check_strength`."""
+        most = LARGEST_NORM.get(dtype, LARGEST_NORM["float32"])
+        most = math.sqrt(most) if self.norm_match else most
+        found = abs(self.scale) * (1.0 if self.norm_match else self._norm)
+        if found > most:
+            what = "scale with norm_match" if self.norm_match else "norm of scale * vector"
+            raise SpecError(
+                f"{field}: the {what} is {found:.4g}; with a stream in {dtype} it may be "
+                f"{most:.4g}; lower the scale"
+            )
+
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
-        row = self.at("vector", index)
+        row = self.at("vector", index, listed)
         if self.norm_match:
             return (Instruction(Kind.NORM, None, unit(row), (self.scale, 0.0, 0.0, 0.0)),)
         return (Instruction(Kind.LINEAR, None, row, (0.0, self.scale, 0.0, 0.0)),)

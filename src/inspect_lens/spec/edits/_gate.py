@@ -33,7 +33,7 @@ from inspect_lens.spec.values._tensor import (
 
 from ._instruction import N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Instruction, Kind, Row
 
-__all__ = ["TENSOR_REFERENCE", "Gate", "tensor_reference"]
+__all__ = ["TENSOR_REFERENCE", "Gate"]
 
 TENSOR_REFERENCE = "tensor/1"
 """`$lens` of the short form in which a tensor of an edit stands in logs."""

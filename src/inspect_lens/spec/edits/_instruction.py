@@ -22,7 +22,6 @@ __all__ = [
     "SAME_TOKEN",
     "Instruction",
     "Kind",
-    "Row",
     "run_program",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self, cast
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,11 +11,11 @@ from pydantic import Field, InstanceOf, model_validator
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.asks._positions import Positions
-from inspect_lens.spec.asks._steer import SteeringVector
 from inspect_lens.spec.values._strict import Number
 from inspect_lens.spec.values._tensor import TensorData
 
 from ._base import EditBase
+from ._directions import Add
 from ._instruction import Instruction, Kind, Row
 
 __all__ = [
@@ -186,13 +186,14 @@ class Swap(EditBase):
             _independent(np.stack([self.at("first", i), self.at("second", i)]), "first and second")
         return self
 
-    def frozen(self, rows: ArrayLike, *, positions: tuple[int, ...] | list[int]) -> SteeringVector:
+    def frozen(self, rows: ArrayLike, *, positions: tuple[int, ...] | list[int]) -> Add:
         """The exchange by the coordinates of a clean run, the same in all layers.
 
         A row `h` of the clean run has the coordinates `c1` and `c2`, and
         `strength * (c2 - c1) * (first - second)` is added at its layer and position, whatever
         the layers before it have done. The engine needs a run before: capture the rows, and send
-        the result as `steer` of the next request. Sampled tokens of that run have no rows yet.
+        the result among the `edits` of the next request. Sampled tokens of that run have no rows
+        yet.
 
         Args:
             rows: (layers, positions, width) of the clean run, at the layers and the site of this
@@ -200,7 +201,7 @@ class Swap(EditBase):
             positions: of `rows`, absolute; they take the place of the edit's own.
 
         Returns:
-            Steering with a vector for each layer and position.
+            An `Add` with a vector for each layer and position.
 
         Raises:
             SpecError: another shape, NaN or infinity, or an edit that a vector cannot be: with a
@@ -228,10 +229,10 @@ class Swap(EditBase):
         for i in range(len(self.layers)):
             read, write = self._directions(i)
             added[i] = self.strength * (clean[i] @ read)[:, None] * write
-        return SteeringVector(
-            activations=added.astype(np.float32),
-            layer_indices=self.layers,
-            position_indices=tuple(positions),
+        return Add(
+            vector=added.astype(np.float32),
+            layers=self.layers,
+            positions=tuple(positions),
             site=self.site,
         )
 
@@ -408,38 +409,11 @@ class Replace(EditBase):
 
     tensor_fields: ClassVar[dict[str, int]] = {"rows": 1}
 
-    @model_validator(mode="after")
-    def _check_tensors(self) -> Self:
-        shape = self.rows.shape
-        if not np.isfinite(self.rows.to_float32()).all():
-            raise ValueError("rows holds NaN or infinity; every value has to be finite")
-        if len(shape) not in (1, 2, 3) or 0 in shape:
-            raise ValueError(
-                f"rows has shape {shape}; allowed are (width,), (layers, width) and "
-                "(layers, positions, width)"
-            )
-        if len(shape) > 1 and shape[0] != len(self.layers):
-            raise ValueError(f"rows has {shape[0]} layers and layers names {len(self.layers)}")
-        listed = self.positions if isinstance(self.positions, tuple) and self.is_listed() else ()
-        if len(shape) == 3 and shape[1] != len(listed):
-            raise ValueError(
-                f"rows has {shape[1]} positions; list as many numbers in positions, one for each"
-            )
-        if self.when is not None and self.when.layer > min(self.layers):
-            raise ValueError(f"when.layer {self.when.layer} comes after layer {min(self.layers)}")
-        return self
-
-    @property
-    def n_listed(self) -> int | None:
-        """See `EditBase.n_listed`."""
-        return self.rows.shape[1] if len(self.rows.shape) == 3 else None
+    listed_fields: ClassVar[frozenset[str]] = frozenset({"rows"})
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
-        values = self.rows.to_float32()
-        row = values if values.ndim == 1 else values[index]
-        row = row if row.ndim == 1 or listed is None else row[listed]
-        write = cast("Row", np.ascontiguousarray(row))
-        return (Instruction(Kind.BLEND, None, write, (self.alpha, 0.0, 0.0, 0.0)),)
+        row = self.at("rows", index, listed)
+        return (Instruction(Kind.BLEND, None, row, (self.alpha, 0.0, 0.0, 0.0)),)
 
 
 class Zero(EditBase):

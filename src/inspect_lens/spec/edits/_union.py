@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from pydantic import (
     BaseModel,
@@ -20,53 +20,27 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.asks._patterns import check_patterns
-from inspect_lens.spec.asks._positions import TokenMatch
+from inspect_lens.spec.asks._positions import Phase, Positions, TokenMatch, parse_positions
 from inspect_lens.spec.engine._limits import TensorLimits, limits_of
-from inspect_lens.spec.values._strict import check_name, explain, shown
+from inspect_lens.spec.values._strict import Flag, Number, check_name, explain, shown
 from inspect_lens.spec.values._tensor import WireModel
 
-from ._base import EditBase
-from ._directions import Ablate, Add, Clamp, Scale, Set
-from ._latents import Latent, Latents, Reconstruct
-from ._subspaces import Insert, LowRank, ProjectOut, Renormalise, Replace, Rotate, Swap, Zero
+from . import _latents, _subspaces  # noqa: F401 - each makes its operations known
+from ._base import EDITS, EditBase
+from ._directions import Add
 
 __all__ = [
-    "EDITS",
     "Edit",
     "EditsUse",
     "EngineEdits",
     "parse_edits",
 ]
 
-Edit: TypeAlias = Annotated[
-    Add
-    | Ablate
-    | Clamp
-    | Set
-    | Scale
-    | ProjectOut
-    | Rotate
-    | Insert
-    | Swap
-    | LowRank
-    | Latent
-    | Latents
-    | Reconstruct
-    | Replace
-    | Zero
-    | Renormalise,
-    Field(discriminator="op"),
-]
+if TYPE_CHECKING:
+    Edit: TypeAlias = EditBase
+else:
+    Edit = Annotated[Union[tuple(EDITS.values())], Field(discriminator="op")]  # noqa: UP007
 """Any of the edits, such as `Ablate` or `Add`."""
-
-EDITS: dict[str, type[EditBase]] = {
-    kind.model_fields["op"].default: kind
-    for kind in (
-        Add, Ablate, Clamp, Set, Scale, ProjectOut, Rotate, Insert, Swap, LowRank, Latent, Latents,
-        Reconstruct, Replace, Zero, Renormalise,
-    )
-}  # fmt: skip
-"""Every operation by its name."""
 
 
 def parse_edits(
@@ -103,7 +77,7 @@ def _parse(item: object, field: str, limits: TensorLimits | None) -> EditBase:
     op = item.get("op") if isinstance(item, Mapping) else None
     kind = EDITS.get(op) if isinstance(op, str) else None
     if kind is None:
-        raise SpecError(f"{field}.op={shown(op)}; allowed are {', '.join(EDITS)}")
+        raise SpecError(f"{field}.op={shown(op)}; allowed are {', '.join(sorted(EDITS))}")
     try:
         return kind.model_validate(item, context=None if limits is None else limits.context)
     except ValidationError as error:
@@ -157,23 +131,71 @@ class EngineEdits(WireModel):
 
     def reference(self) -> dict[str, Any]:
         """The short form for logs: what it is, without the tensors."""
-        return {
+        form: dict[str, Any] = {
             "kind": "edits",
             "sha256": self.sha256,
             "ops": [edit.op for edit in self.edits],
             "layers": sorted({layer for edit in self.edits for layer in edit.layers}),
         }
+        if len(self.edits) == 1 and isinstance(self.edits[0], Add):
+            form["scale"] = self.edits[0].scale
+        return form
 
 
 class EditsUse(BaseModel):
-    """How one request uses registered edits."""
+    """How one request uses registered edits; what it says takes the place of their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Name under which they were registered."""
+    scale: Number | None = Field(default=None, allow_inf_nan=False)
+    """Factor on the vector; for edits that have one, such as `Add`."""
+    norm_match: Flag | None = None
+    """Whether the vector is scaled to the norm of the stream; for `Add`."""
+    positions: Positions | None = None
+    """Tokens they act on."""
+    phase: Phase | None = None
+    """Only those of the positions that are `prefill` or `decode` tokens."""
 
     @field_validator("name", mode="before")
     @classmethod
     def _name(cls, value: Any) -> str:
         return check_name(value)
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return None if value is None else parse_positions(value, field="positions", may_match=True)
+
+    def apply(self, edits: Sequence[EditBase]) -> tuple[EditBase, ...]:
+        """The registered edits as this request wants them.
+
+        Args:
+            edits: what stands under the name.
+
+        Returns:
+            The edits; the same ones where nothing is changed.
+
+        Raises:
+            SpecError: a change does not fit an edit.
+        """
+        changes = {
+            name: value
+            for name in type(self).model_fields
+            if name != "name" and (value := getattr(self, name)) is not None
+        }
+        return tuple(self._changed(edit, changes) for edit in edits) if changes else tuple(edits)
+
+    def _changed(self, edit: EditBase, changes: Mapping[str, Any]) -> EditBase:
+        kind = type(edit)
+        if unfit := sorted(set(changes) - set(kind.model_fields)):
+            raise SpecError(
+                f"{self.name!r}: {', '.join(unfit)}: {kind.__name__}, which is registered "
+                "under the name, has no such field"
+            )
+        fields = {name: getattr(edit, name) for name in kind.model_fields}
+        try:
+            return kind(**(fields | dict(changes)))
+        except ValidationError as error:
+            raise SpecError(explain(error, at=repr(self.name))) from None

@@ -50,7 +50,6 @@ class TensorLimits:
         hidden: int,
         n_layers: int,
         rows: int,
-        positions: int = 0,
         widths: Sequence[SiteWidth] = (),
     ) -> None:
         """Set the limits.
@@ -60,12 +59,11 @@ class TensorLimits:
             hidden: width of the residual stream.
             n_layers: decoder layers.
             rows: steering vectors that the engine's table holds.
-            positions: tokens that a request can have; 0 where that is not known.
             widths: of sites that are not as wide as the stream.
         """
         self._widths = {width.site: width.width for width in widths}
         self._model, self._hidden = model, hidden
-        self._n_layers, self._rows, self._positions = n_layers, rows, positions
+        self._n_layers, self._rows = n_layers, rows
         self._n_asked = 0
 
     @classmethod
@@ -83,7 +81,6 @@ class TensorLimits:
             hidden=facts.hidden,
             n_layers=facts.n_layers,
             rows=facts.bank_rows,
-            positions=facts.max_positions,
             widths=facts.widths,
         )
 
@@ -91,30 +88,6 @@ class TensorLimits:
     def context(self) -> dict[str, TensorLimits]:
         """What pydantic hands to the validators of a model."""
         return {_KEY: self}
-
-    def judge_vector(self, shape: tuple[int, ...], itemsize: int) -> None:
-        """Judge the declared shape of a steering vector.
-
-        Args:
-            shape: as declared.
-            itemsize: bytes of a value.
-
-        Raises:
-            SpecError: the engine has no such width, or no so many layers.
-            UnsupportedError: its table holds fewer vectors.
-        """
-        if len(shape) not in (2, 3):
-            raise SpecError(
-                f"shape {shape}; allowed are (layers, hidden) and (layers, positions, hidden)"
-            )
-        self._judge_width(shape)
-        self._judge_layers(shape)
-        if len(shape) == 3 and 0 < self._positions < shape[1]:
-            raise SpecError(
-                f"shape {shape} has {shape[1]} positions; a request to this engine has at most "
-                f"{self._positions} tokens (max_model_len)"
-            )
-        self._count(math.prod(shape[:-1]))
 
     def _count(self, rows: int) -> None:
         self._n_asked += rows
@@ -233,12 +206,6 @@ def limits_of(info: ValidationInfo) -> TensorLimits | None:
     """Limits that a model is validated under, if any."""
     context = info.context
     return context.get(_KEY) if isinstance(context, dict) else None
-
-
-def vector_judge(info: ValidationInfo) -> JudgeShape | None:
-    """What judges a steering vector's shape; None where no engine is known."""
-    limits = limits_of(info)
-    return None if limits is None else limits.judge_vector
 
 
 def probe_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:

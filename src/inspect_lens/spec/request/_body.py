@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, cast
 from pydantic import BaseModel
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec.asks._capture import Transport
 from inspect_lens.spec.asks._hook import Hook
-from inspect_lens.spec.asks._steer import SteeringVector
-from inspect_lens.spec.engine._facts import RESID_POST
+from inspect_lens.spec.edits._base import EditBase
+from inspect_lens.spec.edits._directions import Add
 from inspect_lens.spec.values._strict import shown
 from inspect_lens.spec.values._words import (
     LENS_KEYS,
@@ -23,6 +22,7 @@ from inspect_lens.spec.values._words import (
 )
 
 from ._request import LensRequest
+from ._vllm_lens import STEER_KEY, to_vllm_lens, vector_form
 
 __all__ = [
     "BodyParts",
@@ -170,38 +170,8 @@ def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
     """
     if request is None:
         return {}
-    capture = request.capture
-    chosen = capture is not None and not capture.is_plain
-    chosen = chosen or any(v.site != RESID_POST or v.phase != "both" for v in request.steer)
-    named = request.steer_named or request.edits_named or request.probes
-    chosen = chosen or bool(named or request.edits)
-    chosen = chosen or request.lens is not None or request.sink is not None
-    if capture is not None and request.qk is not None:
-        # The keys have one transport for both.
-        chosen = chosen or capture.transport != request.qk.transport
-    if chosen or request.skip_reading_prefix_cache is False:
-        return {NATIVE_KEY: request}
-    args: dict[str, Any] = {}
-    if capture is not None:
-        layers = capture.layers
-        args["output_residual_stream"] = True if layers == "all" else list(layers)
-        args |= _transport(capture.transport)
-    if request.steer:
-        args["apply_steering_vectors"] = list(request.steer)
-    if request.hooks:
-        args["apply_hooks"] = list(request.hooks)
-    if (qk := request.qk) is not None:
-        args["output_qk"] = True if qk.layers == "all" else list(qk.layers)
-        args |= _transport(qk.transport)
-    if request.skip_reading_prefix_cache:
-        args["skip_reading_prefix_cache"] = True
-    return args
-
-
-def _transport(transport: Transport) -> dict[str, str]:
-    """The key of vllm-lens; without it the response has the tensors."""
-    names = {"binary": "binary", "inline": "base64"}
-    return {"activations_transport": names[transport]} if transport in names else {}
+    args = to_vllm_lens(request)
+    return {NATIVE_KEY: request} if args is None else args
 
 
 def to_wire_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,16 +193,18 @@ def to_wire_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         if isinstance(value, str | int | float) and not isinstance(value, bool)
-        else json.dumps(_plain(value))
+        else json.dumps(_plain(value, key))
         for key, value in extra_args.items()
     }
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Hook | LensRequest | SteeringVector):
+def _plain(value: Any, key: str) -> Any:
+    if isinstance(value, Add) and key == STEER_KEY:
+        return vector_form(value)
+    if isinstance(value, Hook | LensRequest | EditBase):
         return value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, key) for item in value]
     return value

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from inspect_lens.spec.asks._hook import Hook
-from inspect_lens.spec.asks._steer import SteeringVector
+from inspect_lens.spec.edits._base import EditBase
 
 if TYPE_CHECKING:
     from ._request import LensRequest
 
-__all__ = ["Key", "Parsed", "fingerprint"]
+__all__ = []
 
 Key = tuple[object, ...]
 
@@ -90,11 +90,11 @@ def _held_bytes(kept: Iterable[object], request: LensRequest | None) -> int:
     """Bytes of tensors and functions that a key and its request hold."""
     holders: dict[int, int] = {}
     for item in (*kept, request):
-        vectors: Sequence[SteeringVector] = getattr(item, "steer", ())
+        edits: Sequence[EditBase] = getattr(item, "edits", ())
         hooks: Sequence[Hook] = getattr(item, "hooks", ())
-        for vector in (item, *vectors):
-            if isinstance(vector, SteeringVector):
-                holders[id(vector.activations)] = vector.activations.nbytes
+        for edit in (item, *edits):
+            if isinstance(edit, EditBase):
+                holders |= {id(tensor): tensor.nbytes for tensor in edit.all_tensors}
         for hook in (item, *hooks):
             if isinstance(hook, Hook):
                 holders[id(hook.fn)] = len(hook.fn.data)
@@ -111,7 +111,7 @@ def fingerprint(
     """
     parts: list[object] = []
     kept: list[object] = []
-    kinds = (SteeringVector, Hook, shared)
+    kinds = (EditBase, Hook, shared)
     return (
         (tuple(parts), kept) if _describe(dict(extra_args), parts, kept, kinds, 0) else (None, [])
     )

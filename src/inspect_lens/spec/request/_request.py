@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self, TypeAlias, cast
 
 from pydantic import (
@@ -22,8 +21,8 @@ from inspect_lens.spec.asks._patterns import check_patterns
 from inspect_lens.spec.asks._positions import TokenMatch
 from inspect_lens.spec.asks._probe import EngineProbe, ProbeUse
 from inspect_lens.spec.asks._sink import SinkUse
-from inspect_lens.spec.asks._steer import SteeringVector, VectorUse
-from inspect_lens.spec.edits import Edit, EditsUse, EngineEdits, parse_edits
+from inspect_lens.spec.edits._base import EditBase
+from inspect_lens.spec.edits._union import Edit, EditsUse, EngineEdits, parse_edits
 from inspect_lens.spec.engine._limits import TensorLimits, limits_of
 from inspect_lens.spec.values._counts import check_counts
 from inspect_lens.spec.values._strict import Flag, explain, judging, shown
@@ -37,6 +36,7 @@ from inspect_lens.spec.values._words import (
 )
 
 from ._parsed import Parsed, fingerprint
+from ._vllm_lens import from_vllm_lens, load_json
 
 __all__ = [
     "LensRequest",
@@ -57,7 +57,7 @@ class LensRequest(WireModel):
 
         request = LensRequest(
             capture={"layers": [4], "positions": "last"},
-            steer=[SteeringVector(activations=np.ones((1, 256)), layer_indices=[3], scale=2.0)],
+            edits=[SteeringVector(activations=np.ones((1, 256)), layer_indices=[3], scale=2.0)],
             probes=[{"name": "deception"}],
         )
         assert request.capture.layers == (4,)
@@ -69,17 +69,11 @@ class LensRequest(WireModel):
     capture: CaptureSpec | None = None
     """Activations to return."""
 
-    steer: tuple[SteeringVector, ...] = ()
-    """Vectors to add to the residual stream."""
-
-    steer_named: tuple[VectorUse, ...] = ()
-    """Registered vectors to add; the engine puts their content in the place of their names."""
-
     edits: tuple[Edit, ...] = ()
-    """Other edits of the stream, in this order and behind the vectors of `steer`."""
+    """Edits of the stream, in this order: `Add`, which is a steering vector, and others."""
 
     edits_named: tuple[EditsUse, ...] = ()
-    """Registered edits, which act before those of `edits`; names will do."""
+    """Registered edits and vectors, which act before those of `edits`; names will do."""
 
     probes: tuple[ProbeUse, ...] = ()
     """Registered probes to apply to each token inside the engine; names will do."""
@@ -100,10 +94,10 @@ class LensRequest(WireModel):
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
-    @field_validator("steer_named", "edits_named", "probes", mode="before")
+    @field_validator("edits_named", "probes", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        if isinstance(value, str | Mapping | ProbeUse | VectorUse | EditsUse):
+        if isinstance(value, str | Mapping | ProbeUse | EditsUse):
             value = [value]
         if isinstance(value, list | tuple):
             return tuple({"name": v} if isinstance(v, str) else v for v in value)
@@ -149,8 +143,7 @@ class LensRequest(WireModel):
     @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensors that it brings."""
-        edited = (tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
-        return sum(vector.activations.nbytes for vector in self.steer) + sum(edited)
+        return sum(tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
 
     @model_validator(mode="after")
     def _check_probes(self) -> Self:
@@ -242,16 +235,14 @@ def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRe
     if (native := extra_args.get(NATIVE_KEY)) is not None:
         if len(keys) > 1:
             raise SpecError(f"extra_args: give {NATIVE_KEY!r} or the keys of vllm-lens, not both")
-        loaded = _load(NATIVE_KEY, native)
+        loaded = load_json(NATIVE_KEY, native)
         if isinstance(loaded, LensRequest):
             return _none_if_empty(loaded)
         if not isinstance(loaded, Mapping):
             raise SpecError(f"{NATIVE_KEY}={shown(native)}; it has to be an object")
         values = dict(cast("Mapping[str, Any]", loaded))
-        if isinstance(values.get("steer"), Mapping | SteeringVector):
-            values["steer"] = [values["steer"]]
     else:
-        values = _from_vllm_lens(extra_args)
+        values = from_vllm_lens(extra_args, limits)
     check_counts(values)
     context = None if limits is None else limits.context
     try:
@@ -277,71 +268,5 @@ def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
             )
 
 
-def _from_vllm_lens(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    check_counts({key: extra_args[key] for key in LENS_KEYS if key in extra_args})
-    transport = _transport(extra_args.get("activations_transport"))
-    for key, name in (("output_residual_stream", "capture"), ("output_qk", "qk")):
-        layers = _asked_layers(key, _load(key, extra_args.get(key)))
-        if layers is not None:
-            values[name] = {"layers": layers, "transport": transport}
-    hooks = _load("apply_hooks", extra_args.get("apply_hooks"))
-    if hooks is not None:
-        values["hooks"] = parse_hooks(hooks)
-    steer = _load("apply_steering_vectors", extra_args.get("apply_steering_vectors"))
-    if steer is not None:
-        if isinstance(steer, Mapping | SteeringVector):
-            steer = [steer]
-        if not isinstance(steer, Sequence):
-            raise SpecError(
-                f"apply_steering_vectors={type(steer).__name__}; it has to be a list of "
-                "SteeringVector or of their JSON form"
-            )
-        values["steer"] = [_load(f"apply_steering_vectors[{i}]", v) for i, v in enumerate(steer)]
-    skip = _load("skip_reading_prefix_cache", extra_args.get("skip_reading_prefix_cache"))
-    if skip is not None:
-        # vLLM makes 1 and 0 of true and false in `vllm_xargs`.
-        if type(skip) not in (bool, int) or skip not in (0, 1):
-            raise SpecError(f"skip_reading_prefix_cache={shown(skip)}; allowed are true and false")
-        values["skip_reading_prefix_cache"] = bool(skip)
-    return values
-
-
-def _asked_layers(key: str, value: Any) -> Any:
-    """Layers as the keys of vllm-lens spell them; None where nothing is asked for."""
-    if value is None or value is False:
-        return None
-    if value is True:
-        return "all"
-    if isinstance(value, list | tuple):
-        return value
-    raise SpecError(
-        f"{key}={shown(value)}; allowed are true (all layers), false, and a list of layers such as "
-        '[2]; inside vllm_xargs as text, "true" or "[2]", since vLLM makes 1 of a true there'
-    )
-
-
-def _transport(value: Any) -> Any:
-    """The key of vllm-lens as `Transport` says it."""
-    allowed = ("base64", "binary", "inline", "auto")
-    if value is None:
-        return "auto"
-    if not isinstance(value, str) or value not in allowed:
-        raise SpecError(f"activations_transport={shown(value)}; allowed are {', '.join(allowed)}")
-    return "inline" if value == "base64" else value
-
-
-def _load(field: str, value: Any) -> Any:
-    """Parse text as JSON: HTTP's `vllm_xargs` cannot nest, so objects come as strings."""
-    if not isinstance(value, str):
-        return value
-    try:
-        loaded = json.loads(value)
-    except (ValueError, RecursionError):
-        raise SpecError(f"{field}: {shown(value)} is not JSON, or nested too deep") from None
-    check_counts(loaded, field=field)
-    return loaded
-
-
-Registrable: TypeAlias = EngineProbe | SteeringVector | EngineEdits | EngineLens
-"""A probe, a vector, edits or a lens, as `inspect_lens.engine.register` takes it."""
+Registrable: TypeAlias = EngineProbe | EditBase | EngineEdits | EngineLens
+"""A probe, a vector or edits, or a lens, as `inspect_lens.engine.register` takes it."""

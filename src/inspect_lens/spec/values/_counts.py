@@ -10,12 +10,12 @@ from typing import Any, Final, cast
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["MOST_ENTRIES", "MOST_OF", "TENSORS", "check_counts", "check_size"]
+__all__ = ["check_counts", "check_size"]
 
 MOST_OF: Final[dict[str, int]] = {
     # What is asked.
-    "steer": 256, "apply_steering_vectors": 256, "steer_named": 256, "edits": 256,
-    "edits_named": 256, "probes": 1024, "hooks": 256, "apply_hooks": 256,
+    "apply_steering_vectors": 256, "edits": 256, "edits_named": 256, "probes": 1024, "hooks": 256,
+    "apply_hooks": 256,
     # Where: no model has so many layers, and no request so many tokens.
     "layers": 1024, "layer_indices": 1024, "output_residual_stream": 1024, "output_qk": 1024,
     "site": 64, "sites": 64, "positions": 1 << 19, "threshold_positions": 1 << 19,

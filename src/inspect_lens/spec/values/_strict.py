@@ -19,13 +19,9 @@ from pydantic import BeforeValidator, StrictBool, StrictFloat, ValidationError
 from inspect_lens.errors import LensError, SpecError
 
 __all__ = [
-    "Flag",
-    "Integer",
-    "Number",
     "check_function_name",
     "check_name",
     "explain",
-    "integers",
     "judging",
     "shown",
 ]

@@ -28,15 +28,12 @@ from ._strict import shown
 
 __all__ = [
     "DType",
-    "JudgeShape",
     "TensorData",
-    "WireModel",
     "as_tensor_data",
     "decode_tensor",
     "encode_frame",
     "encode_tensor",
     "freeze_tensor",
-    "is_wire",
 ]
 
 DType = Literal["float32", "float16", "bfloat16"]

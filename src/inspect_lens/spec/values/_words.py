@@ -16,7 +16,6 @@ __all__ = [
     "NATIVE_KEY",
     "OWN_WORDS",
     "PLACES",
-    "VLLM_KEYS",
     "refuse_misspelled",
     "refuse_own_word",
 ]
@@ -40,7 +39,7 @@ PLACES = ("vllm_xargs", "extra_args")
 VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 _FIELDS = (
-    "capture", "steer", "steer_named", "edits_named", "probes", "hooks", "qk", "lens", "sink",
+    "capture", "edits_named", "probes", "hooks", "qk", "lens", "sink",
 )  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
     "capture_layers": "it is an argument of clients; the key is 'output_residual_stream'",

@@ -115,7 +115,7 @@ def test_what_begins_or_ends_ahead_keeps_a_step_from_repeating(
 ) -> None:
     """A prompt of four tokens, its last two fed like sampled ones."""
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[0], **which)
-    begin(worker, collector, "r1", sealed(collector, LensRequest(steer=(vector,)), 4, 20))
+    begin(worker, collector, "r1", sealed(collector, LensRequest(edits=(vector,)), 4, 20))
     worker.step([("r1", 1, 0, 2)])
     edited = []
     for at in range(2, 10):

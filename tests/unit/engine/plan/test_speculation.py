@@ -109,7 +109,7 @@ def test_a_named_position_waits_for_the_step_behind_it(
 
 def test_steering_is_confirmed_up_to_the_last_step(worker: Worker, collector: Collector) -> None:
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
-    steer = LensRequest(steer=(vector,))
+    steer = LensRequest(edits=(vector,))
     begin(worker, collector, "e", sealed(collector, steer))
     run_to_rejection(worker, "e")
     with pytest.raises(CaptureError, match="last step was not reported"):
@@ -124,7 +124,7 @@ def test_steering_of_a_named_draft_is_confirmed(worker: Worker, collector: Colle
     vector = SteeringVector(
         activations=np.ones((1, HIDDEN)), layer_indices=[2], position_indices=[5]
     )
-    begin(worker, collector, "g", sealed(collector, LensRequest(steer=(vector,))))
+    begin(worker, collector, "g", sealed(collector, LensRequest(edits=(vector,))))
     run_to_rejection(worker, "g")
     worker.step([("g", 2, 6, 1)])
     assert collector.take("g", counts=NONE, n_fed=7, settled=7, timeout_s=5).n_steered == 1

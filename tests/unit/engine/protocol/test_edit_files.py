@@ -17,7 +17,7 @@ from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._engine.protocol.programs import LARGE, MOST, file_of, read_file
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import Add, LowRank, TensorData
+from inspect_lens.spec import Add, LowRank
 from tests.kit.wide_edits import wide_facts
 
 FACTS = wide_facts("resid_post", 4096, 1, 4096)
@@ -43,9 +43,10 @@ def low_rank(seed: int = 0, **options: Any) -> LensRequest:
 
 
 def vectors() -> LensRequest:
-    rows = TensorData(np.tile(ROWS[:1], (5, 1))[None], "float32")
+    """A vector of its own at each position."""
+    rows = ROWS[None, :5]
     return LensRequest(
-        steer=[SteeringVector(activations=rows, layer_indices=[0], position_indices=list(range(5)))]
+        edits=[SteeringVector(activations=rows, layer_indices=[0], position_indices=list(range(5)))]
     )
 
 

@@ -31,7 +31,7 @@ VECTOR = SteeringVector(
     [
         LensRequest(capture=CaptureSpec(layers=(0, 5), positions=(1, -1), reduce="mean")),
         LensRequest(probes=["q", {"name": "p", "positions": "all"}]),
-        LensRequest(steer=(VECTOR,), capture=CaptureSpec(layers="all"), probes=["p"]),
+        LensRequest(edits=(VECTOR,), capture=CaptureSpec(layers="all"), probes=["p"]),
     ],
     ids=["capture", "probes", "all"],
 )
@@ -51,15 +51,15 @@ def test_an_envelope_arrives_as_it_was_sent(request_: LensRequest) -> None:
         assert come is not sent
         for name in ("reply", "pid", "capture", "probes", "n_prompt", "steer_hash"):
             assert getattr(come, name) == getattr(sent, name), name
-        for mine, theirs in zip(come.steer, sent.steer, strict=True):
-            assert (mine.taps, mine.scale, mine.norm_match, mine.positions, mine.until) == (
+        for mine, theirs in zip(come.edits, sent.edits, strict=True):
+            assert (mine.taps, mine.positions, mine.until, mine.told, mine.sha256) == (
                 theirs.taps,
-                theirs.scale,
-                theirs.norm_match,
                 theirs.positions,
                 theirs.until,
+                theirs.told,
+                theirs.sha256,
             )
-            np.testing.assert_array_equal(mine.vectors.to_float32(), theirs.vectors.to_float32())
+            assert mine.made.data == theirs.made.data
 
 
 def test_what_requests_have_in_common_is_read_once() -> None:

@@ -30,14 +30,12 @@ def add(**options: Any) -> Add:
 
 
 ANY_PROMPT = {
-    "a vector": LensRequest(steer=[vector()]),
+    "a vector": LensRequest(edits=[vector()]),
     "an edit": LensRequest(edits=[Ablate(direction=ROW, layers=[0, 1])]),
-    "both, and a gate": LensRequest(
-        steer=[vector()], edits=[add(when=Gate(direction=ROW, layer=0))]
-    ),
+    "both, and a gate": LensRequest(edits=[vector(), add(when=Gate(direction=ROW, layer=0))]),
 }
 ITS_OWN = {
-    "positions of a vector": LensRequest(steer=[vector(position_indices=[-1], shape=(1, 1, 128))]),
+    "positions of a vector": LensRequest(edits=[vector(position_indices=[-1], shape=(1, 1, 128))]),
     "sampled tokens": LensRequest(edits=[add(positions="completion")]),
     "the prompt": LensRequest(edits=[add(phase="prefill")]),
     "the last token": LensRequest(edits=[add(positions=[-1])]),

@@ -170,7 +170,7 @@ def test_named_positions_that_the_cache_already_had_are_confirmed(
     vector = SteeringVector(
         activations=np.ones((1, HIDDEN)), layer_indices=[2], position_indices=[0, 3]
     )
-    begin(worker, collector, "w", sealed(collector, LensRequest(steer=(vector,)), 6, 4))
+    begin(worker, collector, "w", sealed(collector, LensRequest(edits=(vector,)), 6, 4))
     worker.step([("w", 1, 4, 2)])  # an equal request left the first four tokens, steered
     worker.step([("w", 1, 6, 1)])
     got = collector.take("w", counts={ROWS: 0, SCORES: 0}, n_fed=7, timeout_s=5)
@@ -182,7 +182,7 @@ def test_a_pre_empted_request_that_is_added_again_is_one_request(
     worker: Worker, collector: Collector
 ) -> None:
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
-    envelope = sealed(collector, LensRequest(steer=(vector,), capture=CAPTURE.capture), 6, 4)
+    envelope = sealed(collector, LensRequest(edits=(vector,), capture=CAPTURE.capture), 6, 4)
     begin(worker, collector, "v", envelope)
     worker.step([("v", 1, 0, 6)])
     worker.stepper.remove("v")

@@ -117,7 +117,7 @@ def test_a_request_that_cannot_be_taken_up_gives_everything_back(
     worker: Worker, collector: Collector
 ) -> None:
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
-    start(worker, collector, "o", linear(2), steer=(vector,))
+    start(worker, collector, "o", linear(2), edits=(vector,))
     worker.stepper.take_up()
     with pytest.raises(SpecError, match="does not know"):
         collector.take("o", counts={ROWS: 0, SCORES: 4}, n_fed=4, timeout_s=5)

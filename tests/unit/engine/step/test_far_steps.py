@@ -63,8 +63,8 @@ def run(worker: Worker, collector: Collector, key: str, request: LensRequest) ->
     "request_",
     [
         LensRequest(capture=CAPTURE),
-        LensRequest(capture=CAPTURE, steer=STEER),
-        LensRequest(steer=STEER),
+        LensRequest(capture=CAPTURE, edits=STEER),
+        LensRequest(edits=STEER),
         LensRequest(capture=CaptureSpec(layers=LAYERS, reduce="norm")),
     ],
     ids=["captured", "both", "steered", "norms"],
@@ -78,7 +78,7 @@ def test_results_are_those_of_one_host(
         found = run(far_worker, far, "far", request_)
     finally:
         here.stepper.close()
-    assert found.n_steered == expected.n_steered == (N if request_.steer else 0)
+    assert found.n_steered == expected.n_steered == (N if request_.edits else 0)
     assert found.paths == expected.paths == ("eager",)
     assert found.tensors.keys() == expected.tensors.keys()
     for kind, tensor in found.tensors.items():
@@ -90,7 +90,7 @@ def test_a_row_that_was_left_as_it_was_fails_its_request_however_late_it_is_note
     far: Collector, far_worker: Worker
 ) -> None:
     """A GPU's taps note it behind the steps; tokens have come by another way before."""
-    begin(far_worker, far, "o", sealed(far, LensRequest(capture=CAPTURE, steer=STEER), N, 2))
+    begin(far_worker, far, "o", sealed(far, LensRequest(capture=CAPTURE, edits=STEER), N, 2))
     far_worker.step([("o", 3, 0, N)])
     stepper = far_worker.stepper
     number = stepper._live.by_key["o"].number

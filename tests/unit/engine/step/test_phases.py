@@ -14,7 +14,7 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import VectorUse
+from inspect_lens.spec import EditsUse
 from tests.kit.steps import HIDDEN, Worker, begin, rows, sealed
 
 N_PROMPT, N_FED = 6, 10
@@ -33,8 +33,8 @@ def steered(vectors: list[SteeringVector]) -> tuple[np.ndarray[Any, Any], int]:
     for v in vectors:
         for p in range(N_FED):
             is_phase = v.phase == "both" or (p < N_PROMPT) == (v.phase == "prefill")
-            if is_phase and (v.position_indices is None or p in v.position_indices):
-                out[p] += v.scale * v.activations.to_float32()[0]
+            if is_phase and (v.positions is None or p in v.positions):
+                out[p] += v.scale * v.vector.to_float32()[0]
                 touched.add(p)
     return out, len(touched)
 
@@ -71,7 +71,7 @@ def test_any_steps_steer_the_tokens_of_the_phase(
     again: bool,
     is_crowded: bool,
 ) -> None:
-    request = LensRequest(capture=CaptureSpec(layers=(0,)), steer=tuple(vectors))
+    request = LensRequest(capture=CaptureSpec(layers=(0,)), edits=tuple(vectors))
     key = f"p{next(KEYS)}"
     begin(worker, collector, key, sealed(collector, request, N_PROMPT, N_FED - N_PROMPT + 1))
     expected, n_steered = steered(vectors)
@@ -92,7 +92,7 @@ def test_any_steps_steer_the_tokens_of_the_phase(
 
 
 def test_a_long_phase_costs_one_configuration(worker: Worker, collector: Collector) -> None:
-    request = LensRequest(steer=(vector(0, phase="decode"),))
+    request = LensRequest(edits=(vector(0, phase="decode"),))
     begin(worker, collector, "long", sealed(collector, request, 100_000, 900_000))
     assert worker.stepper.rows_in_use == 1
     worker.step([("long", 1, 99_999, 3)])
@@ -102,7 +102,7 @@ def test_a_long_phase_costs_one_configuration(worker: Worker, collector: Collect
 
 def test_the_cache_key_has_the_phase_and_where_it_ends(collector: Collector) -> None:
     def key(n_prompt: int = 6, max_tokens: int = 4, **fields: Any) -> str | None:
-        request = LensRequest(steer=(vector(0, **fields),))
+        request = LensRequest(edits=(vector(0, **fields),))
         return sealed(collector, request, n_prompt, max_tokens).steer_hash
 
     assert len({key(), key(phase="prefill"), key(phase="decode")}) == 3
@@ -114,15 +114,15 @@ def test_the_cache_key_has_the_phase_and_where_it_ends(collector: Collector) -> 
 
 
 def test_a_phase_without_any_of_the_positions_is_refused(collector: Collector) -> None:
-    request = LensRequest(steer=(vector(0, phase="decode", position_indices=(-1, 2)),))
+    request = LensRequest(edits=(vector(0, phase="decode", position_indices=(-1, 2)),))
     with pytest.raises(SpecError, match=r"steer\[0\]: phase='decode' and none"):
         sealed(collector, request, N_PROMPT, 4)
 
 
 def test_a_registered_vector_can_be_used_in_one_phase() -> None:
-    used = VectorUse(name="v", phase="decode").apply(vector(0))
+    (used,) = EditsUse(name="v", phase="decode").apply([vector(0)])
     assert used.phase == "decode"
-    assert VectorUse(name="v").apply(used) is used
+    assert EditsUse(name="v").apply([used])[0] is used
     assert "phase" not in vector(0).model_dump()
     assert used.model_dump()["phase"] == used.reference()["phase"] == "decode"
 
@@ -130,7 +130,7 @@ def test_a_registered_vector_can_be_used_in_one_phase() -> None:
 def test_how_steps_ran_is_known_of_a_request_that_sends_no_rows(
     worker: Worker, collector: Collector
 ) -> None:
-    begin(worker, collector, "w", sealed(collector, LensRequest(steer=(vector(0),)), 3, 2))
+    begin(worker, collector, "w", sealed(collector, LensRequest(edits=(vector(0),)), 3, 2))
     worker.step([("w", 1, 0, 3)])
     got = collector.take("w", counts={ROWS: 0, SCORES: 0}, n_fed=3, timeout_s=5)
     assert (got.paths, got.n_steered) == (("eager",), 3)

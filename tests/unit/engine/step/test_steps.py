@@ -115,7 +115,7 @@ def test_missing_rows_fail_the_request_with_their_number(
 
 def test_unreported_steering_fails_the_request(worker: Worker, collector: Collector) -> None:
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
-    begin(worker, collector, "c", sealed(collector, LensRequest(steer=(vector,)), 4, 4))
+    begin(worker, collector, "c", sealed(collector, LensRequest(edits=(vector,)), 4, 4))
     worker.step([("c", 1, 0, 4)])
     with pytest.raises(CaptureError, match="must not be used"):
         collector.take("c", counts={ROWS: 0, SCORES: 0}, n_fed=6, timeout_s=0.2)
@@ -125,7 +125,7 @@ def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -
     vector = SteeringVector(
         activations=np.ones((1, 2, HIDDEN)), layer_indices=[2], position_indices=[0, 3]
     )
-    begin(worker, collector, "d", sealed(collector, LensRequest(steer=(vector,)), 4, 4))
+    begin(worker, collector, "d", sealed(collector, LensRequest(edits=(vector,)), 4, 4))
     worker.step([("d", 1, 0, 2)])
     worker.step([("d", 1, 0, 4)])
     worker.step([("d", 1, 4, 1)])
@@ -136,7 +136,7 @@ def test_steered_tokens_are_counted_once(worker: Worker, collector: Collector) -
 def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: Collector) -> None:
     def many(seed: int) -> LensRequest:
         values = np.random.default_rng(seed).normal(size=(1, 8, HIDDEN))
-        return LensRequest(steer=(SteeringVector(activations=values, layer_indices=[0]),))
+        return LensRequest(edits=(SteeringVector(activations=values, layer_indices=[0]),))
 
     begin(worker, collector, "e", sealed(collector, many(0), 8, 2))
     held = worker.stepper.rows_in_use
@@ -153,7 +153,7 @@ def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: 
 def test_equal_vectors_share_rows(worker: Worker, collector: Collector) -> None:
     vector = SteeringVector(activations=np.ones((2, HIDDEN)), layer_indices=[0, 5], scale=2)
     for key in "ghi":
-        begin(worker, collector, key, sealed(collector, LensRequest(steer=(vector,)), 4, 2))
+        begin(worker, collector, key, sealed(collector, LensRequest(edits=(vector,)), 4, 2))
     assert worker.stepper.rows_in_use == 2
     for key in "gh":
         worker.stepper.remove(key)
@@ -204,7 +204,7 @@ def test_what_a_batch_is_steered_with_is_placed_once(
     def request(scale: float, phase: Any = "both") -> LensRequest:
         values = np.arange(1.0, HIDDEN + 1)[None]
         vector = SteeringVector(activations=values, layer_indices=[2], scale=scale, phase=phase)
-        return LensRequest(steer=(vector,), capture=CaptureSpec(layers=(2,)))
+        return LensRequest(edits=(vector,), capture=CaptureSpec(layers=(2,)))
 
     for key in ("a", "b", "c"):
         begin(worker, collector, key, sealed(collector, request(1.0), 4, 4))
@@ -276,11 +276,11 @@ def test_the_cache_key_depends_on_everything_that_changes_the_stream(
         {"position_indices": [1]},
     ]
     hashes = [
-        sealed(collector, LensRequest(steer=(SteeringVector(**(base | c)),)), 4, 8).steer_hash
+        sealed(collector, LensRequest(edits=(SteeringVector(**(base | c)),)), 4, 8).steer_hash
         for c in changes
     ]
     assert len(set(hashes)) == len(changes)
-    again = sealed(collector, LensRequest(steer=(SteeringVector(**base),)), 9, 3)
+    again = sealed(collector, LensRequest(edits=(SteeringVector(**base),)), 9, 3)
     assert again.steer_hash == hashes[0]
 
 
@@ -305,7 +305,7 @@ def test_any_order_of_events_leaves_nothing_behind(
             vector = SteeringVector(activations=values, layer_indices=[2], norm_match=True)
             request = LensRequest(
                 capture=CaptureSpec(layers=(0,)) if number % 2 else None,
-                steer=(vector,) if number != 1 else (),
+                edits=(vector,) if number != 1 else (),
             )
             begin(worker, collector, key, sealed(collector, request, 3, 20))
             fed[key] = 0
@@ -328,7 +328,7 @@ def test_any_order_of_events_leaves_nothing_behind(
 
 def steering(seed: int = 0, n: int = 8) -> LensRequest:
     values = np.random.default_rng(seed).normal(size=(1, n, HIDDEN))
-    return LensRequest(steer=(SteeringVector(activations=values, layer_indices=[0]),))
+    return LensRequest(edits=(SteeringVector(activations=values, layer_indices=[0]),))
 
 
 def test_a_retry_does_not_start_behind_blocks_that_its_failed_twin_left(
@@ -356,7 +356,7 @@ def test_a_vector_for_many_positions_takes_one_row(worker: Worker, collector: Co
     vector = SteeringVector(
         activations=np.ones((1, HIDDEN)), layer_indices=[0], position_indices=list(range(50))
     )
-    begin(worker, collector, "q", sealed(collector, LensRequest(steer=(vector,)), 60, 2))
+    begin(worker, collector, "q", sealed(collector, LensRequest(edits=(vector,)), 60, 2))
     assert worker.stepper.rows_in_use == 1
     worker.stepper.remove("q")
     assert worker.stepper.rows_in_use == 0

@@ -20,7 +20,7 @@ def test_a_device_that_refuses_a_copy_fails_who_was_steered_and_no_later_one(
 ) -> None:
     def asked(seed: int) -> LensRequest:
         values = np.random.default_rng(seed).normal(size=(1, HIDDEN))
-        return LensRequest(steer=(SteeringVector(activations=values, layer_indices=[0]),))
+        return LensRequest(edits=(SteeringVector(activations=values, layer_indices=[0]),))
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("no pinned memory")

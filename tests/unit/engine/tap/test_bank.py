@@ -12,6 +12,7 @@ from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.tap import edit_table
 from inspect_lens._engine.tap.edit_table import Bank, BankTensors
+from inspect_lens._engine.tap.table_entries import SEES_EDITS
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import Kind
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, TAPS
@@ -26,7 +27,7 @@ def bank() -> Bank:
 
 
 def envelope(*vectors: SteeringVector) -> Envelope:
-    request = LensRequest(steer=vectors)
+    request = LensRequest(edits=vectors)
     packed = seal(request, FACTS, reply="ipc:///a", n_prompt=16, max_tokens=4).pack()
     return Envelope.unpack(dict(packed))
 
@@ -41,8 +42,10 @@ def added(bank: Bank, config: int, tap: int, norm: float) -> np.ndarray[Any, Any
     to = bank._tensors
     entry, total = int(to.table[config, tap]), np.zeros(HIDDEN, np.float32)
     while entry:
-        kind, _, write, link = to.entries[entry].tolist()
-        total += to.vectors[write].numpy() * np.float32(norm if kind == Kind.NORM else 1.0)
+        code, _, write, link = to.entries[entry].tolist()
+        a, b, _, _ = to.params[entry].tolist()
+        is_matched = code % SEES_EDITS == Kind.NORM
+        total += to.vectors[write].numpy() * np.float32(a * norm if is_matched else b)
         entry = link
     return total
 
@@ -58,7 +61,7 @@ def test_sums_of_all_kinds_are_what_was_asked_for(bank: Bank) -> None:
     configs = dict(
         zip(steering.named.positions.tolist(), steering.named.configs.tolist(), strict=True)
     )
-    values = [v.activations.to_float32() for v in vectors]
+    values = [v.vector.to_float32() for v in vectors]
     for position in range(12):
         config = configs.get(position, steering.config)
         for tap in range(3):
@@ -93,7 +96,7 @@ def test_a_tensor_that_lies_there_is_written_and_looked_at_no_more(
     bank.flush()
     assert written == [24], "all rows of a request leave in one copy"
     # The same tensor at other tokens is another request, and other steering of the prefix cache.
-    moved = shared.model_copy(update={"position_indices": tuple(range(4, 12))})
+    moved = shared.model_copy(update={"positions": tuple(range(4, 12))})
     asked = envelope(moved)
     monkeypatch.setattr("inspect_lens.spec.TensorData.to_float32", None)
     second = bank.admit(asked, TAP_INDEX)
@@ -113,7 +116,7 @@ def test_what_does_not_fit_leaves_nothing_behind(bank: Bank) -> None:
     again = bank.admit(envelope(vector(2, 8, seed=5)), TAP_INDEX)
     assert again.named is not None
     bank.flush()
-    values = vector(2, 8, seed=5).activations.to_float32()
+    values = vector(2, 8, seed=5).vector.to_float32()
     for position, config in zip(again.named.positions, again.named.configs, strict=True):
         for tap in (0, 1):
             np.testing.assert_array_equal(added(bank, config, tap, 1.0), values[tap, position])
@@ -141,6 +144,6 @@ def test_what_comes_with_a_step_is_written_at_once_and_the_last_content_of_a_row
     bank.flush()
     assert written == [6, 6, 6, 2], "vectors, instructions and their numbers, configurations"
     for steering, seed in ((first, 7), (second, 8)):
-        values = vector(3, seed=seed).activations.to_float32()
+        values = vector(3, seed=seed).vector.to_float32()
         for tap in range(3):
             np.testing.assert_array_equal(added(bank, steering.config, tap, 1.0), values[tap])

@@ -129,17 +129,18 @@ def test_positions_phases_and_rows_of_their_own() -> None:
     assert torch.equal(out[2][1], x[2][1])
 
 
-def test_steering_vectors_come_before_edits() -> None:
+def test_vectors_and_other_edits_act_in_order() -> None:
     v, w = random_rows(5, 2)
     vector = SteeringVector(activations=w[None], layer_indices=[1], scale=2.0)
     matched = SteeringVector(activations=v[None], layer_indices=[1], scale=0.5, norm_match=True)
-    request = LensRequest(steer=[vector, matched], edits=[Ablate(direction=w, layers=[1])])
+    request = LensRequest(edits=[vector, matched, Ablate(direction=w, layers=[1])])
     state = make_state()
     _, steering = admitted(request, state)
     x = streams(6)
     out = run(state, configs_of(steering), x)[1][2].numpy().astype(np.float64)
     h = x[1][2].numpy().astype(np.float64)
-    steered = h + 2.0 * w + 0.5 * np.linalg.norm(h) * v / np.linalg.norm(v)
+    added = h + 2.0 * w
+    steered = added + 0.5 * np.linalg.norm(added) * v / np.linalg.norm(v)
     u = w.astype(np.float64) / np.linalg.norm(w)
     np.testing.assert_allclose(out, steered - (steered @ u) * u, rtol=1e-4, atol=1e-4)
 

@@ -69,7 +69,7 @@ def overflowing(**fields: Any) -> LensRequest:
     v = np.zeros((1, HIDDEN), np.float32)
     v[0, 3] = 3e38
     vector = SteeringVector(activations=v, layer_indices=[2], **fields)
-    return LensRequest(steer=(vector,), capture=CaptureSpec(layers=LAYERS))
+    return LensRequest(edits=(vector,), capture=CaptureSpec(layers=LAYERS))
 
 
 def test_such_a_request_fails_and_its_neighbour_does_not(
@@ -106,7 +106,7 @@ def test_the_note_alone_fails_a_request_of_which_no_worker_has_told(
 def test_a_twin_does_not_begin_behind_blocks_that_hold_its_unsteered_rows(
     worker: Worker, collector: Collector
 ) -> None:
-    request = LensRequest(steer=overflowing(position_indices=[1]).steer)
+    request = LensRequest(edits=overflowing(position_indices=[1]).edits)
     begin(worker, collector, "first", sealed(collector, request, 4, 6))
     worker.step([("first", 1, 0, 4)])
     begin(worker, collector, "twin", sealed(collector, request, 4, 6))

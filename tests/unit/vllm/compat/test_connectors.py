@@ -96,7 +96,7 @@ def test_beside_an_unknown_connector_only_what_steers_is_refused() -> None:
     check_request(LensRequest(capture=CaptureSpec(layers=[1])), facts)
     vector = SteeringVector(activations=[[1.0] * 8], layer_indices=[1])
     for field, asked in (
-        ("steer", LensRequest(steer=(vector,))),
+        ("edits", LensRequest(edits=(vector,))),
         ("edits", LensRequest(edits=(Zero(layers=[1]),))),
     ):
         with pytest.raises(UnsupportedError, match=rf"^{field}: .*{MINE}=tokens"):

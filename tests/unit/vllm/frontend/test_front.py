@@ -107,9 +107,9 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
     front.register("a", probe(8))
     vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
     front.register("v", vector)
-    request = LensRequest(probes=["a"], steer_named=[{"name": "v"}])
+    request = LensRequest(probes=["a"], edits_named=[{"name": "v"}])
     resolved = front.judged(request, ours)
-    assert resolved.steer == (vector,)
+    assert resolved.edits == (vector,)
     assert front.judged(request, ours) is resolved
     with pytest.raises(SpecError, match="m16"):
         front.judged(request, theirs)
@@ -118,7 +118,7 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
     other = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1])
     front.unregister("v")
     front.register("v", other)
-    assert front.judged(request, ours).steer == (other,)
+    assert front.judged(request, ours).edits == (other,)
     front.unregister("a")
     with pytest.raises(SpecError, match="no probe is registered as 'a'"):
         front.judged(request, ours)
@@ -130,13 +130,13 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
 def test_little_is_kept_of_what_requests_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     front = FrontEnd()
     vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
-    request = LensRequest(steer=(vector,))
+    request = LensRequest(edits=(vector,))
     ours = facts(8)
     assert front.judged(request, ours) is front.judged(request, ours)
     assert len(front._judged) == 1
     wide = SteeringVector(activations=np.ones((300, 8192)), layer_indices=range(300))
     large = replace(facts(8192, n_layers=300), bank_rows=300)
-    front.judged(LensRequest(steer=(wide,)), large)
+    front.judged(LensRequest(edits=(wide,)), large)
     assert len(front._judged) == 1, "large vectors are not kept"
     for _ in range(2 * state._JUDGED_MOST):
         front.judged(LensRequest(capture=CaptureSpec(layers=(0,))), facts(8))

@@ -62,7 +62,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (extra(capture={"positions": [4]}), {"trace_decode_token_ids": [1, 2]}, "outside"),
     (extra(capture={"layers": [9]}), {}, "layers 0 to 3"),
     (extra(probes=["q"]), {}, "no probe is registered as 'q'"),
-    (extra(steer_named=[{"name": "p"}]), {}, "no vector is registered as 'p'"),
+    (extra(edits_named=[{"name": "p"}]), {}, "no vector is registered as 'p'"),
 ]
 """What is asked, sampling parameters, and what is said."""
 

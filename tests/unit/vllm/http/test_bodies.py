@@ -43,7 +43,10 @@ FACTS = EngineFacts(
 
 def vector(n: int, seed: int = 0) -> dict[str, Any]:
     rows = np.random.default_rng(seed).normal(size=(1, n, 256)).astype(np.float32)
-    return {"activations": encode_tensor(as_tensor_data(rows)), "layer_indices": [1]}
+    return {
+        "op": "add", "vector": encode_tensor(as_tensor_data(rows)), "layers": [1],
+        "positions": list(range(n)),
+    }  # fmt: skip
 
 
 def send(
@@ -105,11 +108,11 @@ def test_a_body_is_decoded_once(monkeypatch: pytest.MonkeyPatch, n: int, pieces:
 
     monkeypatch.setattr(bodies, "parse_extra_args", counted)
     server = Server()
-    body = {"prompt": "x", "extra_args": {"inspect_lens": {"steer": [vector(n)]}}}
+    body = {"prompt": "x", "extra_args": {"inspect_lens": {"edits": [vector(n)]}}}
     assert send(server.app, body, pieces=pieces) == (200, {})
     assert json.loads(server.bodies[0]) == body
     assert server.asked[0] is not None
-    assert server.asked[0].steer[0].activations.shape == (1, n, 256)
+    assert server.asked[0].edits[0].vector.shape == (1, n, 256)
     assert len(threads) == 1
     assert threads[0].startswith("inspect-lens-read"), "compressed tensors are unpacked there"
 
@@ -129,7 +132,7 @@ def test_what_is_wrong_is_answered_before_the_application_sees_it() -> None:
         {"inspect_lens": {"capture": {"layers": ["a"]}}},
         {"extra_args": {"output_residual_stream": 3}},
         {"extra_args": [1], "output_residual_stream": [1]},
-        {"inspect_lens": {"steer": [vector(5000)]}},
+        {"inspect_lens": {"edits": [vector(5000)]}},
         b'{"inspect_lens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         rb'{"extra_args": {"\u006futput_residual_stream": 3}}',
     ]
@@ -155,9 +158,9 @@ def test_what_vllm_would_coerce_is_read_as_it_was_written() -> None:
 
 def test_a_request_is_let_go_with_its_connection() -> None:
     server = Server()
-    body = {"extra_args": {"inspect_lens": {"steer": [vector(3000)]}}}
+    body = {"extra_args": {"inspect_lens": {"edits": [vector(3000)]}}}
     send(server.app, body)
-    tensor = weakref.ref(server.asked.pop().steer[0].activations)  # type: ignore[union-attr]
+    tensor = weakref.ref(server.asked.pop().edits[0].vector)  # type: ignore[union-attr]
     gc.collect()
     assert tensor() is None
     assert server.app._n_bytes == 0
@@ -167,7 +170,7 @@ def test_a_request_is_let_go_with_its_connection() -> None:
 def test_vectors_under_way_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "HELD_BANKS", 1)
     server = Server()
-    asked = [{"extra_args": {"inspect_lens": {"steer": [vector(3000, seed)]}}} for seed in (1, 2)]
+    asked = [{"extra_args": {"inspect_lens": {"edits": [vector(3000, seed)]}}} for seed in (1, 2)]
     statuses: list[int] = []
     gate = asyncio.Event()
 
@@ -213,7 +216,7 @@ def test_the_loop_goes_on_while_a_large_body_is_unpacked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(bodies, "read_body", slow)
     server = Server()
-    data = json.dumps({"extra_args": {"inspect_lens": {"steer": [vector(10)]}}}).encode()
+    data = json.dumps({"extra_args": {"inspect_lens": {"edits": [vector(10)]}}}).encode()
 
     async def run() -> None:
         nonlocal turns

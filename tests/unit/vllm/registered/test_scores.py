@@ -155,24 +155,24 @@ def test_names_are_resolved_and_refused() -> None:
     registry.add("lin", LINEAR)
     with pytest.raises(SpecError, match="other content"):
         registry.add("lin", HEADS)
-    named = LensRequest(steer_named=[{"name": "v", "scale": 3.0}], probes=["lin"])
+    named = LensRequest(edits_named=[{"name": "v", "scale": 3.0}], probes=["lin"])
     resolved = registry.resolve(named)
-    assert resolved.steer[0].scale == 3.0
-    assert not resolved.steer_named
+    assert resolved.edits[0].scale == 3.0
+    assert not resolved.edits_named
     for request in (
         LensRequest(probes=["nope"]),
         LensRequest(probes=["v"]),
-        LensRequest(steer_named=["lin"]),
+        LensRequest(edits_named=["lin"]),
     ):
         with pytest.raises(SpecError, match="registered"):
             registry.resolve(request)
-    assert registry.describe()["v"]["sha256"] == vector.activations.sha256
+    assert registry.describe()["v"]["sha256"] == vector.vector.sha256
     registry.remove("v")
     with pytest.raises(SpecError, match="registered"):
         registry.remove("v")
 
 
-@pytest.mark.parametrize("body", [{}, {"name": "a"}, {"name": "a", "probe": {}, "vector": {}}])
+@pytest.mark.parametrize("body", [{}, {"name": "a"}, {"name": "a", "probe": {}, "edits": []}])
 def test_a_body_that_is_no_item_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         parse_item(body)

@@ -56,9 +56,9 @@ def test_what_one_server_takes_the_other_knows_whole(two: tuple[Registry, Regist
     second.add("v", vector(3.0))
     assert first.describe() == second.describe()
     assert first.describe().keys() == {"start", "p", "v"}
-    request = LensRequest(probes=["p"], steer_named=["v"])
+    request = LensRequest(probes=["p"], edits_named=["v"])
     for registry in two:
-        (made,) = registry.resolve(request).steer
+        (made,) = registry.resolve(request).edits
         assert made.reference() == vector(3.0).reference()
         assert registry.probes["p"].reference() == probe(1.0).reference()
         assert (registry.probes["p"].tensors["weight"].to_float32() == 1.0).all()
@@ -79,7 +79,7 @@ def test_edits_are_known_whole_too(two: tuple[Registry, Registry]) -> None:
         ]
         assert made.edits_named == ()
         with pytest.raises(SpecError, match="no vector is registered as 'e'"):
-            registry.resolve(LensRequest(steer_named=["e"]))
+            registry.resolve(LensRequest(edits_named=["e"]))
         with pytest.raises(SpecError, match="no probe is registered as 'e'"):
             registry.resolve(LensRequest(probes=["e"]))
     other = EngineEdits(edits=[Ablate(direction=np.arange(8.0) + 1, layers=[0, 2])])

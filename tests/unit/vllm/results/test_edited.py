@@ -24,12 +24,12 @@ from tests.unit.vllm.results.test_results import FACTS, completion, output
 
 ROW = np.ones(4, dtype=np.float32)
 ASKED = {
-    "a vector": LensRequest(steer=[SteeringVector(activations=ROW[None], layer_indices=[0])]),
+    "a vector": LensRequest(edits=[SteeringVector(activations=ROW[None], layer_indices=[0])]),
     "two layers": LensRequest(edits=[Ablate(direction=ROW, layers=[0, 1])]),
     "the completion": LensRequest(edits=[Add(vector=ROW, layers=[1], positions="completion")]),
     "some": LensRequest(edits=[Add(vector=ROW, layers=[1], positions=[0, 2])]),
     "both": LensRequest(
-        steer=[SteeringVector(activations=ROW[None], layer_indices=[0], phase="decode")],
+        edits=[SteeringVector(activations=ROW[None], layer_indices=[0], phase="decode")],
         edits=[Add(vector=ROW, layers=[1], positions=[1])],
     ),
 }

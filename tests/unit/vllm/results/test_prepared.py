@@ -36,7 +36,7 @@ PREPARED_REQUESTS: list[dict[str, Any]] = [
     {"capture": CaptureSpec(layers=(0, 1), site=("resid_pre", "resid_post"))},
     {"probes": ["p", "q"]},
     {"capture": CaptureSpec(layers=(1,)), "probes": ["q", {"name": "p", "aggregate": "max"}]},
-    {"probes": ["p"], "steer": [SteeringVector(activations=np.ones((1, 4)), layer_indices=[0])]},
+    {"probes": ["p"], "edits": [SteeringVector(activations=np.ones((1, 4)), layer_indices=[0])]},
 ]
 
 
@@ -67,14 +67,14 @@ def test_what_was_kept_what_would_have_been_made(
         collector = results.the_collector()
         streams = collector._pending[key].streams
         shares = [(0, streams[i].taps) if i in streams else (0, 0) for i in (ROWS, SCORES)]
-        opening = Opening(1 + is_prepared, key, shares, len(request.steer))
+        opening = Opening(1 + is_prepared, key, shares, len(request.edits))
         with collector.news.changed:
             collector._accept_openings(Opened(arena.name, [opening]))
         if is_prepared:
             results.prepare(deque([key]))
             kept = results._expected[key].prepared
             made = None if kept is None else kept.receipt
-            assert (made is None) == bool(request.steer), "how much was steered is known at the end"
+            assert (made is None) == bool(request.edits), "how much was steered is known at the end"
         for stream in streams.values():
             assert stream.slab is not None
             values = stream.slab.array(np.dtype(np.float32))

@@ -240,7 +240,7 @@ def test_an_aborted_request_is_an_error_and_not_an_answer_without_rows(results: 
 
 def test_the_salt_changes_after_a_failure_and_between_processes(results: Results) -> None:
     vector = SteeringVector(activations=np.ones((1, 4)), layer_indices=[0])
-    request = LensRequest(steer=(vector,))
+    request = LensRequest(edits=(vector,))
     before = expect(results, "d", request)
     assert expect(results, "e", request) == before
     with pytest.raises(CaptureError, match="must not be used"):

@@ -140,7 +140,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_a_repeated_step_is_over_for_dummy_runs_and_for_others(runner: Any) -> None:
     collector = Collector()
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[0])
-    envelope = sealed(collector, LensRequest(steer=(vector,)), 2, 40)
+    envelope = sealed(collector, LensRequest(edits=(vector,)), 2, 40)
     collector.open("a", envelope)
     runner.add("a", {ENVELOPE_KEY: envelope.pack()})
     runner.step({"a": (0, 2)})
@@ -172,7 +172,7 @@ def test_sampled_tokens_with_some_ids_are_edited_also_where_steps_repeat(runner:
     plain = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[0])
     chosen = TokenMatch(token_ids=[5, 6], among="completion")
     requests = {
-        "v": LensRequest(steer=(plain,)),
+        "v": LensRequest(edits=(plain,)),
         "a": LensRequest(edits=(Add(vector=np.ones(HIDDEN), layers=[0], positions=chosen),)),
     }
     envelopes = {key: sealed(collector, one, 2, 40) for key, one in requests.items()}
