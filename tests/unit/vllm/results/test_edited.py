@@ -29,8 +29,10 @@ ASKED = {
     "the completion": LensRequest(edits=[Add(vector=ROW, layers=[1], positions="completion")]),
     "some": LensRequest(edits=[Add(vector=ROW, layers=[1], positions=[0, 2])]),
     "both": LensRequest(
-        edits=[SteeringVector(activations=ROW[None], layer_indices=[0], phase="decode")],
-        edits=[Add(vector=ROW, layers=[1], positions=[1])],
+        edits=[
+            SteeringVector(activations=ROW[None], layer_indices=[0], phase="decode"),
+            Add(vector=ROW, layers=[1], positions=[1]),
+        ],
     ),
 }
 N_PROMPT, N_MAX = 3, 6
