@@ -37,7 +37,6 @@ from inspect_lens.spec import (
     EngineProbe,
     Hook,
     LensRequest,
-    SteeringVector,
     Zero,
     tap_points,
 )
@@ -368,7 +367,7 @@ test_promise = PROMISE.test()
 
 LISTS = {
     name
-    for root in (LensRequest, EngineProbe, EngineEdits, EngineLens, SteeringVector, _Body)
+    for root in (LensRequest, EngineProbe, EngineEdits, EngineLens, _Body)
     for model in models(root).values()
     for name in lists(model)
 }

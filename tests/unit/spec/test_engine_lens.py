@@ -106,7 +106,7 @@ def test_shapes_are_judged_before_anything_is_unpacked() -> None:
             )
     large = TensorLimits(model="m", hidden=1 << 14, n_layers=64, rows=1)
     with pytest.raises(SpecError, match="INSPECT_LENS_REGISTER"):
-        large.judge_lens((64, 1 << 14, 1 << 14), 2, axes="lhh")
+        large.judge_weights((64, 1 << 14, 1 << 14), 2, axes="lhh", what="lens")
 
 
 def test_a_name_is_resolved_to_the_layers_of_its_lens() -> None:

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator, model_validator
 
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec.engine._facts import EngineFacts
-from inspect_lens.spec.engine._limits import lens_judge
-from inspect_lens.spec.values._strict import Integer, check_name, integer, integers, shown
-from inspect_lens.spec.values._tensor import (
-    TensorData,
-    WireModel,
-    as_tensor_data,
-    encode_tensor,
-    freeze_tensor,
-    is_wire,
-)
+from inspect_lens.spec.values._strict import Integer, check_name, integer, shown
+from inspect_lens.spec.values._tensor import TensorData
 
 from ._capture import Layers, Transport, parse_layers
 from ._positions import Positions, parse_positions
+from ._weights import Weights
 
 __all__ = [
     "LENS_NAME",
@@ -275,11 +253,6 @@ LENS_REFERENCE = "lens/1"
 LensKind = Literal["tuned", "jacobian"]
 """What a lens does to a row `h`: tuned adds `A h + b`, and Jacobian multiplies with `J`."""
 
-_SHAPES: dict[str, dict[str, str]] = {
-    "tuned": {"matrix": "lhh", "bias": "lh"},
-    "jacobian": {"matrix": "lhh"},
-}
-
 
 class LensEntry(BaseModel):
     """A registered lens without its tensors, which the workers hold."""
@@ -340,7 +313,7 @@ class ResolvedLens(LogitLens):
     """What is registered under the name."""
 
 
-class EngineLens(WireModel):
+class EngineLens(Weights):
     """A tuned lens or a Jacobian lens as the engine applies it to rows of the stream.
 
     A row `h` of a layer becomes `h + A h + b` (tuned) or `J h` (jacobian), computed in float32.
@@ -361,7 +334,11 @@ class EngineLens(WireModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    shapes: ClassVar[dict[str, dict[str, str]]] = {
+        "tuned": {"matrix": "lhh", "bias": "lh"},
+        "jacobian": {"matrix": "lhh"},
+    }
+    what: ClassVar[str] = "lens"
 
     kind: LensKind
     """What is done to a row."""
@@ -373,43 +350,6 @@ class EngineLens(WireModel):
     """By name, with l layers and width h: `matrix` (l, h, h), whose rows are outputs, and of a
     tuned lens `bias` (l, h). float32, float16 and bfloat16 stay as they are on the device."""
 
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers(cls, value: Any) -> Any:
-        return integers(value)
-
-    @field_validator("tensors", mode="before")
-    @classmethod
-    def _tensors(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError(f"is {type(value).__name__}; give tensors by name")
-        kind = info.data.get("kind")
-        if kind is None:
-            raise ValueError("cannot be read without a kind")
-        expected = _SHAPES[kind]
-        if set(value) != set(expected):
-            raise ValueError(
-                f"a {kind} lens has the tensors {sorted(expected)}; given are "
-                f"{shown(sorted(map(str, value)))}"
-            )
-        return {
-            name: freeze_tensor(
-                as_tensor_data(tensor, field=name, judge=lens_judge(info, expected[name]))
-            )
-            for name, tensor in value.items()
-        }
-
-    @field_serializer("tensors")
-    def _dump_tensors(self, value: dict[str, TensorData]) -> dict[str, Any]:
-        return {name: encode_tensor(tensor) for name, tensor in value.items()}
-
-    @model_serializer(mode="wrap")
-    def _dump(
-        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
-    ) -> dict[str, Any]:
-        form: dict[str, Any] = handler(self) if is_wire(info) else self.reference()
-        return form
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         layers = self.layers
@@ -419,15 +359,14 @@ class EngineLens(WireModel):
                 f"layers {shown(layers)}; name at least one of 0 to {self.n_layers - 1}, ascending"
             )
         hidden = self.hidden
-        for name, axes in _SHAPES[self.kind].items():
+        for name, axes in self.shapes[self.kind].items():
             wanted = tuple(len(layers) if axis == "l" else hidden for axis in axes)
             tensor = self.tensors[name]
             if tensor.shape != wanted or not hidden:
                 raise ValueError(
                     f"tensors.{name} has shape {tensor.shape}; {len(layers)} layers need {wanted}"
                 )
-            if not all(np.isfinite(values).all() for values in tensor.blocks()):
-                raise ValueError(f"tensors.{name} holds NaN or infinity")
+        self.check_finite()
         return self
 
     @property
@@ -436,12 +375,8 @@ class EngineLens(WireModel):
         shape = self.tensors["matrix"].shape
         return shape[-1] if shape else 0
 
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of everything that decides what it reads."""
-        parts: list[Any] = [self.kind, self.n_layers, list(self.layers)]
-        parts.append([[name, self.tensors[name].sha256] for name in sorted(self.tensors)])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    def _identity(self) -> tuple[Any, ...]:
+        return self.kind, self.n_layers, list(self.layers)
 
     @property
     def entry(self) -> LensEntry:
@@ -452,7 +387,7 @@ class EngineLens(WireModel):
             hidden=self.hidden,
             layers=self.layers,
             sha256=self.sha256,
-            nbytes=sum(tensor.nbytes for tensor in self.tensors.values()),
+            nbytes=self.nbytes,
         )
 
     def reference(self) -> dict[str, Any]:

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec.engine._facts import RESID_POST, Site, TapPoint, tap_points
-from inspect_lens.spec.engine._limits import probe_judge
-from inspect_lens.spec.values._strict import Flag, Number, check_name, integers, shown
-from inspect_lens.spec.values._tensor import (
-    TensorData,
-    WireModel,
-    as_tensor_data,
-    encode_tensor,
-    freeze_tensor,
-    is_wire,
-)
+from inspect_lens.spec.values._strict import Flag, Number, check_name, shown
+from inspect_lens.spec.values._tensor import TensorData
 
 from ._pools import check_engine_pool, parse_pool
 from ._positions import Positions, parse_positions
+from ._weights import Weights
 
 __all__ = [
     "PROBE_REFERENCE",
@@ -50,14 +27,8 @@ __all__ = [
 PROBE_REFERENCE = "probe/1"
 """`$lens` of the short form in which a probe stands in logs."""
 
-_SHAPES: dict[str, dict[str, str]] = {
-    "linear": {"weight": "lh", "bias": ""},
-    "mlp": {"w1": "lkh", "b1": "k", "w2": "k", "b2": ""},
-    "attention": {"query": "kh", "value": "kh", "bias": ""},
-}
 
-
-class EngineProbe(WireModel):
+class EngineProbe(Weights):
     """A trained probe as the engine applies it to each token; all arithmetic is float32.
 
     - `linear`: `sum over layers of weight[layer] · x[layer] + bias`.
@@ -83,7 +54,13 @@ class EngineProbe(WireModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    shapes: ClassVar[dict[str, dict[str, str]]] = {
+        "linear": {"weight": "lh", "bias": ""},
+        "mlp": {"w1": "lkh", "b1": "k", "w2": "k", "b2": ""},
+        "attention": {"query": "kh", "value": "kh", "bias": ""},
+    }
+    optional: ClassVar[frozenset[str]] = frozenset({"bias", "b1", "b2"})
+    what: ClassVar[str] = "probe"
 
     kind: Literal["linear", "mlp", "attention"] = "linear"
     """Form of the score."""
@@ -109,34 +86,10 @@ class EngineProbe(WireModel):
     threshold_positions: Positions | None = None
     """Tokens that it was calibrated on; None: not known, and then it acts on any."""
 
-    @field_validator("layers", mode="before")
+    @field_validator("layers")
     @classmethod
-    def _layers(cls, value: Any) -> Any:
-        layers = integers(value)
-        return tuple(sorted(set(layers))) if isinstance(layers, tuple) else layers
-
-    @field_validator("tensors", mode="before")
-    @classmethod
-    def _tensors(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError(f"is {type(value).__name__}; give tensors by name")
-        kind = info.data.get("kind")
-        if kind is None:
-            raise ValueError("cannot be read without a kind")
-        expected = _SHAPES[kind]
-        unknown = sorted(map(str, set(value) - set(expected)))
-        missing = {n for n in expected if n not in value and n not in ("bias", "b1", "b2")}
-        if unknown or missing:
-            raise ValueError(
-                f"a {kind} probe has the tensors {sorted(expected)}; unknown are "
-                f"{shown(unknown)}, missing are {sorted(missing)}"
-            )
-        return {
-            name: freeze_tensor(
-                as_tensor_data(tensor, field=name, judge=probe_judge(info, expected[name]))
-            )
-            for name, tensor in value.items()
-        }
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(value)))
 
     @field_validator("aggregate")
     @classmethod
@@ -148,22 +101,11 @@ class EngineProbe(WireModel):
     def _threshold_positions(cls, value: Any) -> Any:
         return value if value is None else parse_positions(value, field="threshold_positions")
 
-    @field_serializer("tensors")
-    def _dump_tensors(self, value: dict[str, TensorData]) -> dict[str, Any]:
-        return {name: encode_tensor(tensor) for name, tensor in value.items()}
-
-    @model_serializer(mode="wrap")
-    def _dump(
-        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
-    ) -> dict[str, Any]:
-        form: dict[str, Any] = handler(self) if is_wire(info) else self.reference()
-        return form
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.layers or self.layers[0] < 0:
             raise ValueError(f"layers {shown(self.layers)}; name at least one, from 0")
-        expected = _SHAPES[self.kind]
+        expected = self.shapes[self.kind]
         if self.kind == "attention" and len(self.layers) != 1:
             raise ValueError(f"an attention probe reads one layer; layers is {shown(self.layers)}")
         sizes = {"l": len(self.layers)}
@@ -182,8 +124,7 @@ class EngineProbe(WireModel):
                         f"tensors.{name} has shape {tensor.shape}, which does not fit "
                         f"{len(self.layers)} layers and the other tensors"
                     )
-            if not all(np.isfinite(values).all() for values in tensor.blocks()):
-                raise ValueError(f"tensors.{name} holds NaN or infinity")
+        self.check_finite()
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise ValueError(f"threshold is {self.threshold}; it has to be finite")
         return self
@@ -204,12 +145,8 @@ class EngineProbe(WireModel):
         """Numbers per token that leave the engine."""
         return 2 * self.tensors["query"].shape[0] if self.kind == "attention" else 1
 
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of everything that decides a token's score."""
-        parts: list[Any] = [self.kind, list(self.layers), self.site]
-        parts.append([[name, self.tensors[name].sha256] for name in sorted(self.tensors)])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    def _identity(self) -> tuple[Any, ...]:
+        return self.kind, list(self.layers), self.site
 
     def alarm_threshold(self, use: ProbeUse) -> float:
         """The threshold of a request's alarm: its own number, else the probe's where it holds.

@@ -21,6 +21,7 @@ from pydantic import (
 from inspect_lens.spec.asks._positions import Phase, Positions, is_mask, parse_positions
 from inspect_lens.spec.engine._facts import RESID_POST, SITE_TABLE, Site
 from inspect_lens.spec.engine._limits import limits_of
+from inspect_lens.spec.values._counts import TENSORS
 from inspect_lens.spec.values._strict import integers, shown
 from inspect_lens.spec.values._tensor import (
     TensorData,
@@ -95,6 +96,7 @@ class EditBase(WireModel):
         super().__pydantic_init_subclass__(**options)
         if "op" in cls.model_fields:
             EDITS.setdefault(cls.model_fields["op"].default, cls)
+            TENSORS.update(cls.tensor_fields)
 
     @field_validator("layers", mode="before")
     @classmethod

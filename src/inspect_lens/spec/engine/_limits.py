@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Final, cast
 
 from pydantic import ValidationInfo
 
@@ -17,10 +17,15 @@ from ._facts import SITE_TABLE, EngineFacts, Site, SiteWidth
 __all__ = ["TensorLimits"]
 
 _KEY = "inspect_lens_limits"
-PROBE_BYTES = 1 << 28
-"""Of one tensor of a probe."""
-LENS_BYTES = 1 << 30
-"""Of one tensor of a lens that a client sends; an operator's comes from a file."""
+WEIGHT_BYTES: Final[dict[str, tuple[int, str]]] = {
+    "probe": (1 << 28, f"a probe has {1 << 28} at most; use fewer units or heads"),
+    "lens": (
+        1 << 30,
+        f"a lens that a client sends has {1 << 30} at most; store it as float16, leave out layers, "
+        "or register it at the server's start with INSPECT_LENS_REGISTER",
+    ),
+}
+"""Of one tensor: the most bytes, and what to say of more. An operator's lens comes from a file."""
 
 
 class TensorLimits:
@@ -142,51 +147,29 @@ class TensorLimits:
         key = site if isinstance(site, str) else None
         return partial(self.judge_edit, site=key, is_part=is_part)
 
-    def judge_probe(self, shape: tuple[int, ...], itemsize: int, *, axes: str) -> None:
-        """Judge the declared shape of a tensor of a probe.
+    def judge_weights(self, shape: tuple[int, ...], itemsize: int, *, axes: str, what: str) -> None:
+        """Judge the declared shape of a tensor of a probe or a lens.
 
         Args:
             shape: as declared.
             itemsize: bytes of a value.
             axes: names of the axes; `h` is the width and `l` are layers.
+            what: `probe` or `lens`.
 
         Raises:
             SpecError: it does not fit the model, or is too large.
         """
-        if len(shape) != len(axes) and math.prod(shape) != 1:
+        if len(shape) != len(axes) and (what == "lens" or math.prod(shape) != 1):
             raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
-        if axes.endswith("h"):
-            self._judge_width(shape)
-        if axes.startswith("l"):
-            self._judge_layers(shape)
-        if (n_bytes := math.prod(shape) * itemsize) > PROBE_BYTES:
-            raise SpecError(
-                f"shape {shape} has {n_bytes} bytes; a tensor of a probe has {PROBE_BYTES} at "
-                "most; use fewer units or heads"
-            )
-
-    def judge_lens(self, shape: tuple[int, ...], itemsize: int, *, axes: str) -> None:
-        """Judge the declared shape of a tensor of a lens.
-
-        Args:
-            shape: as declared.
-            itemsize: bytes of a value.
-            axes: names of the axes; `h` is the width and `l` are layers.
-
-        Raises:
-            SpecError: it does not fit the model, or is too large.
-        """
-        if len(shape) != len(axes):
-            raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
-        self._judge_layers(shape)
-        for axis in range(1, len(axes)):
-            self._judge_width(shape[: axis + 1])
-        if (n_bytes := math.prod(shape) * itemsize) > LENS_BYTES:
-            raise SpecError(
-                f"shape {shape} has {n_bytes} bytes; a tensor of a lens that a client sends has "
-                f"{LENS_BYTES} at most; store it as float16, leave out layers, or register it at "
-                "the server's start with INSPECT_LENS_REGISTER"
-            )
+        if len(shape) == len(axes):
+            if axes.startswith("l"):
+                self._judge_layers(shape)
+            for i, axis in enumerate(axes):
+                if axis == "h":
+                    self._judge_width(shape[: i + 1])
+        most, way = WEIGHT_BYTES[what]
+        if (n_bytes := math.prod(shape) * itemsize) > most:
+            raise SpecError(f"shape {shape} has {n_bytes} bytes; a tensor of {way}")
 
     def _judge_layers(self, shape: tuple[int, ...]) -> None:
         if shape[0] > self._n_layers:
@@ -208,19 +191,7 @@ def limits_of(info: ValidationInfo) -> TensorLimits | None:
     return context.get(_KEY) if isinstance(context, dict) else None
 
 
-def probe_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:
-    """What judges the shape of a tensor of a probe; None where no engine is known."""
+def weights_judge(info: ValidationInfo, axes: str, what: str) -> JudgeShape | None:
+    """What judges the shape of a tensor of a probe or a lens; None where no engine is known."""
     limits = limits_of(info)
-    if limits is None:
-        return None
-    judge: Callable[..., None] = limits.judge_probe
-    return lambda shape, itemsize: judge(shape, itemsize, axes=axes)
-
-
-def lens_judge(info: ValidationInfo, axes: str) -> JudgeShape | None:
-    """What judges the shape of a tensor of a lens; None where no engine is known."""
-    limits = limits_of(info)
-    if limits is None:
-        return None
-    judge: Callable[..., None] = limits.judge_lens
-    return lambda shape, itemsize: judge(shape, itemsize, axes=axes)
+    return None if limits is None else partial(limits.judge_weights, axes=axes, what=what)

@@ -30,12 +30,11 @@ MOST_OF: Final[dict[str, int]] = {
 }  # fmt: skip
 """Entries of a list or mapping, by the name of its field."""
 
-TENSORS: Final = frozenset({
-    "activations", "direction", "directions", "vector", "plane", "encoder", "decoder", "bias",
-    "threshold", "decoder_bias", "value", "rows", "first", "second", "concept", "instead_of",
-    "read", "write", "weight", "w1", "b1", "w2", "b2", "query", "matrix",
-})  # fmt: skip
-"""Fields that may be lists of numbers: an engine knows how many it has a use for."""
+TENSORS: Final = {
+    "activations", "direction", "weight", "bias", "w1", "b1", "w2", "b2", "query", "matrix",
+}  # fmt: skip
+"""Fields that may be lists of numbers: an engine knows how many it has a use for. Edits add theirs.
+"""
 
 MOST_ENTRIES: Final = 1 << 19
 """Of all lists and mappings of a body together, tensors as lists included: more take Python half a
