@@ -74,8 +74,7 @@ def test_several_vectors_of_one_request_add_up(engine: Engine, hugging_face: Hug
     output = engine.run([tokens(70)], request)[0]
 
     def at_two(h: torch.Tensor) -> torch.Tensor:
-        matched = match(v[2], 0.5)(h) - h
-        return add(v[1], -1.0, [7])(add(v[1], 2.0)(h)) + matched
+        return add(v[1], -1.0, [7])(match(v[2], 0.5)(add(v[1], 2.0)(h)))
 
     expected = hugging_face.residual_stream(fed(output), {0: add(v[0], 2.0), 2: at_two})
     assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE

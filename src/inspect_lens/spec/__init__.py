@@ -37,12 +37,54 @@ from .values._strict import *
 from .values._tensor import *
 from .values._words import *
 
+_SHARED = frozenset(
+    {
+        "check_counts",
+        "check_edits",
+        "check_engine_lens",
+        "check_engine_pool",
+        "check_function_name",
+        "check_hooks",
+        "check_lens",
+        "check_name",
+        "check_probe",
+        "check_qk",
+        "check_request",
+        "check_size",
+        "chosen_numbers",
+        "code_python",
+        "decode_saved",
+        "encode_frame",
+        "encode_saved",
+        "forget_parsed",
+        "freeze_tensor",
+        "in_phase",
+        "in_site_order",
+        "is_mask",
+        "lens_args",
+        "parse_hooks",
+        "parse_positions",
+        "phase_range",
+        "refuse_misspelled",
+        "refuse_own_word",
+        "result_name",
+        "rows_for",
+        "sampled_match",
+        "split_body",
+        "tap_order",
+        "to_extra_args",
+        "token_gate",
+        "token_gate_key",
+    }
+)
+"""What the Inspect process and the vLLM processes share, and no user needs."""
+
 if not _typing.TYPE_CHECKING:
     __all__ = sorted(
         (
             name
             for name, value in globals().items()
-            if name[0] != "_" and not isinstance(value, _types.ModuleType)
+            if name[0] != "_" and name not in _SHARED and not isinstance(value, _types.ModuleType)
         ),
         key=lambda name: (not name.isupper(), name[0].islower(), name),
     )

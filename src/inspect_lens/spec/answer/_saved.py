@@ -35,30 +35,7 @@ _OTHERS = {
 
 
 def encode_saved(value: Any) -> Any:
-    """Encode a value that a hook saved as JSON.
-
-    Args:
-        value: None, bool, number, text, `TensorData` of any dtype, or lists and mappings of them.
-
-    Returns:
-        JSON: a tensor is `{"__type__": "tensor", "data", "dtype", "original_dtype", "shape",
-        "compression"}`; a number that JSON lacks is `{"__type__": "float", "value": "nan"}`.
-
-    Source:
-        The form of vllm-lens 1.3.0 for `hook_results`, without its pickled values.
-
-    Example:
-        ```python
-        import json
-
-        import numpy as np
-
-        from inspect_lens.spec import as_tensor_data, encode_saved
-
-        text = json.dumps(encode_saved({"rows": as_tensor_data(np.zeros((2, 4)))}))
-        assert '"shape": [2, 4]' in text
-        ```
-    """
+    """Encode a value that a hook saved as JSON."""
     if isinstance(value, TensorData):
         return {"__type__": "tensor", **_encode(value)}
     if isinstance(value, float) and not math.isfinite(value):
@@ -71,26 +48,7 @@ def encode_saved(value: Any) -> Any:
 
 
 def decode_saved(value: Any, *, field: str = "hook_results") -> Any:
-    """Decode values that a hook saved, from their JSON form.
-
-    Args:
-        value: JSON.
-        field: path of the value, for error messages.
-
-    Returns:
-        The value; tensors as `TensorData`.
-
-    Raises:
-        SpecError: a tensor is damaged, or a value is pickled: reading one would run code that
-            the server chose.
-
-    Example:
-        ```python
-        from inspect_lens.spec import decode_saved, encode_saved
-
-        assert decode_saved(encode_saved({"calls": [1, 2.5]})) == {"calls": [1, 2.5]}
-        ```
-    """
+    """Decode values that a hook saved, from their JSON form."""
     if isinstance(value, list):
         return [decode_saved(item, field=f"{field}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, Mapping):

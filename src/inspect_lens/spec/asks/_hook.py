@@ -55,15 +55,7 @@ _PYTHON = re.compile(r"[0-9]{1,2}\.[0-9]{1,3}")
 
 
 def code_python() -> str:
-    """Version of Python whose functions this process can make and read, such as `3.11`.
-
-    Example:
-        ```python
-        from inspect_lens.spec import code_python
-
-        assert code_python().startswith("3.")
-        ```
-    """
+    """Version of Python whose functions this process can make and read, such as `3.11`."""
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
@@ -252,28 +244,7 @@ def _from_wire(value: Mapping[str, Any]) -> FunctionCode:
 
 
 def parse_hooks(value: Any, *, where: str = "apply_hooks") -> tuple[Hook, ...]:
-    """Read hooks as users and clients spell them.
-
-    Args:
-        value: a hook or a list of hooks: `Hook`, its JSON form, or any object with `fn`,
-            `layer_indices` and `pre`, such as the `Hook` of vllm-lens.
-        where: name of the argument, for error messages.
-
-    Returns:
-        The hooks, in order.
-
-    Raises:
-        SpecError: something is none of these.
-
-    Example:
-        ```python
-        from inspect_lens import Hook
-        from inspect_lens.spec import parse_hooks
-
-        hook = Hook(fn=lambda ctx, h: None, layer_indices=[3])
-        assert parse_hooks([hook])[0].layer_indices == (3,)
-        ```
-    """
+    """Read hooks as users and clients spell them."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(_one(item, f"{where}[{i}]") for i, item in enumerate(items))
 

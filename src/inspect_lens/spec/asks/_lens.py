@@ -398,36 +398,7 @@ class EngineLens(Weights):
 def check_engine_lens(
     lens: EngineLens | LensEntry, facts: EngineFacts, field: str = "lens"
 ) -> None:
-    """Check a lens against the engine that will apply it.
-
-    Args:
-        lens: the lens.
-        facts: of the engine.
-        field: path of the field, for error messages.
-
-    Raises:
-        SpecError: the model has another width or depth.
-        UnsupportedError: the engine cannot apply its unembedding to other rows.
-
-    Example:
-        ```python
-        import numpy as np
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import EngineFacts, EngineLens, check_engine_lens, tap_points
-
-        places = {"layers": (0, 1), "sites": ("resid_post",)}
-        taps = tap_points(["resid_post"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 128, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        facts = EngineFacts(**engine, **places, taps=taps, **sizes)
-        matrix = np.zeros((1, 64, 64), dtype=np.float32)
-        lens = EngineLens(kind="jacobian", n_layers=2, layers=(0,), tensors={"matrix": matrix})
-        with pytest.raises(SpecError, match="width 64"):
-            check_engine_lens(lens, facts)
-        ```
-    """
+    """Check a lens against the engine that will apply it."""
     if facts.no_lens:
         raise UnsupportedError(f"{field}: {facts.no_lens}")
     if (lens.hidden, lens.n_layers) != (facts.hidden, facts.n_layers):

@@ -117,29 +117,7 @@ def _parameter(name: str, text: str) -> float | None:
 
 
 def check_engine_pool(value: str) -> str:
-    """Check that a pooling rule can run inside the engine.
-
-    Args:
-        value: as `parse_pool` reads it.
-
-    Returns:
-        The same text.
-
-    Raises:
-        SpecError: it is no pool, or one that needs the texts of tokens.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import check_engine_pool
-
-        assert check_engine_pool("ema:0.2") == "ema:0.2"
-        with pytest.raises(SpecError, match="texts of tokens"):
-            check_engine_pool("sentence_mean_max")
-        ```
-    """
+    """Check that a pooling rule can run inside the engine."""
     if parse_pool(value).name == SENTENCE_POOL:
         engine = ", ".join(pool for pool in POOLS if pool != SENTENCE_POOL)
         raise SpecError(

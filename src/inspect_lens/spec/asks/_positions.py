@@ -182,28 +182,7 @@ A token's position decides, not the step that computes it."""
 
 
 def parse_positions(value: object, *, field: str, may_match: bool = False) -> Positions:
-    """Read positions as a user writes them.
-
-    Args:
-        value: a name, one int, a list of ints without repeats, a list of booleans, or a
-            `TokenMatch` or its fields.
-        field: path of the field, for error messages.
-        may_match: whether a `TokenMatch` is allowed, which needs the tokens of the prompt.
-
-    Returns:
-        The name, a tuple of ints or of booleans in the order given, or the `TokenMatch`.
-
-    Raises:
-        SpecError: anything else.
-
-    Example:
-        ```python
-        from inspect_lens.spec import parse_positions
-
-        assert parse_positions("last_prompt", field="positions") == "last_prompt"
-        assert parse_positions([-1, 0], field="positions") == (-1, 0)
-        ```
-    """
+    """Read positions as a user writes them."""
     if isinstance(value, str):
         if value in get_args(PositionName):
             return cast("PositionName", value)
@@ -238,44 +217,12 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
 
 
 def is_mask(positions: Positions) -> bool:
-    """Tell whether positions are a mask, one boolean per prompt token.
-
-    Args:
-        positions: what `parse_positions` returned.
-
-    Returns:
-        True for a mask.
-
-    Example:
-        ```python
-        from inspect_lens.spec import is_mask
-
-        assert is_mask((True, False))
-        assert not is_mask((1, 0))
-        ```
-    """
+    """Tell whether positions are a mask, one boolean per prompt token."""
     return isinstance(positions, tuple) and isinstance(positions[0], bool)
 
 
 def phase_range(phase: Phase, n_prompt: int, n_max: int) -> range:
-    """Positions of a phase.
-
-    Args:
-        phase: the phase.
-        n_prompt: tokens of the prompt.
-        n_max: tokens that are fed to the model at most.
-
-    Returns:
-        The positions.
-
-    Example:
-        ```python
-        from inspect_lens.spec import phase_range
-
-        assert phase_range("prefill", n_prompt=5, n_max=8) == range(5)
-        assert phase_range("decode", n_prompt=5, n_max=8) == range(5, 8)
-        ```
-    """
+    """Positions of a phase."""
     start = n_prompt if phase == "decode" else 0
     return range(start, n_prompt if phase == "prefill" else max(n_prompt, n_max))
 
@@ -283,25 +230,7 @@ def phase_range(phase: Phase, n_prompt: int, n_max: int) -> range:
 def in_phase(
     where: range | tuple[int, ...], phase: Phase, *, n_prompt: int, n_max: int
 ) -> range | tuple[int, ...]:
-    """Keep the positions that belong to a phase.
-
-    Args:
-        where: what `resolve_positions` returned.
-        phase: the phase.
-        n_prompt: tokens of the prompt.
-        n_max: tokens that are fed to the model at most.
-
-    Returns:
-        A range of a range, else the explicit positions that are left, order kept.
-
-    Example:
-        ```python
-        from inspect_lens.spec import in_phase
-
-        # Five tokens of prompt, and at most three that are sampled.
-        assert in_phase((0, 4, 6), "decode", n_prompt=5, n_max=8) == (6,)
-        ```
-    """
+    """Keep the positions that belong to a phase."""
     span = phase_range(phase, n_prompt, n_max)
     if isinstance(where, range):
         start = max(where.start, span.start)

@@ -52,31 +52,7 @@ __all__ = [
 
 
 def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
-    """Check edits against the engine that will run them.
-
-    Args:
-        edits: of a request.
-        facts: of the engine.
-
-    Returns:
-        Rows of the steering table that they need at most.
-
-    Raises:
-        SpecError: a layer or a width that the model does not have, or too many edits.
-        UnsupportedError: a site of a layer without a tap.
-
-    Example:
-        ```python
-        from inspect_lens.spec import EngineFacts, Zero, check_edits, tap_points
-
-        places = {"layers": (0, 1), "sites": ("resid_post",)}
-        taps = tap_points(["resid_post"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 128, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        facts = EngineFacts(**engine, **places, taps=taps, **sizes)
-        assert check_edits([Zero(layers=[1])], facts) == 1
-        ```
-    """
+    """Check edits against the engine that will run them."""
     rows, at_tap = 0, Counter[TapPoint]()
     gates: set[tuple[object, ...]] = set()
     latches = set()
@@ -222,32 +198,7 @@ def _how_to_serve(site: Site, layer: int, facts: EngineFacts) -> str:
 
 
 def check_lens(lens: LogitLens, facts: EngineFacts) -> tuple[TapPoint, ...]:
-    """Check a logit lens against the engine that will run it.
-
-    Args:
-        lens: what was asked for.
-        facts: of the engine.
-
-    Returns:
-        The taps that it reads.
-
-    Raises:
-        SpecError: a layer or a token that the model does not have.
-        UnsupportedError: a layer without a tap, or an engine that cannot apply its unembedding to
-            other rows.
-
-    Example:
-        ```python
-        from inspect_lens.spec import EngineFacts, LogitLens, check_lens, tap_points
-
-        places = {"layers": (0, 1), "sites": ("resid_post",)}
-        taps = tap_points(["resid_post"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 128, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        facts = EngineFacts(**engine, **places, taps=taps, **sizes, vocab=1000)
-        assert check_lens(LogitLens(layers=[1], tokens=[999]), facts) == (taps[1],)
-        ```
-    """
+    """Check a logit lens against the engine that will run it."""
     if facts.no_lens:
         raise UnsupportedError(f"lens: {facts.no_lens}")
     is_all = lens.layers == "all"
@@ -283,27 +234,7 @@ def check_eager(hooks: tuple[Hook, ...], skip_cache: bool | None, facts: EngineF
 
 
 def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
-    """Check a capture of queries and keys against the engine that will run it.
-
-    Args:
-        qk: what was asked for.
-        facts: of the engine.
-
-    Raises:
-        SpecError: a layer that the model does not have.
-        UnsupportedError: attention without keys per head, or without taps.
-
-    Example:
-        ```python
-        from inspect_lens.spec import EngineFacts, QKSpec, check_qk, tap_points
-
-        places = {"layers": (0, 1), "sites": ("q", "k")}
-        taps = tap_points(["q", "k"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 256, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        check_qk(QKSpec(layers=[1]), EngineFacts(**engine, **places, taps=taps, **sizes))
-        ```
-    """
+    """Check a capture of queries and keys against the engine that will run it."""
     if facts.has_latent_attention:
         raise UnsupportedError(
             f"output_qk: {facts.model} has multi-head latent attention (MLA), which keeps no keys "
@@ -319,31 +250,7 @@ def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
 
 
 def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None:
-    """Check hooks against the engine that will run them.
-
-    Args:
-        hooks: of a request, or to be registered.
-        facts: of the engine.
-        field: name of the argument, for error messages.
-
-    Raises:
-        SpecError: a layer that the model does not have.
-        UnsupportedError: the engine does not run code, or not that of another Python.
-
-    Example:
-        ```python
-        from inspect_lens import Hook
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import EngineFacts, check_hooks, tap_points
-
-        places = {"layers": (0, 1), "sites": ("resid_post",)}
-        taps = tap_points(["resid_post"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 128, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        facts = EngineFacts(**engine, **places, taps=taps, **sizes, allows_code=True)
-        check_hooks((Hook(fn=lambda ctx, h: None, layer_indices=[1]),), facts, "apply_hooks")
-        ```
-    """
+    """Check hooks against the engine that will run them."""
     if hooks and not facts.allows_code:
         raise UnsupportedError(
             f"{field}: hooks are functions of the client that run inside the server, and this "
@@ -376,35 +283,7 @@ def _check_layers(layers: tuple[int, ...], facts: EngineFacts, field: str) -> No
 def check_request(
     request: LensRequest, facts: EngineFacts, probes: Mapping[str, EngineProbe] | None = None
 ) -> None:
-    """Check a request against the engine that will run it.
-
-    Args:
-        request: the parsed request.
-        facts: of the engine.
-        probes: registered probes by name, with those that the request names.
-
-    Raises:
-        SpecError: a layer or a width that the model does not have, or steering that overflows.
-        UnsupportedError: a site of a layer without a tap, or more rows than the buffers hold.
-
-    Example:
-        ```python
-        from inspect_lens import LensRequest
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import EngineFacts, check_request, tap_points
-
-        places = {"layers": (0, 1), "sites": ("resid_post",)}
-        taps = tap_points(["resid_post"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 128, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        facts = EngineFacts(**engine, **places, taps=taps, **sizes)
-        check_request(LensRequest(capture={"layers": [1]}), facts)
-        try:
-            check_request(LensRequest(capture={"layers": [99]}), facts)
-        except SpecError as error:
-            print(error)  # what was asked, and what is possible
-        ```
-    """
+    """Check a request against the engine that will run it."""
     if facts.no_steering:
         for name, asked in (("edits", request.edits), ("hooks", request.hooks)):
             if asked:
@@ -463,32 +342,7 @@ def _captured(request: LensRequest, facts: EngineFacts) -> set[TapPoint]:
 
 
 def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") -> None:
-    """Check a probe against the engine that will run it.
-
-    Args:
-        probe: the probe.
-        facts: of the engine.
-        field: path of the field, for error messages.
-
-    Raises:
-        SpecError: a layer or a width that the model does not have.
-        UnsupportedError: a site of a layer without a tap, or more taps than the buffers hold.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.spec import EngineFacts, EngineProbe, check_probe, tap_points
-
-        places = {"layers": (0, 1), "sites": ("resid_post",)}
-        taps = tap_points(["resid_post"], (0, 1))
-        sizes = {"hidden": 256, "max_step_tokens": 64, "ring_rows": 128, "bank_rows": 8}
-        engine = {"model": "m", "n_layers": 2, "dtype": "float32", "vllm_version": "0"}
-        facts = EngineFacts(**engine, **places, taps=taps, **sizes)
-        probe = EngineProbe(layers=(1,), tensors={"weight": np.ones((1, 256))})
-        check_probe(probe, facts)  # raises where it does not fit
-        ```
-    """
+    """Check a probe against the engine that will run it."""
     check_writable(probe.site, f"{field}.site")
     check_layers(probe.layers, probe.site, facts, f"{field}.layers")
     if probe.hidden != facts.hidden:

@@ -70,29 +70,7 @@ def choice_sites(choice: Choice) -> tuple[Site, ...]:
 def chosen_numbers(
     choice: Mapping[Choice, tuple[int, ...]], width: SiteWidth, field: str
 ) -> Chosen | None:
-    """Find the numbers that an edit acts on.
-
-    Args:
-        choice: the field that was given, if any, and what it names.
-        width: of the site in the engine.
-        field: path of the edit, for error messages.
-
-    Returns:
-        The numbers; None for the whole row.
-
-    Raises:
-        SpecError: the model does not have such a part.
-
-    Example:
-        ```python
-        from inspect_lens.spec import SiteWidth, chosen_numbers
-
-        # Two heads of four numbers each, on one rank.
-        width = SiteWidth("z", 8, 1, 2)
-        assert chosen_numbers({"heads": (1,)}, width, "edits[0]").numbers.tolist() == [4, 5, 6, 7]
-        assert chosen_numbers({}, width, "edits[0]") is None
-        ```
-    """
+    """Find the numbers that an edit acts on."""
     for name, parts in choice.items():
         n = width.heads if name == "heads" else width.width
         what = f"key {name}" if width.site in ("k", "v") else name
@@ -113,23 +91,7 @@ _END: Final = 1 << 24
 
 
 def sampled_match(positions: Positions) -> TokenMatch | None:
-    """Find the token match of an edit that acts on sampled tokens.
-
-    Args:
-        positions: of an edit.
-
-    Returns:
-        The match; None for all other positions.
-
-    Example:
-        ```python
-        from inspect_lens.spec import TokenMatch, sampled_match
-
-        stops = TokenMatch(token_ids=[13], among="completion")
-        assert sampled_match(stops) is stops
-        assert sampled_match("completion") is None
-        ```
-    """
+    """Find the token match of an edit that acts on sampled tokens."""
     if isinstance(positions, TokenMatch) and positions.among == "completion":
         return positions
     return None
@@ -152,23 +114,7 @@ def check_token_ids(match: TokenMatch, width: SiteWidth, vocab: int, field: str)
 
 
 def token_gate_key(match: TokenMatch) -> tuple[object, ...]:
-    """Key that is equal for edits that can share one gate.
-
-    Args:
-        match: of sampled tokens.
-
-    Returns:
-        Hashable; by the set of ids, and not by their order.
-
-    Example:
-        ```python
-        from inspect_lens.spec import TokenMatch, token_gate_key
-
-        one = TokenMatch(token_ids=[13, 5], among="completion")
-        same = TokenMatch(token_ids=[5, 13], among="completion")
-        assert token_gate_key(one) == token_gate_key(same)
-        ```
-    """
+    """Key that is equal for edits that can share one gate."""
     return frozenset(match.token_ids or ()), match.exclude
 
 
@@ -177,23 +123,6 @@ def token_gate(match: TokenMatch, width: SiteWidth, register: int) -> Instructio
 
     It needs nothing but the token, so each tap of an edit has one of its own, and so has each
     stage of a pipeline. Ranks that share a row each have all ids in their part of it.
-
-    Args:
-        match: of sampled tokens.
-        width: of the site at which the edit acts.
-        register: it goes to.
-
-    Returns:
-        The instruction.
-
-    Example:
-        ```python
-        from inspect_lens.spec import SiteWidth, TokenMatch, token_gate
-
-        stops = TokenMatch(token_ids=[13], among="completion")
-        gate = token_gate(stops, SiteWidth("resid_post", 4), register=0)
-        assert gate.read.tolist() == [14.0, 0.0, 0.0, 0.0]
-        ```
     """
     ids = _ids(match)
     row = np.zeros((width.shards, width.width // width.shards), dtype=np.float32)

@@ -36,11 +36,11 @@ __all__ = [
     "parse_edits",
 ]
 
-if TYPE_CHECKING:
-    Edit: TypeAlias = EditBase
-else:
+if not TYPE_CHECKING:
     Edit = Annotated[Union[tuple(EDITS.values())], Field(discriminator="op")]  # noqa: UP007
-"""Any of the edits, such as `Ablate` or `Add`."""
+    """Any of the edits, such as `Ablate` or `Add`."""
+else:
+    Edit: TypeAlias = EditBase
 
 
 def parse_edits(

@@ -153,62 +153,18 @@ def tap_points(sites: Iterable[Site], layers: Iterable[int]) -> tuple[TapPoint, 
 
 
 def tap_order(tap: TapPoint) -> tuple[int, int]:
-    """Key that sorts taps in the order in which a forward pass meets them.
-
-    Args:
-        tap: the tap.
-
-    Returns:
-        The key.
-
-    Example:
-        ```python
-        from inspect_lens.spec import TapPoint, tap_order
-
-        taps = [TapPoint("resid_post", 1), TapPoint("mlp_out", 1), TapPoint("resid_post", 0)]
-        assert [tap.layer for tap in sorted(taps, key=tap_order)] == [0, 1, 1]
-        ```
-    """
+    """Key that sorts taps in the order in which a forward pass meets them."""
     return tap.layer, SITES.index(tap.site)
 
 
 def in_site_order(sites: Iterable[Site]) -> tuple[Site, ...]:
-    """Put sites in the order of a block.
-
-    Args:
-        sites: some sites.
-
-    Returns:
-        The sites without repeats, in the order of `SITES`.
-
-    Example:
-        ```python
-        from inspect_lens.spec import in_site_order
-
-        assert in_site_order(["resid_post", "attn_out"]) == ("attn_out", "resid_post")
-        ```
-    """
+    """Put sites in the order of a block."""
     named = set(sites)
     return tuple(site for site in SITES if site in named)
 
 
 def result_name(site: Site) -> str:
-    """Name of a site's tensor among the activations of a result.
-
-    Args:
-        site: the site.
-
-    Returns:
-        The site itself; `residual_stream` for `resid_post`, as in vllm-lens.
-
-    Example:
-        ```python
-        from inspect_lens.spec import result_name
-
-        assert result_name("resid_post") == "residual_stream"
-        assert result_name("attn_out") == "attn_out"
-        ```
-    """
+    """Name of a site's tensor among the activations of a result."""
     return "residual_stream" if site == RESID_POST else site
 
 
@@ -286,21 +242,5 @@ class EngineFacts:
 
 
 def rows_for(width: SiteWidth, hidden: int) -> int:
-    """Rows of the capture buffer that a token of one rank takes at a site.
-
-    Args:
-        width: of the site.
-        hidden: width of the buffer's rows.
-
-    Returns:
-        Their number; the last one may be filled in part.
-
-    Example:
-        ```python
-        from inspect_lens.spec import SiteWidth, rows_for
-
-        assert rows_for(SiteWidth("mlp_hidden", 14336), hidden=4096) == 4
-        assert rows_for(SiteWidth("mlp_hidden", 14336, shards=2), hidden=4096) == 2
-        ```
-    """
+    """Rows of the capture buffer that a token of one rank takes at a site."""
     return -(-(width.width // width.shards) // hidden)

@@ -50,30 +50,6 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
 
     vLLM passes over fields that it does not know. So a lens key is found at the top level as
     well, and what looks like one, or is a word of ours, in a place that nobody reads is refused.
-
-    Args:
-        body: of the request, or None; of one that vLLM has read, what it does not know of it.
-        where: what the body is, for error messages.
-
-    Returns:
-        The two parts; no argument was changed.
-
-    Raises:
-        SpecError: a place is no mapping, a lens key stands twice, is misspelled, or stands where
-            nobody reads it.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import split_body
-
-        rest, args = split_body({"top_k": 5, "output_residual_stream": [4]})
-        assert (rest, args) == ({"top_k": 5}, {"output_residual_stream": [4]})
-        with pytest.raises(SpecError, match="nobody reads it there"):
-            split_body({"capture": [4]})
-        ```
     """
     args = lens_args(body, where=where)
     taken = (*PLACES, *LENS_KEYS)
@@ -92,26 +68,7 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
 
 
 def lens_args(body: Mapping[str, Any] | None, *, where: str = "the body") -> dict[str, Any]:
-    """Split a request body into lens options and the rest of `extra_args`.
-
-    Args:
-        body: of the request, or None.
-        where: what the body is, for error messages.
-
-    Returns:
-        Lens keys of the top level, and all of `vllm_xargs` and `extra_args`.
-
-    Raises:
-        SpecError: a place is no mapping, or a lens key stands twice.
-
-    Example:
-        ```python
-        from inspect_lens.spec import lens_args
-
-        body = {"prompt": "hello", "vllm_xargs": {"output_residual_stream": "[4]"}}
-        assert lens_args(body) == {"output_residual_stream": "[4]"}
-        ```
-    """
+    """Split a request body into lens options and the rest of `extra_args`."""
     if not body:
         return {}
     found: list[tuple[str, Mapping[str, Any]]] = []
@@ -152,21 +109,6 @@ def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
 
     The keys of vllm-lens are used for all that they can say, so that either server
     understands; the rest needs the native key.
-
-    Args:
-        request: the request, or None.
-
-    Returns:
-        The keys with typed values; empty without a request.
-
-    Example:
-        ```python
-        from inspect_lens import LensRequest
-        from inspect_lens.spec import to_extra_args
-
-        request = LensRequest(capture={"layers": [4]})
-        assert to_extra_args(request) == {"output_residual_stream": [4]}
-        ```
     """
     if request is None:
         return {}

@@ -208,21 +208,7 @@ _PARSED = Parsed(1 << 25)
 
 
 def forget_parsed(request: LensRequest) -> None:
-    """Forget a parsed request that an engine has refused.
-
-    Args:
-        request: of `parse_extra_args`, which otherwise remembers it for requests like it.
-
-    Example:
-        ```python
-        from inspect_lens.spec import forget_parsed, parse_extra_args
-
-        asked = {"output_residual_stream": [99]}
-        request = parse_extra_args(asked)
-        forget_parsed(request)
-        assert parse_extra_args(asked) is not request
-        ```
-    """
+    """Forget a parsed request that an engine has refused."""
     _PARSED.forget(request)
 
 

@@ -45,21 +45,7 @@ _MOST_DEPTH: Final = 32
 
 
 def check_size(body: bytes) -> None:
-    """Refuse JSON that would hold the interpreter while it is parsed.
-
-    Args:
-        body: as it came.
-
-    Raises:
-        SpecError: it has too many entries.
-
-    Example:
-        ```python
-        from inspect_lens.spec import check_size
-
-        check_size(b'{"layers": [1, 2]}')
-        ```
-    """
+    """Refuse JSON that would hold the interpreter while it is parsed."""
     # Commas of texts count too; a prompt that has a million is none.
     if len(body) > MOST_ENTRIES and (n := body.count(b",")) > MOST_ENTRIES:
         raise SpecError(
@@ -69,22 +55,7 @@ def check_size(body: bytes) -> None:
 
 
 def check_counts(value: object, *, field: str = "") -> None:
-    """Refuse lists with more entries than anybody can use, before one of them is read.
-
-    Args:
-        value: parsed JSON of a request, or of a part of it; Python objects are passed over.
-        field: name of the field that has the value; "" where it is the whole.
-
-    Raises:
-        SpecError: with the path of the list, how many it has, and how many it may have.
-
-    Example:
-        ```python
-        from inspect_lens.spec import check_counts
-
-        check_counts({"layers": [1, 2]})
-        ```
-    """
+    """Refuse lists with more entries than anybody can use, before one of them is read."""
     total = 0
     waiting: list[tuple[str, str, object, int]] = [(field, field.rpartition(".")[2], value, 0)]
     while waiting:

@@ -172,31 +172,7 @@ _FUNCTION_MOST = 256
 
 
 def check_name(name: object, *, field: str = "name") -> str:
-    """Judge a name under which a probe or a vector is, or is to be, registered.
-
-    Args:
-        name: what was given.
-        field: path of the field, for error messages.
-
-    Returns:
-        The name: 1 to 128 letters and digits of ASCII, `.`, `_` and `-`, with a letter or a digit
-        first. So it fits into a path of HTTP and into a log as it is.
-
-    Raises:
-        SpecError: anything else.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import check_name
-
-        assert check_name("deception-v2.1") == "deception-v2.1"
-        with pytest.raises(SpecError, match="letters"):
-            check_name("../deception")
-        ```
-    """
+    """Judge a name under which a probe or a vector is, or is to be, registered."""
     if isinstance(name, str) and _NAME.fullmatch(name):
         return name
     raise SpecError(
@@ -206,24 +182,7 @@ def check_name(name: object, *, field: str = "name") -> str:
 
 
 def check_function_name(name: object) -> str:
-    """Judge what a function of a client is called, as Python's `__qualname__` says it.
-
-    Args:
-        name: what was given; an empty text says nothing.
-
-    Returns:
-        The name.
-
-    Raises:
-        SpecError: it is no such name, or has more than 256 characters.
-
-    Example:
-        ```python
-        from inspect_lens.spec import check_function_name
-
-        assert check_function_name("run.<locals>.<lambda>") == "run.<locals>.<lambda>"
-        ```
-    """
+    """Judge what a function of a client is called, as Python's `__qualname__` says it."""
     if isinstance(name, str) and (not name or is_function_name(name)):
         return name
     raise SpecError(

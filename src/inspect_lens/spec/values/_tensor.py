@@ -111,26 +111,7 @@ class TensorData:
 
 
 def freeze_tensor(tensor: TensorData) -> TensorData:
-    """Copy a tensor, so that later changes of the caller's array have no effect.
-
-    Args:
-        tensor: any.
-
-    Returns:
-        The same tensor where its memory is read-only, else a read-only copy.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.spec import TensorData, freeze_tensor
-
-        array = np.zeros(3, dtype=np.float32)
-        frozen = freeze_tensor(TensorData(array, "float32"))
-        array[0] = 1.0
-        assert frozen.to_float32()[0] == 0.0
-        ```
-    """
+    """Copy a tensor, so that later changes of the caller's array have no effect."""
     if not tensor.storage.flags.writeable:
         return tensor
     storage = tensor.storage.copy()
@@ -171,24 +152,6 @@ def encode_frame(tensor: TensorData) -> tuple[dict[str, Any], memoryview]:
 
     Not compressed: activations in 16 bits lose a fifth of their bytes at most, and both sides
     would spend more time on that than a network of a data centre on the bytes.
-
-    Args:
-        tensor: the tensor.
-
-    Returns:
-        `{"dtype", "original_dtype", "shape"}`, and the bytes of the rows: where the tensor has
-        them, whose memory they keep, or of a copy where they do not lie in order.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.spec import TensorData, decode_tensor, encode_frame
-
-        rows = TensorData(np.ones((1, 3, 8), dtype=np.float32), "float32")
-        entry, frame = encode_frame(rows)
-        assert decode_tensor(entry, raw=frame).shape == (1, 3, 8)
-        ```
     """
     return _entry(tensor), _bytes_of(tensor)
 

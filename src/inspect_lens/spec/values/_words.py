@@ -53,27 +53,7 @@ _LONGEST = 64
 
 
 def refuse_own_word(key: object, where: str) -> None:
-    """Raise an error for a lens key in a place where it has no effect.
-
-    Args:
-        key: of a body, which vLLM does not know.
-        where: it stands.
-
-    Raises:
-        SpecError: with the place where it is read.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import refuse_own_word
-
-        refuse_own_word("top_k", "the body")
-        with pytest.raises(SpecError, match="nobody reads it there"):
-            refuse_own_word("capture", "the body")
-        ```
-    """
+    """Raise an error for a lens key in a place where it has no effect."""
     if key == ENVELOPE_KEY:
         raise SpecError(f"{where}: {ENVELOPE_KEY!r} is reserved for the engine")
     if isinstance(key, str) and key in OWN_WORDS:
@@ -83,29 +63,7 @@ def refuse_own_word(key: object, where: str) -> None:
 def refuse_misspelled(
     key: str, where: str, *, known: Sequence[str] = (*LENS_KEYS, *PLACES), cutoff: float = 0.8
 ) -> None:
-    """Raise an error for a key that looks like a misspelled lens key.
-
-    Args:
-        key: that nobody reads.
-        where: it stands.
-        known: keys that are read there.
-        cutoff: how much alike two keys have to be, as `difflib` counts it.
-
-    Raises:
-        SpecError: with the key that may have been meant.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import refuse_misspelled
-
-        refuse_misspelled("top_k", "the body")
-        with pytest.raises(SpecError, match="did you mean 'output_residual_stream'"):
-            refuse_misspelled("output_residual_streams", "the body")
-        ```
-    """
+    """Raise an error for a key that looks like a misspelled lens key."""
     if not isinstance(key, str) or len(key) > _LONGEST:
         return
     near = _nearest(key, tuple(known), cutoff)
