@@ -75,17 +75,7 @@ def check_patterns(patterns: Iterable[str | None]) -> None:
 
 
 class PatternBudget:
-    """The time that patterns of one body may take, however many prompts it has.
-
-    Example:
-        ```python
-        from inspect_lens.spec import PatternBudget
-
-        budget = PatternBudget()
-        found = budget.spans("Vel[a-z]+", "Velosh was founded", field="capture.positions")
-        assert list(found) == [(0, 6)]
-        ```
-    """
+    """The time that patterns of one body may take, however many prompts it has."""
 
     def __init__(self) -> None:
         self._left_s = MOST_SECONDS
@@ -94,16 +84,7 @@ class PatternBudget:
         and where it is sealed."""
 
     def spans(self, pattern: str, text: str, *, field: str) -> Iterator[tuple[int, int]]:
-        """Where a pattern matches: begin and end in characters, matches of no text left out.
-
-        Args:
-            pattern: that `check_pattern` has seen.
-            text: of a prompt.
-            field: path of the field, for error messages.
-
-        Raises:
-            SpecError: it would take, or takes, too long.
-        """
+        """Where a pattern matches: begin and end in characters, matches of no text left out."""
         compiled = _compiled(pattern)
         work = int(compiled.programsize) * len(text.encode())
         if work > MOST_WORK:

@@ -241,33 +241,7 @@ def in_phase(
 def resolve_positions(
     positions: Positions, *, n_prompt: int, n_max: int, field: str
 ) -> range | tuple[int, ...]:
-    """Turn positions into a range or explicit positions of one request.
-
-    Args:
-        positions: what `parse_positions` returned.
-        n_prompt: tokens of the prompt.
-        n_max: tokens that are fed to the model at most, prompt and completion together; `last`
-            takes it for the number that was fed.
-        field: path of the field, for error messages.
-
-    Returns:
-        A `range` for a named range (it may reach to `n_max`), else the explicit positions,
-        order kept and negatives resolved.
-
-    Raises:
-        SpecError: an explicit position lies outside the request, a mask is not as long as
-            the prompt, or tokens are to be matched, which takes the prompt itself.
-
-    Example:
-        ```python
-        from inspect_lens.spec import resolve_positions
-
-        # Five tokens of prompt, and at most three that are sampled.
-        fed = {"n_prompt": 5, "n_max": 8, "field": "positions"}
-        assert resolve_positions("prompt", **fed) == range(5)
-        assert resolve_positions((-1, 0), **fed) == (4, 0)
-        ```
-    """
+    """Turn positions into a range or explicit positions of one request."""
     if isinstance(positions, str):
         return _named_range(positions, n_prompt, n_max)
     if isinstance(positions, TokenMatch):

@@ -110,21 +110,6 @@ def tap_point(site: Site, layer: int) -> TapPoint:
 
     The stream before a block is the stream after the block below it, so only the first
     block needs a tap for `resid_pre`.
-
-    Args:
-        site: the site.
-        layer: 0-based global layer number.
-
-    Returns:
-        The tap.
-
-    Example:
-        ```python
-        from inspect_lens.spec import tap_point
-
-        # The stream before block 3 is the stream after block 2.
-        assert tap_point("resid_pre", 3) == ("resid_post", 2)
-        ```
     """
     if site == "resid_pre" and layer > 0:
         return TapPoint("resid_post", layer - 1)
@@ -132,22 +117,7 @@ def tap_point(site: Site, layer: int) -> TapPoint:
 
 
 def tap_points(sites: Iterable[Site], layers: Iterable[int]) -> tuple[TapPoint, ...]:
-    """The taps that serve some sites of some layers.
-
-    Args:
-        sites: the sites.
-        layers: 0-based global layer numbers.
-
-    Returns:
-        The taps, each once, in tap order.
-
-    Example:
-        ```python
-        from inspect_lens.spec import tap_points
-
-        assert len(tap_points(["resid_pre", "resid_post"], [2, 3])) == 3
-        ```
-    """
+    """The taps that serve some sites of some layers."""
     at = tuple(layers)
     return tuple(sorted({tap_point(site, layer) for site in sites for layer in at}, key=tap_order))
 

@@ -32,20 +32,6 @@ class TensorLimits:
     """What an engine can use of the tensors of one request, which are counted together.
 
     A kilobyte of text unpacks to gigabytes. So shapes are judged as they are declared.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import TensorLimits, parse_extra_args
-
-        limits = TensorLimits(model="m", hidden=8, n_layers=4, rows=100)
-        tensor = {"data": "", "dtype": "float32", "shape": [1, 1 << 30], "compression": "zstd"}
-        vector = {"activations": tensor, "layer_indices": [1]}
-        with pytest.raises(SpecError, match="8 wide"):
-            parse_extra_args({"apply_steering_vectors": [vector]}, limits=limits)
-        ```
     """
 
     def __init__(
@@ -57,15 +43,7 @@ class TensorLimits:
         rows: int,
         widths: Sequence[SiteWidth] = (),
     ) -> None:
-        """Set the limits.
-
-        Args:
-            model: name, for messages.
-            hidden: width of the residual stream.
-            n_layers: decoder layers.
-            rows: steering vectors that the engine's table holds.
-            widths: of sites that are not as wide as the stream.
-        """
+        """Set the limits."""
         self._widths = {width.site: width.width for width in widths}
         self._model, self._hidden = model, hidden
         self._n_layers, self._rows = n_layers, rows
@@ -73,14 +51,7 @@ class TensorLimits:
 
     @classmethod
     def of(cls, facts: EngineFacts) -> TensorLimits:
-        """Limits for one request to an engine.
-
-        Args:
-            facts: of the engine.
-
-        Returns:
-            Limits that have counted nothing yet.
-        """
+        """Limits for one request to an engine."""
         return cls(
             model=facts.model,
             hidden=facts.hidden,
@@ -105,19 +76,7 @@ class TensorLimits:
     def judge_edit(
         self, shape: tuple[int, ...], itemsize: int, *, site: object = None, is_part: bool = False
     ) -> None:
-        """Judge the declared shape of a tensor of an edit, whose last axis is the width.
-
-        Args:
-            shape: as declared.
-            itemsize: bytes of a value.
-            site: at which the edit acts; other than a wider or narrower one it is as wide as the
-                stream.
-            is_part: whether the tensor is for chosen heads, neurons or experts, and so narrower.
-
-        Raises:
-            SpecError: the engine has no such width.
-            UnsupportedError: its table holds fewer rows.
-        """
+        """Judge the declared shape of a tensor of an edit, whose last axis is the width."""
         width = self._widths.get(cast("Site", site), self._hidden)
         found = shape[-1] if shape else 0
         if not (0 < found <= width if is_part else found == width):
@@ -129,15 +88,7 @@ class TensorLimits:
         self._count(math.prod(shape[:-1]) * -(-width // self._hidden))
 
     def edit_judge(self, site: object, *, is_part: bool) -> JudgeShape:
-        """What judges the tensors of an edit; see `judge_edit`.
-
-        Args:
-            site: at which it acts, as it was written.
-            is_part: whether it names heads, neurons or experts.
-
-        Raises:
-            UnsupportedError: the engine does not serve the site.
-        """
+        """What judges the tensors of an edit; see `judge_edit`."""
         info = SITE_TABLE.get(cast("Site", site)) if isinstance(site, str) else None
         if info is not None and not info.is_wide and site not in self._widths:
             raise UnsupportedError(
@@ -148,17 +99,7 @@ class TensorLimits:
         return partial(self.judge_edit, site=key, is_part=is_part)
 
     def judge_weights(self, shape: tuple[int, ...], itemsize: int, *, axes: str, what: str) -> None:
-        """Judge the declared shape of a tensor of a probe or a lens.
-
-        Args:
-            shape: as declared.
-            itemsize: bytes of a value.
-            axes: names of the axes; `h` is the width and `l` are layers.
-            what: `probe` or `lens`.
-
-        Raises:
-            SpecError: it does not fit the model, or is too large.
-        """
+        """Judge the declared shape of a tensor of a probe or a lens."""
         if len(shape) != len(axes) and (what == "lens" or math.prod(shape) != 1):
             raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
         if len(shape) == len(axes):

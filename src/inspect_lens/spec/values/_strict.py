@@ -35,22 +35,7 @@ _short.maxlevel = 3
 
 
 def shown(value: object) -> str:
-    """A value for an error message; short, however large it is.
-
-    Args:
-        value: what came.
-
-    Returns:
-        Its `repr`, the middle left out where it is long.
-
-    Example:
-        ```python
-        from inspect_lens.spec import shown
-
-        assert shown([1, 2]) == "[1, 2]"
-        assert len(shown(list(range(100_000)))) < 100
-        ```
-    """
+    """A value for an error message; short, however large it is."""
     try:
         return _short.repr(value)
     except ValueError:  # an integer that Python does not write out
@@ -93,28 +78,7 @@ Flag = Annotated[StrictBool, BeforeValidator(_flag)]
 
 
 def explain(error: ValidationError, *, at: str = "") -> str:
-    """Put a pydantic error into a few lines.
-
-    Args:
-        error: of a model.
-        at: path of the model in the request; "" where it is the whole.
-
-    Returns:
-        Path and reason of the first findings.
-
-    Example:
-        ```python
-        from pydantic import ValidationError
-
-        from inspect_lens import CaptureSpec
-        from inspect_lens.spec import explain
-
-        try:
-            CaptureSpec(layers=[1.5])
-        except ValidationError as error:
-            assert explain(error) == "layers: 1.5 is not an integer"
-        ```
-    """
+    """Put a pydantic error into a few lines."""
     start = [at] if at else []
     lines = [
         f"{'.'.join([*start, *(str(part)[:80] for part in item['loc'])]) or 'inspect_lens'}: "
@@ -129,25 +93,7 @@ def explain(error: ValidationError, *, at: str = "") -> str:
 
 @contextmanager
 def judging(field: str) -> Iterator[None]:
-    r"""While a request is judged, whatever is raised is an error of the request.
-
-    Args:
-        field: that is judged, for error messages; "" is the body as a whole.
-
-    Raises:
-        SpecError: in the place of any exception that is none of ours.
-
-    Example:
-        ```python
-        import pytest
-
-        from inspect_lens.errors import SpecError
-        from inspect_lens.spec import judging
-
-        with pytest.raises(SpecError, match="lens.tokens: cannot be read"), judging("lens.tokens"):
-            "\ud800".encode()
-        ```
-    """
+    """While a request is judged, whatever is raised is an error of the request."""
     try:
         yield
     except LensError:
