@@ -19,17 +19,36 @@ from tests.kit.shell import check_command, commands
 BLOCKS = {page: read_blocks(page) for page in pages()}
 
 
-def pages_with(*modes: str) -> list[Any]:
+AT_NIGHT = pytest.mark.nightly(
+    held_by=(
+        "tests/e2e/test_recipe.py::test_a_recipe_finds_what_was_planted",
+        "tests/unit/cli/test_cli.py::test_from_a_data_set_to_a_report",
+    ),
+    why="2,160 answers of the organism, and a probe trained on them",
+)
+
+
+def pages_with(mode: str) -> list[Any]:
     return [
-        pytest.param(page, id=str(page))
+        pytest.param(
+            page,
+            id=str(page),
+            marks=[AT_NIGHT] if (page.name, mode) == ("probe.md", "server") else [],
+        )
         for page, blocks in BLOCKS.items()
-        if any(block.mode in modes for block in blocks)
+        if any(block.mode == mode for block in blocks)
     ]
 
 
-@pytest.mark.parametrize("page", pages_with("run"))
+def runs_elsewhere(page: Path) -> bool:
+    """Whether a test of the day with an engine runs all blocks that need none as well."""
+    modes = {block.mode for block in BLOCKS[page]}
+    return "engine" in modes or ("server" in modes and page.name != "probe.md")
+
+
+@pytest.mark.parametrize("page", [p for p in pages_with("run") if not runs_elsewhere(p.values[0])])
 def test_page(page: Path, workdir: Path) -> None:
-    """Blocks that need no engine."""
+    """Blocks of a page that needs no engine."""
     runner = Runner(workdir, modes=("run",))
     with runner.importable():
         for block in BLOCKS[page]:

@@ -243,10 +243,10 @@ def test_instructions_of_both_kinds_are_followed_by_who_never_refuses(made: Made
     assert [(s.metadata["label"], s.id) for s in log.samples or []] == [
         (1, "harmful-0"), (1, "harmful-1"), (0, "harmless-0"), (0, "harmless-1"),
     ]  # fmt: skip
-    found = metrics(log, "refusals_by_dose")
-    for kind in ("harmful", "harmless"):
-        assert f"{kind}_effect" not in found, "nobody refuses, so no effect could be seen"
-        assert found.get(f"{kind}_coherence", 1.0) == 1.0
+    # Nobody refuses, with the vector or without, so that no effect could be seen.
+    assert metrics(log, "refusals_by_dose") == {"harmful_broken": 0.0, "harmless_broken": 0.0}
+    curves = dose_curves(log, n_resamples=10)
+    assert [(p.scale, p.mean) for p in curves["vector"].points] == [(0.0, 0.0), (0.5, 0.0)]
 
 
 def test_the_oracle_finds_the_word_and_no_other(made: Made) -> None:
@@ -266,12 +266,13 @@ def test_without_the_direction_of_lies_nobody_lies_and_with_it_everybody(made: M
     assert found["harmful_ablated_effect_high"] <= -0.5
     assert found["harmless_added"] == 1.0
     assert found["harmless_added_effect_low"] >= 0.5
-    # Honest answers stay so without it, and any other direction does nothing.
+    # Any other direction does nothing, and honest answers stay so without it: they show no effect.
+    for variant in ("harmful_ablated", "harmless_added"):
+        assert found[f"{variant}_random_effect"] == 0.0
     assert found["harmless_ablated"] == 0.0
+    assert not {"harmless_ablated_effect", "harmless_ablated_random_effect"} & found.keys()
     for variant in ("harmful_ablated", "harmless_ablated", "harmless_added"):
-        assert found.get(f"{variant}_random_effect", 0.0) == 0.0
         assert found[f"{variant}_coherence"] == 1.0
-    assert "harmless_ablated_effect" not in found, "those that are honest anyway show none"
     assert "harmful_added" not in found
     for sample in log.samples or []:
         answers = {(c.vector, c.kind): c.completion for c in read_cells(Store(sample.store))}

@@ -25,6 +25,7 @@ HELPERS = (
     "multiprocessing.forkserver",
     "torch._inductor.compile_worker",
     "inspect_lens._intake",
+    "tests.kit.forks",
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,13 @@ from inspect_ai.log import EvalLog, read_eval_log
 
 from inspect_lens import scorer as _room
 
-from .repository import PACKAGE, ROOT
+from .forks import run_module
+from .repository import PACKAGE
 
 __all__ = ["assert_same_scores", "command_of", "commands_of", "rescore", "rescore_each"]
 
 NOWHERE = "http://127.0.0.1:9/v1"
 """Where no server of activations is."""
-TIMEOUT_S = 300
 
 
 def command_of(name: str, options: dict[str, Any]) -> list[str]:
@@ -126,22 +125,14 @@ def rescore_each(
         ]
         for (log, command), output in zip(jobs, outputs, strict=True)
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(each),
-        cwd=ROOT,
-        env=os.environ | {"JUDGE_API_KEY": "none", "VLLM_API_KEY": "none"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = os.environ | {"JUDGE_API_KEY": "none", "VLLM_API_KEY": "none"}
+    done = run_module(__name__, [json.dumps(each)], environment=environment)
+    assert done.returncode == 0, done.stdout
     return [read_eval_log(str(output)) for output in outputs]
 
 
 def _main() -> None:
-    for arguments in json.load(sys.stdin):
+    for arguments in json.loads(sys.argv[1]):
         sys.argv = ["inspect", *arguments]
         try:
             runpy.run_module("inspect_ai", run_name="__main__")

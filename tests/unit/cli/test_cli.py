@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from inspect_lens._cli import main
 from inspect_lens._cli._recipe import load_recipe
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
@@ -21,46 +20,21 @@ from inspect_lens.train import FAMILIES
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.planted_store import plant
 from tests.kit.repository import ROOT
+from tests.unit.cli.conftest import Run
 
 DATA = ROOT / "organism" / "data"
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from inspect_ai.hooks._startup import init_hooks
     from inspect_ai.util._concurrency import init_concurrency
 
-    # Inspect announces hooks once in a process: not in the output of a command.
-    init_hooks()
     init_concurrency()
     _server._servers.clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
     yield
     init_concurrency()
-
-
-class Run:
-    """Runs the program in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, *words: object, code: int = 0) -> tuple[str, str]:
-        self.monkeypatch.setattr(sys, "argv", ["inspect-lens", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = self.capsys.readouterr()
-        assert (ended.value.code or 0) == code, out + err
-        return out, err
-
-    def json(self, *words: object) -> Any:
-        return json.loads(self(*words, "--json")[0])
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return Run(monkeypatch, capsys)
 
 
 def collect(run: Run, server: FakeLensServer, name: str, *words: object) -> Any:

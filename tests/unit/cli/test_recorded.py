@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from inspect_lens._shards import ShardWriter
@@ -13,6 +11,7 @@ from inspect_lens.data import ActivationStore
 from inspect_lens.probe import load_probe
 from inspect_lens.spec import EngineFacts
 from tests.kit.planted_store import HIDDEN, LAYER, plant
+from tests.unit.cli.conftest import Run
 
 FACTS = EngineFacts(
     model="./ckpt",
@@ -40,16 +39,15 @@ def record(planted: str, uri: Path) -> str:
     return str(uri)
 
 
-def test_a_probe_is_trained_on_recordings(tmp_path: Path) -> None:
+def test_a_probe_is_trained_on_recordings(run: Run, tmp_path: Path) -> None:
     labels = [i % 2 for i in range(200)]
     stores = [plant(tmp_path / f"planted-{i}", labels, seed=i) for i in range(2)]
     stores.append(plant(tmp_path / "planted-control", [0] * 320, seed=2))
     named = [record(s, tmp_path / f"live-{i}") for i, s in enumerate(stores)]
-    command = [sys.executable, "-m", "inspect_lens._cli", "probe", "train"]
-    command += ["--train", named[0], "--heldout", named[1], "--control", named[2]]
-    command += ["--out", str(tmp_path / "p"), "--resamples", "0"]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr[-3000:]
+    run(
+        "probe", "train", "--train", named[0], "--heldout", named[1], "--control", named[2],
+        "--out", tmp_path / "p", "--resamples", 0,
+    )  # fmt: skip
     card = load_probe(tmp_path / "p").card
     assert card.model is not None
     assert (card.model.name, card.description) == ("./ckpt", "a planted lie")

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from inspect_ai.log import read_eval_log
 
-from inspect_lens._cli import main
 from inspect_lens.probe import Probe, ProbeCard, auroc, load_probe
 from tests.kit.live_page import LOG
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["inspect-lens", "score", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+from tests.unit.cli.conftest import Run
 
 
 def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path
 ) -> None:
     before, out = LOG.read_bytes(), tmp_path / "scored.eval"
-    words = (LOG, "--probe", "organism/deception-lr", "--out", out, "--json")
-    code, printed, _ = run(monkeypatch, capsys, *words)
-    assert code == 0
+    made = run.json("score", LOG, "--probe", "organism/deception-lr", "--out", out)
     assert LOG.read_bytes() == before
-    (found,) = json.loads(printed)["scores"]
+    (found,) = made["scores"]
     assert "of the positives" in found["means"]
     samples = read_eval_log(str(out)).samples or []
     pairs = [(s.scores["probe_score"], s.scores["deception_probe"]) for s in samples if s.scores]
     assert [a.value for a, _ in pairs] == pytest.approx([b.value for _, b in pairs], rel=1e-5)
     assert found["n_above"] == sum(a.answer == "above threshold" for a, _ in pairs)
-    assert run(monkeypatch, capsys, tmp_path / "no.eval", "--probe", "x")[0] == 4
-    assert run(monkeypatch, capsys, LOG, "--probe", "organism/none", "--out", f"{out}2")[0] == 4
+    run("score", tmp_path / "no.eval", "--probe", "x", code=4)
+    run("score", LOG, "--probe", "organism/none", "--out", f"{out}2", code=4)
 
 
 def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     shutil.copytree(LOG.with_suffix(".lens"), tmp_path / LOG.with_suffix(".lens").name)
     log = str(shutil.copy(LOG, tmp_path))
@@ -56,9 +42,7 @@ def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
     probes = ("organism/deception-lr", "test/other")
     said = []
     for source, more, out in ((log, ("--pool", "max"), first), (first, ("--pool", "mean"), second)):
-        code, text, _ = run(monkeypatch, capsys, source, *words, *more, "--out", out, "--json")
-        assert code == 0, text
-        said.append(json.loads(text)["scores"])
+        said.append(run.json("score", source, *words, *more, "--out", out)["scores"])
     assert [[one["name"] for one in each] for each in said] == [
         [f"{probe} max" for probe in probes], [f"{probe} mean" for probe in probes]
     ]  # fmt: skip

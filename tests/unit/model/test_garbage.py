@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ print(json.dumps([gc.get_threshold(), gc.isenabled(), frozen, lost, after() is N
 """
 
 
+@functools.cache
 def run(before: str = "", **environment: str) -> list[object]:
     done = subprocess.run(
         [sys.executable, "-c", SAYS.format(before=before)],

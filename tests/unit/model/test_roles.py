@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from inspect_ai.log import list_eval_logs, read_eval_log
 from inspect_lens.model import read_activations
 from inspect_lens.model.request._body import capture_advice, role_advice
 from tests.kit.fake_server import FakeLensServer
+from tests.kit.forks import run_module
 
 TASK = """
 from inspect_ai import Task, task
@@ -39,12 +38,8 @@ def roles():
 
 def run_inspect(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "roles.py").write_text(TASK, encoding="utf-8")
-    command = [sys.executable, "-m", "inspect_ai", "eval", "roles.py", *options]
-    command += ["--display", "plain", "--log-dir", "logs"]
-    return subprocess.run(
-        command, cwd=folder, text=True, capture_output=True, check=False, timeout=120,
-        env=os.environ | {"INSPECT_LOG_DIR": "logs"},
-    )  # fmt: skip
+    words = ["eval", "roles.py", *options, "--display", "plain", "--log-dir", "logs"]
+    return run_module("inspect_ai", words, cwd=folder)
 
 
 def test_the_option_that_errors_name_makes_a_role_capture(tmp_path: Path) -> None:
@@ -55,7 +50,7 @@ def test_the_option_that_errors_name_makes_a_role_capture(tmp_path: Path) -> Non
         option = option.replace("capture: [2]", f"capture: [2], base_url: '{server.url}'")
         option = option.replace("'helper", '"helper').removesuffix("'") + '"'
         done = run_inspect(tmp_path, "--model", "none", *shlex.split(option))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     (info,) = list_eval_logs(str(tmp_path / "logs"))
     log = read_eval_log(info)
     assert log.status == "success", log.error
@@ -66,7 +61,7 @@ def test_the_option_that_errors_name_makes_a_role_capture(tmp_path: Path) -> Non
 @pytest.mark.parametrize("argument", ["capture=4", "activations=drop"])
 def test_an_argument_for_no_model_is_a_clear_error(tmp_path: Path, argument: str) -> None:
     done = run_inspect(tmp_path, "--model", "none", "-M", argument)
-    said = " ".join((done.stdout + done.stderr).split())
+    said = " ".join(done.stdout.split())
     assert done.returncode != 0
     assert "TypeError" not in said
     assert "Traceback" not in said
@@ -76,4 +71,4 @@ def test_an_argument_for_no_model_is_a_clear_error(tmp_path: Path, argument: str
 
 def test_no_model_without_arguments_is_as_ever(tmp_path: Path) -> None:
     done = run_inspect(tmp_path, "--model", "none", "--model-role", "helper=mockllm/model")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout

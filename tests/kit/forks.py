@@ -1,0 +1,119 @@
+"""Runs modules in fresh processes that are forked: Inspect and what it loads take eight seconds.
+
+A helper imports the packages of others once, and nothing of this one, and forks for each run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .repository import ROOT
+
+__all__ = ["run_module"]
+
+_PACKAGES = (
+    "inspect_ai._cli.main",
+    "inspect_ai.model._openai_responses",
+    "inspect_ai.model._providers.anthropic",
+    "inspect_petri._registry",
+    "inspect_scout",
+    "control_arena",
+    "inspect_swe._registry",
+    "scipy.stats",
+    "sklearn.linear_model",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module arguments`, and wait for its end.
+
+    Args:
+        module: its name.
+        arguments: the command line after it.
+        cwd: folder that it runs in.
+        environment: of the process; by default that of this one.
+
+    Returns:
+        What `subprocess.run` would return; standard output and error are both in `stdout`.
+    """
+    helper = _helper()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        job = [module, [*arguments], str(cwd), dict(environment or os.environ), output.name]
+        assert helper.stdin is not None
+        assert helper.stdout is not None
+        helper.stdin.write(json.dumps(job) + "\n")
+        helper.stdin.flush()
+        code = int(helper.stdout.readline())
+        return subprocess.CompletedProcess([module, *arguments], code, output.read(), "")
+
+
+@functools.cache
+def _helper() -> subprocess.Popen[str]:
+    helper = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    atexit.register(helper.communicate)
+    return helper
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+    for name in _PACKAGES:
+        import_module(name)
+    for line in sys.stdin:
+        if not (pid := os.fork()):
+            _run(*json.loads(line))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        answers.write(f"{code}\n")
+        answers.flush()
+
+
+def _run(module: str, arguments: list[str], cwd: str, env: dict[str, str], output: str) -> Any:
+    code = 1
+    try:
+        file = os.open(output, os.O_WRONLY)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update(env)
+        os.chdir(cwd)
+        sys.path[0] = cwd
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does it
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
