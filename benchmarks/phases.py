@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
-__all__ = ["Phases"]
+__all__ = ["GarbageClock", "Phases"]
 
 
 _FIRST = 16
 """Steps: prompts are computed in the first few, and requests join."""
+
+
+class GarbageClock:
+    """Seconds that the garbage collector takes, in whatever thread."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> GarbageClock:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, _info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._began = now
+        else:
+            self.seconds += now - self._began
 
 
 class Phases:

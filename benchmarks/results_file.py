@@ -44,10 +44,6 @@ class Results:
     steps: list[dict[str, Any]] = field(default_factory=list)
     host: list[dict[str, Any]] = field(default_factory=list)
     """What the lens took of the step loop's thread in a run that is not among the timed ones."""
-    timeline: list[dict[str, Any]] = field(default_factory=list)
-    """What the device did in a step of a run that is not among the timed ones."""
-    threads: list[dict[str, Any]] = field(default_factory=list)
-    """What the client's threads did in a run that is not among the timed ones."""
     waits: dict[Key, dict[str, list[float]]] = field(default_factory=dict)
     """By name, of each run: what `WAITS` describes."""
 
@@ -80,7 +76,7 @@ class Results:
         found.engines = dict(file["engines"])
         for one in file["skipped"]:
             found.skipped[one["model"], one["load"], one["arm"]] = one["reason"]
-        for name in ("steps", "host", "timeline", "threads"):
+        for name in ("steps", "host"):
             setattr(found, name, list(file[name]))
         for one in file["waits"]:
             names = {k: v for k, v in one.items() if k not in ("model", "load", "arm")}
@@ -123,8 +119,6 @@ class Results:
             ],
             "steps": self.steps,
             "host": self.host,
-            "timeline": self.timeline,
-            "threads": self.threads,
             "waits": [
                 {"model": model, "load": load, "arm": arm, **waits}
                 for (model, load, arm), waits in self.waits.items()

@@ -185,7 +185,7 @@ class Bench:
         cache = self.options.cache_root or str(self.work / "cache")
         own["VLLM_CACHE_ROOT"] = str(Path(cache) / f"{self.model}-{kind}")
         own.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        if self.options.steps or self.options.host or self.options.timeline:
+        if self.options.steps or self.options.host:
             # Functions of this repository, sent to the engine's own process.
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return own
@@ -227,10 +227,6 @@ class Bench:
             self._once_more(arms, "steps", self.results.steps)
         if self.options.host:
             self._once_more(arms, "host", self.results.host)
-        if self.options.timeline:
-            self._once_more(arms, "timeline", self.results.timeline)
-        if self.options.threads:
-            self._once_more(arms, "threads", self.results.threads)
         write_json(Path(self.options.out), self.results.to_json())
 
     def _turn(self, key: Key, repetition: int) -> None:
@@ -346,15 +342,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--served", action="store_true", help="over HTTP, of vLLM's API server")
     add("--steps", action="store_true", help="time each step of one more run per arm and load")
     add("--host", action="store_true", help="time the lens's parts of the step loop in one more")
-    add("--timeline", action="store_true", help="trace the device's steps in one more run")
     add("--pause-waiting", action="store_true", help="stop an engine's processes between turns")
-    add("--threads", action="store_true", help="sample the client's threads in one more run")
     add(
         "--lens-setting", action="append", default=[], metavar="NAME=VALUE",
         help="environment variable of the engines with the lens",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    inside = [name for name in ("steps", "host", "timeline", "threads") if getattr(options, name)]
+    inside = [name for name in ("steps", "host") if getattr(options, name)]
     if options.served and inside:
         parser.error(f"--served: a server is not looked into; leave --{inside[0]} out")
     return options

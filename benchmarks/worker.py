@@ -10,7 +10,6 @@ import gc
 import os
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from tests.kit.child import requests_and_reply
@@ -19,11 +18,9 @@ from tests.kit.process_tree import cpu_model, usage
 from .arms import ARMS, ENGINES, Vector
 from .host_clock import host_summary, start_host_clock, stop_host_clock
 from .loads import LOADS, requests
-from .phases import Phases
+from .phases import GarbageClock, Phases
 from .shapes import SHAPES, Shape
 from .step_clock import start_clock, stop_clock, summary
-from .thread_samples import GarbageClock, Sampler
-from .timeline import start_timeline, stop_timeline, timeline_summary
 
 __all__ = ["main"]
 
@@ -163,15 +160,6 @@ class Vllm:
         steps = self._beside(start_host_clock, stop_host_clock, arm, load, seed, limit_s)
         return {"host": host_summary([tuple(s) for s in steps])}
 
-    def timeline(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
-        """What the device does in a full decode step, in one run that is not timed otherwise."""
-        start = partial(start_timeline, sequences=LOADS[load].n)
-        return {
-            "timeline": timeline_summary(
-                self._beside(start, stop_timeline, arm, load, seed, limit_s)
-            )
-        }
-
     def _beside(
         self, start: Any, stop: Any, arm: str, load: str, seed: int, limit_s: float
     ) -> list[Any]:
@@ -182,12 +170,6 @@ class Vllm:
         finally:
             noted: list[Any] = self.llm.collective_rpc(stop)[0]
         return noted
-
-    def threads(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
-        """What the threads of this process do in one run that is not timed otherwise."""
-        with Sampler() as sampler:
-            run = self.run(arm, load, seed, limit_s)
-        return {"threads": {**sampler.report(), **{k: run[k] for k in ("garbage_ms", "waited_ms")}}}
 
     def close(self) -> None:
         """End the engine's processes."""

@@ -160,7 +160,7 @@ def server_process(url: str) -> psutil.Process:
 
 @pytest.mark.parametrize(
     ("make", "n"),
-    [pytest.param(body_of, 300, id="bodies"), pytest.param(pattern_of, 120, id="patterns")],
+    [pytest.param(body_of, 150, id="bodies"), pytest.param(pattern_of, 60, id="patterns")],
 )
 def test_bodies_hurt_nobody(
     client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
@@ -171,7 +171,7 @@ def test_bodies_hurt_nobody(
 
 @pytest.mark.nightly(
     held_by="tests/engine/test_fuzz_bodies.py::test_bodies_hurt_nobody",
-    why="5,000 bodies and 2,000 patterns; by day 300 and 120",
+    why="5,000 bodies and 2,000 patterns; by day 150 and 60",
 )
 @pytest.mark.parametrize(
     ("make", "n"),
@@ -200,7 +200,7 @@ def check_that_nobody_is_hurt(
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         # What is loaded and made at the first request of a kind is no growth.
-        list(pool.map(lambda seed: send(client, seed, make), range(-100, 0)))
+        list(pool.map(lambda seed: send(client, seed, make), range(-50, 0)))
         idle_health = sorted(timed(client, plain=False) for _ in range(50))
         usual = statistics.median(timed(client, plain=True) for _ in range(20))
         before = held()

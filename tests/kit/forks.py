@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping
+from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import Any
 
 from .repository import ROOT
 
-__all__ = ["run_module"]
+__all__ = ["run_python"]
 
 _PACKAGES = (
     "inspect_ai._cli.main",
@@ -37,18 +36,13 @@ _PACKAGES = (
 )
 
 
-def run_module(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    cwd: Path = ROOT,
-    environment: Mapping[str, str] | None = None,
+def run_python(
+    *words: str, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module arguments`, and wait for its end.
+    """Run `python -m module …` or `python -c code …`, and wait for its end.
 
     Args:
-        module: its name.
-        arguments: the command line after it.
+        *words: the command line of Python.
         cwd: folder that it runs in.
         environment: of the process; by default that of this one.
 
@@ -57,13 +51,13 @@ def run_module(
     """
     helper = _helper()
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        job = [module, [*arguments], str(cwd), dict(environment or os.environ), output.name]
+        job = [words, str(cwd), dict(environment or os.environ), output.name]
         assert helper.stdin is not None
         assert helper.stdout is not None
         helper.stdin.write(json.dumps(job) + "\n")
         helper.stdin.flush()
         code = int(helper.stdout.readline())
-        return subprocess.CompletedProcess([module, *arguments], code, output.read(), "")
+        return subprocess.CompletedProcess(words, code, output.read(), "")
 
 
 @functools.cache
@@ -89,20 +83,24 @@ def _serve() -> None:
         answers.flush()
 
 
-def _run(module: str, arguments: list[str], cwd: str, env: dict[str, str], output: str) -> Any:
+def _run(words: list[str], cwd: str, env: dict[str, str], output: str) -> None:
     code = 1
     try:
-        file = os.open(output, os.O_WRONLY)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        os.dup2(os.open(output, os.O_WRONLY), 1)
+        os.dup2(1, 2)
         for name in os.environ.keys() - env.keys():
             del os.environ[name]
         os.environ.update(env)
         os.chdir(cwd)
-        sys.path[0] = cwd
-        sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.path[:1] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+        invalidate_caches()
+        kind, text, *sys.argv[1:] = words
+        sys.argv[0] = text
+        if kind == "-m":
+            runpy.run_module(text, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -15,7 +15,7 @@ from inspect_ai.log import EvalLog, read_eval_log
 
 from inspect_lens import scorer as _room
 
-from .forks import run_module
+from .forks import run_python
 from .repository import PACKAGE
 
 __all__ = ["assert_same_scores", "command_of", "commands_of", "rescore", "rescore_each"]
@@ -126,7 +126,7 @@ def rescore_each(
         for (log, command), output in zip(jobs, outputs, strict=True)
     ]  # fmt: skip
     environment = os.environ | {"JUDGE_API_KEY": "none", "VLLM_API_KEY": "none"}
-    done = run_module(__name__, [json.dumps(each)], environment=environment)
+    done = run_python("-m", __name__, json.dumps(each), environment=environment)
     assert done.returncode == 0, done.stdout
     return [read_eval_log(str(output)) for output in outputs]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +16,11 @@ from benchmarks import phases as phases_module
 from benchmarks.arms import ARMS, ENGINES, Vector
 from benchmarks.host_clock import host_summary, start_host_clock, stop_host_clock
 from benchmarks.loads import LOADS, requests
-from benchmarks.phases import Phases
+from benchmarks.phases import GarbageClock, Phases
 from benchmarks.results_file import WAITS, Results
 from benchmarks.run import Bench, order, parse, plan
 from benchmarks.shapes import SHAPES
 from benchmarks.step_clock import start_clock, stop_clock, summary
-from benchmarks.thread_samples import GarbageClock, Sampler
 from tests.kit.child import ChildError
 from tests.kit.files import write_json
 
@@ -370,24 +368,6 @@ def test_an_arm_that_cannot_run_says_why(tmp_path: Path) -> None:
     assert "--peer-path" in made.results.skipped["tiny", "smoke", "vllm-lens"]
 
 
-def test_samples_say_in_which_phase_of_a_run_a_thread_was_where() -> None:
-    def sleeps() -> None:
-        time.sleep(0.15)
-
-    with Sampler() as sampler:
-        thread = threading.Thread(target=sleeps, name="early-1")
-        thread.start()
-        thread.join()
-        time.sleep(0.15)
-    report = sampler.report()
-    assert report["seconds"] == pytest.approx(0.3, abs=0.15)
-    early = report["threads"]["early"]
-    assert early["innermost"] == {"test_results.py:sleeps": 1.0}
-    assert early["lens_by_tenth"][0] == {"-": 1.0}
-    assert early["lens_by_tenth"][-1] == {}
-    assert report["threads"]["MainThread"]["samples"] > early["samples"]
-
-
 def test_the_garbage_clock_counts_what_is_collected_while_it_is_entered() -> None:
     with GarbageClock() as clock:
         before = clock.seconds
@@ -396,3 +376,19 @@ def test_the_garbage_clock_counts_what_is_collected_while_it_is_entered() -> Non
     after = clock.seconds
     gc.collect()
     assert clock.seconds == after
+
+
+def test_the_runs_of_another_command_are_added_to_a_file() -> None:
+    run = {"seconds": 2.0, "tokens": 100, "preemptions": 1, "add_ms": 3.0}
+    one = Results({"command": "a", "arms": {"default": "x"}, "gpu": "H"})
+    one.add(("m", "8x256", "default"), run)
+    one.add(("m", "8x256", "default"), run | {"seconds": 4.0})
+    one.skipped["m", "8x256", "idle"] = "why"
+    one.engines["m/plain"] = {"options": {}}
+    same = Results.kept(one.to_json(), {"command": "b", "arms": {"idle": "y"}})
+    assert same.environment == {
+        "command": "a && b", "arms": {"default": "x", "idle": "y"}, "gpu": "H",
+    }  # fmt: skip
+    assert same.to_json() | {"environment": 0} == one.to_json() | {"environment": 0}
+    same.add(("n", "8x256", "default"), run)
+    assert [r["model"] for r in same.to_json()["runs"]] == ["m", "n"]

@@ -12,7 +12,7 @@ from inspect_ai.log import list_eval_logs, read_eval_log
 from inspect_lens.model import read_activations
 from inspect_lens.model.request._body import capture_advice, role_advice
 from tests.kit.fake_server import FakeLensServer
-from tests.kit.forks import run_module
+from tests.kit.forks import run_python
 
 TASK = """
 from inspect_ai import Task, task
@@ -39,7 +39,7 @@ def roles():
 def run_inspect(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "roles.py").write_text(TASK, encoding="utf-8")
     words = ["eval", "roles.py", *options, "--display", "plain", "--log-dir", "logs"]
-    return run_module("inspect_ai", words, cwd=folder)
+    return run_python("-m", "inspect_ai", *words, cwd=folder)
 
 
 def test_the_option_that_errors_name_makes_a_role_capture(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def measured(body: dict[str, object]) -> tuple[LensRequest | LensError | None, f
     return made, seconds, peak
 
 
-@settings(max_examples=2000, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=700, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.integers(0, 2**63))
 def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
     body = near_valid(Random(seed))

@@ -20,6 +20,7 @@ from inspect_ai.log import list_eval_logs, read_eval_log
 from inspect_lens._base.shipped import EVALS
 from tests.kit.blocks import read_blocks
 from tests.kit.fake_server import FakeLensServer
+from tests.kit.forks import run_python
 from tests.kit.repository import ROOT
 
 Run = Callable[..., str]
@@ -50,11 +51,8 @@ def run(installed: Path, tmp_path: Path) -> Run:
     def call(*command: str) -> str:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("INSPECT", "PYTHON"))}
         env = kept | {"PYTHONPATH": str(installed), "INSPECT_LOG_DIR": str(tmp_path / "logs")}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, text=True, capture_output=True, env=env,
-            check=False, timeout=600,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        done = run_python(*command, cwd=tmp_path, environment=env)
+        assert done.returncode == 0, done.stdout[-3000:]
         return done.stdout
 
     return call

@@ -76,7 +76,19 @@ except Exception as error:
 
 @pytest.mark.parametrize(
     ("environment", "is_off"),
-    [({}, True), ({"VLLM_PLUGINS": "inspect_lens"}, False), ({"INSPECT_LENS_DISABLE": "1"}, False)],
+    [
+        ({}, True),
+        pytest.param(
+            {"VLLM_PLUGINS": "inspect_lens"},
+            False,
+            marks=pytest.mark.nightly(
+                held_by="tests/unit/vllm/compat/test_rivals.py"
+                "::test_what_vllm_does_not_load_is_no_rival",
+                why="a process that loads vLLM",
+            ),
+        ),
+        ({"INSPECT_LENS_DISABLE": "1"}, False),
+    ],
 )
 def test_vllm_starts_with_both_and_the_other_one_serves_its_keys(
     beside: Path, environment: dict[str, str], is_off: bool
