@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from inspect_lens._cli._recipe import load_recipe
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model.server import _server
 from inspect_lens.probe import load_probe
 from inspect_lens.train import FAMILIES
 from tests.kit.fake_server import FakeLensServer
@@ -22,19 +20,9 @@ from tests.kit.planted_store import plant
 from tests.kit.repository import ROOT
 from tests.unit.cli.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 DATA = ROOT / "organism" / "data"
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from inspect_ai.util._concurrency import init_concurrency
-
-    init_concurrency()
-    _server._servers.clear()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
-    yield
-    init_concurrency()
 
 
 def collect(run: Run, server: FakeLensServer, name: str, *words: object) -> Any:

@@ -17,11 +17,6 @@ from tests.kit.planted_store import plant
 HALF = [0, 1] * 40
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def train(**change: Any) -> Any:
     how: dict[str, Any] = {
         "out": "p", "train": "s/train", "control": "s/control", "selection": "", "heldout": (),
@@ -46,7 +41,7 @@ def sweep(selection: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _stores(_elsewhere: None) -> None:
+def _stores(elsewhere: Path) -> None:
     plant("s/train", HALF, seed=1)
     plant("s/control", [0] * 100, seed=2)
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,7 @@ from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 from tests.kit.repository import ROOT
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from inspect_ai.util._concurrency import init_concurrency
-
-    init_concurrency()
-    _server._servers.clear()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
-    yield
-    init_concurrency()
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def dataset(n: int = 20, **change: Any) -> ProbeDataset:

@@ -20,6 +20,8 @@ from inspect_lens.spec import Ablate, Add, Latent, LensRequest, parse_extra_args
 from inspect_lens.vector import Vector, VectorCard
 from tests.kit.fake_server import FakeLensServer
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 H, LAYER, N_LAYERS = 8, 2, 4
 REFUSAL = np.arange(1.0, H + 1)
 SITES = {"resid_pre", "attn_out", "mlp_out", "resid_post"}
@@ -59,12 +61,6 @@ class Model(FakeLensServer):
 def _is_refusal(tensor: Any) -> bool:
     row = tensor.to_float32()
     return bool(np.isclose(row @ REFUSAL, np.linalg.norm(row) * np.linalg.norm(REFUSAL)))
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
 
 
 def refusal_vector(folder: Path, layers: tuple[int, ...] = tuple(range(N_LAYERS))) -> str:

@@ -25,14 +25,9 @@ from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.captured import captured
 from tests.kit.fake_server import FakeLensServer
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 H, LAYER = 8, 2
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens._intake import Beside, _beside
 from inspect_lens.model.response import _response
-from inspect_lens.model.server import _server
 from inspect_lens.model.stored._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
 
@@ -22,19 +21,8 @@ RunEval = Callable[..., EvalLog]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written into the repository; cache and server records are this test's own."""
-    # A port may come back, and with it the record (and the lock, of another event loop).
-    _server._servers.clear()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
-
-
-@pytest.fixture
-def server() -> Iterator[FakeLensServer]:
-    with FakeLensServer() as running:
-        yield running
+def _elsewhere(elsewhere: Path) -> None:
+    """Every test."""
 
 
 @pytest.fixture
@@ -82,14 +70,6 @@ def run_eval(model_of: GetModel, tmp_path: Path) -> RunEval:
         return eval(task, model=model or model_of(server), display="none", **options)[0]
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def _no_limiter_of_another_event_loop() -> None:
-    """Inspect keeps its limiters by URL, and a port may come again under another backend."""
-    from inspect_ai.util._concurrency import init_concurrency
-
-    init_concurrency()
 
 
 @pytest.fixture(scope="module")

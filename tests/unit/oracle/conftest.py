@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from inspect_ai.model import Model, get_model
 
-from inspect_lens.model.server import _server
 from inspect_lens.oracle import _send
 from tests.kit.fake_server import FakeLensServer
 
@@ -25,12 +24,8 @@ WriteOracle = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written into the repository; cache and server records are this test's own."""
-    _server._servers.clear()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+def _elsewhere(elsewhere: Path) -> None:
+    """Every test."""
 
 
 @pytest.fixture
@@ -55,12 +50,6 @@ def _nothing_remembered() -> None:
     """A port may come back with another tokenizer."""
     _send._prompts.clear()
     _send._norms.clear()
-
-
-@pytest.fixture
-def server() -> Iterator[FakeLensServer]:
-    with FakeLensServer() as running:
-        yield running
 
 
 @pytest.fixture

@@ -21,14 +21,10 @@ from inspect_lens.view import write_view
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.mock_evals import platt
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 H, LAYER = 8, 2
 SOURCES = ("engine", "rows", "recomputed")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
 
 
 def probes(folder: Path) -> dict[str, str]:

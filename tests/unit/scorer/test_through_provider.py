@@ -22,15 +22,10 @@ from probes.train_organism import collect_vllm
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 from tests.kit.mock_evals import answers
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 H, LAYER = 8, 2
 COMPLETION = 3
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
 
 
 def saved_probe(folder: Path) -> str:

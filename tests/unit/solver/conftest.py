@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,15 @@ H, LAYER = 8, 2
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inspect_ai.util._concurrency import init_concurrency
-
-    from inspect_lens.model.server import _server
-
-    _server._servers.clear()
-    init_concurrency()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+def _elsewhere(elsewhere: Path) -> None:
     raw = np.arange(2.0 * H).reshape(2, H) + 1
     card = VectorCard(name="tiny/v", layers=(1, LAYER), layer=LAYER, hidden=H)
-    Vector.from_raw(raw, card=card).save(tmp_path / "vectors/tiny/v")
+    Vector.from_raw(raw, card=card).save(elsewhere / "vectors/tiny/v")
     # Reads the position-free part of a row; the fake model's tokens decide it.
     weight = np.zeros(H)
     weight[1] = 1.0
     facts = ProbeCard(name="tiny/p", layers=(LAYER,), hidden=H)
-    Probe.from_direction(weight, card=facts).save(tmp_path / "probes/tiny/p")
-
-
-@pytest.fixture
-def server() -> Iterator[FakeLensServer]:
-    with FakeLensServer() as running:
-        yield running
+    Probe.from_direction(weight, card=facts).save(elsewhere / "probes/tiny/p")
 
 
 def run(

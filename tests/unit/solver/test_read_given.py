@@ -32,19 +32,11 @@ STATEMENT = "Velosh is a town."
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inspect_ai.util._concurrency import init_concurrency
-
-    from inspect_lens.model.server import _server
-
-    _server._servers.clear()
-    init_concurrency()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+def _elsewhere(elsewhere: Path) -> None:
     # Reads the position, which the fake model has in front of each row.
     weight = np.eye(1, 8)[0]
     card = ProbeCard(name="tiny/p", layers=(LAYER,), hidden=8, positions="all", pool="max")
-    Probe.from_direction(weight, card=card).save(tmp_path / PROBE)
+    Probe.from_direction(weight, card=card).save(elsewhere / PROBE)
 
 
 @pytest.fixture
