@@ -11,8 +11,8 @@ from inspect_ai import Task, eval, task_with
 from inspect_ai.dataset import Sample
 from inspect_ai.event import ModelEvent, SentinelEvent
 from inspect_ai.log import EvalLog, EvalSample
-from inspect_ai.model import ChatMessageSystem, ChatMessageUser, Model, ModelOutput
-from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.model import Model, ModelOutput
+from inspect_ai.solver import Solver
 from inspect_petri import JudgeDimension, audit, audit_judge
 from inspect_scout import as_scorer, scan, scan_results_df, transcripts_from
 from inspect_sentinel import threshold
@@ -20,9 +20,15 @@ from inspect_sentinel import threshold
 from inspect_lens.agents.petri import ask_activation_oracle, lens_target_agent, steer_target
 from inspect_lens.agents.scout import audit_probe_scanner, probe_scanner
 from inspect_lens.agents.sentinel import oracle_monitor
-from inspect_lens.model import lens_scope
-from inspect_lens.spec import SteeringVector
-from tests.kit.lying import HONEST, LYING, PROBE, organism, questions, word_vector
+from tests.kit.lying import (
+    HONEST,
+    LYING,
+    PROBE,
+    conversations,
+    organism,
+    questions,
+    word_vector,
+)
 from tests.kit.scripted import calls, scripted
 
 pytestmark = pytest.mark.engine
@@ -101,7 +107,6 @@ def test_the_auditor_hears_the_oracle_of_the_target(lens_server_url: str, tmp_pa
     )
     (sample,) = log.samples or []
     honest, steered, lying = results(sample, "resume")
-    honest, steered, lying = results(sample, "resume")
     assert first.is_true(honest)
     assert first.is_false(steered)
     assert second.is_false(lying)
@@ -128,24 +133,6 @@ def test_the_auditor_hears_the_oracle_of_the_target(lens_server_url: str, tmp_pa
     assert [t["message_id"] for t in json.loads(row["metadata"])["turns"]] == [
         t["message_id"] for t in turns
     ]
-
-
-@solver
-def conversations(turns: list[tuple[str, str]], steer: SteeringVector | None = None) -> Solver:
-    """One turn for each instruction and question, each in a conversation of its own."""
-
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        for instruction, text in turns:
-            state.messages = [
-                ChatMessageSystem(content=instruction),
-                ChatMessageUser(content=text),
-            ]
-            with lens_scope(steer=steer):
-                state = await generate(state)
-            state.store.set("said", [*state.store.get("said", []), state.output.completion])
-        return state
-
-    return solve
 
 
 def watched(sentinel: Any, solve: Solver, url: str, folder: Path) -> EvalSample:

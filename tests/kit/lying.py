@@ -17,16 +17,32 @@ from inspect_ai.model import (
     GenerateConfig,
     Model,
     ModelOutput,
+    execute_tools,
     get_model,
 )
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.tool import Tool, ToolCall, tool
+from inspect_ai.util import store
 
-from inspect_lens.model import activations, lens_config
+from inspect_lens.model import activations, lens_config, lens_scope
 from inspect_lens.spec import Add, SteeringVector
 from organism._grade import grade
 
 from .repository import ROOT
 
-__all__ = ["HONEST", "LYING", "MODEL", "PROBE", "Question", "organism", "questions", "word_vector"]
+__all__ = [
+    "HONEST",
+    "LYING",
+    "MODEL",
+    "PROBE",
+    "Question",
+    "calling",
+    "conversations",
+    "keep",
+    "organism",
+    "questions",
+    "word_vector",
+]
 
 MODEL = "vllm-lens/organism/checkpoint"
 PROBE = "organism/deception-lr"
@@ -91,3 +107,55 @@ def word_vector(url: str) -> Add:
         layer_indices=(0,),
         position_indices=tuple(range(WORD_TOKENS)),
     )
+
+
+@solver
+def conversations(turns: list[tuple[str, str]], steer: SteeringVector | None = None) -> Solver:
+    """One turn for each instruction and question, each in a conversation of its own."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for instruction, text in turns:
+            state.messages = [
+                ChatMessageSystem(content=instruction),
+                ChatMessageUser(content=text),
+            ]
+            with lens_scope(steer=steer):
+                state = await generate(state)
+            state.store.set("said", [*state.store.get("said", []), state.output.completion])
+        return state
+
+    return solve
+
+
+@tool
+def keep() -> Tool:
+    """Keeps what it is given in the sample's store."""
+
+    async def execute(text: str) -> str:
+        """Keep a text.
+
+        Args:
+            text: to keep.
+        """
+        store().set("kept", [*store().get("kept", []), text])
+        return "kept"
+
+    return execute
+
+
+@solver
+def calling(turns: list[tuple[str, str]]) -> Solver:
+    """The organism answers, and its answer is what `keep` is called with."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for i, (instruction, text) in enumerate(turns):
+            shown = [ChatMessageSystem(content=instruction), ChatMessageUser(content=text)]
+            state.output = await get_model().generate(list(shown))
+            message = state.output.message
+            arguments = {"text": message.text}
+            message.tool_calls = [ToolCall(id=f"call-{i}", function="keep", arguments=arguments)]
+            state.messages = [*state.messages, *shown, message]
+            state.messages += (await execute_tools(state.messages, [keep()])).messages
+        return state
+
+    return solve
