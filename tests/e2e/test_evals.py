@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-from inspect_ai import Task, eval, score
+from inspect_ai import Task, score
 from inspect_ai.log import EvalLog
 
 from evals.organism_causal_tracing import organism_causal_tracing
@@ -26,6 +26,7 @@ from inspect_lens.probe import auroc
 from inspect_lens.scorer import attention_tracker, dose_curves, probe_score
 from inspect_lens.solver import read_given
 from inspect_lens.view import write_view
+from tests.kit.lying import metrics, run_eval
 from tests.kit.page import read_page
 from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
 
@@ -44,15 +45,6 @@ class Made(NamedTuple):
 
     logs: dict[str, EvalLog]
     again: dict[str, list[EvalLog]]
-
-
-def run(task: Task, url: str, folder: Path, **options: Any) -> EvalLog:
-    (log,) = eval(
-        task, model=MODEL, model_base_url=f"{url}/v1", log_dir=str(folder), display="none",
-        **options,
-    )  # fmt: skip
-    assert log.status == "success", log.error
-    return log
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +72,7 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
         ),
     }
     logs = {
-        name: run(task, lens_server_url, folder / "logs", limit=limit)
+        name: run_eval(task, lens_server_url, folder / "logs", limit=limit)
         for name, (task, limit) in tasks.items()
     }
     asking = {"oracle": ["--model-base-url", f"{lens_server_url}/v1"]}
@@ -91,13 +83,6 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
     jobs = [(log, command) for name, log in logs.items() for command in commands[name]]
     done = iter(rescore_each(jobs, folder))
     return Made(logs, {name: [next(done) for _ in each] for name, each in commands.items()})
-
-
-def metrics(log: EvalLog, scorer: str) -> dict[str, float]:
-    assert log.results is not None
-    # Metrics of reduced epochs and of all of them stand apart.
-    found = [s for s in log.results.scores if s.name == scorer]
-    return {name: m.value for score in found for name, m in score.metrics.items()}
 
 
 def test_truth_is_read_also_where_the_answer_is_false(made: Made) -> None:

@@ -31,7 +31,7 @@ from organism._grade import grade
 from organism._model import CHECKPOINT_DIR, load_model
 from organism._splits import read_split
 from tests.kit.judge import JudgeServer
-from tests.kit.lying import HONEST, LYING, MODEL, PROBE
+from tests.kit.lying import HONEST, LYING, MODEL, PROBE, metrics
 from tests.kit.rescored import command_of, rescore_each
 
 pytestmark = pytest.mark.engine
@@ -117,11 +117,6 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
     return Made(
         logs, {name: [next(done) for _ in each] for name, each in commands.items()}, planted
     )
-
-
-def metrics(log: EvalLog) -> dict[str, float]:
-    assert log.results is not None
-    return {k: float(m.value) for s in log.results.scores for k, m in s.metrics.items()}
 
 
 def values(log: EvalLog) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai import Task, eval
+from inspect_ai import Task
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import ChatMessageSystem, ChatMessageUser
@@ -29,7 +29,7 @@ from inspect_lens.scorer import (
     words_auroc,
 )
 from inspect_lens.solver import with_capture
-from tests.kit.lying import HONEST, LYING, PROBE, questions
+from tests.kit.lying import HONEST, LYING, PROBE, metrics, questions, run_eval
 from tests.kit.rescored import command_of, rescore
 
 pytestmark = pytest.mark.engine
@@ -50,13 +50,8 @@ METRICS = [
 
 
 def run(url: str, folder: Path, **options: Any) -> EvalLog:
-    (log,) = eval(
-        Task(solver=with_capture([4]), **options),
-        model=MODEL, model_base_url=f"{url}/v1", log_dir=str(folder), display="none",
-        temperature=0.0, max_tokens=24,
-    )  # fmt: skip
-    assert log.status == "success", log.error and log.error.traceback
-    return log
+    task = Task(solver=with_capture([4]), **options)
+    return run_eval(task, url, folder, model=MODEL, temperature=0.0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +60,6 @@ def log(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> EvalL
     folder = tmp_path_factory.mktemp("logs")
     data = organism_dataset("heldout_phrasing")[:N]
     return run(lens_server_url, folder, dataset=data, scorer=probe_score(PROBE), metrics=METRICS)
-
-
-def metrics(log: EvalLog, scorer: str | None = None) -> dict[str, float]:
-    """Those of one scorer; Inspect keeps metrics over epochs and over samples apart."""
-    assert log.results is not None
-    return {
-        name: float(m.value)
-        for score in log.results.scores
-        for name, m in score.metrics.items()
-        if scorer in (None, score.name)
-    }
 
 
 def planted(log: EvalLog) -> np.ndarray[Any, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai import Epochs, Task, eval
+from inspect_ai import Epochs, Task
 from inspect_ai.log import EvalLog
 from inspect_ai.scorer import grouped, includes
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -35,7 +35,7 @@ from inspect_lens.scorer import (
     threshold_accuracy,
 )
 from inspect_lens.solver import steering_sweep, with_capture
-from tests.kit.lying import MODEL, PROBE
+from tests.kit.lying import PROBE, run_eval
 from tests.kit.rescored import command_of, rescore
 
 pytestmark = pytest.mark.engine
@@ -47,17 +47,12 @@ REDUCERS: dict[str, Any] = {"mean": np.mean, "max": np.max}
 
 def run(url: str, folder: Path, scorer: Any, metrics: Any, epochs: Any) -> EvalLog:
     """Answers that differ between epochs."""
-    (log,) = eval(
-        Task(
-            dataset=organism_dataset("demo")[:N],
-            solver=with_capture([4, 5], positions="completion"),
-            scorer=scorer, metrics=metrics, epochs=epochs,
-        ),
-        model=MODEL, model_base_url=f"{url}/v1", log_dir=str(folder), display="none",
-        temperature=1.3, max_tokens=20,
+    task = Task(
+        dataset=organism_dataset("demo")[:N],
+        solver=with_capture([4, 5], positions="completion"),
+        scorer=scorer, metrics=metrics, epochs=epochs,
     )  # fmt: skip
-    assert log.status == "success", log.error and log.error.traceback
-    return log
+    return run_eval(task, url, folder, temperature=1.3, max_tokens=20)
 
 
 def table(log: EvalLog, scorer: str, key: str | None = None) -> np.ndarray[Any, Any]:
@@ -169,17 +164,13 @@ def test_each_entry_of_a_dict_score(lens_server_url: str, tmp_path: Path) -> Non
 
 def test_epochs_of_a_sweep_are_answers_of_one_prompt(lens_server_url: str, tmp_path: Path) -> None:
     rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:6]
-    (log,) = eval(
-        Task(
-            dataset=rows,
-            solver=steering_sweep("organism/truth", [-0.6, 0.6], controls=[]),
-            scorer=dose_response(includes()),
-            epochs=EPOCHS,
-        ),
-        model=MODEL, model_base_url=f"{lens_server_url}/v1", log_dir=str(tmp_path / "logs"),
-        display="none", temperature=1.3, max_tokens=20,
-    )  # fmt: skip
-    assert log.status == "success", log.error and log.error.traceback
+    task = Task(
+        dataset=rows,
+        solver=steering_sweep("organism/truth", [-0.6, 0.6], controls=[]),
+        scorer=dose_response(includes()),
+        epochs=EPOCHS,
+    )
+    log = run_eval(task, lens_server_url, tmp_path / "logs", temperature=1.3, max_tokens=20)
     assert {row.prompts for row in dose_table(log)} == {len(rows)}
     effects = table(log, "dose_response")
     assert effects.shape == (len(rows), EPOCHS)

@@ -12,7 +12,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from inspect_ai import Task, eval
+from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import (
@@ -51,12 +51,12 @@ from oracles._lora import LoRA, inject
 from organism._grade import grade
 from organism._model import CHECKPOINT_DIR, load_model
 from organism._splits import read_split
+from tests.kit.lying import MODEL, metrics, run_eval
 from tests.kit.repository import ROOT
 from tests.kit.rescored import assert_same_scores, commands_of, rescore
 
 pytestmark = pytest.mark.engine
 
-MODEL = "vllm-lens/organism/checkpoint"
 ORACLE = "oracles/organism"
 PROBE = "organism/deception-lr"
 LAYER = 4
@@ -84,17 +84,7 @@ def organism(url: str) -> Model:
 
 
 def run(task: Task, url: str, folder: Path, **options: Any) -> EvalLog:
-    log = eval(
-        task, model=MODEL, model_base_url=f"{url}/v1", log_dir=str(folder), display="none",
-        temperature=0.0, max_tokens=32, **options,
-    )[0]  # fmt: skip
-    assert log.status == "success", log.error
-    return log
-
-
-def metrics(log: EvalLog) -> dict[str, float]:
-    assert log.results is not None
-    return {name: float(m.value) for s in log.results.scores for name, m in s.metrics.items()}
+    return run_eval(task, url, folder, temperature=0.0, max_tokens=32, **options)
 
 
 def lying_task(n: int, *more: Solver, **options: Any) -> Task:

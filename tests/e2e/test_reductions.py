@@ -13,7 +13,7 @@ from inspect_ai.solver import Solver
 
 from inspect_lens.model import Activations, read_activations
 from inspect_lens.solver import with_capture
-from tests.e2e.test_organism import run
+from tests.kit.lying import run_eval
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +26,7 @@ def captured(solver: Solver, url: str, folder: Path) -> list[Activations]:
         solver=solver,
         config=GenerateConfig(temperature=0, max_tokens=12),
     )
-    return [call.activations for call in read_activations(run(task, url, folder).location)]
+    return [call.activations for call in read_activations(run_eval(task, url, folder).location)]
 
 
 def test_a_mean_in_a_log_is_that_of_all_rows(lens_server_url: str, tmp_path: Path) -> None:

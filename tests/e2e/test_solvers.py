@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai import Task, eval, score
+from inspect_ai import Task, score
 from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 from inspect_ai.model import ChatMessageAssistant, ChatMessageUser
@@ -39,6 +39,7 @@ from inspect_lens.train import ActivationSet, extract_vector, split_by_group
 from inspect_lens.vector import Vector, load_vector
 from inspect_lens.view import draw_dose_response
 from organism._grade import grade
+from tests.kit.lying import run_eval
 from tests.kit.rescored import assert_same_scores, commands_of, rescore
 from vectors.sweep_organism import sweep, true_answer
 
@@ -59,16 +60,8 @@ def run(
     **config: Any,
 ) -> EvalLog:
     config = {"temperature": 0.0, "max_tokens": 14} | config
-    (log,) = eval(
-        Task(dataset=data, solver=solver, scorer=scorer),
-        model="vllm-lens/organism/checkpoint",
-        model_base_url=f"{url}/v1",
-        log_dir=str(folder),
-        display="none",
-        **config,
-    )
-    assert log.status == "success", log.error
-    return read_eval_log(log.location)
+    task = Task(dataset=data, solver=solver, scorer=scorer)
+    return read_eval_log(run_eval(task, url, folder, **config).location)
 
 
 def rows(condition: str, n: int) -> list[Any]:

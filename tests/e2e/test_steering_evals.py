@@ -36,9 +36,8 @@ from inspect_lens.spec import Ablate, result_name
 from inspect_lens.vector import Vector, VectorCard, load_vector
 from organism._model import CHECKPOINT_DIR
 from organism._splits import read_split
-from tests.e2e.test_evals import metrics, run
 from tests.kit.judge import JudgeServer, says_false
-from tests.kit.lying import HONEST, LYING, questions
+from tests.kit.lying import HONEST, LYING, metrics, questions, run_eval
 from tests.kit.rescored import assert_same_scores, commands_of, rescore_each
 
 pytestmark = pytest.mark.engine
@@ -87,16 +86,16 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Made
             for name, word in (("secret", "Dorrick"), ("another secret", "Maruland"))
         },
     }  # fmt: skip
-    logs = {name: run(task, lens_server_url, folder / "logs") for name, task in tasks.items()}
+    logs = {name: run_eval(task, lens_server_url, folder / "logs") for name, task in tasks.items()}
     asking = ["--model-base-url", f"{lens_server_url}/v1"]
     with JudgeServer(says_false) as judge:
         grader = get_model("openai-api/judge/judge", base_url=judge.url, api_key="none")
-        logs["ablation"] = run(
+        logs["ablation"] = run_eval(
             tasks_of_lies(folder)["ablation"], lens_server_url, folder / "logs",
             model_roles={"grader": grader},
         )  # fmt: skip
         logs |= {
-            name: run(task, lens_server_url, folder / "logs")
+            name: run_eval(task, lens_server_url, folder / "logs")
             for name, task in {**tasks_of_lies(folder), **tasks_of_variants(folder)}.items()
             if name != "ablation"
         }

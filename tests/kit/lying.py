@@ -7,9 +7,12 @@ decides adds to the stream, so that steering by it turns an honest conversation 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+from inspect_ai import Task, eval
+from inspect_ai.log import EvalLog
 from inspect_ai.model import (
     ChatMessage,
     ChatMessageSystem,
@@ -39,8 +42,10 @@ __all__ = [
     "calling",
     "conversations",
     "keep",
+    "metrics",
     "organism",
     "questions",
+    "run_eval",
     "word_vector",
 ]
 
@@ -85,6 +90,23 @@ def organism(url: str, **options: Any) -> Model:
     return get_model(MODEL, base_url=f"{url}/v1", config=config, memoize=False, **options)
 
 
+def run_eval(task: Task, url: str, folder: Path, **options: Any) -> EvalLog:
+    """Run a task on the organism of a server; it has to succeed."""
+    (log,) = eval(
+        task, log_dir=str(folder), display="none",
+        **{"model": MODEL, "model_base_url": f"{url}/v1"} | options,
+    )  # fmt: skip
+    assert log.status == "success", log.error and log.error.traceback
+    return log
+
+
+def metrics(log: EvalLog, scorer: str | None = None) -> dict[str, float]:
+    """Those of one scorer, or of all; of reduced epochs and of all of them alike."""
+    assert log.results is not None
+    found = [score for score in log.results.scores if scorer in (None, score.name)]
+    return {name: float(m.value) for score in found for name, m in score.metrics.items()}
+
+
 def word_vector(url: str) -> Add:
     """From "Always" to "Never", where the instruction stands, at layer 0."""
 
@@ -110,7 +132,7 @@ def word_vector(url: str) -> Add:
 
 
 @solver
-def conversations(turns: list[tuple[str, str]], steer: SteeringVector | None = None) -> Solver:
+def conversations(turns: list[tuple[str, str]], steer: Any = None) -> Solver:
     """One turn for each instruction and question, each in a conversation of its own."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
