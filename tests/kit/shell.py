@@ -12,14 +12,12 @@ import functools
 import io
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 from inspect_lens._settings import settings_table
 
+from .forks import run_python
 from .repository import ROOT
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -139,24 +137,16 @@ def _check_options(text: str, words: list[str]) -> None:
             assert known, f"option {option!r} is not in the help of the command"
 
 
-@functools.cache
 def _inspect_help(command: str) -> str:
-    return _help(Path(sys.executable).with_name("inspect"), command)
+    return _module_help("inspect_ai", command)
 
 
-@functools.cache
 def _lens_help(*names: str) -> str:
-    return _help(sys.executable, "-m", "inspect_lens._cli", *names)
+    return _module_help("inspect_lens._cli", *names)
 
 
 @functools.cache
-def _module_help(module: str) -> str:
-    return _help(sys.executable, "-m", module)
-
-
-def _help(*words: str | Path) -> str:
-    run = subprocess.run(
-        [*words, "--help"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert run.returncode == 0, f"{words}: {run.stderr[-2000:]}"
+def _module_help(module: str, *words: str) -> str:
+    run = run_python("-m", module, *words, "--help")
+    assert run.returncode == 0, f"{module} {words}: {run.stdout[-2000:]}"
     return run.stdout
