@@ -171,7 +171,10 @@ def calling(turns: list[tuple[str, str]]) -> Solver:
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         for i, (instruction, text) in enumerate(turns):
-            shown = [ChatMessageSystem(content=instruction), ChatMessageUser(content=text)]
+            shown: list[ChatMessage] = [
+                ChatMessageSystem(content=instruction),
+                ChatMessageUser(content=text),
+            ]
             state.output = await get_model().generate(list(shown))
             message = state.output.message
             arguments = {"text": message.text}
