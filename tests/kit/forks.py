@@ -13,7 +13,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -105,7 +104,7 @@ def _run(words: list[str], cwd: str, env: dict[str, str], output: str) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - as the interpreter does it
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()
