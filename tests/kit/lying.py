@@ -132,7 +132,7 @@ def word_vector(url: str) -> Add:
 
 
 @solver
-def conversations(turns: list[tuple[str, str]], steer: Any = None) -> Solver:
+def conversations(turns: list[tuple[str, str]], steer: Add | None = None) -> Solver:
     """One turn for each instruction and question, each in a conversation of its own."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
