@@ -330,7 +330,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         seen = await monitor(None, step)
         return None if seen is None else seen.suspicion
 
-    make = getattr(sentinel, surface.partition(".")[2])
+    make = getattr(sentinel, surface.rpartition(".")[2])
     messages(
         request.getfixturevalue("tmp_path"), lambda **o: make(path, source="captured", **o), watch
     )
@@ -349,7 +349,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
             return None
         return np.log(facts["suspicion_score"] / (1 - facts["suspicion_score"])) + 2.5
 
-    make = getattr(control, surface.partition(".")[2])
+    make = getattr(control, surface.rpartition(".")[2])
     messages(
         request.getfixturevalue("tmp_path"),
         lambda **o: make(probe=path, source="captured", default_suspicion_score=-1.0, **o),
