@@ -6,7 +6,7 @@ import logging
 import sys
 from multiprocessing import parent_process
 
-from inspect_lens._settings import drop, flag, text
+from inspect_lens._settings import Settings, drop, flag, text
 from inspect_lens.errors import CompatError
 
 from .compat.rivals import RivalError
@@ -36,6 +36,8 @@ def register() -> None:
             # The server; engines and workers, which it starts, are not that process's children.
             drop("parent")
             end_with(int(parent))
+        if flag("required", wrong=True):
+            Settings.load()  # or what is wrong with them, before anything is started
         if not flag("disable") and not _only_looks_at_a_model():
             _install()
     except Exception as error:

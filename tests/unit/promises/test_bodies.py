@@ -22,7 +22,7 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._patching._sweep import _Body
 from inspect_lens._vllm.http import bodies
-from inspect_lens._vllm.http.bodies import TOKENS_PATH, ReadBodies
+from inspect_lens._vllm.http.bodies import TOKENS_PATH, LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
 from inspect_lens._vllm.http.registry_routes import add_hook_routes, add_registry_routes
 from inspect_lens._vllm.http.sweep_route import add_sweep_route
@@ -277,7 +277,7 @@ def post(path: str, text: str) -> tuple[int, str]:
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    app = ReadBodies(taken, front_end=lambda: SimpleNamespace(facts=FACTS))
+    app = LensBodies(taken, front_end=lambda: SimpleNamespace(facts=FACTS))
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     asyncio.run(app(scope, receive, send))
     status = int(sent[0]["status"])

@@ -312,7 +312,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         delete=lambda path, **options: lambda route: route,
         add_middleware=lambda *args, **options: None,
     )
-    responses._routers(apps.append)(app)
+    responses._routers((), apps.append)(app)
     assert apps == [app]
     assert "planted" in (features.is_off("http") or "")
 

@@ -17,6 +17,7 @@ from inspect_ai.model import get_model
 import inspect_lens
 from inspect_lens import _settings
 from inspect_lens._cli._doctor import examined
+from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat.engine_facts import refusal
 from inspect_lens.client import LensClient
 from inspect_lens.collect import collect
@@ -145,6 +146,8 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     else:
         # An engine that nobody asked to be lensed starts, and says why it is not.
         assert hint in (refusal(SimpleNamespace()) or "")
+        monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
+        refused(plugin.register, names=hint)
     monkeypatch.delenv("INSPECT_LENS_CAPTUR")
     _settings.Settings.load()
 

@@ -29,7 +29,7 @@ from inspect_lens._vllm.compat.trace_context import parent_of
 from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http import responses
-from inspect_lens._vllm.http.bodies import ReadBodies
+from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.http.payloads import HandleSink, PayloadStore, add_fetch_route
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, ProbeUse
@@ -319,7 +319,7 @@ def test_what_middleware_refuses_is_in_the_trace_too(
         answer = client.post("/v1/completions", json=wrong, headers=CLIENT)
     assert answer.status_code == 400
     assert app.user_middleware[0].cls is traces.NotesTrace
-    assert ReadBodies in [item.cls for item in app.user_middleware]
+    assert LensBodies in [item.cls for item in app.user_middleware]
     span = sent.one(traces.REFUSAL)
     assert f"{span.parent.span_id:016x}" == PARENT
 

@@ -155,7 +155,7 @@ DOORS: tuple[Door, ...] = (
     Door("_vllm.http.responses:_tokens_full.full", "own call", _OWN),
     Door("_vllm.http.responses:_to_sampling_params.to_sampling_params", "own call", _OWN),
     Door("_vllm.http.responses:_refuse.make.refusing", "own call", _OWN),
-    Door("_vllm.http.bodies:RefuseLostKeys.__call__", "own call", _OWN),
+    Door("_vllm.http.bodies:LensBodies.__call__", "own call", _OWN),
 )
 """Every door; `tests/contracts/test_doors.py` holds that the list is whole and all are guarded."""
 

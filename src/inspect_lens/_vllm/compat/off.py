@@ -12,9 +12,9 @@ from typing import Any
 
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._settings import flag
-from inspect_lens.errors import CompatError, LensError
+from inspect_lens.errors import CompatError, LensError, UnsupportedError
 
-__all__ = ["is_required", "off", "reason_of", "turn_off", "when_off"]
+__all__ = ["is_required", "not_served", "off", "reason_of", "turn_off", "when_off"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -47,6 +47,11 @@ def reason_of(error: BaseException) -> str:
     logger.warning("inspect_lens: a fault at start; please report it", exc_info=error)
     text = " ".join(str(error).split())
     return f"a fault at start ({type(error).__name__}: {text}); the log has its traceback"
+
+
+def not_served(reason: str) -> UnsupportedError:
+    """The error for a lens request to an engine that the lens does not serve."""
+    return UnsupportedError(f"the lens does not serve this engine: {reason}")
 
 
 def turn_off(vllm_config: Any, reason: str, *, is_told: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,9 +20,10 @@ from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.features import require
+from inspect_lens._vllm.compat.off import not_served
 from inspect_lens._vllm.compat.seams import seam, wrap
-from inspect_lens._vllm.http.bodies import asked_of, has_lens_words
-from inspect_lens._vllm.http.responses import is_serving, payloads
+from inspect_lens._vllm.http.bodies import asked_of
+from inspect_lens._vllm.http.responses import is_serving, payloads, refuse_bodies
 from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
@@ -40,7 +41,7 @@ from inspect_lens.spec import (
 )
 
 from .matched_tokens import with_positions, with_token_ids
-from .state import FrontEnd, front_end, not_served
+from .state import FrontEnd, front_end
 
 __all__ = [
     "asks_for_results",
@@ -376,15 +377,13 @@ def said_by(detokenizer: Any) -> tuple[tuple[int, ...], str]:
     return tuple(detokenizer.output_token_ids), detokenizer.get_next_output_text(True, False)
 
 
-_BODIES = ("chat_params", "completion_params")
-
-
 def refuse_requests(*, own_only: bool = False) -> None:
     """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed."""
     keys = (NATIVE_KEY,) if own_only else LENS_KEYS
     wrap(seam("verify_args"), refuse_lens_keys(keys))
-    for name in _BODIES if is_serving() else ():
-        wrap(seam(name), _refuse_words(keys))
+    # Bodies of HTTP may have keys where no parameters are made of them.
+    refuse_bodies(keys)
+    wrap(seam("input_processor_init"), _then(partial(refuse_bodies, keys)))
 
 
 def refuse_lens_keys(keys: Collection[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -402,15 +401,14 @@ def refuse_lens_keys(keys: Collection[str]) -> Callable[[Callable[..., Any]], Ca
     return make
 
 
-def _refuse_words(keys: Collection[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a wrapper that refuses bodies of HTTP with these keys, wherever they stand."""
+def _then(further: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a wrapper of what every front-end calls when its modules are there."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if has_lens_words(self, keys):
-                require("lens")
-            return original(self, *args, **kwargs)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            further()
 
-        return to_sampling_params
+        return init
 
     return make

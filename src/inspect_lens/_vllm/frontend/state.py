@@ -23,7 +23,7 @@ from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
-from inspect_lens._vllm.compat.off import off, reason_of, turn_off, when_off
+from inspect_lens._vllm.compat.off import not_served, off, reason_of, turn_off, when_off
 from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.payloads import open_door
@@ -54,7 +54,6 @@ __all__ = [
     "RESET_WRAPPERS",
     "FrontEnd",
     "front_end",
-    "not_served",
 ]
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -106,6 +105,12 @@ class FrontEnd:
         """Of the engine of this process; None where there are several, or none."""
         facts = self.engines[0] if len(self.engines) == 1 else None
         return facts if isinstance(facts, EngineFacts) else None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the lens serves no engine of this process; None where it serves one, or has none."""
+        reasons = [engine for engine in self.engines if isinstance(engine, str)]
+        return reasons[0] if reasons and len(reasons) == len(self.engines) else None
 
     def learn(self, processor: Any, vllm_config: Any) -> None:
         """Take note of an engine; called when its input processor is made."""
@@ -312,11 +317,6 @@ def _servers_of(arguments: Sequence[str]) -> int:
         if option in ("--api-server-count", "--api_server_count", "-asc") and value.isdecimal():
             return int(value)
     return 1
-
-
-def not_served(reason: str) -> UnsupportedError:
-    """The error for a lens request to an engine that the lens does not serve."""
-    return UnsupportedError(f"the lens does not serve this engine: {reason}")
 
 
 class _Holder:

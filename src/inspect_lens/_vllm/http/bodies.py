@@ -13,12 +13,15 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMap
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from pydantic_core import from_json
 
 from inspect_lens._vllm.compat.api_keys import lacks_key
+from inspect_lens._vllm.compat.features import FEATURES, is_off
 from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.compat.off import not_served
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -42,11 +45,9 @@ from .refusals import refusal
 
 __all__ = [
     "TOKENS_PATH",
-    "ReadBodies",
-    "RefuseLostKeys",
+    "LensBodies",
     "asked_of",
     "has_lens_words",
-    "lost_keys",
     "pattern_budget",
     "read_body",
     "refuse",
@@ -68,17 +69,24 @@ _SERVED = (
     TOKENS_PATH,
 )
 """Ends of paths whose handlers read lens keys."""
+_FINE = ("/v1/responses", "/render", "/tokenize", "/count_tokens")
+"""Ends of paths whose handlers refuse lens keys, or generate nothing."""
+_OWN = ("/v1/inspect_lens", "/v1/hooks")
+"""Of our own routes, which have bodies of their own."""
+_GENERATE = ("/v1/messages", TOKENS_PATH)
+"""Ends of paths that generate text, and whose own fields none of our words is among."""
 _UNGUARDED = "/invocations"
 """Where vLLM asks for no key of `--api-key`."""
 _NO_KEY = (
     "this server asks for a key (--api-key) where something is asked of the lens; send "
     "'Authorization: Bearer KEY'"
 )
-_MARKS = tuple(key.encode() for key in LENS_KEYS)
+_KEYS = tuple(key.encode() for key in LENS_KEYS)
+_WORDS = tuple(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS))
 _ESCAPED = re.compile(rb"\\u00[4-7]")
 """A letter that no encoder of JSON escapes: a key may be hidden."""
 _SMALL = 1 << 16
-HELD_BANKS = 8
+MOST_TABLES = 8
 """Times the table of steering rows: what vectors of requests under way may take together."""
 
 
@@ -92,46 +100,60 @@ class _Held:
 _held: ContextVar[_Held | None] = ContextVar("inspect_lens_body", default=None)
 
 
-class ReadBodies:
-    """ASGI middleware: parses and judges what a body asks of the lens before vLLM sees it."""
+class LensBodies:
+    """ASGI middleware: what a body asks of the lens is parsed and judged before vLLM sees it.
+
+    A body that asks for something is refused where its route would pass over it, and everywhere
+    while the lens is off.
+    """
 
     _threads = ThreadPoolExecutor(2, thread_name_prefix="inspect-lens-read")
 
-    def __init__(self, app: Callable[..., Awaitable[None]], front_end: Callable[[], Any]) -> None:
-        """Wrap an application."""
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        front_end: Callable[[], Any],
+        keys: Collection[str] = LENS_KEYS,
+    ) -> None:
+        """Wrap an application; `keys` are those that are refused while the lens is off."""
         self._app = app
         self._front_end = front_end
+        self._keys = keys
         self._n_bytes = 0
         """Of vectors of requests under way."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Handle a connection."""
-        path: str = scope.get("path", "")
-        front = self._front_end()
-        is_served = scope["type"] == "http" and scope["method"] == "POST" and path.endswith(_SERVED)
-        if not is_served or front is None:
+        if not _may_ask(scope):
             await self._app(scope, receive, send)
             return
+        path: str = scope["path"]
         body, again = await whole_body(receive)
-        hides = _ESCAPED.search(body) is not None
-        if not hides and not any(mark in body for mark in _MARKS):
+        has_keys = any(key in body for key in _KEYS)
+        is_hidden = _ESCAPED.search(body) is not None
+        has_words = path.endswith(_GENERATE) and any(word in body for word in _WORDS)
+        if not (has_keys or is_hidden or has_words):
             await self._app(scope, again, send)
             return
         if path.endswith(_UNGUARDED) and lacks_key(scope):
             await refuse(SpecError(_NO_KEY), send, status=401)
             return
-        facts: EngineFacts | None = front.facts
+        held, n_bytes = _Held(None, is_read=False), 0
         try:
-            if len(body) <= _SMALL and b"zstd" not in body and not hides:
-                held = read_body(path, body, facts)
+            front = self._front_end()
+            facts: EngineFacts | None = getattr(front, "facts", None)
+            read = partial(read_body, path, body, facts, self._off(front))
+            if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
+                held = read()
             else:
-                loop = asyncio.get_running_loop()
-                held = await loop.run_in_executor(self._threads, read_body, path, body, facts)
-            n_bytes = 0 if held.request is None else _vector_bytes(held.request)
+                held = await asyncio.get_running_loop().run_in_executor(self._threads, read)
+            n_bytes = 0 if held.request is None else held.request.tensor_bytes
             self._admit(n_bytes, facts)
         except LensError as error:
             await refuse(error, send)
             return
+        except BaseException as error:  # noqa: BLE001 - a door
+            pass_over(error, uses_lens=has_keys)
         self._n_bytes += n_bytes
         token = _held.set(held)
         try:
@@ -145,13 +167,37 @@ class ReadBodies:
     def _admit(self, n_bytes: int, facts: EngineFacts | None) -> None:
         if facts is None or not n_bytes or not self._n_bytes:
             return
-        most = HELD_BANKS * facts.bank_rows * facts.hidden * 4
+        most = MOST_TABLES * facts.bank_rows * facts.hidden * 4
         if self._n_bytes + n_bytes > most:
             raise CapacityError(
                 f"steering vectors of requests under way take {self._n_bytes} bytes, and together "
                 f"with the {n_bytes} of this one more than {most}; try again later, register "
                 "vectors that many requests use, or raise INSPECT_LENS_BANK_BYTES"
             )
+
+    def _off(self, front: Any) -> tuple[str, Collection[str]] | None:
+        """Why the lens is off in this process, and the keys that are refused; None while it is on.
+
+        An engine that is not served refuses all of them, whoever else is loaded.
+        """
+        for feature in ("lens", "http"):
+            if (reason := is_off(feature)) is not None:
+                return f"{FEATURES[feature]}: off in this server: {reason}", self._keys
+        refusal: str | None = getattr(front, "refusal", None)
+        return None if refusal is None else (str(not_served(refusal)), LENS_KEYS)
+
+
+def _may_ask(scope: Mapping[str, Any]) -> bool:
+    """Whether the body of a request has to be looked at."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    path: str = scope["path"]
+    if path.endswith(_SERVED):
+        return True
+    if path.endswith(_FINE) or any(own in path for own in _OWN):
+        return False
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    return any(b"json" in kind.lower() for kind in kinds)
 
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
@@ -168,29 +214,66 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 @judging("the body")
-def read_body(path: str, body: bytes, facts: EngineFacts | None) -> _Held:
+def read_body(
+    path: str,
+    body: bytes,
+    facts: EngineFacts | None,
+    off: tuple[str, Collection[str]] | None = None,
+) -> _Held:
     """Parse what a body asks of the lens."""
+    nothing = _Held(None, is_read=False)
     check_size(body)
     try:
         fields = from_json(body)
     except ValueError as error:
         if "recursion" in str(error):
             raise SpecError("the body is nested too deep") from None
-        return _Held(None, is_read=False)
-    if path.endswith(TOKENS_PATH):
-        fields = fields.get("sampling_params") if isinstance(fields, dict) else None
-        args = fields.get("extra_args") if isinstance(fields, dict) else None
-        if not isinstance(args, dict):
-            return _Held(None, is_read=False)
-    elif isinstance(fields, dict):
-        args = lens_args(cast("dict[str, Any]", fields))
-    else:
-        return _Held(None, is_read=False)
+        return nothing  # vLLM has words for it
+    if not isinstance(fields, dict):
+        return nothing
+    fields = cast("dict[str, Any]", fields)
+    is_tokens = path.endswith(TOKENS_PATH)
+    params = fields.get("sampling_params") if is_tokens else fields
+    params = cast("dict[str, Any]", params) if isinstance(params, dict) else {}
+    if off is not None and (_keys_in(fields, off[1]) or _keys_in(params, off[1])):
+        raise UnsupportedError(off[0])
+    if is_tokens or not path.endswith(_SERVED):
+        _refuse_lost(path, fields)
+    if not path.endswith(_SERVED):
+        return nothing
+    args = params.get("extra_args") if is_tokens else lens_args(fields)
+    if not isinstance(args, dict):
+        return nothing
     request = parse_extra_args(args, limits=None if facts is None else TensorLimits.of(facts))
     for edit in () if request is None else request.edits:
         for tensor in edit.tensors.values():
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
     return _Held(request, is_read=True)
+
+
+def _keys_in(fields: Mapping[str, Any], keys: Collection[str] = LENS_KEYS) -> list[str]:
+    """Paths of keys at the top of a body, and in the places that may have them."""
+    places = {"": fields, **{f"{name}.": fields.get(name) for name in PLACES}}
+    return [
+        f"{place}{key}"
+        for place, inner in places.items()
+        for key in keys
+        if isinstance(inner, Mapping) and key in inner
+    ]
+
+
+def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
+    """Refuse keys that a route knows nothing of, which it would pass over."""
+    if found := _keys_in(fields):
+        where = (
+            "put them into sampling_params.extra_args"
+            if path.endswith(TOKENS_PATH)
+            else "use /v1/chat/completions, /v1/completions or /inference/v1/generate"
+        )
+        raise UnsupportedError(f"{path} would pass over {', '.join(found)}; {where}")
+    if path.endswith(_GENERATE):
+        for key in fields:
+            refuse_own_word(key, "the body")
 
 
 def asked_of(
@@ -248,10 +331,6 @@ def _is_raw(extra_args: Mapping[str, Any] | None) -> bool:
     return not isinstance(asked.get(NATIVE_KEY), LensRequest) and any(k in asked for k in LENS_KEYS)
 
 
-def _vector_bytes(request: LensRequest) -> int:
-    return request.tensor_bytes
-
-
 async def refuse(error: LensError, send: Send, *, status: int | None = None) -> None:
     """Answer with an error, in the form of vLLM's own; `status` in the place of the error's."""
     status = status or error.status
@@ -259,93 +338,3 @@ async def refuse(error: LensError, send: Send, *, status: int | None = None) -> 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-_FINE = (
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/responses",
-    "/invocations",
-    "/render",
-    "/tokenize",
-    "/count_tokens",
-)
-"""Ends of paths whose handlers read lens keys, refuse them, or generate nothing."""
-_GENERATE = ("/v1/messages", TOKENS_PATH)
-"""Ends of paths that generate text, and whose own fields none of our words is among."""
-_WORDS = tuple(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS))
-
-
-class RefuseLostKeys:
-    """ASGI middleware: HTTP 400 for a JSON body with lens keys that its route would drop."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        """Wrap an application."""
-        self._app = app
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Handle a connection."""
-        if scope["type"] != "http" or not _is_suspect(scope):
-            await self._app(scope, receive, send)
-            return
-        body, again = await whole_body(receive)
-        problem = None
-        try:
-            problem = lost_keys(scope["path"], body)
-        except BaseException as error:  # noqa: BLE001 - a door
-            pass_over(error, uses_lens=any(mark in body for mark in _MARKS))
-        if problem is not None:
-            await refuse(UnsupportedError(problem), send)
-            return
-        await self._app(scope, again, send)
-
-
-def lost_keys(path: str, body: bytes) -> str | None:
-    """Why a body must not be handled by a route that knows nothing of the lens, or None."""
-    generates = path.endswith(_GENERATE)
-    if not any(mark in body for mark in (*_MARKS, *(_WORDS if generates else ()))):
-        return None
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return None  # vLLM has words for it
-    if not isinstance(fields, dict):
-        return None
-    asked = cast("dict[str, Any]", fields)
-    found = [key for key in LENS_KEYS if key in asked]
-    for place in PLACES:
-        inner = asked.get(place)
-        found += [f"{place}.{key}" for key in LENS_KEYS if isinstance(inner, dict) and key in inner]
-    if generates and not found:
-        return _own_words(asked)
-    if not found:
-        return None
-    where = (
-        "put them into sampling_params.extra_args"
-        if path.endswith(TOKENS_PATH)
-        else "use /v1/chat/completions, /v1/completions or /inference/v1/generate"
-    )
-    return f"{path} would pass over {', '.join(found)}; {where}"
-
-
-def _own_words(asked: dict[str, Any]) -> str | None:
-    """What is wrong with the words of a body that generates text."""
-    try:
-        for key in asked:
-            refuse_own_word(key, "the body")
-    except SpecError as error:
-        return str(error)
-    return None
-
-
-def _is_suspect(scope: Mapping[str, Any]) -> bool:
-    """Whether the body of a request has to be looked at."""
-    path: str = scope["path"]
-    if scope["method"] != "POST" or path.endswith(_FINE):
-        return False
-    # Ours have bodies of their own.
-    if "/v1/inspect_lens" in path or "/v1/hooks" in path:
-        return False
-    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
-    return any(b"json" in kind.lower() for kind in kinds)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -30,7 +30,7 @@ from inspect_lens.spec import (
     parse_extra_args,
 )
 
-from .bodies import ReadBodies, RefuseLostKeys, has_lens_words, xargs_of
+from .bodies import LensBodies, has_lens_words, xargs_of
 from .payloads import Entries, HandleSink, PayloadStore, ResponseSink, add_fetch_route
 from .registry_routes import add_hook_routes, add_registry_routes
 from .sweep_route import add_sweep_route
@@ -40,6 +40,7 @@ __all__ = [
     "install_when_serving",
     "is_serving",
     "payloads",
+    "refuse_bodies",
     "with_room",
 ]
 
@@ -54,7 +55,7 @@ def with_room(response: Any, found: list[dict[str, Any]]) -> Any:
     return made
 
 
-@functools.cache
+@cache
 def _roomy(kind: Any) -> Any:
     """A response of tokens that also has results: those of vLLM drop what they do not know."""
 
@@ -103,6 +104,7 @@ def install_when_serving(front_end: Any = None) -> None:
         _Front.end = front_end
     if not is_serving():
         return
+    refuse_bodies()
     if is_off("http") is not None:
         return
     try:
@@ -110,10 +112,20 @@ def install_when_serving(front_end: Any = None) -> None:
         for name, make in _WRAPPERS.items():
             wrap(seam(name), make)
     except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
-        # Judging refuses lens requests from now on.
+        # Bodies are refused from now on.
         reason = reason_of(error)
         logger.warning("inspect_lens: %s: off: %s", FEATURES["http"], reason)
         turn_off("http", reason)
+
+
+def refuse_bodies(keys: Collection[str] = LENS_KEYS) -> None:
+    """Have bodies judged where this process is an API server, also where all else is off."""
+    if not is_serving():
+        return
+    try:
+        wrap(seam("routers"), partial(_routers, keys))
+    except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
+        logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
 
 
 def as_json(completion: Any) -> dict[str, Any]:
@@ -367,13 +379,17 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return make
 
 
-def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:
     def register(app: Any) -> None:
         original(app)
         try:
-            add_routes(app)
+            if is_off("http") is None:
+                add_routes(app)
         except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
             turn_off("http", reason_of(error))
+        app.add_middleware(LensBodies, front_end=lambda: _Front.end, keys=keys)
+        if traces.is_on():
+            app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
 
     def add_routes(app: Any) -> None:
         async def about() -> dict[str, Any]:
@@ -385,10 +401,6 @@ def _routers(original: Callable[..., Any]) -> Callable[..., Any]:
         add_registry_routes(app, lambda: _Front.end)
         add_hook_routes(app)
         add_sweep_route(app, lambda: _Front.end)
-        app.add_middleware(RefuseLostKeys)
-        app.add_middleware(ReadBodies, front_end=lambda: _Front.end)
-        if traces.is_on():
-            app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
 
     return register
 
@@ -410,5 +422,4 @@ _WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "translation_beam": _refuse("/v1/audio/translations"),
     "tokens_full": _tokens_full,
     "tokens_stream": _tokens_stream,
-    "routers": _routers,
 }

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.http import bodies
-from inspect_lens._vllm.http.bodies import ReadBodies, RefuseLostKeys, asked_of, read_body, typed
+from inspect_lens._vllm.http.bodies import LensBodies, asked_of, read_body, typed
 from inspect_lens.spec import (
     EngineFacts,
     LensRequest,
@@ -78,7 +79,7 @@ class Server:
     """Reads its body, and what the lens was asked, as vLLM's handlers do."""
 
     def __init__(self, facts: EngineFacts | None = FACTS) -> None:
-        self.app = ReadBodies(self, lambda: SimpleNamespace(facts=facts))
+        self.app = LensBodies(self, lambda: SimpleNamespace(facts=facts))
         self.asked: list[LensRequest | None] = []
         self.bodies: list[bytes] = []
 
@@ -168,7 +169,7 @@ def test_a_request_is_let_go_with_its_connection() -> None:
 
 
 def test_vectors_under_way_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "HELD_BANKS", 1)
+    monkeypatch.setattr(bodies, "MOST_TABLES", 1)
     server = Server()
     asked = [{"extra_args": {"inspect_lens": {"edits": [vector(3000, seed)]}}} for seed in (1, 2)]
     statuses: list[int] = []
@@ -252,7 +253,48 @@ def test_words_of_ours_are_refused_on_routes_that_generate(word: str) -> None:
         await send({"type": "http.response.body", "body": b"{}"})
 
     for path in ("/v1/messages", "/inference/v1/generate"):
-        status, answer = send(RefuseLostKeys(app), {word: 1}, path=path)
+        status, answer = send(LensBodies(app, lambda: None), {word: 1}, path=path)
         assert (status, word in answer["error"]["message"]) == (400, True)
-        assert send(RefuseLostKeys(app), {"prompt": f'"{word}"'}, path=path)[0] == 200
-    assert send(RefuseLostKeys(app), {word: 1}, path="/v1/embeddings")[0] == 200
+        plain = {"prompt": f'"{word}"'}
+        assert send(LensBodies(app, lambda: None), plain, path=path)[0] == 200
+    assert send(LensBodies(app, lambda: None), {word: 1}, path="/v1/embeddings")[0] == 200
+
+
+CAPTURE = {"capture": {"layers": [1]}}
+ASKING: dict[str, Any] = {
+    "top": {"inspect_lens": CAPTURE},
+    "top, as vllm-lens": {"output_residual_stream": [1]},
+    "vllm_xargs": {"vllm_xargs": {"inspect_lens": json.dumps(CAPTURE)}},
+    "extra_args": {"extra_args": {"output_residual_stream": [1]}},
+    "hidden": rb'{"\u0069nspect_lens": {"capture": [1]}}',
+}
+
+
+@pytest.mark.parametrize("place", ASKING)
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/messages", "/v1/embeddings"])
+@pytest.mark.parametrize("off", ["lens", "http", "engine"])
+def test_while_the_lens_is_off_no_body_that_asks_for_it_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, off: Any, path: str, place: str
+) -> None:
+    monkeypatch.setattr(features._Off, "reasons", {})
+    front = SimpleNamespace(facts=None, refusal="it sleeps" if off == "engine" else None)
+    if off != "engine":
+        features.turn_off(off, "it sleeps")
+    server = Server()
+    server.app = LensBodies(server, lambda: None if off == "lens" else front)
+    status, answer = send(server.app, ASKING[place], path=path)
+    assert (status, "it sleeps" in answer["error"]["message"]) == (400, True)
+    if off == "lens":
+        sampling = {"extra_args": {"inspect_lens": CAPTURE}}
+        asked = {"token_ids": [1], "sampling_params": sampling}
+        assert send(server.app, asked, path=bodies.TOKENS_PATH)[0] == 400
+    assert not server.bodies
+    assert send(server.app, {"prompt": "what is inspect_lens?"}, path=path)[0] == 200
+
+
+def test_beside_vllm_lens_its_keys_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features._Off, "reasons", {"lens": "vllm-lens is there, too"})
+    server = Server()
+    server.app = LensBodies(server, lambda: None, keys=("inspect_lens",))
+    assert send(server.app, ASKING["top, as vllm-lens"])[0] == 200
+    assert send(server.app, ASKING["top"])[0] == 400

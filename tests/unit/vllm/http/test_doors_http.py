@@ -74,7 +74,7 @@ def test_bodies_on_other_routes_are_passed_on(
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
 ) -> None:
-    monkeypatch.setattr(bodies, "lost_keys", raising(fault))
+    monkeypatch.setattr(bodies, "read_body", raising(fault))
     came: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -90,7 +90,7 @@ def test_bodies_on_other_routes_are_passed_on(
         async def send(message: Any) -> None:
             raise AssertionError(message)
 
-        await bodies.RefuseLostKeys(app)(scope, receive, send)
+        await bodies.LensBodies(app, lambda: None)(scope, receive, send)
 
     asyncio.run(post({"input": "x"}))
     assert len(came) == 1

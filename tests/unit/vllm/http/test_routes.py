@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http.bodies import ReadBodies, RefuseLostKeys
+from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.http.responses import _WRAPPERS
 from inspect_lens.errors import SpecError, UnsupportedError
 
@@ -30,7 +30,7 @@ def client() -> TestClient:
 
     echo.__annotations__["request"] = Request
     app.add_api_route("/{path:path}", echo, methods=["POST"])
-    app.add_middleware(RefuseLostKeys)
+    app.add_middleware(LensBodies, front_end=lambda: None)
     return TestClient(app)
 
 
@@ -169,7 +169,7 @@ def test_invocations_ask_for_a_key_where_the_lens_is_asked(keys: list[str]) -> N
 
     served.__annotations__["request"] = Request
     app.add_api_route("/invocations", served, methods=["POST"])
-    app.add_middleware(ReadBodies, front_end=lambda: SimpleNamespace(facts=None))
+    app.add_middleware(LensBodies, front_end=lambda: SimpleNamespace(facts=None))
     if keys:
         app.add_middleware(authenticate.AuthenticationMiddleware, tokens=keys)
     client = TestClient(app)
