@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ._base.http import DELAYS_S, is_broken, no_answer
+from ._base.http import DELAYS_S, is_broken, no_answer, with_advice
 from .errors import LensError, SpecError
 from .spec import (
     LENS_KEYS,
@@ -144,5 +144,7 @@ def json_of(response: httpx.Response) -> Any:
         return content
     status = response.status_code
     message = error.get("message") if isinstance(error, Mapping) else error
-    text = f"HTTP {status}: {message or response.text[:500] or response.reason_phrase}"
+    said = str(message or response.text[:500] or response.reason_phrase)
+    address = f"{response.url.scheme}://{response.url.netloc.decode()}"
+    text = f"HTTP {status}: {with_advice(said, address)}"
     raise SpecError(text) if status in (400, 422) else LensError(text)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -40,8 +41,8 @@ CLIENTS = 4
 GROWTH = 512 << 20
 """Bytes that the API server may grow by, beside results that nobody has fetched: three caches of
 32 MiB, and what 4 clients have under way, 128 MiB of vectors at a time."""
-STALL_S = 3.0
-"""Of the event loop, on two cores that the engine and other tests share."""
+STALL_S = 0.5
+"""Of the event loop, beyond an idle server's."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,18 @@ class Neighbour(threading.Thread):
             self.plain_s.append(timed(self._client, plain=True))
             self.health_s.append(timed(self._client, plain=False))
         self._client.close()
+
+
+@contextmanager
+def beside(url: str) -> Iterator[Neighbour]:
+    """Somebody else, as long as something runs."""
+    neighbour = Neighbour(url)
+    neighbour.start()
+    try:
+        yield neighbour
+    finally:
+        neighbour.is_over.set()
+        neighbour.join()
 
 
 def timed(client: httpx.Client, *, plain: bool) -> float:
@@ -135,10 +148,25 @@ def pattern_of(seed: int) -> tuple[str, str]:
     return "/v1/completions", json.dumps({**said, "inspect_lens": lens})
 
 
+def without_lens(path: str, text: str) -> tuple[str, str]:
+    """The same prompts, and nothing asked of the lens."""
+    body = json.loads(text)
+    if path in (SWEEP, REGISTRY) or path.startswith("/v1/hooks"):
+        return "/v1/completions", json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 2})
+    if "token_ids" in body:
+        return path, json.dumps({**body, "sampling_params": {"max_tokens": 2}})
+    kept = ("model", "max_tokens", "ignore_eos", "temperature", "messages", "prompt", "stream")
+    return path, json.dumps({key: body[key] for key in kept if key in body})
+
+
 def send(
-    client: httpx.Client, seed: int, make: Callable[[int], tuple[str, str]] = body_of
+    client: httpx.Client,
+    seed: int,
+    make: Callable[[int], tuple[str, str]] = body_of,
+    *,
+    plain: bool = False,
 ) -> tuple[int, str]:
-    path, text = make(seed)
+    path, text = without_lens(*make(seed)) if plain else make(seed)
     answer = client.post(path, content=text, headers=JSON)
     status = answer.status_code
     if path == SWEEP and status == 200 and '{"error"' in (last := answer.text.splitlines()[-1]):
@@ -166,7 +194,7 @@ def test_bodies_hurt_nobody(
     client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
 ) -> None:
     # By day three other processes of tests want the same cores.
-    check_that_nobody_is_hurt(client, lens_server_url, make, n, slack_s=10.0)
+    check_that_nobody_is_hurt(client, lens_server_url, make, n, slack_s=1.0)
 
 
 @pytest.mark.nightly(
@@ -189,7 +217,7 @@ def check_that_nobody_is_hurt(
     make: Callable[[int], tuple[str, str]],
     n: int,
     *,
-    slack_s: float = 0.5,
+    slack_s: float = 0.0,
 ) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     process = server_process(lens_server_url)
@@ -202,15 +230,16 @@ def check_that_nobody_is_hurt(
         # What is loaded and made at the first request of a kind is no growth.
         list(pool.map(lambda seed: send(client, seed, make), range(-50, 0)))
         idle_health = sorted(timed(client, plain=False) for _ in range(50))
-        usual = statistics.median(timed(client, plain=True) for _ in range(20))
         before = held()
-        neighbour = Neighbour(lens_server_url)
-        neighbour.start()
         began = time.perf_counter()
-        answers = list(pool.map(lambda seed: send(client, seed, make), range(n)))
+        with beside(lens_server_url) as neighbour:
+            answers = list(pool.map(lambda seed: send(client, seed, make), range(n)))
         seconds = time.perf_counter() - began
-        neighbour.is_over.set()
-        neighbour.join()
+        # What the same prompts cost a neighbour where nothing is asked of the lens.
+        served = [seed for seed, (status, _) in enumerate(answers) if status == 200]
+        with beside(lens_server_url) as usual_neighbour:
+            list(pool.map(lambda seed: send(client, seed, make, plain=True), served[: n // 10]))
+        usual = statistics.median(usual_neighbour.plain_s)
     grown = held() - before
     statuses = Counter(status for status, _ in answers)
     plain, health = sorted(neighbour.plain_s), sorted(neighbour.health_s)
@@ -231,7 +260,7 @@ def check_that_nobody_is_hurt(
     assert not failed, "\n".join(failed[:5])
     assert statuses[200] >= n // 10 <= statuses[400], "the fuzz has both kinds"
     assert grown <= GROWTH
-    assert statistics.median(plain) <= 10 * usual + slack_s
-    assert health[-1] <= STALL_S + slack_s
-    assert timed(client, plain=True) <= 10 * usual + slack_s
+    assert statistics.median(plain) <= 2 * usual + slack_s + STALL_S
+    assert health[-1] <= idle_health[-1] + STALL_S + slack_s
+    assert timed(client, plain=True) <= 2 * usual + slack_s + STALL_S
     assert client.get("/v1/inspect_lens").json()["open_requests"] == 0

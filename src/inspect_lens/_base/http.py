@@ -10,7 +10,14 @@ from typing import Final
 
 from inspect_lens.errors import CaptureError
 
-__all__ = ["DELAYS_S", "is_broken", "is_transport_error", "no_answer", "server_address"]
+__all__ = [
+    "DELAYS_S",
+    "is_broken",
+    "is_transport_error",
+    "no_answer",
+    "server_address",
+    "with_advice",
+]
 
 DELAYS_S: Final = (0.1, 0.5, 2.0)
 """Before each further attempt over a connection that broke."""
@@ -43,6 +50,17 @@ def no_answer(url: str, error: BaseException, whose: str = "") -> CaptureError:
     return CaptureError(
         f"{url}{whose}: the connection broke ({named}: {error}), also when tried again; look into "
         "the server's log"
+    )
+
+
+def with_advice(message: str, url: str) -> str:
+    """A server's refusal, with what helps where a prompt is longer than the model's context."""
+    if "maximum context length" not in message:
+        return message
+    return (
+        f"{message} Prompt and answer share the context of the server at {server_address(url)}: "
+        "shorten the messages, lower max_tokens, or start the server with a larger "
+        "--max-model-len (with a model that Inspect serves: -M max_model_len=...)"
     )
 
 

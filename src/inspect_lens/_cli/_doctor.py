@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
+import httpx
 import psutil
 import typer
 
+from inspect_lens._base.http import no_answer, server_address
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._settings import Settings, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
@@ -39,19 +41,29 @@ def doctor(
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option("--device", help="Device of the buffers.")
     ] = "cuda",
+    base_url: Annotated[
+        str, typer.Option("--base-url", help="Server that runs: show what its engine refused, too.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
     """Show what is installed, which features are served, and why others are off.
 
     Exit code 0: all is served; 1: something is off.
     """
-    found = examined(model=model, tokens=tokens, sequences=sequences, device=device)
+    found = examined(
+        model=model, tokens=tokens, sequences=sequences, device=device, base_url=base_url
+    )
     emit(found, _lines(found), as_json=as_json)
     raise typer.Exit(0 if found["ok"] else 1)
 
 
 def examined(
-    *, model: str = "", tokens: int = 16384, sequences: int = 256, device: str = "cuda"
+    *,
+    model: str = "",
+    tokens: int = 16384,
+    sequences: int = 256,
+    device: str = "cuda",
+    base_url: str = "",
 ) -> dict[str, Any]:
     """What `doctor` says, as plain data.
 
@@ -60,9 +72,11 @@ def examined(
         tokens: of a step of the engine, at most.
         sequences: that the engine runs at once, at most.
         device: `cuda` or `cpu`.
+        base_url: of a server that runs; empty for none.
 
     Raises:
         ArtifactError: the model's configuration cannot be read.
+        CaptureError: no server answers there.
     """
     wrong = ""
     try:
@@ -83,6 +97,9 @@ def examined(
         "hooks_allowed": settings.allow_code,
         "ok": not any(feature["off"] for feature in features.values()),
     }
+    if base_url:
+        found["server"] = _server(server_address(base_url))
+        found["ok"] = found["ok"] and not found["server"]["off"]
     if model:
         found["buffers"] = _buffers(model, settings, (tokens, sequences), device)
     return found
@@ -129,6 +146,21 @@ def _machine() -> dict[str, Any]:
         "memory_gib": round(memory.total / 2**30, 1),
         "free_gib": round(memory.available / 2**30, 1),
     }  # fmt: skip
+
+
+def _server(url: str) -> dict[str, Any]:
+    """What a running server says of its engines, and of what is off there."""
+    try:
+        answer = httpx.get(f"{url}/v1/inspect_lens", timeout=20)
+    except httpx.TransportError as error:
+        raise no_answer(url, error) from error
+    if answer.status_code != 200:
+        why = f"HTTP {answer.status_code}: no inspect-lens there, or its HTTP routes are off"
+        return {"url": url, "off": {"lens": why}, "engines": []}
+    said = answer.json()
+    refused = [e["not_served"] for e in said["engines"] if "not_served" in e]
+    off = {**said.get("off", {}), **({"lens": refused[0]} if refused else {})}
+    return {"url": url, "off": off, "engines": said["engines"]}
 
 
 def _version(package: str) -> str | None:
@@ -222,6 +254,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
             )
     else:
         lines += _feature_lines(found)
+    if (server := found.get("server")) is not None:
+        told = [f"{FEATURES.get(key, key)}: off: {why}" for key, why in server["off"].items()]
+        lines += [f"server      {server['url']}: {text}" for text in told or ["serves the lens"]]
     if (buffers := found.get("buffers")) is not None:
         mib = 2**20
         whole = "" if buffers["all_taps_in_one_step"] else "not "

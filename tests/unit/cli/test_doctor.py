@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -97,3 +98,23 @@ def test_one_cause_is_told_once_and_a_client_what_it_can_do(
     assert done.exit_code == 1
     assert done.stdout.count("vLLM is not installed") == 1
     assert "lens/<model>" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("engine", "off", "line"),
+    [
+        ({"not_served": "Gemma is refused"}, {}, "captures, steering and probes: off: Gemma"),
+        ({"model": "m"}, {"qk": "no such layer"}, "queries and keys: off: no such layer"),
+        ({"model": "m"}, {}, "serves the lens"),
+    ],
+)
+def test_a_running_server_says_what_it_refused(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], off: dict[str, str], line: str
+) -> None:
+    answer = httpx.Response(200, json={"engines": [engine], "off": off})
+    asked: list[str] = []
+    monkeypatch.setattr(_doctor.httpx, "get", lambda url, **_: asked.append(url) or answer)
+    done = run("--base-url", "localhost:8000/v1")
+    assert asked == ["http://localhost:8000/v1/inspect_lens"]
+    assert f"http://localhost:8000: {line}" in done.stdout
+    assert done.exit_code == (0 if line == "serves the lens" else 1)

@@ -21,7 +21,7 @@ GOOD = HEAD % len(BODY)
 
 
 @contextmanager
-def closing_server(broken: int) -> Iterator[tuple[str, list[bytes]]]:
+def closing_server(broken: int, answer: bytes = GOOD + BODY) -> Iterator[tuple[str, list[bytes]]]:
     """Reads a request and closes, as many times as it is told; then it answers."""
     seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -35,12 +35,34 @@ def closing_server(broken: int) -> Iterator[tuple[str, list[bytes]]]:
                 with connection:
                     seen.append(connection.recv(65536))
                     if len(seen) > broken:
-                        connection.sendall(GOOD + BODY)
+                        connection.sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}", seen
         listening.shutdown(socket.SHUT_RDWR)
+
+
+LONG = (
+    b'{"error": {"message": "This model\'s maximum context length is 256 tokens. However, your '
+    b'prompt contains at least 257 input tokens.", "type": "BadRequestError", "code": 400}}'
+)
+TOO_LONG = HEAD.replace(b"200 OK", b"400 Bad Request") % len(LONG) + LONG
+
+
+@pytest.mark.anyio
+async def test_a_prompt_longer_than_the_context_is_told_what_helps_and_where() -> None:
+    with closing_server(0, TOO_LONG) as (url, _):
+        model = get_model("lens/org/tiny", base_url=url, memoize=False)
+        model.api._context_window_registered = True
+        output = await model.generate("x")
+        assert output.stop_reason == "model_length"
+        with LensClient(url, model="org/tiny") as client, pytest.raises(LensError) as error:
+            client.generate("x", capture_layers=[1])
+    for said in (output.completion, str(error.value)):
+        assert "is 256 tokens" in said
+        assert f"the server at {url}: shorten the messages" in said
+        assert "larger --max-model-len" in said
 
 
 @pytest.mark.anyio

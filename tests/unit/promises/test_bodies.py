@@ -44,7 +44,7 @@ from inspect_lens.spec.values._counts import MOST_OF, TENSORS
 from tests.kit.promises import Promise
 
 WIDTH = 4
-AT_ONCE_S = 2.0
+AT_ONCE_S = 0.5
 FACTS = EngineFacts(
     model="m",
     n_layers=4,

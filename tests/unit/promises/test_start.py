@@ -93,7 +93,7 @@ def surfaces() -> dict[str, tuple[str, str]]:
         "engine core": [*called(connector_guard._guard, connector_guard), "refusal"],
         "api server": [n for n in called(responses._routers, responses) if n.startswith("add_")],
         "plug-in": sorted(imported(plugin._install)),
-        "pass": ["determine_available_memory", "compile_or_warm_up_model", "check_taps"],
+        "pass": ["determine_available_memory", "compiled", "check_taps"],
         "setting": wrong_settings(),
     }
     return {
@@ -139,6 +139,8 @@ class Layer(nn.Module):
 class Runner:
     """As much of the V1 model runner as the lens wraps."""
 
+    is_compiled = False
+
     def __init__(self, engine: Any) -> None:
         self.vllm_config = engine
         self.model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
@@ -149,9 +151,13 @@ class Runner:
         return self.model
 
     def _dummy_run(self, num_tokens: int, **options: Any) -> None:
-        rows = torch.ones(num_tokens, HIDDEN)
+        run = torch.compile(self.forward, backend="eager") if self.is_compiled else self.forward
+        run(torch.ones(num_tokens, HIDDEN))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for layer in self.model["layers"]:
             rows = layer(rows)
+        return rows
 
 
 class Worker:
@@ -246,8 +252,9 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     if name == "check_taps":
         monkeypatch.setattr(worker_module, name, planted)
     else:
-        # A tap that raises where the model is run for the first time.
+        # A tap that raises where the model is run, or traced by the compiler, for the first time.
         monkeypatch.setattr(worker_module, "tap", planted)
+        monkeypatch.setattr(Runner, "is_compiled", name == "compiled")
     is_off(worker := loaded(engine), "planted")
     assert worker.passes.count("determine_available_memory") == (1 if name == "check_taps" else 2)
 

@@ -24,6 +24,7 @@ __all__ = [
     "LEANS",
     "Feature",
     "Lean",
+    "all_off",
     "busy",
     "is_off",
     "problems",
@@ -174,6 +175,11 @@ def turn_off(feature: Feature, reason: str) -> None:
 def is_off(feature: Feature) -> str | None:
     """Why a feature is off in this process, or None; all are without the lens itself."""
     return _Off.reasons.get("lens") or _Off.reasons.get(feature)
+
+
+def all_off() -> dict[Feature, str]:
+    """Why features are off in this process, by feature; empty where all are served."""
+    return dict(_Off.reasons)
 
 
 def require(feature: Feature) -> None:

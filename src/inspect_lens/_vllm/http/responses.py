@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from inspect_lens._vllm import traces
-from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
+from inspect_lens._vllm.compat.features import FEATURES, all_off, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.off import reason_of
 from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
@@ -394,7 +394,7 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
     def add_routes(app: Any) -> None:
         async def about() -> dict[str, Any]:
             described = _Front.end.describe() if _Front.end is not None else {}
-            return {**described, "stored_bytes": payloads.n_bytes}
+            return {**described, "off": all_off(), "stored_bytes": payloads.n_bytes}
 
         add_fetch_route(app, payloads, lambda: getattr(_Front.end, "siblings", None))
         app.get("/v1/inspect_lens")(about)

@@ -28,7 +28,7 @@ from openai import (
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
-from inspect_lens._base.http import no_answer
+from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.model._host import PrerequisiteError, VLLMServer, _vllm_servers
@@ -354,6 +354,14 @@ class LensAPI(ServerCalls):
             cause = error.__cause__ or error
             error.args = (str(no_answer(self._server_root(), cause, self.told())),)
             raise
+
+    @override
+    def handle_bad_request(self, ex: APIStatusError) -> ModelOutput | Exception:
+        found = super().handle_bad_request(ex)
+        if isinstance(found, ModelOutput) and found.stop_reason == "model_length":
+            content = with_advice(found.completion, self._server_root())
+            return ModelOutput.from_content(self.model_name, content, stop_reason="model_length")
+        return found
 
     # -- streaming ---------------------------------------------------------------
 

@@ -86,5 +86,5 @@ def check_counts(value: object, *, field: str = "") -> None:
             waiting += [
                 (f"{path}[{i}]", name if isinstance(inner, list | tuple) else "", inner, depth + 1)
                 for i, inner in enumerate(item)
-                if isinstance(inner, list | tuple | dict)
+                if isinstance(inner, list | tuple | dict) and inner
             ]
