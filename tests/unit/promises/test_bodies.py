@@ -87,7 +87,7 @@ class Accepting:
     def check(self, *args: Any, **options: Any) -> None:
         raise UnsupportedError("accepted")
 
-    judged = register = unregister = check
+    compile = register = unregister = check
 
     async def collective_rpc(self, *args: Any, **options: Any) -> list[Any]:
         raise UnsupportedError("accepted")

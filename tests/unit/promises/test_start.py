@@ -285,14 +285,14 @@ def check_front_end(engine: Any, reason: str) -> None:
     verify = _verify_args(lambda self: None)
     verify(SimpleNamespace(extra_args=None))
     verify(SimpleNamespace(extra_args={"kv_hint": 1}))
-    from inspect_lens._vllm.frontend.admission import request_of
+    from inspect_lens._vllm.frontend.admission import compiled_of
 
-    assert request_of(processor, SimpleNamespace(extra_args={"kv_hint": 1})) is None
+    assert compiled_of(processor, SimpleNamespace(extra_args={"kv_hint": 1})) is None
     asking = SimpleNamespace(extra_args={"output_residual_stream": [1]})
     with pytest.raises(LensError) as one:
         verify(asking)
     with pytest.raises(LensError) as other:
-        request_of(processor, asking)
+        compiled_of(processor, asking)
     assert reason in str(one.value)
     assert reason in str(other.value)
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from inspect_lens._engine.collect.row_cache import BLOCK, RowCache
 from inspect_lens._vllm.clients import NotesClient
 from inspect_lens._vllm.frontend import state
-from inspect_lens._vllm.frontend.admission import request_of, seal_core
+from inspect_lens._vllm.frontend.admission import compiled_of, seal_core
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.prompt_rows import reuse_of
 from inspect_lens.spec import ENVELOPE_KEY, Receipt, TensorData
@@ -78,8 +78,8 @@ def _sealed(asked: dict[str, Any], tenant: tuple[str, str | None], cache: RowCac
     )
 
     def run() -> None:
-        request, about = request_of(processor, params) or pytest.fail("nothing is asked")
-        seal_core(core, request, about, None, cache)
+        compiled = compiled_of(processor, params) or pytest.fail("nothing is asked")
+        seal_core(core, compiled, None, cache)
 
     _served(key, run)
     return core

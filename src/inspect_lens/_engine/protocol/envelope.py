@@ -65,12 +65,14 @@ more are wanted; none where that is all the same."""
 class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
-    __slots__ = ("envelope", "folder", "reuse", "uses")
+    __slots__ = ("envelope", "folder", "reads", "reuse", "uses")
     envelope: Envelope
     folder: Path | None
     """See `Envelope.pack`."""
     reuse: object
     """Of the process that sealed it: see `registered/prompt_rows.py`."""
+    reads: object
+    """Of the process that sealed it: how its probes are read."""
     uses: str | None
     """Uses of probes as text, for the process that sealed them: what an engine in another process
     is sent has none of it."""
@@ -78,12 +80,21 @@ class Packed(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, ({**self, USES_KEY: self.uses},)
 
+    def of(self, envelope: Envelope) -> Packed:
+        """Another envelope of the same request."""
+        made = envelope.pack(self.folder)
+        made.uses = self.uses
+        if hasattr(self, "reads"):
+            made.reads = self.reads
+        return made
+
     def beside(self, key: str, value: object) -> Packed:
         """The same with something else in it."""
         made = Packed({**self, key: value})
         made.envelope, made.uses, made.folder = self.envelope, self.uses, self.folder
-        if hasattr(self, "reuse"):
-            made.reuse = self.reuse
+        for name in ("reads", "reuse"):
+            if hasattr(self, name):
+                setattr(made, name, getattr(self, name))
         return made
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
 from operator import attrgetter
@@ -41,27 +42,28 @@ from inspect_lens.spec import (
 )
 
 from .matched_tokens import with_positions, with_token_ids
-from .state import FrontEnd, front_end
+from .state import Compiled, FrontEnd, front_end
 
 __all__ = [
     "asks_for_results",
+    "compiled_of",
     "expect",
     "has_hooks",
     "has_lens_keys",
     "judge_early",
     "refuse_lens_keys",
     "refuse_requests",
-    "request_of",
     "resumable",
     "rule_of",
     "said_by",
     "seal_core",
     "seal_recorded",
+    "with_positions_of",
     "without_lens_keys",
 ]
 
 
-def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] | None:
+def compiled_of(processor: Any, params: Any) -> Compiled | None:
     """What a request asks of an engine, judged as far as its parameters tell."""
     adapters: CpuAdapters | None = getattr(processor, "inspect_lens_adapters", None)
     if adapters is not None:
@@ -78,7 +80,11 @@ def request_of(processor: Any, params: Any) -> tuple[LensRequest, EngineFacts] |
         return None
     if facts is None:
         raise not_served(processor.inspect_lens_refusal)
-    return with_token_ids(front_end().judged(request, facts), processor, facts), facts
+    if is_serving():
+        require("http")
+    compiled = front_end().compile(request, facts)
+    named = with_token_ids(compiled.request, processor, facts)
+    return compiled if named is compiled.request else replace(compiled, request=named)
 
 
 def rule_of(processor: Any, request_id: str, params: Any, resumable: object) -> Rule | None:
@@ -93,8 +99,8 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
     """Have a request recorded that asks nothing of the lens; a fault leaves it as it is."""
     try:
         known = getattr(processor, "inspect_lens_rows", None)
-        facts = processor.inspect_lens_facts
-        seal_core(core, rule.request, facts, None, known, rule.key)
+        compiled = front_end().compile(rule.request, processor.inspect_lens_facts)
+        seal_core(core, compiled, None, known, rule.key)
     except BaseException as error:
         if ends_process(error):
             raise
@@ -129,8 +135,8 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     sealed = (getattr(params, "extra_args", None) or {}).get(ENVELOPE_KEY)
     if isinstance(sealed, Packed) or (sealed is not None and hasattr(prompt, "sampling_params")):
         return
-    found = request_of(processor, params)
-    if found is None:
+    compiled = compiled_of(processor, params)
+    if compiled is None:
         return
     if isinstance(prompt, AsyncGenerator):
         raise resumable()
@@ -138,27 +144,25 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
     if is_known:
         n_prompt = None if ids is None else len(ids)
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
-        request = with_positions(found[0], ids, processor)
-        packed = _sealed(request, found[1], params, n_prompt=n_prompt, max_tokens=most)
+        compiled = with_positions_of(compiled, ids, processor)
+        packed = _placed(compiled, params, n_prompt=n_prompt, max_tokens=most)
         capture = packed.envelope.capture
         if capture is not None and capture.transport == "binary" and is_serving():
-            least = _least_tokens(params, most, may_stop=found[0].probes != ())
+            least = _least_tokens(params, most, may_stop=compiled.reads is not None)
             payloads.admit(params.n * capture.n_bytes((n_prompt or 0) + least - 1))
 
 
 def seal_core(
     core: Any,
-    request: LensRequest,
-    facts: EngineFacts,
+    compiled: Compiled,
     book: HookBook | None,
     known: RowCache | None,
     rule: int | None = None,
 ) -> None:
     """Put the sealed request where the worker finds it, and keep its cache blocks apart."""
-    sampling = core.sampling_params
-    packed = _sealed(
-        request,
-        facts,
+    sampling, request = core.sampling_params, compiled.request
+    packed = _placed(
+        compiled,
         sampling,
         n_prompt=None if core.prompt_token_ids is None else len(core.prompt_token_ids),
         max_tokens=sampling.max_tokens,
@@ -182,7 +186,7 @@ def seal_core(
         if CACHED_KEY not in packed:
             sampling.skip_reading_prefix_cache = True
     if request.sink is not None:
-        key = front_end().sinks.key_of(request.sink, facts)
+        key = front_end().sinks.key_of(request.sink, compiled.facts)
         packed = packed.beside(SINK_KEY, (key, request.sink.model_dump()))
     elif rule is not None:
         packed = packed.beside(SINK_KEY, (rule, None))
@@ -241,35 +245,35 @@ def resumable() -> UnsupportedError:
     return UnsupportedError("streaming input sessions cannot be captured or steered")
 
 
-def _sealed(
-    request: LensRequest,
-    facts: EngineFacts,
-    params: Any,
-    *,
-    n_prompt: int | None,
-    max_tokens: int,
-) -> Packed:
-    """The packed envelope of a request, or why there can be none."""
+def with_positions_of(compiled: Compiled, ids: Sequence[int] | None, processor: Any) -> Compiled:
+    """The same with positions of a prompt in the place of what its tokens match."""
+    request = with_positions(compiled.request, ids, processor)
+    return compiled if request is compiled.request else replace(compiled, request=request)
+
+
+_MOST_LISTED = 1 << 14
+"""Positions that are named, and letters of what is asked of probes, of what is kept."""
+
+
+def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens: int) -> Packed:
+    """The packed envelope of a request in a prompt, or why there can be none."""
     if n_prompt is None:
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
-    front = front_end()
-    reads = front.registry.reads(request.probes) if request.probes else None
+    front, request, reads = front_end(), compiled.request, compiled.reads
     # The front-end finds stop strings and alarms, while the engine goes on.
     may_overrun = bool(params.stop) or (reads is not None and reads.may_stop)
     is_live = reads is not None and (
         reads.may_stop or (reads.streams_tokens and params.output_kind.name != "FINAL_ONLY")
     )
-    manner = may_overrun, is_live
-    known = front.sealed.get(
-        request, facts, reads, n_prompt=n_prompt, max_tokens=max_tokens, manner=manner
-    )
-    if known is not None:
-        return known
+    key = id(compiled), n_prompt, max_tokens, may_overrun, is_live
+    known: tuple[Compiled, Packed] | None = front.known.get(key)
+    if known is not None and _is_salted(known[1]):
+        return known[1]
     try:
         envelope = seal(
             request,
-            facts,
-            reply=front.reply_for(facts),
+            compiled.facts,
+            reply=front.reply_for(compiled.facts),
             n_prompt=n_prompt,
             max_tokens=max_tokens,
             epoch=front.results.salt,
@@ -278,7 +282,7 @@ def _sealed(
             is_live=is_live,
         )
     except LensError:
-        forget_parsed(request)
+        forget_parsed(compiled.asked)
         raise
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
@@ -288,9 +292,21 @@ def _sealed(
         )
     packed = envelope.pack(front.folder)
     if reads is not None:
-        packed.uses = reads.wire
-    front.sealed.keep(packed, request, facts, reads, max_tokens=max_tokens, manner=manner)
+        packed.uses, packed.reads = reads.wire, reads
+    n_listed = sum(len(part.positions or ()) for part in envelope.results if part is not None)
+    # A capture with a token of its own is told from all others; what was not kept compiled, as it
+    # has a prompt's positions or somebody's functions, does not come again.
+    is_own = envelope.capture is not None and bool(envelope.capture.token)
+    is_kept = front.known.get((id(compiled.asked), id(compiled.facts))) is compiled
+    if is_kept and not is_own and n_listed + len(packed.uses or "") <= _MOST_LISTED:
+        front.known.keep(key, (compiled, packed), request.tensor_bytes)
     return packed
+
+
+def _is_salted(packed: Packed) -> bool:
+    """Whether cache blocks of steering are still found by what an envelope says."""
+    salted = packed.envelope.steer_hash
+    return salted is None or salted == front_end().results.salt(salted.rpartition(":")[2])
 
 
 def _needs_whole_prompt(envelope: Envelope) -> bool:

@@ -30,9 +30,9 @@ from inspect_lens._vllm.http.payloads import open_door
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.registered.items import parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
+from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
-from inspect_lens._vllm.registered.sealed_batches import SealedBatches
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks.process import Sinks
@@ -52,23 +52,29 @@ from inspect_lens.spec import (
 
 __all__ = [
     "RESET_WRAPPERS",
+    "Compiled",
     "FrontEnd",
     "front_end",
 ]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-_JUDGED_MOST = 1024
+_KNOWN_MOST = 2048
 
 
 @dataclass(frozen=True)
-class _Judged:
-    request: LensRequest
+class Compiled:
+    """A request that was judged against an engine: all that does not depend on its prompt."""
+
+    asked: LensRequest
+    """Kept beside the facts, so that nothing else gets their identity."""
     facts: EngineFacts
-    """Kept, so that nothing else gets their identity."""
     version: int
     """Of the registry."""
-    resolved: LensRequest
+    request: LensRequest
+    """With the content of what it names."""
+    reads: Reads | None
+    """How its probes are read."""
 
 
 class FrontEnd:
@@ -90,12 +96,13 @@ class FrontEnd:
         """API servers in front of the engine; each has a store of tensors of its own."""
         self.siblings: Path | None = None
         """Folder that several of them share."""
-        self._judged: Kept[tuple[int, int], _Judged] = Kept(_JUDGED_MOST)
+        self.known: Kept[tuple[object, ...], Any] = Kept(_KNOWN_MOST)
+        """What was compiled, and what was placed in prompts of a length: a batch asks for one thing
+        a thousand times."""
         self.row_caches: WeakSet[RowCache] = WeakSet()
         """Captured rows of earlier requests, of each engine that is still there."""
         self.results = Results(self.settings.result_timeout_s)
         self.sinks = Sinks()
-        self.sealed = SealedBatches(self.results.salt)
         self.registry = Registry(items, self.settings)
         # Of our own: whoever waits for rows must not keep vLLM's threads from their work.
         self.waiting = ThreadPoolExecutor(32, thread_name_prefix="inspect-lens-wait")
@@ -273,19 +280,16 @@ class FrontEnd:
         which one is meant, and `process_inputs` judges again.
         """
         request = asked_of(extra_args, self.facts)
+        if request is not None and is_serving():
+            require("http")
         if request is not None and len(self.engines) == 1:
             facts = self.engines[0]
             if isinstance(facts, str):
                 raise not_served(facts)
-            self.judged(request, facts)
+            self.compile(request, facts)
 
-    def judged(self, request: LensRequest, facts: EngineFacts) -> LensRequest:
-        """Judge a request against its engine.
-
-        Each request is judged two or three times, and a batch asks for one thing a thousand times.
-        """
-        if is_serving():
-            require("http")
+    def compile(self, request: LensRequest, facts: EngineFacts) -> Compiled:
+        """Judge a request against its engine, and resolve what it names; once by content."""
         if request.hooks:
             require("hooks")
         if request.qk is not None:
@@ -294,20 +298,22 @@ class FrontEnd:
             require("logits")
         version = self.registry.version
         key = id(request), id(facts)
-        known = self._judged.get(key)
+        known: Compiled | None = self.known.get(key)
         if known is not None and known.version == version:
-            return known.resolved
+            return known
         try:
             resolved = self.sinks.resolve(self.registry.resolve(request), facts)
-            check_request(resolved, facts, self.registry.probes)
+            probes = self.registry.probes
+            check_request(resolved, facts, probes)
         except LensError:
             forget_parsed(request)
             raise
+        reads = Reads(resolved.probes, probes) if resolved.probes else None
+        made = Compiled(request, facts, version, resolved, reads)
         # Functions that came with a request are not worth being kept.
         if not request.hooks:
-            kept = _Judged(request, facts, version, resolved)
-            self._judged.keep(key, kept, request.tensor_bytes)
-        return resolved
+            self.known.keep(key, made, request.tensor_bytes)
+        return made
 
 
 def _servers_of(arguments: Sequence[str]) -> int:

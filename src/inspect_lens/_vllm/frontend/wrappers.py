@@ -43,19 +43,19 @@ from inspect_lens.spec import ENVELOPE_KEY
 
 from .admission import (
     asks_for_results,
+    compiled_of,
     expect,
     has_hooks,
     has_lens_keys,
     judge_early,
-    request_of,
     resumable,
     rule_of,
     said_by,
     seal_core,
     seal_recorded,
+    with_positions_of,
     without_lens_keys,
 )
-from .matched_tokens import with_positions
 from .state import front_end
 
 __all__ = [
@@ -146,7 +146,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         found = rule = None
         try:
-            found = request_of(self, params)
+            found = compiled_of(self, params)
             adapters = getattr(self, "inspect_lens_adapters", None)
             if adapters is not None:
                 adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
@@ -166,8 +166,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         core = original(self, request_id, prompt, plain, *args, **kwargs)
         try:
             book = getattr(self, "inspect_lens_book", None)
-            request = with_positions(found[0], core.prompt_token_ids, self)
-            seal_core(core, request, found[1], book, getattr(self, "inspect_lens_rows", None))
+            found = with_positions_of(found, core.prompt_token_ids, self)
+            seal_core(core, found, book, getattr(self, "inspect_lens_rows", None))
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=True)
         return core

@@ -361,11 +361,11 @@ def _judge(specs: Sequence[SweepSpec], front: Any) -> None:
         reason = next((e for e in front.engines if isinstance(e, str)), "it is not known")
         raise UnsupportedError(f"the lens does not serve this engine: {reason}")
     for spec in specs:
-        front.judged(LensRequest(capture=capture_spec(spec.layers, spec.site)), facts)
+        front.compile(LensRequest(capture=capture_spec(spec.layers, spec.site)), facts)
         layer = facts.layers[0] if spec.layers is None else min(spec.layers)
         row = np.zeros(facts.width_of(spec.site).width, dtype=np.float32)
         edit = Replace(rows=row, layers=(layer,), site=spec.site, alpha=spec.alpha)
-        front.judged(LensRequest(edits=(edit,)), facts)
+        front.compile(LensRequest(edits=(edit,)), facts)
 
 
 async def _first(made: _Sweep, request: Any) -> dict[str, Any] | None:

@@ -102,9 +102,9 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
         n_known = known.n_tokens
         envelope = replace(envelope, capture=replace(asked, lo=n_known))
     looked_up(end - asked.lo, max(n_known - asked.lo, 0))
-    made = envelope.pack(packed.folder) if n_known else Packed(packed)
-    made[CACHED_KEY] = n_known
-    made.envelope, made.uses, made.folder = envelope, packed.uses, packed.folder
+    if n_known:
+        packed = packed.of(envelope)
+    made = packed.beside(CACHED_KEY, n_known)
     made.reuse = Reuse(cache, prefix, epoch, asked, known)
     return made
 

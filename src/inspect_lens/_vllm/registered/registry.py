@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from inspect_lens._engine.protocol.envelope import Envelope, uses_of
-from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
@@ -30,8 +29,6 @@ from .probe_scores import Reads
 from .shared_names import SharedNames
 
 __all__ = ["Registry"]
-
-_READS_MOST = 64
 
 
 class Registry:
@@ -53,11 +50,6 @@ class Registry:
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
         self._version = 0
-        self._reads: Kept[int, Reads] = Kept(_READS_MOST)
-        """By identity of the uses; of one version."""
-        self._reads_version = 0
-        self._sealed: Kept[int, Reads] = Kept(_READS_MOST)
-        """By identity of what is sent of the uses."""
         for name, item in (items or {}).items():
             check_name(name)
             self._items[name] = kept_of(item)
@@ -245,29 +237,16 @@ class Registry:
         changes = {"edits": (*found, *request.edits), "edits_named": ()}
         return request.model_copy(update=changes)
 
-    def reads(self, uses: tuple[ProbeUse, ...]) -> Reads:
-        """How uses of registered probes are read; the same object for the same uses."""
-        # As they were judged: what others change meanwhile is for the next request.
-        version, probes = self._version, self.probes
-        if version != self._reads_version:
-            self._reads = Kept(_READS_MOST)
-            self._reads_version = version
-        known = self._reads.get(id(uses))
-        if known is not None:
-            return known
-        made = Reads(uses, probes)
-        # Both are kept by what they name, so that nothing else gets their identity.
-        for table, key in ((self._reads, id(made.uses)), (self._sealed, id(made.wire))):
-            table.keep(key, made, len(made.wire))
-        return made
+    def reads(self, uses: Sequence[ProbeUse]) -> Reads:
+        """How uses of registered probes are read."""
+        return Reads(uses, self.probes)
 
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
         """How the probes of a sealed request are read; they may have been removed since."""
+        if (known := getattr(packed, "reads", None)) is not None:
+            return cast("Reads", known)
         text = uses_of(packed)
         assert text is not None
-        known = self._sealed.get(id(text))
-        if known is not None:
-            return known
         uses = LensRequest(probes=json.loads(text)).probes
         probes = [self.probes.get(use.name) for use in uses]
         hashes = [None if probe is None else probe.sha256 for probe in probes]

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.frontend import state
-from inspect_lens._vllm.frontend.admission import request_of
+from inspect_lens._vllm.frontend.admission import compiled_of
 from inspect_lens._vllm.frontend.wrappers import _process_inputs
 from inspect_lens.errors import UnsupportedError
 from tests.unit.vllm.compat.test_facts import config
@@ -44,12 +44,12 @@ def adapter(number: int) -> Any:
 
 def test_log_probabilities_of_a_prompt_are_refused_where_they_end_the_engine(engine: Any) -> None:
     processor = processor_of(engine)
-    assert request_of(processor, params()) is None
+    assert compiled_of(processor, params()) is None
     with pytest.raises(UnsupportedError, match="without --enable-lora"):
-        request_of(processor, params(prompt_logprobs=0))
+        compiled_of(processor, params(prompt_logprobs=0))
     for other in (config(), config(lora_config=engine.lora_config, device_config__device_type="x")):
         assert CpuAdapters.of(other) is None
-        assert request_of(processor_of(other), params(prompt_logprobs=0)) is None
+        assert compiled_of(processor_of(other), params(prompt_logprobs=0)) is None
 
 
 def test_the_base_model_needs_a_slot_that_no_adapter_has(

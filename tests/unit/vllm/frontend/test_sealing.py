@@ -252,7 +252,7 @@ def test_persistent_hooks_run_on_prompts_of_tokens_only(processor: Any) -> None:
 def test_a_sealed_request_and_a_plain_one_are_not_judged(
     processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "_sealed", lambda *a, **k: pytest.fail("judged"))
+    monkeypatch.setattr(admission, "_placed", lambda *a, **k: pytest.fail("judged"))
     plain: list[dict[str, Any]] = [{}, {ENVELOPE_KEY: Packed()}, {"other": 1}]
     for extra_args in plain:
         assert call(processor, IDS, parameters(extra_args, {})).__aiter__
@@ -334,7 +334,7 @@ def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
     assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
     assert sealed(processor, steered) is other
     least: Kept[Any, Any] = Kept(4, kept.Budget(16 * (kept.BYTES_BESIDE + 31)))
-    monkeypatch.setattr(state.front_end().sealed, "_known", least)
+    monkeypatch.setattr(state.front_end(), "known", least)
     large = steer()
     assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"
 
@@ -350,10 +350,11 @@ def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> 
     assert registry.reads_of(other).probes == (registry.probes["p"],)
 
 
-def test_few_envelopes_are_kept(processor: Any) -> None:
-    for n in range(1, 1200):
+def test_few_envelopes_are_kept(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.front_end(), "known", Kept(64))
+    for n in range(1, 100):
         sealed(processor, extra(capture={"layers": [1]}), max_tokens=n)
-    assert len(state.front_end().sealed._known) == 1024
+    assert len(state.front_end().known) == 64
 
 
 def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
@@ -362,7 +363,7 @@ def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
     one = sealed(processor, extra(capture={"layers": [1], "positions": mask}), len(mask))
     assert len(Envelope.unpack(one).capture.positions) == len(mask)
     sealed(processor, extra(probes=[{"name": "p", "positions": mask}]), len(mask))
-    assert not state.front_end().sealed._known
+    assert len(state.front_end().known) == 2, "what does not depend on the prompt"
 
 
 @pytest.mark.parametrize(

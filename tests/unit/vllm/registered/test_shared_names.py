@@ -205,10 +205,10 @@ def test_a_front_end_beside_others_registers_for_all(
         fronts[-1].engines = [facts(8)]
     one, other = fronts
     one.register("p", probe(1.0))
-    assert other.judged(LensRequest(probes=["p"]), facts(8)).probes[0].name == "p"
+    assert other.compile(LensRequest(probes=["p"]), facts(8)).request.probes[0].name == "p"
     other.unregister("p")
     with pytest.raises(SpecError, match="no probe is registered as 'p'"):
-        one.judged(LensRequest(probes=["p"]), facts(8))
+        one.compile(LensRequest(probes=["p"]), facts(8))
     for front in fronts:
         assert front.registry._shared is not None
         front.registry._shared.close()
