@@ -57,7 +57,7 @@ def may_write(request: Any) -> bool:
     return has_key
 
 
-_PATH = "/v1/inspect_lens/registry"
+_REGISTRY_PATH = "/v1/inspect_lens/registry"
 _LOOK_S = 0.2
 """Between two looks at whether requests under way still use what no name stands for."""
 
@@ -130,9 +130,9 @@ def add_registry_routes(  # noqa: C901 - three handlers of a few lines
 
     # FastAPI reads annotations at run time, and those of this module are text.
     register.__annotations__["request"] = remove.__annotations__["request"] = Request
-    app.get(_PATH)(listed)
-    app.post(_PATH)(register)
-    app.delete(_PATH + "/{name}")(remove)
+    app.get(_REGISTRY_PATH)(listed)
+    app.post(_REGISTRY_PATH)(register)
+    app.delete(_REGISTRY_PATH + "/{name}")(remove)
 
 
 async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, bool]:
@@ -147,7 +147,7 @@ async def _asked(request: Any, facts: EngineFacts | None) -> tuple[str, Any, boo
     return name, item, replace
 
 
-_PATH_HOOK_ROUTES = "/v1/hooks"
+_HOOKS_PATH = "/v1/hooks"
 
 Handler = Callable[[HookBook, Any, dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -174,7 +174,7 @@ def add_hook_routes(app: Any) -> None:
         return endpoint
 
     for name, handler in _HANDLERS.items():
-        app.post(f"{_PATH_HOOK_ROUTES}/{name}")(route(handler))
+        app.post(f"{_HOOKS_PATH}/{name}")(route(handler))
 
 
 def _book_of(engine: Any) -> HookBook:

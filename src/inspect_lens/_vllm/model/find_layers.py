@@ -31,7 +31,7 @@ __all__ = [
     "written_argument",
 ]
 
-_HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
+_WITHOUT_LENS = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
 
 
 def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
@@ -56,7 +56,7 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
     if len(found) != 1:
         raise UnsupportedError(
             f"inspect_lens cannot tell the decoder layers of {type(model).__name__}: "
-            f"{len(found)} lists of {n_layers} layers with attention ({sorted(found)}); {_HINT}"
+            f"{len(found)} lists of {n_layers} layers with attention ({sorted(found)}); {_WITHOUT_LENS}"
         )
     return next(iter(found.values()))
 
@@ -106,7 +106,7 @@ def split_output(
     raise UnsupportedError(
         f"inspect_lens does not know the output of {type(layer).__name__}: {describe(output)}, and "
         f"its source reads as {layout!r}; known are a (tokens, hidden) tensor, (hidden, None), and "
-        f"(hidden, residual) where the source shows whether their sum is the stream; {_HINT}"
+        f"(hidden, residual) where the source shows whether their sum is the stream; {_WITHOUT_LENS}"
     )
 
 
@@ -132,7 +132,7 @@ def describe(output: Any) -> str:
     return type(output).__name__
 
 
-_HINT_SUBMODULES = "leave the site out of INSPECT_LENS_SITES to run this model without it"
+_WITHOUT_SITE = "leave the site out of INSPECT_LENS_SITES to run this model without it"
 
 
 def block_module(block: nn.Module, site: Site) -> nn.Module:
@@ -203,7 +203,7 @@ def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
             raise UnsupportedError(
                 f"INSPECT_LENS_SITES: {site} of {type(block).__name__} with tensor parallelism: "
                 f"{type(module).__name__}.{name} returns one rank's share of a sum that the block "
-                f"completes later; {_HINT_SUBMODULES}, or use one GPU per stage"
+                f"completes later; {_WITHOUT_SITE}, or use one GPU per stage"
             )
 
 
@@ -224,7 +224,7 @@ def module_output(module: nn.Module, written: Any, output: Any, site: Site) -> t
     raise UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: inspect_lens does not know the output of "
         f"{type(module).__name__}: {describe(output)}; known are a (tokens, hidden) tensor, a "
-        f"tuple of it and None, and an argument 'output'; {_HINT_SUBMODULES}"
+        f"tuple of it and None, and an argument 'output'; {_WITHOUT_SITE}"
     )
 
 
@@ -239,7 +239,7 @@ class BlockInput:
             raise UnsupportedError(
                 f"INSPECT_LENS_SITES: resid_pre: {self._block}.forward takes "
                 f"{', '.join(self._names)}, and inspect_lens reads hidden_states and residual; "
-                f"{_HINT_SUBMODULES}"
+                f"{_WITHOUT_SITE}"
             )
 
     def read(
@@ -256,7 +256,7 @@ class BlockInput:
         raise UnsupportedError(
             f"INSPECT_LENS_SITES: resid_pre: {self._block} is called with hidden_states="
             f"{describe(hidden)} and residual={describe(residual)}; known are (tokens, hidden) "
-            f"tensors, and None for residual; {_HINT_SUBMODULES}"
+            f"tensors, and None for residual; {_WITHOUT_SITE}"
         )
 
     def replace(
@@ -323,5 +323,5 @@ def _unclear(
     names = ", ".join(f"{name}: {type(child).__name__}" for name, child in found.items())
     return UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: {type(block).__name__} has to have one child that is "
-        f"{wanted}; found: {names or 'none'}; {_HINT_SUBMODULES}"
+        f"{wanted}; found: {names or 'none'}; {_WITHOUT_SITE}"
     )
