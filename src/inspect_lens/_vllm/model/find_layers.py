@@ -31,7 +31,7 @@ __all__ = [
     "written_argument",
 ]
 
-_WITHOUT_LENS = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
+_HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
 
 
 def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
@@ -56,7 +56,7 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
     if len(found) != 1:
         raise UnsupportedError(
             f"inspect_lens cannot tell the decoder layers of {type(model).__name__}: "
-            f"{len(found)} lists of {n_layers} layers with attention ({sorted(found)}); {_WITHOUT_LENS}"
+            f"{len(found)} lists of {n_layers} layers with attention ({sorted(found)}); {_HINT}"
         )
     return next(iter(found.values()))
 
@@ -106,7 +106,7 @@ def split_output(
     raise UnsupportedError(
         f"inspect_lens does not know the output of {type(layer).__name__}: {describe(output)}, and "
         f"its source reads as {layout!r}; known are a (tokens, hidden) tensor, (hidden, None), and "
-        f"(hidden, residual) where the source shows whether their sum is the stream; {_WITHOUT_LENS}"
+        f"(hidden, residual) where the source shows whether their sum is the stream; {_HINT}"
     )
 
 
