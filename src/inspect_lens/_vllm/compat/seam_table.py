@@ -56,13 +56,6 @@ SEAMS: tuple[Seam, ...] = (
         "a captured prompt reads the prefix cache as far as its rows are known from before",
     ),
     Seam(
-        "verify_args",
-        "vllm.sampling_params:SamplingParams._verify_args",
-        ("self",),
-        "front-end",
-        "refuses a bad request before a stream has started, so that HTTP answers 400",
-    ),
-    Seam(
         "input_processor_init",
         "vllm.v1.engine.input_processor:InputProcessor.__init__",
         ("self", "vllm_config"),

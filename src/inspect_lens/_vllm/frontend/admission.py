@@ -1,7 +1,7 @@
 """From a request's parameters to what the workers read: judging it, and sealing it.
 
-What is wrong with a request is found out twice by the same functions: once before an HTTP response
-has begun, while a server still has its status to choose, and once where the request is sealed.
+What is wrong with a request is found out before an HTTP response has begun, while a server still has
+its status to choose. What was compiled then is known where the request is sealed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ __all__ = [
     "has_hooks",
     "has_lens_keys",
     "judge_early",
-    "refuse_lens_keys",
     "refuse_requests",
     "resumable",
     "rule_of",
@@ -396,35 +395,26 @@ def said_by(detokenizer: Any) -> tuple[tuple[int, ...], str]:
 def refuse_requests(*, own_only: bool = False) -> None:
     """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed."""
     keys = (NATIVE_KEY,) if own_only else LENS_KEYS
-    wrap(seam("verify_args"), refuse_lens_keys(keys))
-    # Bodies of HTTP may have keys where no parameters are made of them.
     refuse_bodies(keys)
-    wrap(seam("input_processor_init"), _then(partial(refuse_bodies, keys)))
+    wrap(seam("process_inputs"), partial(_refusing, keys))
+    # Which every front-end calls when its modules are there.
+    wrap(seam("input_processor_init"), partial(_then, partial(refuse_bodies, keys)))
 
 
-def refuse_lens_keys(keys: Collection[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a wrapper of `SamplingParams._verify_args` that refuses these keys."""
+def _refusing(keys: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not (getattr(params, "extra_args", None) or {}).keys().isdisjoint(keys):
+            require("lens")
+        return original(self, request_id, prompt, params, *args, **kwargs)
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def verify_args(self: Any) -> None:
-            original(self)
-            extra = self.extra_args
-            if isinstance(extra, dict) and not extra.keys().isdisjoint(keys):
-                require("lens")
-
-        return verify_args
-
-    return make
+    return process_inputs
 
 
-def _then(further: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a wrapper of what every front-end calls when its modules are there."""
+def _then(further: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        further()
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            further()
-
-        return init
-
-    return make
+    return init

@@ -25,7 +25,6 @@ from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
 from inspect_lens._vllm.compat.off import not_served, off, reason_of, turn_off, when_off
 from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
-from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.payloads import open_door
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.registered.items import parse_shared, start_items
@@ -272,21 +271,6 @@ class FrontEnd:
                 "log. Start with --api-server-count 1, or name probes and vectors at start in "
                 "INSPECT_LENS_REGISTER, which all processes read"
             )
-
-    def judge(self, extra_args: dict[str, Any]) -> None:
-        """Refuse a bad request as early as its parameters are known.
-
-        With one engine in the process its facts are used; with several it is not known yet
-        which one is meant, and `process_inputs` judges again.
-        """
-        request = asked_of(extra_args, self.facts)
-        if request is not None and is_serving():
-            require("http")
-        if request is not None and len(self.engines) == 1:
-            facts = self.engines[0]
-            if isinstance(facts, str):
-                raise not_served(facts)
-            self.compile(request, facts)
 
     def compile(self, request: LensRequest, facts: EngineFacts) -> Compiled:
         """Judge a request against its engine, and resolve what it names; once by content."""

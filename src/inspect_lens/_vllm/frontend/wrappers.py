@@ -117,21 +117,6 @@ def _encode(output: Any) -> None:
 logger = logging.getLogger("vllm.inspect_lens")
 
 
-def _verify_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    def verify_args(self: Any) -> None:
-        original(self)
-        # Runs for every request, also when the engine core decodes one: cheap when idle, and
-        # a sealed request was judged before.
-        extra = self.extra_args
-        try:
-            if extra and ENVELOPE_KEY not in extra:
-                front_end().judge(extra)
-        except BaseException as error:  # noqa: BLE001 - a door
-            pass_over(error, uses_lens=has_lens_keys(self))
-
-    return verify_args
-
-
 def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
@@ -405,7 +390,6 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "verify_args": _verify_args,
     "input_processor_init": _input_processor_init,
     "process_inputs": _process_inputs,
     "add_request": _add_request,

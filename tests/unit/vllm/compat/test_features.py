@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import LEANS, busy, has, problems
 from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
 from inspect_lens._vllm.frontend import admission
+from inspect_lens._vllm.http import responses
 from inspect_lens.errors import CompatError, UnsupportedError
 
 ALL = [*((s.target, s.parameters) for s in SEAMS + SERVE_SEAMS + EAGER_SEAMS)]
@@ -89,23 +94,30 @@ def test_without_what_all_needs_vllm_runs_and_lens_requests_get_the_reason(
     def broken(*args: Any) -> None:
         raise error
 
-    wrapped: list[Any] = []
+    wrapped: dict[str, Any] = {}
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
     monkeypatch.setattr("inspect_lens._vllm.compat.seams.verify", broken)
-    monkeypatch.setattr(admission, "wrap", lambda *args: wrapped.append(args))
-    monkeypatch.setattr(admission, "is_serving", lambda: True)
+    for module in (admission, responses):
+        monkeypatch.setattr(module, "wrap", lambda item, make: wrapped.update({item.name: make}))
+    serving: list[bool] = []
+    monkeypatch.setattr(responses, "is_serving", lambda: bool(serving))
     plugin.register()
-    assert [item.name for item, _ in wrapped] == ["verify_args", "chat_params", "completion_params"]
-    judge, body, _ = (make(lambda self: None) for _, make in wrapped)
-    body(SimpleNamespace(vllm_xargs={"kv_hint": 1}, model_extra={}))
-    for place in ("vllm_xargs", "model_extra"):
-        asking = {"vllm_xargs": None, "model_extra": None, place: {"inspect_lens": {}}}
-        with pytest.raises(UnsupportedError, match=str(error).strip("'")):
-            body(SimpleNamespace(**asking))
-    judge(SimpleNamespace(extra_args={"kv_hint": 1}))
-    judge(SimpleNamespace(extra_args=None))
+    assert wrapped.keys() == {"process_inputs", "input_processor_init"}
+    process = wrapped["process_inputs"](lambda self, key, prompt, params: params)
+    for fine in ({"kv_hint": 1}, None):
+        assert process(None, "r", "x", SimpleNamespace(extra_args=fine)).extra_args is fine
     with pytest.raises(UnsupportedError, match=str(error).strip("'")):
-        judge(SimpleNamespace(extra_args={"output_residual_stream": [1]}))
+        process(None, "r", "x", SimpleNamespace(extra_args={"output_residual_stream": [1]}))
+    # The server's modules may be there only when it has an engine.
+    serving.append(True)
+    wrapped["input_processor_init"](lambda self: None)(None)
+    app = FastAPI()
+    wrapped["routers"](lambda app: None)(app)
+    asking = {"inspect_lens": {"capture": [1]}}
+    answer = TestClient(app).post("/v1/completions", json=asking)
+    assert answer.status_code == 400
+    assert str(error).strip("'") in answer.json()["error"]["message"]
+    assert TestClient(app).post("/v1/completions", json={"prompt": "x"}).status_code == 404
     monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
     with pytest.raises(type(error)):
         plugin.register()

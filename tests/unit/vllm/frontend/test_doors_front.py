@@ -297,7 +297,7 @@ OURS: dict[str, Any] = {"output_residual_stream": [0]}
 
 
 @pytest.mark.parametrize("extra", [None, PLAIN, OURS], ids=["nothing", "else", "lens"])
-@pytest.mark.parametrize("door", ["verify_args", "process_inputs", "async_generate"])
+@pytest.mark.parametrize("door", ["process_inputs", "async_generate"])
 def test_a_request_without_the_lens_is_not_touched_by_its_faults(
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
@@ -305,14 +305,11 @@ def test_a_request_without_the_lens_is_not_touched_by_its_faults(
     extra: dict[str, Any] | None,
 ) -> None:
     broken = raising(fault)
-    monkeypatch.setattr(wrappers, "front_end", lambda: SimpleNamespace(judge=broken))
     monkeypatch.setattr(admission, "asked_of", broken)
-    original = (lambda self: "done") if door == "verify_args" else lambda *args, **kw: "done"
-    wrapped = FRONT_END_WRAPPERS[door](original)
+    wrapped = FRONT_END_WRAPPERS[door](lambda *args, **kw: "done")
     params = SimpleNamespace(extra_args=extra, n=1)
     processor = SimpleNamespace(inspect_lens_facts=None)
     arguments = {
-        "verify_args": (params,),
         "process_inputs": (processor, "r", "prompt", params),
         "async_generate": (
             SimpleNamespace(input_processor=processor, engine_core=None),

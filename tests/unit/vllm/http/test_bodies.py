@@ -124,7 +124,6 @@ def test_plain_bodies_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> N
     for body in ({"prompt": "x" * 200_000}, {"prompt": "caf\u00e9 <b>"}):
         assert send(server.app, body)[0] == 200
     assert server.asked == [None, None]
-    send(Server().app, {"output_residual_stream": 1}, path="/v1/embeddings")
 
 
 def test_what_is_wrong_is_answered_before_the_application_sees_it() -> None:

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import Hook
+from inspect_lens._vllm.frontend import state
+from inspect_lens._vllm.frontend.admission import compiled_of
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens.engine import clear_hooks, collect_hook_results, register_hooks
 from inspect_lens.errors import UnsupportedError
@@ -18,19 +20,24 @@ from tests.unit.vllm.compat.test_facts import config
 HOOKS = {"apply_hooks": [Hook(fn=print, layer_indices=[1])]}
 
 
-def learned(monkeypatch: pytest.MonkeyPatch, **settings: str) -> tuple[FrontEnd, Any]:
-    """A front-end that has learned of an engine, and the engine's input processor."""
+def learned(monkeypatch: pytest.MonkeyPatch, **settings: str) -> tuple[Any, Any]:
+    """What a front-end that has learned of an engine judges, and the engine's input processor."""
     for name, value in settings.items():
         monkeypatch.setenv(f"INSPECT_LENS_{name}", value)
     front, processor = FrontEnd(), SimpleNamespace()
     front.learn(processor, config())
-    return front, processor
+    monkeypatch.setattr(state._Holder, "front_end", front)
+
+    def judge(extra_args: dict[str, Any]) -> object:
+        return compiled_of(processor, SimpleNamespace(extra_args=extra_args))
+
+    return judge, processor
 
 
 def test_leave_is_not_given_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    front, processor = learned(monkeypatch)
+    judge, processor = learned(monkeypatch)
     with pytest.raises(UnsupportedError, match="INSPECT_LENS_ALLOW_CODE=1"):
-        front.judge(HOOKS)
+        judge(HOOKS)
     llm = SimpleNamespace(llm_engine=SimpleNamespace(input_processor=processor))
     for act in (lambda: register_hooks(llm, []), lambda: collect_hook_results(llm)):
         with pytest.raises(UnsupportedError, match="INSPECT_LENS_ALLOW_CODE=1"):
@@ -38,16 +45,16 @@ def test_leave_is_not_given_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leave_is_a_start_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    front, processor = learned(monkeypatch, ALLOW_CODE="1")
-    front.judge(HOOKS)
+    judge, processor = learned(monkeypatch, ALLOW_CODE="1")
+    judge(HOOKS)
     assert processor.inspect_lens_book.hooks == []
 
 
 def test_disabling_the_plug_in_disables_hooks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    front, processor = learned(monkeypatch, ALLOW_CODE="1", DISABLE="1")
+    judge, processor = learned(monkeypatch, ALLOW_CODE="1", DISABLE="1")
     for asked in (HOOKS, {"output_qk": True}):
         with pytest.raises(UnsupportedError, match="INSPECT_LENS_DISABLE is set"):
-            front.judge(asked)
+            judge(asked)
     llm = SimpleNamespace(llm_engine=SimpleNamespace(input_processor=processor))
     with pytest.raises(UnsupportedError, match="INSPECT_LENS_DISABLE is set"):
         clear_hooks(llm)
