@@ -1,7 +1,7 @@
 """From a request's parameters to what the workers read: judging it, and sealing it.
 
-What is wrong with a request is found out before an HTTP response has begun, while a server still has
-its status to choose. What was compiled then is known where the request is sealed.
+What is wrong with a request is found out before an HTTP response has begun, while a server still
+has its status to choose. What was compiled then is known where the request is sealed.
 """
 
 from __future__ import annotations

@@ -422,4 +422,5 @@ _WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "translation_beam": _refuse("/v1/audio/translations"),
     "tokens_full": _tokens_full,
     "tokens_stream": _tokens_stream,
+    "routers": partial(_routers, LENS_KEYS),
 }
