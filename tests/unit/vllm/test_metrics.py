@@ -30,7 +30,7 @@ from inspect_lens._vllm.frontend import state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.http.bodies import refuse
-from inspect_lens._vllm.http.payloads import HandleSink, PayloadStore, add_fetch_route
+from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
 from inspect_lens._vllm.http.registry_routes import may_write
 from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
 from inspect_lens._vllm.results.ended import Running
@@ -245,7 +245,7 @@ def test_a_result_that_the_store_cannot_take_is_a_failure(
     read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = engine.end([captured(engine)], n_completion=1)
-    monkeypatch.setattr(responses, "_handles", HandleSink(PayloadStore(max_bytes=2)))
+    monkeypatch.setattr(responses, "payloads", PayloadStore(max_bytes=2))
     with pytest.raises(LensError, match="half of the binary store"):
         responses.as_json(one.outputs[0])
     assert read("failures_total", error="UnsupportedError") == 1

@@ -24,13 +24,13 @@ from vllm.tracing import extract_trace_context, instrument_manual
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._vllm import traces
+from inspect_lens._vllm.compat.api_server import parent_of
 from inspect_lens._vllm.compat.guard import pass_over
-from inspect_lens._vllm.compat.trace_context import parent_of
 from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.http.bodies import LensBodies
-from inspect_lens._vllm.http.payloads import HandleSink, PayloadStore, add_fetch_route
+from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, ProbeUse
 from tests.kit.steps import HIDDEN
@@ -329,7 +329,7 @@ def test_a_fetch_is_in_its_clients_trace_or_in_that_of_its_request(
     engine: Engine, sent: Sent, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     store = PayloadStore()
-    monkeypatch.setattr(responses, "_handles", HandleSink(store))
+    monkeypatch.setattr(responses, "payloads", store)
     binary = CaptureSpec(layers=(0,), transport="binary")
     one = answered(engine, begun(engine, monkeypatch, None, capture=binary))
     (entry,) = one.outputs[0].inspect_lens_json["activations"].values()

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._vllm import traces
-from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
+from inspect_lens._vllm.compat.api_server import is_traced, parent_of
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
 from tests.kit.repository import ROOT

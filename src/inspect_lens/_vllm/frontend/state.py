@@ -19,12 +19,12 @@ from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import metrics, traces
+from inspect_lens._vllm.compat.api_server import is_traced, parent_of
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
 from inspect_lens._vllm.compat.off import not_served, off, reason_of, turn_off, when_off
-from inspect_lens._vllm.compat.trace_context import is_traced, parent_of
 from inspect_lens._vllm.http.payloads import open_door
 from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
 from inspect_lens._vllm.registered.items import parse_shared, start_items

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
-from inspect_lens._vllm.compat.api_keys import lacks_key
+from inspect_lens._vllm.compat.api_server import lacks_key
 from inspect_lens._vllm.compat.features import FEATURES, is_off
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.off import not_served

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,19 +30,19 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.clients import CLIENT, NotesClient
 from inspect_lens._vllm.metrics import refused_as
-from inspect_lens._vllm.sinks.sink import Done, Sink, own_memory
+from inspect_lens._vllm.sinks.sink import own_memory
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
-from inspect_lens.spec import encode_frame, encode_tensor
+from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 
 __all__ = [
     "TTL_S",
     "Entries",
-    "HandleSink",
     "PayloadStore",
-    "ResponseSink",
     "add_fetch_route",
     "ask_sibling",
     "fetch_payload",
+    "handle_entries",
+    "inline_entries",
     "open_door",
     "takes_any_buffer",
 ]
@@ -278,35 +278,26 @@ def _short(folder: Path) -> Iterator[str]:
 
 
 Entries = dict[str, Any]
+"""What stands in a response, by name."""
 
 
-class ResponseSink(Sink[Entries]):
-    """Puts tensors into the response, as base64."""
-
-    def take(self, done: Done) -> Entries:
-        """What stands in the response, by name."""
-        return {name: encode_tensor(tensor) for name, tensor in done.tensors.items()}
+def inline_entries(tensors: Mapping[str, TensorData]) -> Entries:
+    """Tensors as base64."""
+    return {name: encode_tensor(tensor) for name, tensor in tensors.items()}
 
 
-class HandleSink(Sink[Entries]):
-    """Keeps tensors until their client fetches them."""
-
-    def __init__(self, payloads: PayloadStore) -> None:
-        self._payloads = payloads
-
-    def take(self, done: Done) -> Entries:
-        """What stands in the response, by name."""
-        entries: Entries = {}
-        try:
-            for name, tensor in done.tensors.items():
-                entry, frame = encode_frame(own_memory(tensor))
-                handle = self._payloads.put(frame)
-                beside = {"handle": handle, "nbytes": len(frame), "transport": "binary"}
-                entries[name] = entry | beside
-        except LensError:
-            self._payloads.discard([entry["handle"] for entry in entries.values()])
-            raise
-        return entries
+def handle_entries(tensors: Mapping[str, TensorData], payloads: PayloadStore) -> Entries:
+    """Keep tensors until their client fetches them."""
+    entries: Entries = {}
+    try:
+        for name, tensor in tensors.items():
+            entry, frame = encode_frame(own_memory(tensor))
+            beside = {"nbytes": len(frame), "transport": "binary"}
+            entries[name] = entry | {"handle": payloads.put(frame)} | beside
+    except LensError:
+        payloads.discard([entry["handle"] for entry in entries.values()])
+        raise
+    return entries
 
 
 _PASSING = {"fastapi", "inspect_lens", "prometheus_fastapi_instrumentator", "starlette", "vllm"}

@@ -19,7 +19,6 @@ from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
 from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.metrics import delivered, failed, refused, stored
 from inspect_lens._vllm.results.expected import choices_of, has_fields
-from inspect_lens._vllm.sinks.sink import Done, Sink
 from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -31,7 +30,7 @@ from inspect_lens.spec import (
 )
 
 from .bodies import LensBodies, has_lens_words, xargs_of
-from .payloads import Entries, HandleSink, PayloadStore, ResponseSink, add_fetch_route
+from .payloads import PayloadStore, add_fetch_route, handle_entries, inline_entries
 from .registry_routes import add_hook_routes, add_registry_routes
 from .sweep_route import add_sweep_route
 
@@ -89,7 +88,6 @@ class _Front:
 
 payloads = PayloadStore(on_change=stored)
 """The store of this process; a handle is valid at the process that made it."""
-_inline, _handles = ResponseSink(), HandleSink(payloads)
 
 
 def is_serving() -> bool:
@@ -134,9 +132,8 @@ def as_json(completion: Any) -> dict[str, Any]:
     tensors: dict[str, TensorData] = completion.inspect_lens_tensors
     if tensors:
         is_binary = completion.inspect_lens_transport == "binary"
-        sink: Sink[Entries] = _handles if is_binary else _inline
         try:
-            entries = sink.take(Done(tensors))
+            entries = handle_entries(tensors, payloads) if is_binary else inline_entries(tensors)
         except LensError as error:
             failed(error)
             raise

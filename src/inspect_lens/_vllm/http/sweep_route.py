@@ -30,8 +30,8 @@ from inspect_lens._patching import (
     sweep,
 )
 from inspect_lens._vllm.clients import CLIENT
+from inspect_lens._vllm.compat.api_server import one_token
 from inspect_lens._vllm.compat.features import require
-from inspect_lens._vllm.compat.one_token import one_token
 from inspect_lens.errors import CapacityError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     NATIVE_KEY,

@@ -1,4 +1,4 @@
-"""What every place for results has in common: the response, a handle, a store, a function."""
+"""What is given to a sink, and how an operator describes one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -32,7 +32,6 @@ __all__ = [
     "HIDDEN",
     "Done",
     "Said",
-    "Sink",
     "SinkConfig",
     "lot",
     "own_memory",
@@ -41,8 +40,6 @@ __all__ = [
 
 HIDDEN = "sink"
 """Transport of a capture that is for a sink alone: the response has none of its rows."""
-
-Told = TypeVar("Told", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -97,18 +94,6 @@ class Done:
             positions=self.positions,
             token_ids=(*said.prompt_ids, *said.token_ids),
         )
-
-
-class Sink(Protocol[Told]):
-    """Takes the results of a finished choice.
-
-    The response and the handle answer with what stands in the response. A store and a function
-    answer with what became of the rows, as far as that is known.
-    """
-
-    def take(self, done: Done) -> Told:
-        """Take them; never waits for a disk, a network or somebody's function."""
-        ...
 
 
 def own_memory(tensor: TensorData) -> TensorData:

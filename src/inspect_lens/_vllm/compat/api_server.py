@@ -1,0 +1,60 @@
+"""Names of vLLM's API server that are called: its keys, its errors, its parameters, its traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .features import is_off
+
+__all__ = ["is_traced", "lacks_key", "one_token", "parent_of", "status_of"]
+
+
+def lacks_key(scope: Mapping[str, Any]) -> bool:
+    """Whether a server has keys (`--api-key`), and a request shows none of them."""
+    from starlette.datastructures import Headers
+
+    app = scope.get("app")
+    for item in getattr(app, "user_middleware", ()):
+        if hasattr(item.cls, "verify_token"):  # vLLM's AuthenticationMiddleware
+            asks = item.cls(app, *item.args, **item.kwargs)
+            return not asks.verify_token(Headers(raw=scope["headers"]))
+    return False
+
+
+def one_token(tokens: Sequence[int], extra_args: dict[str, Any] | None) -> Any:
+    """Sampling parameters that ask for one token, and the chance of chosen ones."""
+    from vllm.sampling_params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1, temperature=0, detokenize=False, extra_args=extra_args,
+        logprob_token_ids=list(tokens) or None,
+    )  # fmt: skip
+
+
+def status_of(error: BaseException) -> int:
+    """HTTP status that vLLM's API server gives an error, ours among them."""
+    for name in ("status", "http_status", "status_code"):
+        found = getattr(error, name, None)
+        if isinstance(found, int):
+            return int(found)
+    import vllm.exceptions as known
+
+    # Releases without this class raise a ValueError.
+    wrong = getattr(known, "VLLMClientError", ValueError)
+    return 400 if isinstance(error, (ValueError, wrong)) else 500
+
+
+def is_traced(vllm_config: Any) -> bool:
+    """Whether an engine was started with `--otlp-traces-endpoint`."""
+    observability = getattr(vllm_config, "observability_config", None)
+    endpoint = getattr(observability, "otlp_traces_endpoint", None)
+    return endpoint is not None and is_off("traces") is None
+
+
+def parent_of(headers: Mapping[str, str] | None) -> Any:
+    """The context of OpenTelemetry that vLLM would take for a span; None where it takes none."""
+    from vllm.tracing.otel import _get_smart_context, extract_trace_context
+
+    found = extract_trace_context(headers)
+    return _get_smart_context() if found is None else found
