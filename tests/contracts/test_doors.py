@@ -23,7 +23,7 @@ INSIDE = (
     "_vllm.http.bodies:LensBodies.__call__",
     "_vllm.http.responses:_collect",
     "_vllm.http.responses:decorate",
-    "_vllm.worker.eager_steps:EagerV2.attach.wants_eager",
+    "_vllm.worker.runners:RunnerV2.attach.wants_eager",
     "_vllm.worker.eager_steps:LayerHooks._after",
     "_vllm.worker.eager_steps:LayerHooks._before",
 )

@@ -44,8 +44,7 @@ def test_every_attribute_that_is_wrapped_is_in_the_table() -> None:
     names |= {"add_request", "remove_request", "preprocess_state", "run_fullgraph", "run_pw_graph"}
     ours = ("inspect_lens", "num_", "wants_eager", "skip_compiled")
     for file in (
-        "worker/runner_v1",
-        "worker/runner_v2",
+        "worker/runners",
         "worker/eager_steps",
         "worker/worker",
         "results/alarms",

@@ -74,7 +74,7 @@ _HARMLESS = {
     *("Settings", "Start", "CompatError", "UnsupportedError", "SpecError", "off", "reason_of"),
     *("turn_off", "when_off", "ref", "is_off", "is_required", "TypeError", "ValueError"),
     # What only engines come to that have queries, lenses, or the other runner.
-    *("attention_facts", "check_engine_lens", "EngineLens", "RunnerV2", "_know", "start_reference"),
+    *("attention_facts", "check_engine_lens", "EngineLens", "_know", "start_reference"),
     # In a handler that runs later, or with a boundary of its own.
     *("install_when_serving",),
 }

@@ -21,7 +21,6 @@ from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._engine.tap.upload import CAPTURE
-from inspect_lens._vllm.compat.guard import guarded
 from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS
 from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.model.find_layers import BlockInput, as_rows, split_output
@@ -31,12 +30,13 @@ from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens.errors import CaptureError
 
 __all__ = [
-    "EagerV1",
-    "EagerV2",
+    "Eager",
     "LayerHooks",
+    "ask_for_eager",
     "checked_steps",
     "is_eager_step",
     "note",
+    "set_eager",
     "wrap_eager_seams",
 ]
 
@@ -190,6 +190,16 @@ def is_eager_step() -> bool:
     return _Step.is_eager
 
 
+def set_eager(is_eager: bool) -> None:
+    """Tell the step that runs to run eagerly, or not to."""
+    _Step.is_eager = is_eager
+
+
+def ask_for_eager(wants_eager: Callable[[], bool] | None) -> None:
+    """Have somebody asked where the V2 runner chooses its graph; None ends it."""
+    _Step.wants_eager = wants_eager
+
+
 @contextmanager
 def checked_steps(*, is_eager: bool) -> Iterator[list[str]]:
     """Have vLLM run the passes of the start-up check eagerly, or as it chooses."""
@@ -251,21 +261,24 @@ def _dispatch_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch
 
 
-class _Eager:
-    """What both runners do around an eager step."""
+class Eager:
+    """What runners do around an eager step."""
 
-    def __init__(
-        self, runner: Any, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks
-    ) -> None:
+    def __init__(self, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks) -> None:
         """Store what steps need."""
         assert stepper.hooks is not None
-        self._runner = runner
         self._stepper = stepper
         self._hooks: HookRunner = stepper.hooks
         self._layers = layers
         self._ranks = ranks
 
-    def _arm(self, parts: list[Part]) -> bool:
+    @property
+    def live(self) -> Mapping[str, Any]:
+        """Requests that run hooks, by key."""
+        return self._hooks.live
+
+    def begin(self, parts: list[Part]) -> bool:
+        """Put the hooks of a step into the layers, on all ranks or on none."""
         if not any(part.key in self._hooks.live for part in parts):
             self._hooks.begin(())
             return False
@@ -285,111 +298,9 @@ class _Eager:
             raise problem
         raise CaptureError("hooks could not run: they were not put in on another rank")
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Take the hooks out of the layers again, and fail the requests that have to fail."""
         _Step.is_eager = False
         self._layers.disarm()
         for key, error in self._hooks.end():
             self._stepper.fail(key, error)
-
-
-class EagerV1(_Eager):
-    """Wraps two methods of a V1 runner; put on after `RunnerV1`, so that it lies outside."""
-
-    def attach(self) -> None:
-        """Wrap the runner."""
-        prepare, forward = self._runner._prepare_inputs, self._runner._model_forward
-
-        @functools.wraps(prepare)
-        def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-            result = prepare(scheduler_output, num_scheduled_tokens)
-            if self._hooks.live:
-                guarded(self._stepper, self._begin, num_scheduled_tokens)
-            return result
-
-        @functools.wraps(forward)
-        def model_forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                if _Step.is_eager:
-                    guarded(self._stepper, self._end)
-
-        self._runner._prepare_inputs = prepare_inputs
-        self._runner._model_forward = model_forward
-
-    def _begin(self, num_scheduled_tokens: Any) -> None:
-        batch = self._runner.input_batch
-        parts, start = [], 0
-        for key, count, position in zip(
-            batch.req_ids,
-            num_scheduled_tokens.tolist(),
-            batch.num_computed_tokens_cpu.tolist(),
-            strict=False,
-        ):
-            parts.append(Part(key, start, count, position))
-            start += count
-        _Step.is_eager = self._arm(parts)
-
-
-class EagerV2(_Eager):
-    """Wraps two methods of a V2 runner; put on after `RunnerV2`, so that it lies outside."""
-
-    def __init__(
-        self, runner: Any, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks
-    ) -> None:
-        """See `_Eager`."""
-        super().__init__(runner, stepper, layers, ranks)
-        self._scheduled: Any = None
-
-    def attach(self) -> None:
-        """Wrap the runner and its model state."""
-        state = self._runner.model_state
-        preprocess, execute = state.preprocess_state, self._runner.execute_model
-
-        @functools.wraps(preprocess)
-        def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            result = preprocess(input_batch, *args, **kwargs)
-            if _Step.is_eager:
-                guarded(self._stepper, self._begin, input_batch)
-            return result
-
-        def wants_eager() -> bool:
-            return bool(guarded(self._stepper, self._wants_eager))
-
-        @functools.wraps(execute)
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dummy_run"):
-                return execute(scheduler_output, *args, **kwargs)
-            self._scheduled = scheduler_output
-            _Step.wants_eager = wants_eager
-            try:
-                return execute(scheduler_output, *args, **kwargs)
-            finally:
-                _Step.wants_eager = self._scheduled = None
-                if _Step.is_eager:
-                    guarded(self._stepper, self._end)
-
-        state.preprocess_state = preprocess_state
-        self._runner.execute_model = execute_model
-
-    def _wants_eager(self) -> bool:
-        live = self._hooks.live
-        if not live:
-            return False
-        scheduled = self._scheduled.num_scheduled_tokens
-        return any(key in scheduled for key in live)
-
-    def _begin(self, input_batch: Any) -> None:
-        self._arm(
-            [
-                Part(key, start, count, position)
-                for key, start, count, position in zip(
-                    input_batch.req_ids,
-                    input_batch.query_start_loc_np.tolist(),
-                    input_batch.num_scheduled_tokens.tolist(),
-                    input_batch.num_computed_tokens_np.tolist(),
-                    strict=False,
-                )
-            ]
-        )

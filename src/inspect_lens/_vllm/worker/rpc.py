@@ -18,7 +18,8 @@ from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import EngineFacts
 
-from .eager_steps import EagerV1, EagerV2, LayerHooks, wrap_eager_seams
+from .eager_steps import Eager, LayerHooks, wrap_eager_seams
+from .runners import RunnerV1, RunnerV2
 
 __all__ = ["attach_hooks", "manage_hooks"]
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 def attach_hooks(
     runner: Any,
+    adapter: RunnerV1 | RunnerV2,
     stepper: HookedStepper,
     exporter: Exporter | None,
     blocks: Sequence[nn.Module | None],
@@ -34,11 +36,9 @@ def attach_hooks(
     settings: Settings,
 ) -> None:
     """Make a worker ready for requests with hooks."""
-    is_v2 = hasattr(runner, "model_state")
-    wrap_eager_seams(is_v2=is_v2)
+    wrap_eager_seams(is_v2=isinstance(adapter, RunnerV2))
     model = runner.get_model()
     parameters = Parameters(model)
-    ranks = Ranks.here()
     stepper.hooks = HookRunner(
         layers=[layer for layer in facts.layers if blocks[layer] is not None],
         allowed=settings.allow_code,
@@ -48,8 +48,7 @@ def attach_hooks(
         send=None if exporter is None else exporter.send_saved,
     )
     layers = LayerHooks(blocks, stepper.hooks, stepper.state, parameters.together)
-    adapter = EagerV2 if is_v2 else EagerV1
-    adapter(runner, stepper, layers, ranks).attach()
+    adapter.eager = Eager(stepper, layers, Ranks.here())
     runner.inspect_lens_parameters = parameters
     if settings.allow_code:
         logger.warning(

@@ -46,8 +46,7 @@ from inspect_lens.spec import (
 
 from .check_requests import check_taps, scale_for, steered_row
 from .rpc import attach_hooks
-from .runner_v1 import RunnerV1
-from .runner_v2 import RunnerV2
+from .runners import RunnerV1, RunnerV2, adapter_of
 from .self_check import check_steps
 from .start import Start
 
@@ -185,10 +184,10 @@ def _install(start: Start) -> str:
         runner.model_memory_usage += stepper.lenses.nbytes
     _give_head(stepper, runner.get_model(), blocks, facts)
     runner.inspect_lens = stepper
-    # The two model runners of vLLM; the newer one keeps per-model state in an object.
-    adapter = RunnerV2 if hasattr(runner, "model_state") else RunnerV1
-    adapter(runner, stepper).attach()
-    _attach_hooks(runner, stepper, exporter if is_first else None, blocks, facts, settings)
+    adapter = adapter_of(runner, stepper)
+    adapter.attach()
+    sent = exporter if is_first else None
+    _attach_hooks(runner, adapter, stepper, sent, blocks, facts, settings)
     # Whether a feed-forward module leaves a sum to others shows only in its values.
     if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
         start.check = functools.partial(
@@ -253,10 +252,10 @@ def _give_head(
         stepper.no_head = str(error)
 
 
-def _attach_hooks(runner: Any, stepper: HookedStepper, *args: Any) -> None:
+def _attach_hooks(runner: Any, adapter: RunnerV1 | RunnerV2, *args: Any) -> None:
     """Get ready for hooks, or go on without them where this vLLM has not what they need."""
     try:
-        attach_hooks(runner, stepper, *args)
+        attach_hooks(runner, adapter, *args)
     except CompatError as error:
         if is_required():
             raise

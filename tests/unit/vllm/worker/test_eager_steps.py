@@ -18,7 +18,8 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
 from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens._vllm.worker import eager_steps
-from inspect_lens._vllm.worker.eager_steps import LayerHooks
+from inspect_lens._vllm.worker.eager_steps import Eager, LayerHooks
+from inspect_lens._vllm.worker.runners import RunnerV1, RunnerV2
 
 HIDDEN = 4
 Steps = dict[str, tuple[int, int]]
@@ -36,7 +37,10 @@ class Runner:
     def __init__(self) -> None:
         self.block = Block()
         nothing = lambda *args, **kwargs: None  # noqa: E731
-        self.model_state = SimpleNamespace(preprocess_state=nothing)
+        self.model_state = SimpleNamespace(
+            add_request=nothing, remove_request=nothing, preprocess_state=nothing
+        )
+        self._update_states = self._dummy_run = nothing
         self.told: list[tuple[bool, bool]] = []
         """Of each step: whether no graph was wanted, and whether compilation was skipped."""
         self.out = torch.zeros(0)
@@ -100,6 +104,8 @@ class Stepper:
     def __init__(self, hooks: HookRunner) -> None:
         self.hooks = hooks
         self.failed: dict[str, str] = {}
+        self.is_watching = self.is_armed = False
+        self.state = SimpleNamespace(bank=SimpleNamespace(fed=SimpleNamespace(source=None)))
 
     def fail(self, key: str, error: Exception) -> None:
         self.failed[key] = str(error)
@@ -121,8 +127,9 @@ def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]
     stepper: Any = Stepper(HookRunner(layers=[0], allowed=True, most_bytes=1 << 20))
     state: Any = SimpleNamespace(is_active=False)
     layers = LayerHooks([runner.block], stepper.hooks, state, lambda asks: nullcontext())
-    adapter = eager_steps.EagerV2 if is_v2 else eager_steps.EagerV1
-    adapter(runner, stepper, layers, Ranks(SimpleNamespace(world_size=1))).attach()
+    adapter = (RunnerV2 if is_v2 else RunnerV1)(runner, stepper)
+    adapter.eager = Eager(stepper, layers, Ranks(SimpleNamespace(world_size=1)))
+    adapter.attach()
     return runner, stepper
 
 

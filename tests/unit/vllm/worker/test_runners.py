@@ -15,8 +15,7 @@ pytest.importorskip("vllm")
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.tap.op import tap
-from inspect_lens._vllm.worker.runner_v1 import RunnerV1
-from inspect_lens._vllm.worker.runner_v2 import RunnerV2
+from inspect_lens._vllm.worker.runners import RunnerV1, RunnerV2
 from inspect_lens.spec import ENVELOPE_KEY, Add, TokenMatch
 from tests.kit.steps import HIDDEN, Worker, exporter, sealed
 
