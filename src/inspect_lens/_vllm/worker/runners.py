@@ -1,4 +1,4 @@
-"""The two model runners of vLLM: where requests begin and end, and how a step is laid out and runs."""
+"""The two model runners of vLLM: where requests begin and end, how a step is laid out, and runs."""
 
 from __future__ import annotations
 
