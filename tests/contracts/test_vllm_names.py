@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from inspect_lens._vllm.compat.features import LEANS
-from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.features import USED_NAMES
+from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from tests.kit.repository import ROOT
 
 FINE = {
@@ -31,15 +31,15 @@ def imported() -> set[str]:
 
 
 def test_every_import_is_in_the_table() -> None:
-    known = {lean.target for lean in LEANS} | {lean.instead for lean in LEANS}
+    known = {used.target for used in USED_NAMES} | {used.instead for used in USED_NAMES}
     assert len(imported()) > 12
     assert imported() - known - FINE.keys() == set()
 
 
 def test_every_attribute_that_is_wrapped_is_in_the_table() -> None:
-    names = {s.target.rpartition(":")[2].rpartition(".")[2] for s in SEAMS + SERVE_SEAMS}
-    names |= {s.target.rpartition(":")[2].rpartition(".")[2] for s in EAGER_SEAMS}
-    names |= {lean.target.rpartition(":")[2].rpartition(".")[2] for lean in LEANS}
+    names = {s.target.rpartition(":")[2].rpartition(".")[2] for s in PATCHES + SERVER_PATCHES}
+    names |= {s.target.rpartition(":")[2].rpartition(".")[2] for s in EAGER_PATCHES}
+    names |= {used.target.rpartition(":")[2].rpartition(".")[2] for used in USED_NAMES}
     # Of the runner's model state, whose class differs from model to model, and of graphs.
     names |= {"add_request", "remove_request", "preprocess_state", "run_fullgraph", "run_pw_graph"}
     ours = ("inspect_lens", "num_", "wants_eager", "skip_compiled")

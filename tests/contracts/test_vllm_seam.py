@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from tests.kit.seams import read_seams, reader_of
 
 RECORDS = sorted((Path(__file__).parent / "vllm").glob("*.json"))
@@ -29,7 +29,7 @@ def test_every_supported_release_has_a_record() -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=[r.stem for r in RECORDS])
 def test_a_release_has_the_seam(record: Path) -> None:
     recorded = json.loads(record.read_text())
-    for seam in SEAMS + SERVE_SEAMS + EAGER_SEAMS:
+    for seam in PATCHES + SERVER_PATCHES + EAGER_PATCHES:
         found = recorded[seam.name]
         assert found is not None, f"{record.stem} has no {seam.target}"
         assert tuple(found[: len(seam.parameters)]) == seam.parameters, seam.target
@@ -48,20 +48,20 @@ def test_the_installed_release_is_what_its_record_says() -> None:
 
 def test_loading_the_plug_in_twice_wraps_once() -> None:
     pytest.importorskip("vllm")
-    from inspect_lens._vllm.compat.seams import resolve
+    from inspect_lens._vllm.compat.monkeypatches import resolve
     from inspect_lens._vllm.plugin import register
 
     register()
-    first = [getattr(*resolve(seam)[:2]) for seam in SEAMS]
+    first = [getattr(*resolve(seam)[:2]) for seam in PATCHES]
     register()
-    assert [getattr(*resolve(seam)[:2]) for seam in SEAMS] == first
+    assert [getattr(*resolve(seam)[:2]) for seam in PATCHES] == first
 
 
 def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     envs = pytest.importorskip("vllm.envs")
-    from inspect_lens._vllm.compat import seams
+    from inspect_lens._vllm.compat import monkeypatches
     from inspect_lens._vllm.plugin import register
 
     class Touched(Exception):
@@ -70,7 +70,7 @@ def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
     def touched(*args: object) -> None:
         raise Touched
 
-    monkeypatch.setattr(seams, "verify", touched)
+    monkeypatch.setattr(monkeypatches, "verify", touched)
     monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
     monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     register()
@@ -83,13 +83,13 @@ def test_an_unknown_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("vllm")
     from dataclasses import replace
 
-    from inspect_lens._vllm.compat.seams import verify
+    from inspect_lens._vllm.compat.monkeypatches import verify
     from inspect_lens.errors import CompatError
 
-    gone = replace(SEAMS[0], target="vllm.v1.worker.gpu_worker:Worker.load_models")
+    gone = replace(PATCHES[0], target="vllm.v1.worker.gpu_worker:Worker.load_models")
     with pytest.raises(CompatError, match=r"load_models.*INSPECT_LENS_DISABLE"):
         verify((gone,))
-    other = replace(SEAMS[0], parameters=("self", "weights"))
+    other = replace(PATCHES[0], parameters=("self", "weights"))
     with pytest.raises(CompatError, match="weights"):
         verify((other,))
 

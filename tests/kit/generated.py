@@ -21,7 +21,7 @@ from benchmarks import plots
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
-from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from inspect_lens._vllm.metrics import METRICS
 from inspect_lens._vllm.traces import ATTRIBUTES
 
@@ -59,12 +59,12 @@ def settings_markdown() -> str:
     return "\n".join(rows)
 
 
-def seams_markdown() -> str:
+def patches_markdown() -> str:
     """The table of vLLM's names that are wrapped."""
     rows = ["| name in vLLM | process | why |", "|---|---|---|"]
     rows += [
         f"| `{seam.target.replace(':', '.')}` | {seam.process} | {seam.reason} |"
-        for seam in (*SEAMS, *SERVE_SEAMS, *EAGER_SEAMS)
+        for seam in (*PATCHES, *SERVER_PATCHES, *EAGER_PATCHES)
     ]
     return "\n".join(rows)
 
@@ -145,7 +145,7 @@ def generated_files() -> dict[str, str]:
         ("docs/benchmarks.md", "evals", plots.evals_markdown()),
         ("docs/benchmarks.md", "techniques", plots.techniques_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
-        ("docs/reference/compatibility.md", "seams", seams_markdown()),
+        ("docs/reference/compatibility.md", "seams", patches_markdown()),
         ("docs/how-to/serve.md", "metrics", metrics_markdown()),
         ("docs/how-to/serve.md", "traces", traces_markdown()),
         ("docs/evals.md", "evals", evals_markdown()),

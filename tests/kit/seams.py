@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 
 __all__ = ["read_seams", "reader_of"]
 
@@ -36,7 +36,7 @@ def reader_of(place: Path) -> Read:
 
 def read_seams(read: Read) -> dict[str, list[str] | None]:
     """Parameters of every seam's target; None where the release does not have it."""
-    seams = SEAMS + SERVE_SEAMS + EAGER_SEAMS
+    seams = PATCHES + SERVER_PATCHES + EAGER_PATCHES
     return {seam.name: _parameters(read, seam.target) for seam in seams}
 
 

@@ -1,4 +1,4 @@
-"""What vLLM loads in every process: checks the seams, then installs the wrappers, once."""
+"""What vLLM loads in every process: checks the names of vLLM, then installs the wrappers, once."""
 
 from __future__ import annotations
 
@@ -49,9 +49,15 @@ def register() -> None:
 def _install() -> None:
     # Imported here: the entry point itself has to stay light.
     from .compat.features import FEATURES, problems, turn_off
+    from .compat.monkeypatches import (
+        PATCHES,
+        add_method,
+        has_rust_front_end,
+        monkeypatch,
+        verify,
+        wrap,
+    )
     from .compat.off import is_required
-    from .compat.seam_table import SEAMS
-    from .compat.seams import add_method, has_rust_front_end, seam, verify, wrap
 
     if has_rust_front_end():
         # Nobody would judge and seal requests there, and collect their results.
@@ -78,13 +84,13 @@ def _install() -> None:
             raise CompatError(f"{reason}, which inspect_lens needs for {FEATURES[feature]}")
         logger.warning("inspect_lens: %s: off: %s", FEATURES[feature], reason)
         turn_off(feature, reason)
-    verify(SEAMS)
-    wrap(seam("load_model"), wrap_load_model)
-    add_method(seam("load_model"), "inspect_lens_refusal", refusal_here)
-    add_method(seam("load_model"), "inspect_lens_stats", stats)
-    add_method(seam("load_model"), "inspect_lens_register", register_probe)
-    add_method(seam("load_model"), "inspect_lens_taps", exported_taps)
-    add_method(seam("load_model"), "inspect_lens_hooks", manage_hooks)
+    verify(PATCHES)
+    wrap(monkeypatch("load_model"), wrap_load_model)
+    add_method(monkeypatch("load_model"), "inspect_lens_refusal", refusal_here)
+    add_method(monkeypatch("load_model"), "inspect_lens_stats", stats)
+    add_method(monkeypatch("load_model"), "inspect_lens_register", register_probe)
+    add_method(monkeypatch("load_model"), "inspect_lens_taps", exported_taps)
+    add_method(monkeypatch("load_model"), "inspect_lens_hooks", manage_hooks)
     wrappers = (
         SCHEDULER_WRAPPERS
         | CACHE_WRAPPERS
@@ -93,7 +99,7 @@ def _install() -> None:
         | RESET_WRAPPERS
     )
     for name, make in wrappers.items():
-        wrap(seam(name), make)
+        wrap(monkeypatch(name), make)
     install_when_serving()
 
 

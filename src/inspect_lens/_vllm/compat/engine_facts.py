@@ -26,8 +26,8 @@ from inspect_lens.spec import (
 from .connectors import connector_refusals, is_vllms_own, no_steering
 from .features import is_off
 from .hosts import hosts_refusals
+from .monkeypatches import vllm_version
 from .off import off
-from .seams import vllm_version
 
 __all__ = [
     "facts_of",

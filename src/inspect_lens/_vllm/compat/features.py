@@ -1,6 +1,6 @@
 """Every name of vLLM that is used without being wrapped, and what is off where one is missing.
 
-With `seam_table.py` this is all that we lean on. Names are looked up in vLLM's source, so
+With `seam_table.py` this is all that we used on. Names are looked up in vLLM's source, so
 that a front-end need not import what only workers do. A name that is missing turns its feature off:
 one line in the log, HTTP 400 with the reason for a request that needs it, nothing else.
 """
@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Literal
 
 from inspect_lens.errors import UnsupportedError
 
-from .seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS, Seam
+from .monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES, Monkeypatch
 
 __all__ = [
     "FEATURES",
-    "LEANS",
+    "USED_NAMES",
     "Feature",
-    "Lean",
+    "UsedName",
     "all_off",
     "busy",
     "is_off",
@@ -51,7 +51,7 @@ FEATURES: dict[Feature, str] = {
 
 
 @dataclass(frozen=True)
-class Lean:
+class UsedName:
     """A name of vLLM that is imported, called or read."""
 
     target: str
@@ -69,97 +69,97 @@ _BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _LAYERS = "vllm.model_executor.layers"
 
-LEANS: tuple[Lean, ...] = (
+USED_NAMES: tuple[UsedName, ...] = (
     # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
-    Lean(f"{_V1}._update_states", "lens"),
-    Lean(f"{_V1}._prepare_inputs", "lens"),
-    Lean(f"{_V1}._model_forward", "lens"),
-    Lean(f"{_V1}._dummy_run", "lens"),
-    Lean(f"{_V1}.get_model", "lens"),
-    Lean(f"{_V1}.intermediate_tensors", "lens"),
-    Lean(f"{_V1}.input_ids", "lens"),
-    Lean(f"{_V1}.kv_caches", "lens"),
-    Lean(f"{_V2}.execute_model", "lens"),
-    Lean(f"{_V2}._dummy_run", "lens"),
-    Lean(f"{_V2}.model_state", "lens"),
-    Lean(f"{_V2}.intermediate_tensors", "lens"),
-    Lean(f"{_V2}.input_buffers", "lens"),
-    Lean(f"{_V2}.kv_caches", "lens"),
-    Lean(f"{_V2}.cudagraph_manager", "lens"),
-    Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "lens"),
+    UsedName(f"{_V1}._update_states", "lens"),
+    UsedName(f"{_V1}._prepare_inputs", "lens"),
+    UsedName(f"{_V1}._model_forward", "lens"),
+    UsedName(f"{_V1}._dummy_run", "lens"),
+    UsedName(f"{_V1}.get_model", "lens"),
+    UsedName(f"{_V1}.intermediate_tensors", "lens"),
+    UsedName(f"{_V1}.input_ids", "lens"),
+    UsedName(f"{_V1}.kv_caches", "lens"),
+    UsedName(f"{_V2}.execute_model", "lens"),
+    UsedName(f"{_V2}._dummy_run", "lens"),
+    UsedName(f"{_V2}.model_state", "lens"),
+    UsedName(f"{_V2}.intermediate_tensors", "lens"),
+    UsedName(f"{_V2}.input_buffers", "lens"),
+    UsedName(f"{_V2}.kv_caches", "lens"),
+    UsedName(f"{_V2}.cudagraph_manager", "lens"),
+    UsedName("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "lens"),
     # Fields of a batch.
-    Lean(f"{_BATCH}.req_ids", "lens"),
-    Lean(f"{_BATCH}.num_computed_tokens_cpu", "lens"),
-    Lean(f"{_BATCH_V2}.req_ids", "lens"),
-    Lean(f"{_BATCH_V2}.query_start_loc_np", "lens"),
-    Lean(f"{_BATCH_V2}.num_scheduled_tokens", "lens"),
-    Lean(f"{_BATCH_V2}.num_computed_tokens_np", "lens"),
+    UsedName(f"{_BATCH}.req_ids", "lens"),
+    UsedName(f"{_BATCH}.num_computed_tokens_cpu", "lens"),
+    UsedName(f"{_BATCH_V2}.req_ids", "lens"),
+    UsedName(f"{_BATCH_V2}.query_start_loc_np", "lens"),
+    UsedName(f"{_BATCH_V2}.num_scheduled_tokens", "lens"),
+    UsedName(f"{_BATCH_V2}.num_computed_tokens_np", "lens"),
     # Of a request's output.
-    Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update", "lens"),
-    Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", "lens"),
-    Lean("vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text", "lens"),
-    Lean("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
-    Lean("vllm.v1.engine.output_processor:RequestState.queue", "lens"),
+    UsedName("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update", "lens"),
+    UsedName("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", "lens"),
+    UsedName("vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text", "lens"),
+    UsedName("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
+    UsedName("vllm.v1.engine.output_processor:RequestState.queue", "lens"),
     # Of a request on its way to an engine, and of who sends it.
-    Lean("vllm.v1.engine:EngineCoreRequest.cache_salt", "lens"),
-    Lean("vllm.v1.engine:EngineCoreRequest.lora_request", "lens"),
-    Lean("vllm.v1.engine:EngineCoreRequest.mm_features", "lens"),
-    Lean("vllm.v1.engine.core_client:DPLBAsyncMPClient.reqs_in_flight", "lens"),
-    Lean("vllm.v1.engine.input_processor:InputProcessor.tokenizer", "logits"),
+    UsedName("vllm.v1.engine:EngineCoreRequest.cache_salt", "lens"),
+    UsedName("vllm.v1.engine:EngineCoreRequest.lora_request", "lens"),
+    UsedName("vllm.v1.engine:EngineCoreRequest.mm_features", "lens"),
+    UsedName("vllm.v1.engine.core_client:DPLBAsyncMPClient.reqs_in_flight", "lens"),
+    UsedName("vllm.v1.engine.input_processor:InputProcessor.tokenizer", "logits"),
     # Of an API server's engine, which a sweep asks itself.
-    Lean("vllm.sampling_params:SamplingParams", "sweeps"),
-    Lean("vllm.sampling_params:SamplingParams.logprob_token_ids", "sweeps"),
+    UsedName("vllm.sampling_params:SamplingParams", "sweeps"),
+    UsedName("vllm.sampling_params:SamplingParams.logprob_token_ids", "sweeps"),
     # Imports.
-    Lean("vllm.envs:VLLM_PLUGINS", "lens"),
-    Lean("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),
-    Lean("vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator", "lens"),
-    Lean("vllm.forward_context:get_forward_context", "lens"),
-    Lean("vllm.distributed.parallel_state:get_tp_group", "lens"),
-    Lean("vllm.distributed.parallel_state:get_pp_group", "parameters"),
-    Lean("vllm.model_executor.models.utils:PPMissingLayer", "lens"),
-    Lean(f"{_LAYERS}.attention_layer_base:AttentionLayerBase", "lens"),
-    Lean(f"{_LAYERS}.mamba.abstract:MambaBase", "lens"),
-    Lean(f"{_LAYERS}.linear:LinearBase", "lens"),
-    Lean(f"{_LAYERS}.linear:RowParallelLinear", "lens"),
-    Lean(f"{_LAYERS}.linear:ColumnParallelLinear", "parameters"),
-    Lean(f"{_LAYERS}.linear:QKVParallelLinear", "parameters"),
-    Lean(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "parameters"),
-    Lean(f"{_LAYERS}.attention:Attention", "qk"),
-    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor", "logits"),
-    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
-    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
-    Lean(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
+    UsedName("vllm.envs:VLLM_PLUGINS", "lens"),
+    UsedName("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),
+    UsedName("vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator", "lens"),
+    UsedName("vllm.forward_context:get_forward_context", "lens"),
+    UsedName("vllm.distributed.parallel_state:get_tp_group", "lens"),
+    UsedName("vllm.distributed.parallel_state:get_pp_group", "parameters"),
+    UsedName("vllm.model_executor.models.utils:PPMissingLayer", "lens"),
+    UsedName(f"{_LAYERS}.attention_layer_base:AttentionLayerBase", "lens"),
+    UsedName(f"{_LAYERS}.mamba.abstract:MambaBase", "lens"),
+    UsedName(f"{_LAYERS}.linear:LinearBase", "lens"),
+    UsedName(f"{_LAYERS}.linear:RowParallelLinear", "lens"),
+    UsedName(f"{_LAYERS}.linear:ColumnParallelLinear", "parameters"),
+    UsedName(f"{_LAYERS}.linear:QKVParallelLinear", "parameters"),
+    UsedName(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "parameters"),
+    UsedName(f"{_LAYERS}.attention:Attention", "qk"),
+    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor", "logits"),
+    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
+    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
+    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
     # Of a request that vLLM traces, and of the context in which it begins spans.
-    Lean("vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint", "traces"),
-    Lean("vllm.v1.engine:EngineCoreRequest.trace_headers", "traces"),
-    Lean("vllm.v1.engine:EngineCoreRequest.arrival_time", "traces"),
-    Lean("vllm.tracing.otel:_get_smart_context", "traces"),
-    Lean("vllm.tracing.otel:extract_trace_context", "traces"),
+    UsedName("vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint", "traces"),
+    UsedName("vllm.v1.engine:EngineCoreRequest.trace_headers", "traces"),
+    UsedName("vllm.v1.engine:EngineCoreRequest.arrival_time", "traces"),
+    UsedName("vllm.tracing.otel:_get_smart_context", "traces"),
+    UsedName("vllm.tracing.otel:extract_trace_context", "traces"),
     # Methods of a connector that the scheduler calls.
-    Lean(f"{_CONNECTOR}.on_new_request", "connectors"),
-    Lean(f"{_CONNECTOR}.get_num_new_matched_tokens", "connectors"),
-    Lean(f"{_CONNECTOR}.update_state_after_alloc", "connectors"),
-    Lean(f"{_CONNECTOR}.build_connector_meta", "connectors"),
-    Lean(f"{_CONNECTOR}.request_finished", "connectors"),
-    Lean("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs", "connectors"),
-    Lean("vllm.v1.core.sched.output:SchedulerOutput.scheduled_cached_reqs", "connectors"),
-    Lean("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens", "connectors"),
-    Lean("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens", "connectors"),
-    Lean("vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids", "connectors"),
-    Lean("vllm.v1.core.sched.output:CachedRequestData.req_ids", "connectors"),
-    Lean("vllm.v1.core.sched.output:NewRequestData.req_id", "connectors"),
-    Lean("vllm.v1.request:Request.kv_transfer_params", "connectors"),
-    Lean(
+    UsedName(f"{_CONNECTOR}.on_new_request", "connectors"),
+    UsedName(f"{_CONNECTOR}.get_num_new_matched_tokens", "connectors"),
+    UsedName(f"{_CONNECTOR}.update_state_after_alloc", "connectors"),
+    UsedName(f"{_CONNECTOR}.build_connector_meta", "connectors"),
+    UsedName(f"{_CONNECTOR}.request_finished", "connectors"),
+    UsedName("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs", "connectors"),
+    UsedName("vllm.v1.core.sched.output:SchedulerOutput.scheduled_cached_reqs", "connectors"),
+    UsedName("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens", "connectors"),
+    UsedName("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens", "connectors"),
+    UsedName("vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids", "connectors"),
+    UsedName("vllm.v1.core.sched.output:CachedRequestData.req_ids", "connectors"),
+    UsedName("vllm.v1.core.sched.output:NewRequestData.req_id", "connectors"),
+    UsedName("vllm.v1.request:Request.kv_transfer_params", "connectors"),
+    UsedName(
         "vllm.exceptions:GracefulHTTPError",
         "busy",
         instead="vllm.entrypoints.openai.engine.protocol:GenerationError",
     ),
 )
 
-_SEAMS: dict[Feature, tuple[Seam, ...]] = {
-    "lens": SEAMS,
-    "http": SERVE_SEAMS,
-    "hooks": EAGER_SEAMS,
+_PATCHES: dict[Feature, tuple[Monkeypatch, ...]] = {
+    "lens": PATCHES,
+    "http": SERVER_PATCHES,
+    "hooks": EAGER_PATCHES,
 }
 
 
@@ -210,14 +210,14 @@ def problems(root: Path | None = None) -> dict[Feature, str]:
     found: dict[Feature, str] = {}
     if place is None:
         return {"lens": "vLLM is not installed"}
-    for feature, seams in _SEAMS.items():
-        for item in seams:
+    for feature, patches in _PATCHES.items():
+        for item in patches:
             if not has(place, item.target, item.parameters + item.keywords):
                 wanted = ", ".join(item.parameters + item.keywords)
                 found.setdefault(feature, f"this vLLM has no {item.target}({wanted})")
-    for lean in LEANS:
-        if not has(place, lean.target) and not (lean.instead and has(place, lean.instead)):
-            found.setdefault(lean.feature, f"this vLLM has no {lean.target}")
+    for used in USED_NAMES:
+        if not has(place, used.target) and not (used.instead and has(place, used.instead)):
+            found.setdefault(used.feature, f"this vLLM has no {used.target}")
     if "hooks" in found:
         found.setdefault("parameters", found["hooks"])
     return found

@@ -20,7 +20,7 @@ def refuse_rivals() -> None:
     vLLM imports all its plug-ins before it calls one, so whichever is called here sees the others.
     """
     # Imported here: vLLM's entry point loads this file, and has to stay light.
-    from .seams import allowed_plugins
+    from .monkeypatches import allowed_plugins
 
     # One that could not be imported is not loaded.
     if others := [name for name, module in rivals(allowed_plugins()) if module in sys.modules]:

@@ -59,4 +59,4 @@ def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
 CACHE_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "cached_blocks": _get_computed_blocks,
 }
-"""Wrapper by seam name."""
+"""Wrapper by name of the monkeypatch."""

@@ -249,4 +249,4 @@ def _guard(connector: Any, vllm_config: Any) -> None:
 CONNECTOR_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "scheduler_init": _scheduler_init,
 }
-"""Wrapper by seam name."""
+"""Wrapper by name of the monkeypatch."""

@@ -133,4 +133,4 @@ SCHEDULER_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]
     "scheduler_add": _noting,
     "scheduler_preempt": _noting,
 }
-"""Wrapper by seam name."""
+"""Wrapper by name of the monkeypatch."""

@@ -21,8 +21,8 @@ from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.features import require
+from inspect_lens._vllm.compat.monkeypatches import monkeypatch, wrap
 from inspect_lens._vllm.compat.off import not_served
-from inspect_lens._vllm.compat.seams import seam, wrap
 from inspect_lens._vllm.http.bodies import asked_of
 from inspect_lens._vllm.http.responses import is_serving, payloads, refuse_bodies
 from inspect_lens._vllm.metrics import requested
@@ -396,9 +396,9 @@ def refuse_requests(*, own_only: bool = False) -> None:
     """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed."""
     keys = (NATIVE_KEY,) if own_only else LENS_KEYS
     refuse_bodies(keys)
-    wrap(seam("process_inputs"), partial(_refusing, keys))
+    wrap(monkeypatch("process_inputs"), partial(_refusing, keys))
     # Which every front-end calls when its modules are there.
-    wrap(seam("input_processor_init"), partial(_then, partial(refuse_bodies, keys)))
+    wrap(monkeypatch("input_processor_init"), partial(_then, partial(refuse_bodies, keys)))
 
 
 def _refusing(keys: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:

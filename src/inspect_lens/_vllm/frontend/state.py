@@ -386,4 +386,4 @@ RESET_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = 
     "call_utility": _call_utility,
     "call_utility_async": _call_utility_async,
 }
-"""Wrapper by seam name."""
+"""Wrapper by name of the monkeypatch."""

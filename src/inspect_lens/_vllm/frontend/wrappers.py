@@ -19,7 +19,7 @@ from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
-from inspect_lens._vllm.compat.seams import is_in_process
+from inspect_lens._vllm.compat.monkeypatches import is_in_process
 from inspect_lens._vllm.http.responses import as_json, is_serving
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
@@ -400,4 +400,4 @@ FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]
     "run_engine": _run_engine,
     "async_generate": _async_generate,
 }
-"""Wrapper by seam name."""
+"""Wrapper by name of the monkeypatch."""

@@ -91,13 +91,13 @@ MOST_TABLES = 8
 
 
 @dataclass
-class _Held:
+class _Body:
     request: LensRequest | None
     is_read: bool
     patterns: PatternBudget = field(default_factory=PatternBudget)
 
 
-_held: ContextVar[_Held | None] = ContextVar("inspect_lens_body", default=None)
+_held: ContextVar[_Body | None] = ContextVar("inspect_lens_body", default=None)
 
 
 class LensBodies:
@@ -138,7 +138,7 @@ class LensBodies:
         if path.endswith(_UNGUARDED) and lacks_key(scope):
             await refuse(SpecError(_NO_KEY), send, status=401)
             return
-        held, n_bytes = _Held(None, is_read=False), 0
+        held, n_bytes = _Body(None, is_read=False), 0
         try:
             front = self._front_end()
             facts: EngineFacts | None = getattr(front, "facts", None)
@@ -219,9 +219,9 @@ def read_body(
     body: bytes,
     facts: EngineFacts | None,
     off: tuple[str, Collection[str]] | None = None,
-) -> _Held:
+) -> _Body:
     """Parse what a body asks of the lens."""
-    nothing = _Held(None, is_read=False)
+    nothing = _Body(None, is_read=False)
     check_size(body)
     try:
         fields = from_json(body)
@@ -248,7 +248,7 @@ def read_body(
     for edit in () if request is None else request.edits:
         for tensor in edit.tensors.values():
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
-    return _Held(request, is_read=True)
+    return _Body(request, is_read=True)
 
 
 def _keys_in(fields: Mapping[str, Any], keys: Collection[str] = LENS_KEYS) -> list[str]:

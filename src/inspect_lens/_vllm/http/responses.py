@@ -14,9 +14,8 @@ from pydantic import PrivateAttr
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import FEATURES, all_off, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.compat.monkeypatches import SERVER_PATCHES, monkeypatch, verify, wrap
 from inspect_lens._vllm.compat.off import reason_of
-from inspect_lens._vllm.compat.seam_table import SERVE_SEAMS
-from inspect_lens._vllm.compat.seams import seam, verify, wrap
 from inspect_lens._vllm.metrics import delivered, failed, refused, stored
 from inspect_lens._vllm.results.expected import choices_of, has_fields
 from inspect_lens.errors import LensError, UnsupportedError
@@ -40,25 +39,25 @@ __all__ = [
     "is_serving",
     "payloads",
     "refuse_bodies",
-    "with_room",
+    "with_results",
 ]
 
 
-def with_room(response: Any, found: list[dict[str, Any]]) -> Any:
+def with_results(response: Any, found: list[dict[str, Any]]) -> Any:
     """Put results into a response: the first choice's at the top, each one's on its choice."""
     if not any(found) or not hasattr(response, "choices"):
         return response
     kind: Any = type(response)
-    made = _roomy(kind).model_construct(**dict(response))
+    made = _with_results_of(kind).model_construct(**dict(response))
     made._found = found
     return made
 
 
 @cache
-def _roomy(kind: Any) -> Any:
+def _with_results_of(kind: Any) -> Any:
     """A response of tokens that also has results: those of vLLM drop what they do not know."""
 
-    class Roomy(kind):  # type: ignore[misc]
+    class WithResults(kind):  # type: ignore[misc]
         _found: list[dict[str, Any]] = PrivateAttr(default_factory=list)
 
         def model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def _roomy(kind: Any) -> Any:
                     choice.update(result)
             return body | self._found[0]
 
-    return Roomy
+    return WithResults
 
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -106,9 +105,9 @@ def install_when_serving(front_end: Any = None) -> None:
     if is_off("http") is not None:
         return
     try:
-        verify(SERVE_SEAMS)
+        verify(SERVER_PATCHES)
         for name, make in _WRAPPERS.items():
-            wrap(seam(name), make)
+            wrap(monkeypatch(name), make)
     except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
         # Bodies are refused from now on.
         reason = reason_of(error)
@@ -121,7 +120,7 @@ def refuse_bodies(keys: Collection[str] = LENS_KEYS) -> None:
     if not is_serving():
         return
     try:
-        wrap(seam("routers"), partial(_routers, keys))
+        wrap(monkeypatch("routers"), partial(_routers, keys))
     except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
         logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
 
@@ -241,7 +240,7 @@ def _tokens_full(original: Callable[..., Any]) -> Callable[..., Any]:
         watched = _watch(result_generator, last)
         response = await original(self, request, watched, *args, **kw)
         try:
-            return with_room(response, results_of(last.values()))
+            return with_results(response, results_of(last.values()))
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=has_results(last.values()))
             return response

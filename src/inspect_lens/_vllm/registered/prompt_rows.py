@@ -19,7 +19,7 @@ from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.connectors import transfers_by_request
-from inspect_lens._vllm.compat.seams import is_engine_apart
+from inspect_lens._vllm.compat.monkeypatches import is_engine_apart
 from inspect_lens._vllm.metrics import looked_up
 from inspect_lens.spec import TensorData
 

@@ -12,7 +12,7 @@ from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.programs import open_among
 from inspect_lens._engine.protocol.readouts import LensEnvelope
-from inspect_lens._vllm.compat.seams import vllm_version
+from inspect_lens._vllm.compat.monkeypatches import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.probe_scores import Reading, Whole
 from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of

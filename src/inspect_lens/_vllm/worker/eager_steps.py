@@ -21,8 +21,7 @@ from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._engine.tap.upload import CAPTURE
-from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS
-from inspect_lens._vllm.compat.seams import seam, verify, wrap
+from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, monkeypatch, verify, wrap
 from inspect_lens._vllm.model.find_layers import BlockInput, as_rows, split_output
 from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens._vllm.model.residual_layout import layout_of
@@ -36,8 +35,8 @@ __all__ = [
     "checked_steps",
     "is_eager_step",
     "note",
+    "patch_eager_steps",
     "set_eager",
-    "wrap_eager_seams",
 ]
 
 Edits = Sequence[tuple[int, int, torch.Tensor]]
@@ -223,13 +222,13 @@ def note(chosen: Any) -> Any:
     return chosen
 
 
-def wrap_eager_seams(*, is_v2: bool) -> None:
+def patch_eager_steps(*, is_v2: bool) -> None:
     """Wrap where vLLM decides how a step runs."""
     dispatch = ("dispatch_v2", _dispatch_v2) if is_v2 else ("dispatch_v1", _dispatch_v1)
     wrappers = dict([("forward_context", _forward_context), dispatch])
-    verify(tuple(item for item in EAGER_SEAMS if item.name in wrappers))
+    verify(tuple(item for item in EAGER_PATCHES if item.name in wrappers))
     for name, make in wrappers.items():
-        wrap(seam(name), make)
+        wrap(monkeypatch(name), make)
 
 
 def _forward_context(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import EngineFacts
 
-from .eager_steps import Eager, LayerHooks, wrap_eager_seams
+from .eager_steps import Eager, LayerHooks, patch_eager_steps
 from .runners import RunnerV1, RunnerV2
 
 __all__ = ["attach_hooks", "manage_hooks"]
@@ -36,7 +36,7 @@ def attach_hooks(
     settings: Settings,
 ) -> None:
     """Make a worker ready for requests with hooks."""
-    wrap_eager_seams(is_v2=isinstance(adapter, RunnerV2))
+    patch_eager_steps(is_v2=isinstance(adapter, RunnerV2))
     model = runner.get_model()
     parameters = Parameters(model)
     stepper.hooks = HookRunner(

@@ -18,14 +18,14 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
-from inspect_lens._vllm.compat.features import LEANS, busy, has, problems
-from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS, SEAMS, SERVE_SEAMS
+from inspect_lens._vllm.compat.features import USED_NAMES, busy, has, problems
+from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from inspect_lens._vllm.frontend import admission
 from inspect_lens._vllm.http import responses
 from inspect_lens.errors import CompatError, UnsupportedError
 
-ALL = [*((s.target, s.parameters) for s in SEAMS + SERVE_SEAMS + EAGER_SEAMS)]
-ALL += [(lean.target, ()) for lean in LEANS]
+ALL = [*((s.target, s.parameters) for s in PATCHES + SERVER_PATCHES + EAGER_PATCHES)]
+ALL += [(used.target, ()) for used in USED_NAMES]
 
 
 @cache
@@ -51,7 +51,7 @@ def test_a_name_that_moves_is_missed(
     assert place is not None
     name = target.partition(":")[2].rpartition(".")[2]
     if not has(place, target, parameters):
-        assert any(lean.target == target and lean.instead for lean in LEANS)
+        assert any(used.target == target and used.instead for used in USED_NAMES)
         return
     for source, text in sources(place).items():
         if name in text:
@@ -96,7 +96,7 @@ def test_without_what_all_needs_vllm_runs_and_lens_requests_get_the_reason(
 
     wrapped: dict[str, Any] = {}
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
-    monkeypatch.setattr("inspect_lens._vllm.compat.seams.verify", broken)
+    monkeypatch.setattr("inspect_lens._vllm.compat.monkeypatches.verify", broken)
     for module in (admission, responses):
         monkeypatch.setattr(module, "wrap", lambda item, make: wrapped.update({item.name: make}))
     serving: list[bool] = []

@@ -69,7 +69,8 @@ def test_a_merged_output_keeps_its_ticket() -> None:
 def test_scores_of_outputs_that_vllm_merges_are_kept(aggregate: bool) -> None:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-    from inspect_lens._vllm.compat.seams import resolve, seam
+    from inspect_lens._vllm.compat.monkeypatches import monkeypatch as named
+    from inspect_lens._vllm.compat.monkeypatches import resolve
 
     def delta(index: int, scores: dict[str, list[float]]) -> Any:
         one = CompletionOutput(index, "x", [1], None, None)
@@ -77,7 +78,7 @@ def test_scores_of_outputs_that_vllm_merges_are_kept(aggregate: bool) -> None:
             one.inspect_lens_scores = scores
         return RequestOutput("r", None, [1], None, [one], finished=False)
 
-    add = FRONT_END_WRAPPERS["output_add"](resolve(seam("output_add"))[2])
+    add = FRONT_END_WRAPPERS["output_add"](resolve(named("output_add"))[2])
     waiting = delta(0, {"p": [1.0]})
     for later in (delta(0, {"p": [2.0], "q": [5.0]}), delta(1, {"p": [9.0]}), delta(0, {})):
         add(waiting, later, aggregate)
@@ -276,7 +277,8 @@ def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
-    from inspect_lens._vllm.compat.seams import resolve, seam
+    from inspect_lens._vllm.compat.monkeypatches import monkeypatch as named
+    from inspect_lens._vllm.compat.monkeypatches import resolve
     from inspect_lens.spec import ENVELOPE_KEY
 
     monkeypatch.setattr(
@@ -284,7 +286,7 @@ def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
         lambda: SimpleNamespace(results=results, registry=Registry()),
     )
     wrapped = {
-        name: FRONT_END_WRAPPERS[name](resolve(seam(name))[2])
+        name: FRONT_END_WRAPPERS[name](resolve(named(name))[2])
         for name in ("add_request", "abort_requests")
     }
     processor = type("Wrapped", (OutputProcessor,), wrapped)(None, log_stats=False)

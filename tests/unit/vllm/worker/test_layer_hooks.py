@@ -190,10 +190,10 @@ def test_the_runner_that_does_not_run_is_not_even_imported(
     monkeypatch.setattr(
         eager_steps,
         "verify",
-        lambda seams: verified.extend(s.target for s in seams),
+        lambda patches: verified.extend(p.target for p in patches),
     )
-    monkeypatch.setattr(eager_steps, "wrap", lambda seam, make: wrapped.append(seam.target))
-    eager_steps.wrap_eager_seams(is_v2=is_v2)
+    monkeypatch.setattr(eager_steps, "wrap", lambda patch, make: wrapped.append(patch.target))
+    eager_steps.patch_eager_steps(is_v2=is_v2)
     modules = {target.partition(":")[0] for target in wrapped}
     runner = "vllm.v1.worker.gpu.model_runner" if is_v2 else "vllm.v1.worker.gpu_model_runner"
     assert modules == {"vllm.forward_context", runner}
@@ -203,12 +203,11 @@ def test_the_runner_that_does_not_run_is_not_even_imported(
 def test_a_vllm_that_cannot_be_told_is_refused_by_name() -> None:
     from dataclasses import replace
 
-    from inspect_lens._vllm.compat.seam_table import EAGER_SEAMS
-    from inspect_lens._vllm.compat.seams import verify
+    from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, verify
 
-    verify(EAGER_SEAMS)
+    verify(EAGER_PATCHES)
     with pytest.raises(CompatError, match=r"create_forward_context.*skip_everything"):
-        verify((replace(EAGER_SEAMS[0], keywords=("skip_everything",)),))
+        verify((replace(EAGER_PATCHES[0], keywords=("skip_everything",)),))
 
 
 # -- parameters --------------------------------------------------------------------

@@ -1,11 +1,34 @@
-"""Every private name of vLLM that inspect_lens wraps, in one table."""
+"""Every private name of vLLM that inspect_lens replaces, in one table, and how it is replaced.
+
+`verify` checks all of it first, and refuses a vLLM that lacks a name; `wrap` replaces one, once.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["EAGER_SEAMS", "SEAMS", "SERVE_SEAMS", "Process", "Seam"]
+from inspect_lens.errors import CompatError
+
+__all__ = [
+    "EAGER_PATCHES",
+    "PATCHES",
+    "SERVER_PATCHES",
+    "Monkeypatch",
+    "Process",
+    "allowed_plugins",
+    "is_engine_apart",
+    "is_in_process",
+    "monkeypatch",
+    "resolve",
+    "verify",
+    "vllm_version",
+    "wrap",
+]
 
 Process = Literal["front-end", "engine", "worker", "api-server"]
 _SCHED = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -13,7 +36,7 @@ _MANY = "from here on it may feed many tokens in a step"
 
 
 @dataclass(frozen=True)
-class Seam:
+class Monkeypatch:
     """One name of vLLM that is wrapped."""
 
     name: str
@@ -29,15 +52,15 @@ class Seam:
     """Further parameters, anywhere, that the wrapper sets."""
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Monkeypatch, ...] = (
+    Monkeypatch(
         "load_model",
         "vllm.v1.worker.gpu_worker:Worker.load_model",
         ("self",),
         "worker",
         "taps must be in the model when the profile run traces it; inherited by CPU workers",
     ),
-    Seam(
+    Monkeypatch(
         "scheduler_init",
         f"{_SCHED}.__init__",
         ("self", "vllm_config"),
@@ -45,87 +68,91 @@ SEAMS: tuple[Seam, ...] = (
         "a KV connector brings no tokens whose rows are wanted, and no blocks of other steering; "
         "an engine ends with the process that started it",
     ),
-    Seam("schedule", f"{_SCHED}.schedule", ("self",), "engine", "rows of a step fit the buffer"),
-    Seam("scheduler_add", f"{_SCHED}.add_request", ("self", "request"), "engine", _MANY),
-    Seam("scheduler_preempt", f"{_SCHED}._preempt_request", ("self", "request"), "engine", _MANY),
-    Seam(
+    Monkeypatch(
+        "schedule", f"{_SCHED}.schedule", ("self",), "engine", "rows of a step fit the buffer"
+    ),
+    Monkeypatch("scheduler_add", f"{_SCHED}.add_request", ("self", "request"), "engine", _MANY),
+    Monkeypatch(
+        "scheduler_preempt", f"{_SCHED}._preempt_request", ("self", "request"), "engine", _MANY
+    ),
+    Monkeypatch(
         "cached_blocks",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         ("self", "request"),
         "engine",
         "a captured prompt reads the prefix cache as far as its rows are known from before",
     ),
-    Seam(
+    Monkeypatch(
         "input_processor_init",
         "vllm.v1.engine.input_processor:InputProcessor.__init__",
         ("self", "vllm_config"),
         "front-end",
         "the one place where every front-end learns its engine's configuration",
     ),
-    Seam(
+    Monkeypatch(
         "process_inputs",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         ("self", "request_id", "prompt", "params"),
         "front-end",
         "knows the prompt's length; sets the cache salt and the reply address",
     ),
-    Seam(
+    Monkeypatch(
         "add_request",
         "vllm.v1.engine.output_processor:OutputProcessor.add_request",
         ("self", "request", "prompt", "parent_req", "request_index", "queue"),
         "front-end",
         "the internal id of each choice, before the engine can answer",
     ),
-    Seam(
+    Monkeypatch(
         "abort_requests",
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
         ("self", "request_ids", "internal"),
         "front-end",
         "an aborted request takes no results",
     ),
-    Seam(
+    Monkeypatch(
         "new_completion_output",
         "vllm.v1.engine.output_processor:RequestState._new_completion_output",
         ("self", "token_ids", "finish_reason", "stop_reason"),
         "front-end",
         "ties a choice to its internal id and its number of sampled tokens",
     ),
-    Seam(
+    Monkeypatch(
         "output_add",
         "vllm.outputs:RequestOutput.add",
         ("self", "next_output", "aggregate"),
         "front-end",
         "vLLM merges outputs that a slow reader has not taken; the ticket must not be lost",
     ),
-    Seam(
+    Monkeypatch(
         "engine_step",
         "vllm.v1.engine.llm_engine:LLMEngine.step",
         ("self",),
         "front-end",
         "offline results",
     ),
-    Seam(
+    Monkeypatch(
         "run_engine",
         "vllm.entrypoints.llm:LLM._run_engine",
         ("self",),
         "front-end",
         "raises a failed request's error once the batch is done, so that no request is left",
     ),
-    Seam(
+    Monkeypatch(
         "call_utility",
         "vllm.v1.engine.core_client:SyncMPClient.call_utility",
         ("self", "method"),
         "front-end",
         "rows that are kept beside the prefix cache go with it",
     ),
-    Seam(
+    Monkeypatch(
         "call_utility_async",
         "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
         ("self", "method"),
         "front-end",
         "rows that are kept beside the prefix cache go with it",
     ),
-    Seam(
+    Monkeypatch(
         "async_generate",
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
         ("self", "prompt", "sampling_params", "request_id"),
@@ -134,8 +161,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
 )
 
-SERVE_SEAMS: tuple[Seam, ...] = (
-    Seam(
+SERVER_PATCHES: tuple[Monkeypatch, ...] = (
+    Monkeypatch(
         "chat_full",
         "vllm.entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_full_generator",
@@ -143,7 +170,7 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         "api-server",
         "puts activations and receipt into a chat response",
     ),
-    Seam(
+    Monkeypatch(
         "chat_stream",
         "vllm.entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_stream_generator",
@@ -151,7 +178,7 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         "api-server",
         "sends activations and receipt before [DONE]",
     ),
-    Seam(
+    Monkeypatch(
         "completion_full",
         "vllm.entrypoints.openai.completion.serving:"
         "OpenAIServingCompletion.request_output_to_completion_response",
@@ -159,7 +186,7 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         "api-server",
         "puts activations and receipt into a completion response",
     ),
-    Seam(
+    Monkeypatch(
         "completion_stream",
         "vllm.entrypoints.openai.completion.serving:"
         "OpenAIServingCompletion.completion_stream_generator",
@@ -167,7 +194,7 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         "api-server",
         "sends activations and receipt before [DONE]",
     ),
-    Seam(
+    Monkeypatch(
         "chat_batch",
         "vllm.entrypoints.openai.chat_completion.batch_serving:"
         "OpenAIServingChatBatch.chat_completion_full_generator_batch",
@@ -175,21 +202,21 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         "api-server",
         "puts activations and receipts into a batched chat response",
     ),
-    Seam(
+    Monkeypatch(
         "chat_params",
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
         ("self",),
         "api-server",
         "reads lens requests that stand in the body and not in vllm_xargs",
     ),
-    Seam(
+    Monkeypatch(
         "completion_params",
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
         ("self",),
         "api-server",
         "reads lens requests that stand in the body and not in vllm_xargs",
     ),
-    Seam(
+    Monkeypatch(
         "chat_beam",
         "vllm.entrypoints.openai.chat_completion.protocol:"
         "ChatCompletionRequest.to_beam_search_params",
@@ -197,63 +224,63 @@ SERVE_SEAMS: tuple[Seam, ...] = (
         "api-server",
         "beam search drops extra arguments; a lens request must be refused there",
     ),
-    Seam(
+    Monkeypatch(
         "completion_beam",
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
         ("self",),
         "api-server",
         "beam search drops extra arguments; a lens request must be refused there",
     ),
-    Seam(
+    Monkeypatch(
         "responses_params",
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
         ("self",),
         "api-server",
         "responses there have no place for results; a lens request must be refused",
     ),
-    Seam(
+    Monkeypatch(
         "transcription_params",
         "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest.to_sampling_params",
         ("self",),
         "api-server",
         "answers there have no place for results; a lens request must be refused",
     ),
-    Seam(
+    Monkeypatch(
         "transcription_beam",
         "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest.to_beam_search_params",
         ("self",),
         "api-server",
         "answers there have no place for results; a lens request must be refused",
     ),
-    Seam(
+    Monkeypatch(
         "translation_params",
         "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest.to_sampling_params",
         ("self",),
         "api-server",
         "answers there have no place for results; a lens request must be refused",
     ),
-    Seam(
+    Monkeypatch(
         "translation_beam",
         "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest.to_beam_search_params",
         ("self",),
         "api-server",
         "answers there have no place for results; a lens request must be refused",
     ),
-    Seam(
+    Monkeypatch(
         "tokens_full",
         "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_full_generator",
         ("self", "request", "result_generator"),
         "api-server",
         "puts activations and receipt into a response of tokens",
     ),
-    Seam(
+    Monkeypatch(
         "tokens_stream",
         "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_stream_generator",
         ("self", "request", "result_generator"),
         "api-server",
         "sends activations and receipt before [DONE]",
     ),
-    Seam(
+    Monkeypatch(
         "routers",
         "vllm.entrypoints.serve:register_vllm_serve_api_routers",
         ("app",),
@@ -262,8 +289,8 @@ SERVE_SEAMS: tuple[Seam, ...] = (
     ),
 )
 
-EAGER_SEAMS: tuple[Seam, ...] = (
-    Seam(
+EAGER_PATCHES: tuple[Monkeypatch, ...] = (
+    Monkeypatch(
         "forward_context",
         "vllm.forward_context:create_forward_context",
         ("attn_metadata", "vllm_config"),
@@ -271,7 +298,7 @@ EAGER_SEAMS: tuple[Seam, ...] = (
         "a step with hooks calls the model as it was before compilation",
         ("skip_compiled",),
     ),
-    Seam(
+    Monkeypatch(
         "dispatch_v2",
         "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp",
         ("cudagraph_manager", "num_reqs", "num_tokens"),
@@ -279,7 +306,7 @@ EAGER_SEAMS: tuple[Seam, ...] = (
         "a step with hooks replays no graph; the V2 runner",
         ("need_eager",),
     ),
-    Seam(
+    Monkeypatch(
         "dispatch_v1",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
         ("self", "num_tokens", "num_reqs"),
@@ -288,3 +315,92 @@ EAGER_SEAMS: tuple[Seam, ...] = (
         ("force_eager",),
     ),
 )
+
+_MARK = "__inspect_lens_original__"
+
+
+@functools.cache
+def vllm_version() -> str:
+    """Version of the vLLM that is imported."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def has_rust_front_end() -> bool:
+    """Whether requests come by vLLM's front-end in Rust, which loads no plug-ins."""
+    return bool(getattr(importlib.import_module("vllm.envs"), "VLLM_USE_RUST_FRONTEND", False))
+
+
+def is_engine_apart() -> bool:
+    """Whether engines run in processes of their own, which is vLLM's default."""
+    return bool(importlib.import_module("vllm.envs").VLLM_ENABLE_V1_MULTIPROCESSING)
+
+
+def allowed_plugins() -> list[str] | None:
+    """Names of the plug-ins that vLLM loads; None where it loads all."""
+    allowed: list[str] | None = importlib.import_module("vllm.envs").VLLM_PLUGINS
+    return allowed
+
+
+def is_in_process(engine: Any) -> bool:
+    """Whether an `LLMEngine` steps in its caller's process, and so only when it is told to.
+
+    vLLM gives it the executor then and only then (VLLM_ENABLE_V1_MULTIPROCESSING=0).
+    """
+    return hasattr(engine, "model_executor")
+
+
+def monkeypatch(name: str) -> Monkeypatch:
+    """Look one up by its name here."""
+    for item in PATCHES + SERVER_PATCHES + EAGER_PATCHES:
+        if item.name == name:
+            return item
+    raise KeyError(name)
+
+
+def resolve(item: Monkeypatch) -> tuple[Any, str, Callable[..., Any]]:
+    """Import a target."""
+    module, _, path = item.target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+        *parents, attribute = path.split(".")
+        for part in parents:
+            owner = getattr(owner, part)
+        current = getattr(owner, attribute)
+    except (ImportError, AttributeError) as error:
+        raise CompatError(
+            f"vLLM {vllm_version()} has no {item.target} ({error}), which inspect_lens needs: "
+            f"{item.reason}. Install a vLLM that docs/reference/compatibility.md lists, or set "
+            "INSPECT_LENS_DISABLE=1 to run without the lens"
+        ) from error
+    return owner, attribute, getattr(current, _MARK, current)
+
+
+def verify(items: tuple[Monkeypatch, ...]) -> None:
+    """Check that every target exists with the parameters that its wrapper relies on."""
+    for item in items:
+        _, _, original = resolve(item)
+        names = tuple(inspect.signature(original).parameters)
+        found = names[: len(item.parameters)]
+        if found != item.parameters or not set(item.keywords) <= set(names):
+            raise CompatError(
+                f"vLLM {vllm_version()}: {item.target} takes {names} and inspect_lens knows it "
+                f"with {item.parameters + item.keywords}. Install a vLLM that "
+                "docs/reference/compatibility.md lists, or set INSPECT_LENS_DISABLE=1 to run "
+                "without the lens"
+            )
+
+
+def wrap(item: Monkeypatch, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a target by `make(original)`, once."""
+    owner, attribute, original = resolve(item)
+    if hasattr(getattr(owner, attribute), _MARK):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, _MARK, original)
+    setattr(owner, attribute, wrapper)
+
+
+def add_method(item: Monkeypatch, name: str, function: Callable[..., Any]) -> None:
+    """Add a method of ours to the class that holds a target; RPCs find it by name."""
+    owner, _, _ = resolve(item)
+    setattr(owner, name, function)
