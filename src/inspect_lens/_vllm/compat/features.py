@@ -1,6 +1,6 @@
 """Every name of vLLM that is used without being wrapped, and what is off where one is missing.
 
-With `seam_table.py` this is all that we used on. Names are looked up in vLLM's source, so
+With `monkeypatches.py` this is all that we rely on. Names are looked up in vLLM's source, so
 that a front-end need not import what only workers do. A name that is missing turns its feature off:
 one line in the log, HTTP 400 with the reason for a request that needs it, nothing else.
 """
