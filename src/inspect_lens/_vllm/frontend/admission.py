@@ -45,7 +45,6 @@ from .matched_tokens import with_positions, with_token_ids
 from .state import Compiled, FrontEnd, front_end
 
 __all__ = [
-    "asks_for_results",
     "compiled_of",
     "expect",
     "has_hooks",
@@ -118,25 +117,18 @@ def has_hooks(processor: Any) -> bool:
     return book is not None and bool(book.hooks)
 
 
-def asks_for_results(params: Any) -> bool:
-    """Whether a request uses the lens; a bad one is refused elsewhere."""
-    try:
-        return asked_of(getattr(params, "extra_args", None)) is not None
-    except LensError:
-        return False
-
-
-def judge_early(processor: Any, prompt: Any, params: Any) -> None:
+def judge_early(processor: Any, prompt: Any, params: Any) -> bool:
     """Judge all that can be judged before the engine is asked, where the prompt is known.
 
-    An HTTP response that streams has said 200 by the time a request is processed.
+    An HTTP response that streams has said 200 by the time a request is processed. Returns whether
+    each choice is to have results.
     """
     sealed = (getattr(params, "extra_args", None) or {}).get(ENVELOPE_KEY)
     if isinstance(sealed, Packed) or (sealed is not None and hasattr(prompt, "sampling_params")):
-        return
+        return False
     compiled = compiled_of(processor, params)
     if compiled is None:
-        return
+        return False
     if isinstance(prompt, AsyncGenerator):
         raise resumable()
     is_known, ids = _prompt_tokens(prompt)
@@ -149,6 +141,7 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> None:
         if capture is not None and capture.transport == "binary" and is_serving():
             least = _least_tokens(params, most, may_stop=compiled.reads is not None)
             payloads.admit(params.n * capture.n_bytes((n_prompt or 0) + least - 1))
+    return compiled.asked != LensRequest()  # which has persistent hooks alone
 
 
 def seal_core(

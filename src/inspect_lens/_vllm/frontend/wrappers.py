@@ -42,7 +42,6 @@ from inspect_lens.errors import CapacityError, CaptureError, LensError
 from inspect_lens.spec import ENVELOPE_KEY
 
 from .admission import (
-    asks_for_results,
     compiled_of,
     expect,
     has_hooks,
@@ -356,10 +355,10 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def outputs_of(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def outputs_of(
+        missing: int, self: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
-        params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-        missing: int = params.n if params is not None and asks_for_results(params) else 0
         async with contextlib.aclosing(named(original(self, *args, **kwargs))) as outputs:
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
@@ -376,15 +375,17 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # When it is called, and not when it is iterated: a server still has its status to choose.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+        missing = 0
         try:
             prompt = kwargs.get("prompt", args[0] if args else None)
-            judge_early(self.input_processor, prompt, params)
+            if judge_early(self.input_processor, prompt, params):
+                missing = params.n
             front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - a door
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
-        return outputs_of(self, *args, **kwargs)
+        return outputs_of(missing, self, *args, **kwargs)
 
     return generate
 
