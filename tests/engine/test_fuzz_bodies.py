@@ -156,7 +156,12 @@ def without_lens(path: str, text: str) -> tuple[str, str]:
     if "token_ids" in body:
         return path, json.dumps({**body, "sampling_params": {"max_tokens": 2}})
     kept = ("model", "max_tokens", "ignore_eos", "temperature", "messages", "prompt", "stream")
-    return path, json.dumps({key: body[key] for key in kept if key in body})
+    plain = {key: body[key] for key in kept if key in body}
+    if isinstance(prompts := plain.get("prompt"), list):
+        # Computed whole, as prompts are whose rows are wanted.
+        plain["prompt"] = [f"{i} {prompt}" for i, prompt in enumerate(prompts)]
+        plain["cache_salt"] = str(time.perf_counter_ns())
+    return path, json.dumps(plain)
 
 
 def send(
@@ -238,7 +243,7 @@ def check_that_nobody_is_hurt(
         # What the same prompts cost a neighbour where nothing is asked of the lens.
         served = [seed for seed, (status, _) in enumerate(answers) if status == 200]
         with beside(lens_server_url) as usual_neighbour:
-            list(pool.map(lambda seed: send(client, seed, make, plain=True), served[: n // 10]))
+            list(pool.map(lambda seed: send(client, seed, make, plain=True), served[:60]))
         usual = statistics.median(usual_neighbour.plain_s)
     grown = held() - before
     statuses = Counter(status for status, _ in answers)
