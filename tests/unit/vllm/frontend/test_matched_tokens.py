@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._vllm.frontend.matched_tokens import spans_of, with_positions
-from inspect_lens._vllm.http.bodies import _Held, _held
+from inspect_lens._vllm.http.bodies import _Body, _held
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     Add,
@@ -204,7 +204,7 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
         return
     assert request is not None
     processor = SimpleNamespace(tokenizer=OneByteEach())
-    token = _held.set(_Held(request, is_read=True))
+    token = _held.set(_Body(request, is_read=True))
     began = time.perf_counter()
     try:
         for i in range(32):
@@ -219,7 +219,7 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
 
 def test_prompts_of_a_body_are_matched_once() -> None:
     request = LensRequest(capture=CaptureSpec(positions=TokenMatch(pattern="Velosh")))
-    token = _held.set(_Held(request, is_read=True))
+    token = _held.set(_Body(request, is_read=True))
     try:
         processor = SimpleNamespace(tokenizer=ORGANISM)
         first = with_positions(request, IDS, processor)
