@@ -140,4 +140,4 @@ def test_persistent_hooks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         inspect_lens_facts=facts, inspect_lens_book=SimpleNamespace(hooks=[object()])
     )
     with pytest.raises(UnsupportedError, match="persistent hooks"):
-        admission.request_of(processor, SimpleNamespace(extra_args=None, n=1))
+        admission.compiled_of(processor, SimpleNamespace(extra_args=None, n=1))
