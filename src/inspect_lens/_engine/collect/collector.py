@@ -50,7 +50,7 @@ from .listener import Far
 from .notifier import News
 from .pending import Pending, paths_of_all, told_of_edits
 from .placement import Worker
-from .result_memory import Budget, memory_bytes
+from .result_memory import ResultMemory, memory_bytes
 from .row_writer import Placing
 from .stream import STORAGE
 from .temp_dirs import let_go, new_folder
@@ -59,24 +59,17 @@ __all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-_SWEEP_S, _SWEEP_AGAIN_S = 1.0, 0.02
-"""Seconds between two looks at memory that nothing uses; and where more of it was left."""
+_SWEEP_S = 0.05
+"""Seconds between two looks at memory that nothing uses."""
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 class Collector:
     """Receives from all workers of this process's engines."""
 
-    def __init__(
-        self,
-        keep_bytes: int = 1 << 30,
-        spare_bytes: int | None = None,
-        n_processes: int = 1,
-        links: Links | None = None,
-    ) -> None:
+    def __init__(self, n_processes: int = 1, links: Links | None = None) -> None:
         """Open the socket and start the thread."""
-        share = memory_bytes() // (4 * n_processes)
-        self._budget = Budget(keep_bytes, share if spare_bytes is None else spare_bytes)
+        self.memory = ResultMemory(memory_bytes() // (4 * n_processes))
         self.folder, self._lock = new_folder()
         self.address = f"ipc://{self.folder / 'rows'}"
         self._pid = os.getpid()
@@ -87,7 +80,7 @@ class Collector:
         """What hooks of requests saved."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
         news, threads = self.news.changed, self._threads
-        self._placing = Placing(self._budget, self._pending, news, threads, _THREADS)
+        self._placing = Placing(self.memory, self._pending, news, threads, _THREADS)
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -227,16 +220,14 @@ class Collector:
     def _receive(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        sweeps, has_more = time.monotonic() + _SWEEP_S, False
+        sweeps = time.monotonic() + _SWEEP_S
         while not self._is_closing:
             try:
                 came = bool(self._inbox) and self._inbox.turn()
-                is_idle = not poller.poll(0 if self._inbox else 1 if has_more else 200)
-                now = time.monotonic()
-                if now >= sweeps or (is_idle and has_more):
+                is_idle = not poller.poll(0 if self._inbox else 200)
+                if (now := time.monotonic()) >= sweeps:
+                    self.memory.sweep(now)
                     sweeps = now + _SWEEP_S
-                    has_more = self._budget.sweep(now)
-                    sweeps = now + (_SWEEP_AGAIN_S if has_more else _SWEEP_S)
                 if not is_idle:
                     with contextlib.suppress(zmq.Again):
                         self._accept(self._socket.recv(flags=zmq.NOBLOCK))

@@ -33,7 +33,9 @@ class Worker:
         """One past the last position whose row no later step writes again."""
         shape = (_STREAMS, BOARD_SIZE)
         self.base: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
-        """Row of the slab pool of the worker's first tap at the first position."""
+        """Index of the row of the worker's first tap at the first position; see `Slab`."""
+        self.shift: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        """From the index of a row to that of its flag."""
         self.lo: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
         self.room: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
         """Rows from one tap to the next."""
@@ -65,7 +67,9 @@ class Worker:
         for i, stream in streams.items():
             if stream.slab is not None:
                 first_tap, _ = opening.shares[i]
-                self.base[i, record] = stream.slab.start + first_tap * stream.room
+                slab = stream.slab
+                self.base[i, record] = slab.first_row + first_tap * stream.room
+                self.shift[i, record] = slab.first_flag - slab.first_row
                 self.lo[i, record], self.room[i, record] = stream.lo, stream.room
                 self.reach[i, record] = stream.reach
                 if stream.listed is not None:
@@ -99,15 +103,19 @@ class Worker:
 
     def places(
         self, block: Block
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-        """Where the rows of a block belong."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+        """Where the rows of a block belong.
+
+        The records of its requests; of each token whether its request is open; (taps, tokens)
+        indices of rows; and of each token the way from the index of a row to that of its flag.
+        """
         taps, tokens, _ = block.shape
         numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
         stream, record = block.stream, numbers % BOARD_SIZE
         base, room = self.base[stream, record], self.room[stream, record]
         is_open = (self.number[record] == numbers) & (base >= 0)
         ends = np.cumsum(counts)
-        # Of each token: the row of the pool for the worker's first tap.
+        # Of each token: the row for the worker's first tap.
         start = base + first - self.lo[stream, record]
         target = np.repeat(start - (ends - counts), counts) + np.arange(tokens)
         for i, listed in block.listed.items():
@@ -120,6 +128,7 @@ class Worker:
             record,
             np.repeat(is_open, counts),
             target + (np.arange(taps)[:, None] + block.tap) * step,
+            np.repeat(self.shift[stream, record], counts),
         )
 
 

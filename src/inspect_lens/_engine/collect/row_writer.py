@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from inspect_lens.spec import EnginePath
 
 from .pending import Pending
 from .placement import Worker
-from .result_memory import Budget, SlabPool
-from .stream import STORAGE
+from .result_memory import ARRIVED, COVERED, ResultMemory
+from .stream import SHARE_BYTES, STORAGE
 
 __all__ = ["Placing"]
 
@@ -27,26 +27,25 @@ class Placing:
 
     def __init__(
         self,
-        budget: Budget,
+        memory: ResultMemory,
         pending: Mapping[str, Pending],
         changed: Condition,
         threads: ThreadPoolExecutor,
         n_threads: int,
     ) -> None:
-        """Begin without memory."""
-        self._budget, self._pending, self._changed = budget, pending, changed
+        self._memory, self._pending, self._changed = memory, pending, changed
         self._threads, self._n_threads = threads, n_threads
-        self._pools: dict[int, SlabPool] = {}
 
     def enter(self, pending: Pending, opening: Opening, worker: Worker) -> None:
         """Make room for a request's rows; `changed` is held.
 
         A request for which there is no room fails, and no other.
         """
+        self._memory.take_back()
         try:
             for stream in pending.streams.values():
                 if stream.slab is None and stream.most:
-                    stream.open(self._pool(stream.row_bytes))
+                    stream.open(self._memory)
         except CapacityError as error:
             pending.fail(opening.key, error)
             return
@@ -59,33 +58,33 @@ class Placing:
         if beyond := worker.beyond(block):
             self._grow(block.stream, worker, beyond)
         taps, tokens, width = block.shape
-        record, is_open, targets = worker.places(block)
+        record, is_open, targets, shift = worker.places(block)
         covers = np.tile(unpacked(block.covers), taps)
-        row_bytes = width * np.dtype(STORAGE[block.dtype]).itemsize
-        pool = self._pool(row_bytes)
-        nbytes = taps * tokens * row_bytes
-        rows = worker.reader.view.data[block.offset : block.offset + nbytes].view(pool.rows.dtype)
+        content, all_rows = (
+            self._memory.content,
+            self._memory.rows(width * np.dtype(STORAGE[block.dtype]).itemsize),
+        )
+        nbytes = taps * tokens * all_rows.itemsize
+        rows = worker.reader.view.data[block.offset : block.offset + nbytes].view(all_rows.dtype)
         where: NDArray[np.int64] = targets.reshape(-1)
+        flags: NDArray[np.int64] = (targets + shift).reshape(-1)
         if not is_open.all():
             kept = np.flatnonzero(np.tile(is_open, taps))
-            rows, where = rows[kept], where[kept]
+            rows, where, flags = rows[kept], where[kept], flags[kept]
             covers = covers[kept] if len(covers) else covers
         # First: who finds that all rows have come makes a receipt of it.
         worker.paths[record] |= 1 << PATHS.index(cast("EnginePath", block.path))
-        pool.write(rows, where, self._threads, self._n_threads)
+        self._write(all_rows, where, rows)
         if worker.reader.is_revoked(block.reader, block.seq):
             return False
-        behind = None
         if len(covers):
             # A row that stands for several tokens lies at the last of them. Which tokens these are
             # is noted before the row is: another thread takes a result once all of it has come.
             others = covers - 1
             ends = np.cumsum(others)
-            behind = np.repeat(where - others - (ends - others), others) + np.arange(ends[-1])
-            pool.covered[behind], pool.covered[where] = True, False
-        pool.arrived[where] = True
-        if behind is not None:
-            pool.arrived[behind] = True
+            behind = np.repeat(flags - others - (ends - others), others) + np.arange(ends[-1])
+            content[behind] = COVERED
+        content[flags] = ARRIVED
         return True
 
     def fail(self, block: Block, worker: Worker, error: CapacityError) -> None:
@@ -101,7 +100,7 @@ class Placing:
             stream = pending.streams[kind]
             try:
                 # Only this thread writes rows; whoever reads them holds the lock.
-                larger = stream.larger(self._pool(stream.row_bytes), until[opening.number])
+                larger = stream.larger(until[opening.number])
             except CapacityError as error:
                 with self._changed:
                     pending.fail(key, error)
@@ -121,7 +120,15 @@ class Placing:
             if where is worker and opening.number in numbers
         ]
 
-    def _pool(self, row_bytes: int) -> SlabPool:
-        if row_bytes not in self._pools:
-            self._pools[row_bytes] = SlabPool(row_bytes, self._budget)
-        return self._pools[row_bytes]
+    def _write(self, to: NDArray[Any], where: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        n = len(where)
+        parts = min(self._n_threads, n) if rows.nbytes > SHARE_BYTES else 1
+        ends = [n * k // parts for k in range(parts + 1)]
+
+        def copy(a: int, b: int) -> None:
+            to[where[a:b]] = rows[a:b]
+
+        if parts == 1:
+            copy(0, n)
+        else:
+            list(self._threads.map(copy, ends[:-1], ends[1:]))

@@ -14,9 +14,10 @@ from inspect_lens._engine.protocol.capture import CaptureEnvelope, Readout
 from inspect_lens._engine.protocol.readouts import ProbesEnvelope
 from inspect_lens.spec import DType, Reduction, TensorData
 
-from .result_memory import SHARE_BYTES, Slab, SlabPool
+from .result_memory import ARRIVED, COVERED, ResultMemory, Slab
 
 __all__ = [
+    "SHARE_BYTES",
     "STORAGE",
     "Merge",
     "Stream",
@@ -26,8 +27,8 @@ __all__ = [
 
 Floats = NDArray[np.float32]
 
-_SHARE = 1 << 20
-"""Numbers above which taps are merged by several threads."""
+SHARE_BYTES = 4 << 20
+"""Rows of more bytes are copied, or merged, by several threads."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Merge:
             found = wide.sum(axis=0, dtype=np.float64) if is_sum else wide.max(axis=0)
             out[tap, 0] = reduction.finish(found, n_tokens)
 
-        run: Callable[..., Any] = threads.map if rows.size > _SHARE else map
+        run: Callable[..., Any] = threads.map if rows.nbytes > SHARE_BYTES else map
         list(run(merge, range(taps)))
         return narrowed(out, self.dtype)
 
@@ -143,11 +144,11 @@ class Stream:
         """(taps, count); which of the first positions have come."""
         if self.slab is None:
             return np.zeros((self.taps, count), dtype=np.bool_)
-        return self._flags(self.slab.arrived)[:, :count]
+        return self._flags(self.slab, self.room)[:, :count] != 0
 
-    def _flags(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _flags(self, slab: Slab, room: int) -> NDArray[np.uint8]:
         """(taps, positions for which there is room)."""
-        return flags[: self.taps * self.room].reshape(self.taps, self.room)
+        return slab.flags.reshape(self.taps, room)
 
     @property
     def reach(self) -> int:
@@ -188,36 +189,29 @@ class Stream:
             return self.slab.has_arrived(self.taps * count)
         return bool(self.arrived(count).all())
 
-    def open(self, pool: SlabPool) -> None:
+    def open(self, memory: ResultMemory) -> None:
         """Take memory for the rows."""
         if self.listed is None:
-            self.room = max(1, min(self.most, pool.most_rows // self.taps))
-        self.slab = pool.take(self.taps * self.room, is_full=self._is_full)
-        if self.n_head:
-            self.slab.clear_covered()
+            self.room = max(1, min(self.most, memory.most_rows(self.row_bytes) // self.taps))
+        self.slab = memory.take(self.taps * self.room, self.row_bytes, is_full=self._is_full)
 
-    def larger(self, pool: SlabPool, until: int) -> tuple[Slab, int]:
+    def larger(self, until: int) -> tuple[Slab, int]:
         """Memory for more positions, with what has come; and for how many."""
         assert self.slab is not None
         room = min(self.most, max(2 * self.room, until - self.lo))
-        slab = pool.take(self.taps * room)
-        if self.n_head:
-            slab.clear_covered()
-        shape = self.taps, room
-        come = self._flags(self.slab.arrived)
-        rows = slab.array(_DTYPES[self.dtype], (*shape, self.width))
-        flags = slab.arrived[: self.taps * room].reshape(shape)
+        slab = self.slab.memory.take(self.taps * room, self.row_bytes)
+        come = self._flags(self.slab, self.room)
+        rows = slab.array(_DTYPES[self.dtype], (self.taps, room, self.width))
+        flags = self._flags(slab, room)
         for tap in range(self.taps):
             if self._parts is not None and tap not in self._parts:
-                flags[tap] = come[tap].all()  # another tap's row stands for it, or nobody has it
+                # Another tap's row stands for it, or nobody has it.
+                flags[tap] = ARRIVED * come[tap].all()
                 continue
             # What has not come is not read: that would take memory for it.
             n = int(come[tap].nonzero()[0].max(initial=-1)) + 1
             rows[tap, :n] = self._whole(self.slab)[tap, :n]
             flags[tap, :n] = come[tap, :n]
-        if self.n_head:
-            covered = slab.covered[: self.taps * room].reshape(shape)
-            covered[:, : self.room] = self._flags(self.slab.covered)
         return slab, room
 
     @property
@@ -230,21 +224,21 @@ class Stream:
 
         What it has reduced is forgotten: it will reduce that again, from the start.
         """
-        if self._parts is not None and n_taps and self.slab is not None:
+        if self.slab is None:
+            return
+        flags = self._flags(self.slab, self.room)
+        if self._parts is not None and n_taps:
             # One row stands for those of all its taps.
             self._parts = sorted({*self._parts, first_tap})
-            self._flags(self.slab.arrived)[first_tap + 1 : first_tap + n_taps] = True
-        if self.slab is not None and self.n_head > 1:
-            flags = self._flags(self.slab.arrived)
-            flags[first_tap : first_tap + n_taps, : self.n_head] = False
-            covered = self._flags(self.slab.covered)
-            covered[first_tap : first_tap + n_taps] = False
+            flags[first_tap + 1 : first_tap + n_taps] = ARRIVED
+        if self.n_head > 1:
+            flags[first_tap : first_tap + n_taps, : self.n_head] = 0
 
     def is_cut(self, count: int) -> bool:
         """Whether a row that stands for some of the first positions stands for others, too."""
         if self.slab is None or not self.n_head or not count:
             return False
-        return bool(self._flags(self.slab.covered)[:, count - 1].any())
+        return bool((self._flags(self.slab, self.room)[:, count - 1] == COVERED).any())
 
     def take(self, count: int, threads: ThreadPoolExecutor) -> TensorData:
         """The first positions as one contiguous array, or what is to be made of them.
@@ -257,7 +251,7 @@ class Stream:
             if self.slab is not None and count:
                 whole = self._whole(self.slab)[:, :count]
             if self.slab is not None and self.n_head:
-                covered = self._flags(self.slab.covered)[:, :count]
+                covered = self._flags(self.slab, self.room)[:, :count] == COVERED
             return self.merge(whole, covered, self.taps, threads)
         if self.slab is None:
             rows = np.zeros((self.taps, count, self.width), dtype=_DTYPES[self.dtype])
@@ -265,18 +259,17 @@ class Stream:
             rows = self._come(self._whole(self.slab)[:, :count])
             if not rows.flags.c_contiguous:
                 # It ended before it was long: a copy of what is there frees the rest.
-                rows = _copied(rows, threads)
+                rows = self._copied(self.slab, rows, threads)
         return TensorData(rows, self.dtype)
 
+    def _copied(self, slab: Slab, rows: NDArray[Any], threads: ThreadPoolExecutor) -> NDArray[Any]:
+        taps, count, _ = rows.shape
+        made = slab.memory.take(taps * count, self.row_bytes, is_full=True)
+        out = made.array(rows.dtype, rows.shape)
 
-def _copied(rows: NDArray[Any], threads: ThreadPoolExecutor) -> NDArray[Any]:
-    out = np.empty(rows.shape, dtype=rows.dtype)
+        def copy(tap: int) -> None:
+            out[tap] = rows[tap]
 
-    def copy(tap: int) -> None:
-        out[tap] = rows[tap]
-
-    if out.nbytes > SHARE_BYTES:
-        list(threads.map(copy, range(len(rows))))
-    else:
-        out[...] = rows
-    return out
+        run: Callable[..., Any] = threads.map if out.nbytes > SHARE_BYTES else map
+        list(run(copy, range(taps)))
+        return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import mmap
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect import result_memory
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.result_memory import Budget, SlabPool
+from inspect_lens._engine.collect.result_memory import ResultMemory
 from inspect_lens._engine.collect.stream import Stream
 from inspect_lens._engine.protocol.capture import seal_capture
 from inspect_lens._engine.protocol.envelope import seal
@@ -46,26 +46,28 @@ def test_256_captures_of_a_large_model_without_max_tokens_have_room() -> None:
     capture = seal_capture(CaptureSpec(), facts, n_prompt=1000, n_max=CONTEXT)
     assert capture is not None
     before = resident_bytes()
-    pool = SlabPool(16 << 10, Budget(0, 64 << 30))
+    memory = ResultMemory(0)
     streams = [Stream(capture, 1000) for _ in range(256)]
     for stream in streams:
         assert (stream.taps, stream.most, stream.row_bytes) == (80, CONTEXT, 16 << 10)
-        stream.open(pool)
+        stream.open(memory)
         assert stream.room >= 1 << 13
     # What has not come takes no memory, nor do the notes of what has.
     assert resident_bytes() - before < 256 << 20
     for stream in streams:
         assert stream.slab is not None
-        stream.slab.arrived[:80] = True
+        stream.slab.flags[:80] = 1
         assert not stream.has(80)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A front-end whose results have room for a few positions at first."""
-    # Few rows of each of 1024 slabs: 12 rows, so 4 positions at 3 taps.
-    monkeypatch.setattr(result_memory, "_ROWS", 12 << 10)
-    monkeypatch.setattr(result_memory, "_LEAST", 0)
+    # 4 positions at 3 taps.
+    monkeypatch.setattr(ResultMemory, "most_rows", lambda self, row_bytes: 12)
+    monkeypatch.setattr(result_memory, "_RESERVE", 1 << 18)
+    monkeypatch.setattr(result_memory, "_LEAST_RESERVE", 0)
+    monkeypatch.setattr(result_memory, "_HUGE_PAGE", mmap.PAGESIZE)
     made = Collector()
     yield made
     made.close()
@@ -162,11 +164,11 @@ def test_what_cannot_grow_fails_alone(short: Collector, monkeypatch: pytest.Monk
     larger = Stream.larger
     refused = []
 
-    def full(self: Stream, pool: SlabPool, until: int) -> Any:
+    def full(self: Stream, until: int) -> Any:
         if until > 16:
             refused.append(until)
             raise CapacityError("no room")
-        return larger(self, pool, until)
+        return larger(self, until)
 
     monkeypatch.setattr(Stream, "larger", full)
     worker.step([("a", 1, 0, 4), ("b", 2, 0, 4)])
@@ -179,27 +181,3 @@ def test_what_cannot_grow_fails_alone(short: Collector, monkeypatch: pytest.Monk
     np.testing.assert_array_equal(got.tensors[ROWS].storage[2], rows(2, 5, 0, 16))
     assert len(refused) == 1
     worker.stepper.close()
-
-
-@pytest.mark.parametrize("is_locked", [False, True])
-def test_flags_of_a_slab_that_is_used_again_are_clear(
-    monkeypatch: pytest.MonkeyPatch, is_locked: bool
-) -> None:
-    if is_locked:
-        # What the system says of pages that are locked.
-        monkeypatch.setattr(result_memory, "_madvise", lambda *_: False)
-    pool = SlabPool(24, Budget(0))
-    before = pool.take(7)
-    before.arrived[:] = before.covered[:] = True
-    for _ in range(2):
-        slab = pool.take(100_003)
-        start = slab.start
-        assert not slab.arrived.any()
-        slab.clear_covered()
-        assert not slab.covered.any()
-        slab.arrived[:] = slab.covered[:] = True
-        del slab
-        gc.collect()
-    assert start == before.start + before.size
-    assert before.arrived.all()
-    assert before.covered.all()

@@ -11,12 +11,11 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.result_memory import SlabPool
 from inspect_lens._engine.collect.row_writer import Placing
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from tests.kit.steps import FACTS, Worker, begin, exporter, rows, sealed
 
-PLACING = {Placing.place.__code__, SlabPool.write.__code__}
+PLACING = {Placing.place.__code__, Placing._write.__code__}
 
 
 @pytest.fixture

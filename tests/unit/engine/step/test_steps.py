@@ -88,14 +88,14 @@ def test_memory_of_dropped_results_goes_back_though_rows_come_all_the_time(
         worker.step([(key, 1, 0, 10)])
         collector.take(key, counts={ROWS: 10, SCORES: 0}, n_fed=10, timeout_s=5)
 
-    budget = collector._budget
+    memory = collector.memory
     # Much room, of which a text that ended early took ten rows; nobody asks for as much again.
     captured("m0", 2000)
     many = 2 * 2000 * HIDDEN * 4
-    assert budget.kept >= many
+    assert memory.kept >= many
     deadline = time.monotonic() + 10
     n = 0
-    while budget.kept >= many:
+    while memory.kept >= many:
         assert time.monotonic() < deadline
         if is_busy:
             captured(f"m{(n := n + 1)}", 6)

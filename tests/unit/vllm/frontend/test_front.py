@@ -277,6 +277,6 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
     assert front.results.address
     made = front.results.the_collector()
     try:
-        assert made._budget.spare == (16 << 30) // n_processes
+        assert made.memory.most_bytes == (16 << 30) // n_processes
     finally:
         made.close()

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.collect.result_memory import Budget, SlabPool
+from inspect_lens._engine.collect.result_memory import ResultMemory
 from inspect_lens._vllm.http import responses
 from inspect_lens._vllm.http.payloads import fetch_payload, takes_any_buffer
 from inspect_lens.spec import TensorData, decode_tensor
@@ -20,13 +20,13 @@ WIDTH, MOST = 64, 32
 
 
 @pytest.fixture
-def pool() -> SlabPool:
-    return SlabPool(2 * WIDTH, Budget(0))
+def memory() -> ResultMemory:
+    return ResultMemory(0)
 
 
-def in_slab(pool: SlabPool, count: int) -> TensorData:
+def in_slab(memory: ResultMemory, count: int) -> TensorData:
     """(1, count, width) of rows that lie in memory for 32 of them."""
-    slab = pool.take(MOST)
+    slab = memory.take(MOST, 2 * WIDTH)
     rows = slab.array(np.dtype("<u2"), (1, MOST, WIDTH))
     rows[...] = np.arange(MOST * WIDTH, dtype=np.uint16).reshape(rows.shape)
     return TensorData(rows[:, :count], "bfloat16")
@@ -43,9 +43,9 @@ def entry_of(tensor: TensorData, transport: str) -> Any:
 
 @pytest.mark.parametrize("count", [1, 25, 26, MOST])
 def test_rows_are_not_copied_where_they_fill_most_of_their_memory(
-    pool: SlabPool, count: int
+    memory: ResultMemory, count: int
 ) -> None:
-    tensor = in_slab(pool, count)
+    tensor = in_slab(memory, count)
     entry = entry_of(tensor, "binary")
     data = responses.payloads.get(entry["handle"])
     assert isinstance(data, memoryview)
@@ -55,19 +55,19 @@ def test_rows_are_not_copied_where_they_fill_most_of_their_memory(
     assert entry["nbytes"] == len(data) == tensor.nbytes
 
 
-def test_memory_is_kept_until_the_store_lets_go_of_it(pool: SlabPool) -> None:
-    tensor = in_slab(pool, MOST)
+def test_memory_is_kept_until_the_store_lets_go_of_it(memory: ResultMemory) -> None:
+    tensor = in_slab(memory, MOST)
     entry = entry_of(tensor, "binary")
     expected = tensor.storage.copy()
     del tensor
-    assert not pool.returned
-    other = in_slab(pool, MOST)
+    assert not memory._returned
+    other = in_slab(memory, MOST)
     other.storage[...] = 0
     data = responses.payloads.get(entry["handle"])
     assert data is not None
     np.testing.assert_array_equal(decode_tensor(entry, raw=data).storage, expected)
     del data
-    assert len(pool.returned) == 1
+    assert len(memory._returned) == 1
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 4)])
@@ -80,13 +80,13 @@ def test_any_array_can_be_sent(shape: tuple[int, ...], transport: str) -> None:
     np.testing.assert_array_equal(decode_tensor(entry, raw=raw).storage, tensor.storage)
 
 
-def test_a_route_gives_out_the_bytes_themselves(pool: SlabPool) -> None:
+def test_a_route_gives_out_the_bytes_themselves(memory: ResultMemory) -> None:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
     app = FastAPI()
     responses._WRAPPERS["routers"](lambda app: None)(app)
-    tensor = in_slab(pool, MOST)
+    tensor = in_slab(memory, MOST)
     entry = entry_of(tensor, "binary")
     found = asyncio.run(fetch_payload(entry["handle"], responses.payloads, None))
     entry = entry_of(tensor, "binary")
@@ -101,7 +101,7 @@ def test_a_route_gives_out_the_bytes_themselves(pool: SlabPool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["function", "class of others"])
-def test_middleware_that_looks_into_bodies_sees_bytes(pool: SlabPool, kind: str) -> None:
+def test_middleware_that_looks_into_bodies_sees_bytes(memory: ResultMemory, kind: str) -> None:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
@@ -136,7 +136,7 @@ def test_middleware_that_looks_into_bodies_sees_bytes(pool: SlabPool, kind: str)
                 await self.app(scope, receive, watched)
 
         app.add_middleware(Look)
-    tensor = in_slab(pool, MOST)
+    tensor = in_slab(memory, MOST)
     entry = entry_of(tensor, "binary")
     answer = TestClient(app).get(f"/v1/activations/{entry['handle']}")
     assert answer.content == tensor.storage.tobytes()

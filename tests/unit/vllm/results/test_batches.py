@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
-from inspect_lens._engine.collect.result_memory import SlabPool
+from inspect_lens._engine.collect.row_writer import Placing
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens._vllm.results.ticket import Ticket
 from inspect_lens.probe import pool_scores
@@ -97,13 +97,13 @@ def test_how_a_step_ran_is_known_when_its_rows_have_come(
     engine.settle()
     engine.results.prepare(deque(keys))
     taken: dict[str, tuple[str, ...]] = {}
-    write = SlabPool.write
+    write = Placing._write
 
     def write_and_take(*args: Any) -> None:
         write(*args)
         taken.update(engine.collector.take_whole([key]))
 
-    monkeypatch.setattr(SlabPool, "write", write_and_take)
+    monkeypatch.setattr(Placing, "_write", write_and_take)
     engine.run(keys, until=N_MAX - 1)
     engine.settle()
     pending = engine.collector._pending[key]
